@@ -1,0 +1,1 @@
+"""The `dynamo` command line: composition only. It wires parts together and decides nothing."""

@@ -1,0 +1,153 @@
+"""Values that several parts share. Frozen dataclasses and enums; nothing here does I/O."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""What circus takes as a watcher name: a dot breaks its events (circus-facts)."""
+
+
+class Role(enum.StrEnum):
+    """How the planner and a drain treat a component."""
+
+    FRONTEND = "frontend"
+    DECODE = "decode"
+    PREFILL = "prefill"
+    AGGREGATED = "aggregated"
+    OTHER = "other"
+
+
+class WorkerState(enum.StrEnum):
+    """States of a managed worker; the transitions between them are `core.lifecycle.NEXT`."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    EXITED = "exited"
+    CRASHED = "crashed"
+    BACKING_OFF = "backing_off"
+    FAULTED = "faulted"
+    START_TIMED_OUT = "start_timed_out"
+    DRAIN_TIMED_OUT = "drain_timed_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A measurement that could not be had. It is never 0: whoever reads it must say what to do without."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one worker of a service asks for. `gpu` counts whole devices, per worker."""
+
+    gpu: int = 0
+    cpu: str | None = None
+    memory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One service of a graph after decorators, YAML and command line were merged.
+
+    `config` is the service's section without `ServiceArgs`, keys with underscores;
+    `drain_deadline_s`/`start_deadline_s` are None where the command line's default applies.
+    """
+
+    name: str
+    role: Role
+    workers: int = 1
+    resources: Resources = Resources()
+    envs: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    depends: tuple[str, ...] = ()
+    endpoints: tuple[str, ...] = ()
+    start_deadline_s: float | None = None
+    drain_deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpec:
+    """A graph that can run. `target` is `module:Service`, as given to `dynamo serve`."""
+
+    namespace: str
+    target: str
+    services: tuple[ServiceSpec, ...]
+
+    def service(self, name: str) -> ServiceSpec:
+        """The service of that exact name; KeyError if there is none."""
+        for spec in self.services:
+            if spec.name == name:
+                return spec
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A registered endpoint of a worker: one etcd key under the worker's lease.
+
+    `subject` is the NATS subject on which it takes requests. `instance_id` is the lease id.
+    """
+
+    namespace: str
+    component: str
+    endpoint: str
+    lease_id: int
+    subject: str
+
+    @property
+    def instance_id(self) -> int:
+        return self.lease_id
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker publishes about itself, under Dynamo's names.
+
+    `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1.
+    `remaining_tokens` counts the tokens that running requests may still generate (an upper bound),
+    `itl_ms` is the live inter-token latency (None before the first).
+    """
+
+    request_active_slots: int = 0
+    request_total_slots: int = 0
+    kv_active_blocks: int = 0
+    kv_total_blocks: int = 0
+    num_requests_waiting: int = 0
+    gpu_cache_usage_perc: float = 0.0
+    gpu_prefix_cache_hit_rate: float = 0.0
+    remaining_tokens: int = 0
+    itl_ms: float | None = None
+
+
+def watcher_name(namespace: str, component: str, n: int = 0) -> str:
+    """`dynamo_VllmWorker` for n = 0, `dynamo_VllmWorker_1` for n = 1, …"""
+    base = f"{namespace}_{component}"
+    return base if n == 0 else f"{base}_{n}"
+
+
+def lease_hex(lease_id: int) -> str:
+    """The lease as it appears at the end of etcd keys: 694d967da694ea1a."""
+    return f"{lease_id:x}"
+
+
+def instance_prefix(namespace: str, component: str | None = None, endpoint: str | None = None) -> str:
+    """etcd prefix of a namespace's, component's or endpoint's instances."""
+    prefix = f"{namespace}/components/"
+    if component is not None:
+        prefix += f"{component}/"
+        if endpoint is not None:
+            prefix += f"{endpoint}:"
+    return prefix
+
+
+def instance_key(namespace: str, component: str, endpoint: str, lease_id: int) -> str:
+    """`dynamo/components/VllmWorker/generate:694d967da694ea1a`; an endpoint's name may hold a slash."""
+    return instance_prefix(namespace, component, endpoint) + lease_hex(lease_id)

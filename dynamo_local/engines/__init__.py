@@ -1,0 +1,1 @@
+"""What computes tokens, behind the `Engine` Protocol of `dynamo_local.ports`."""

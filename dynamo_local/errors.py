@@ -1,0 +1,231 @@
+"""One tree of typed errors. Each says what happened, to what, and what to do next.
+
+Two families:
+
+* errors a *person* sees (`exit_code` is the process exit status; 2 means "your input"), and
+* errors that travel *between components* with a response stream (`code` is their name on the wire;
+  `retryable` says that sending the same request to another worker may succeed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_NOT_RUNNING = 3
+EXIT_BUSY = 4
+EXIT_TIMED_OUT = 5
+
+
+class DynamoError(Exception):
+    """Base of every error this project raises on purpose. `str(error)` is fit to be shown to a person."""
+
+    code: ClassVar[str] = "internal"
+    exit_code: ClassVar[int] = EXIT_FAILED
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details: dict[str, Any] = details
+
+
+# --- bad input (exit code 2) -------------------------------------------------------------------
+
+
+class BadInput(DynamoError):
+    """Something the user wrote cannot be used; nothing was started or changed."""
+
+    code = "bad_input"
+    exit_code = EXIT_BAD_INPUT
+
+
+class ConfigError(BadInput):
+    """A configuration file, variable or override is wrong."""
+
+    code = "config"
+
+
+class GraphError(BadInput):
+    """A graph cannot run: not importable, not a service, a dependency missing, names that clash."""
+
+    code = "graph"
+
+
+class GpuError(BadInput):
+    """GPUs asked for cannot be given: too few, unknown, no driver, or held by somebody else."""
+
+    code = "gpu"
+
+
+# --- state of the host and of the running graph ------------------------------------------------
+
+
+class StateError(DynamoError):
+    """The statefile is missing, broken or not ours. The message names the file and the field."""
+
+    code = "state"
+
+
+class NotRunning(DynamoError):
+    """No arbiter runs for the namespace (or it does not answer)."""
+
+    code = "not_running"
+    exit_code = EXIT_NOT_RUNNING
+
+
+class NamespaceBusy(DynamoError):
+    """Another `dynamo serve` holds the namespace."""
+
+    code = "namespace_busy"
+    exit_code = EXIT_BUSY
+
+
+class StartTimedOut(DynamoError):
+    """A worker did not become ready before its start deadline."""
+
+    code = "start_timed_out"
+    exit_code = EXIT_TIMED_OUT
+
+
+class WorkerDied(DynamoError):
+    """A worker process ended while it was still needed."""
+
+    code = "worker_died"
+
+
+class InfraUnavailable(DynamoError):
+    """etcd or NATS does not answer. Retry once it is back."""
+
+    code = "infra_unavailable"
+    retryable = True
+
+
+class EtcdUnavailable(InfraUnavailable):
+    """etcd does not answer within the deadline."""
+
+    code = "etcd_unavailable"
+
+
+class NatsUnavailable(InfraUnavailable):
+    """NATS does not answer within the deadline."""
+
+    code = "nats_unavailable"
+
+
+class LeaseNotFound(DynamoError):
+    """etcd does not know the lease: it was revoked, it expired, or etcd lost its data."""
+
+    code = "lease_not_found"
+
+
+# --- requests between components ---------------------------------------------------------------
+
+
+class RequestError(DynamoError):
+    """Base of the errors that a response stream can end with."""
+
+    code = "request"
+
+
+class InvalidRequest(RequestError):
+    """The request itself is wrong. `details["param"]` names the offending parameter when there is one."""
+
+    code = "invalid_request"
+
+
+class NoWorkers(RequestError):
+    """No instance of the component is registered."""
+
+    code = "no_workers"
+    retryable = True
+
+
+class WorkerBusy(RequestError):
+    """The worker, or every worker, is full. `details["retry_after_s"]` suggests when to come back."""
+
+    code = "worker_busy"
+    retryable = True
+
+
+class WorkerDraining(RequestError):
+    """The worker is leaving and took nothing; send the request to another one."""
+
+    code = "worker_draining"
+    retryable = True
+
+
+class WorkerLost(RequestError):
+    """The worker, or the connection to it, went away before the stream ended."""
+
+    code = "worker_lost"
+    retryable = True
+
+
+class StreamGap(RequestError):
+    """Frames of a response stream are missing or out of order; nothing after the gap was delivered."""
+
+    code = "stream_gap"
+    retryable = True
+
+
+class DeadlineExceeded(RequestError):
+    """The request's deadline passed."""
+
+    code = "deadline_exceeded"
+
+
+class RequestCancelled(RequestError):
+    """The caller went away."""
+
+    code = "cancelled"
+
+
+class KvTransferError(RequestError):
+    """A KV hand-off failed: unknown identity, expired lease, or the prefill worker is gone."""
+
+    code = "kv_transfer"
+    retryable = True
+
+
+class EngineError(RequestError):
+    """The engine failed while computing."""
+
+    code = "engine"
+
+
+class RemoteError(RequestError):
+    """The handler raised something that is not one of our errors; `details["type"]` is its class name."""
+
+    code = "remote"
+
+
+def _walk(cls: type[DynamoError]) -> dict[str, type[DynamoError]]:
+    found = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        found.update(_walk(sub))
+    return found
+
+
+def to_wire(error: BaseException) -> dict[str, Any]:
+    """`{"code", "message", "details"}` for a response stream; a foreign exception becomes `remote`."""
+    if isinstance(error, DynamoError):
+        return {"code": error.code, "message": error.message, "details": error.details}
+    return {
+        "code": RemoteError.code,
+        "message": str(error) or type(error).__name__,
+        "details": {"type": type(error).__name__},
+    }
+
+
+def from_wire(wire: Mapping[str, Any]) -> DynamoError:
+    """The inverse of `to_wire`. An unknown code (a newer peer) becomes `RemoteError` that names it."""
+    details = {str(k): v for k, v in dict(wire.get("details") or {}).items() if k != "message"}
+    message = str(wire.get("message") or "no message")
+    cls = _walk(DynamoError).get(str(wire.get("code")))
+    if cls is None:
+        return RemoteError(message, **{"type": str(wire.get("code")), **details})
+    return cls(message, **details)

@@ -1,0 +1,277 @@
+"""The seams: Protocols between the pure core and the world, each with a fake that passes the same contract tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from dynamo_local.core.types import Instance, Load
+
+# --- etcd --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key as etcd holds it. `lease_id` is 0 where no lease is attached."""
+
+    key: str
+    value: bytes
+    lease_id: int = 0
+    mod_revision: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PutEvent:
+    """A key was written."""
+
+    kv: KeyValue
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteEvent:
+    """A key went away (deleted, or its lease was revoked or expired)."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotEvent:
+    """The whole truth under the prefix: sent first, and again whenever the watch had to start anew."""
+
+    kvs: tuple[KeyValue, ...]
+    revision: int
+
+
+WatchEvent = PutEvent | DeleteEvent | SnapshotEvent
+
+
+class KeyValueStore(Protocol):
+    """etcd, as far as we need it. Every call has a deadline and raises `EtcdUnavailable` past it."""
+
+    async def get(self, key: str) -> KeyValue | None: ...
+
+    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+        """All keys under the prefix, and the store's revision at that moment."""
+        ...
+
+    async def put(self, key: str, value: bytes, lease_id: int = 0) -> int:
+        """Returns the revision. Raises `LeaseNotFound` if the lease is gone."""
+        ...
+
+    async def put_if_absent(self, key: str, value: bytes, lease_id: int = 0) -> bool: ...
+
+    async def delete(self, key: str) -> bool: ...
+
+    async def revision(self) -> int: ...
+
+    async def grant(self, ttl_s: int) -> int:
+        """A new lease's id (never 0)."""
+        ...
+
+    async def keepalive(self, lease_id: int) -> int:
+        """Refresh once; returns the TTL in seconds. Raises `LeaseNotFound` if it is gone."""
+        ...
+
+    async def revoke(self, lease_id: int) -> None:
+        """Revoke; a lease that is gone already is no error."""
+        ...
+
+    def watch_prefix(self, prefix: str) -> AsyncIterator[WatchEvent]:
+        """`SnapshotEvent` first, then changes as they come; survives restarts of the store by re-listing.
+
+        Never ends by itself; closing the iterator ends the watch. While the store is away it waits.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+# --- engines -----------------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The part of OpenAI's request that an engine understands, under vLLM's names."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request to an engine.
+
+    `kv_transfer_params` is the connector's opaque mapping (vLLM's names): a prefill engine gets
+    `{"do_remote_decode": True, "do_remote_prefill": False}` and answers with the mapping that the
+    decode engine is then given unchanged.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """New tokens since the last output (never cumulative). The last one has a `finish_reason`."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is, for model cards, status and validation."""
+
+    engine: str
+    engine_id: str
+    model: str
+    max_model_len: int
+    block_size: int
+    num_gpu_blocks: int
+    max_num_seqs: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What turns a prompt into tokens: the sim engine, and vLLM."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid after `start`."""
+        ...
+
+    async def start(self) -> None:
+        """Load; returns when requests can be taken."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Stream the outputs; closing the iterator aborts the request and frees its blocks.
+
+        Raises `InvalidRequest` (too long for the model), `KvTransferError` (the hand-off's identity is
+        unknown, wrong or expired) or `EngineError`.
+        """
+        ...
+
+    def load(self) -> Load: ...
+
+    async def load_changed(self) -> None:
+        """Return when `load()` may differ from what it was at the call."""
+        ...
+
+    def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
+        """The share (0..1) of this prompt whose KV blocks are cached now; 0.0 where it cannot be known."""
+        ...
+
+    async def wait_handoffs(self) -> None:
+        """Return when all KV that was handed over has been pulled or has expired."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine; what still runs is aborted."""
+        ...
+
+
+# --- requests between components ---------------------------------------------------------------
+
+
+class ResponseStream(Protocol):
+    """A streaming answer. Iterate it to the end, or `aclose()` it: that cancels the handler."""
+
+    instance_id: int
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
+    def batches(self) -> AsyncIterator[list[Any]]:
+        """Items in the groups that arrived together (one frame each): cheaper than one by one."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class EndpointClient(Protocol):
+    """A live view of one endpoint's instances, and calls to them."""
+
+    def instances(self) -> tuple[Instance, ...]:
+        """Registered now, in order of lease id."""
+        ...
+
+    async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
+        """At least one; raises `NoWorkers` past the timeout."""
+        ...
+
+    async def call(
+        self,
+        payload: Any,
+        *,
+        instance_id: int | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> ResponseStream:
+        """Send to that instance, or to the next one in turn. Returns once a worker has *accepted* it.
+
+        Raises `NoWorkers`, `WorkerDraining`, `WorkerBusy`, `WorkerLost`, `DeadlineExceeded`, `NatsUnavailable`:
+        after any of these the handler has produced nothing.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask:
+    """An entry pulled from the prefill queue. `attempt` counts from 1."""
+
+    request_id: str
+    payload: Mapping[str, Any]
+    attempt: int
+
+
+class PulledTask(Protocol):
+    """A pulled entry and its fate."""
+
+    task: PrefillTask
+
+    async def in_progress(self) -> None: ...
+    async def ack(self) -> None: ...
+    async def nak(self, delay_s: float = 0.0) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """`pending` waits (JetStream's num_pending); `outstanding` = pending + pulled but not acked."""
+
+    pending: int
+    outstanding: int
+
+
+class PrefillQueue(Protocol):
+    """The namespace's JetStream work queue `{ns}_prefill_queue`."""
+
+    async def enqueue(self, request_id: str, payload: Mapping[str, Any], *, deadline_s: float) -> None:
+        """Append. `deadline_s` is seconds from now after which the entry is worthless."""
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """The caller does not want it any more: dropped unprefilled when pulled."""
+        ...
+
+    async def pull(self, timeout_s: float) -> PulledTask | None:
+        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped."""
+        ...
+
+    async def depth(self) -> QueueDepth:
+        """Raises `NatsUnavailable`; never 0 for "I do not know"."""
+        ...

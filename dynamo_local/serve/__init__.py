@@ -1,0 +1,1 @@
+"""`dynamo serve`: infrastructure, GPU inventory, supervision, and each worker's entry point."""
