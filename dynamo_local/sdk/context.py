@@ -1,0 +1,89 @@
+"""What a running component may ask of its worker process.
+
+The entry point (`dynamo_local.serve.serve_dynamo`) makes the one `WorkerContext` of the process and
+sets it before the component's class is instantiated; tests set a fake one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from dynamo_local.core.types import Load
+from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
+
+
+class PrefillReplies(Protocol):
+    """How a prefill's result comes back to the decode worker; see `runtime.prefill_queue`."""
+
+    @property
+    def reply_subject(self) -> str: ...
+
+    def expect(self, request_id: str) -> Any: ...
+
+    async def send_reply(self, subject: str, request_id: str, result: Any) -> None: ...
+
+
+class WorkerContext(Protocol):
+    """The worker's side of the runtime, as a component sees it.
+
+    `settings` is the validated configuration model of the service (None if it declared none).
+    `draining` is set from the moment on which the worker takes nothing new.
+    """
+
+    namespace: str
+    component: str
+    watcher_name: str
+    run_id: str
+    settings: Any
+    kv: KeyValueStore
+    nats: Any
+    draining: asyncio.Event
+
+    @property
+    def lease_id(self) -> int:
+        """The lease of now: it changes when etcd lost the old one."""
+        ...
+
+    def on_drain(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Await `callback` when endpoints have stopped taking new requests, before the worker exits.
+
+        Callbacks run side by side; each returns when the component's own work (HTTP connections,
+        pulled queue entries, KV hand-offs) is finished.
+        """
+        ...
+
+    def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]]) -> None:
+        """`source` is published once a second, and soon after `changed()` returns."""
+        ...
+
+    async def register_key(self, prefix: str, value: bytes) -> None:
+        """Put `{prefix}:{lease hex}` under the worker's lease; put again whenever the lease is granted anew."""
+        ...
+
+    async def announce(self, **facts: str) -> None:
+        """Facts for `dynamo status`, e.g. `frontend_url`; they go into the statefile."""
+        ...
+
+    async def endpoint_client(self, component: str, endpoint: str) -> EndpointClient: ...
+
+    async def prefill_queue(self) -> PrefillQueue: ...
+
+    async def prefill_replies(self) -> PrefillReplies: ...
+
+
+_current: WorkerContext | None = None
+
+
+def current_context() -> WorkerContext:
+    """The process's context; RuntimeError outside a worker (a bug in the caller, hence no DynamoError)."""
+    if _current is None:
+        raise RuntimeError("no WorkerContext: this code runs outside a dynamo worker; tests call set_current_context()")
+    return _current
+
+
+def set_current_context(context: WorkerContext | None) -> None:
+    """Called once by the entry point, and by tests (None takes it away)."""
+    global _current
+    _current = context
