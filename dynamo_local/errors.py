@@ -91,6 +91,13 @@ class StartTimedOut(DynamoError):
     exit_code = EXIT_TIMED_OUT
 
 
+class TimedOut(DynamoError):
+    """Something was not finished within the time that the user gave it; it goes on."""
+
+    code = "timed_out"
+    exit_code = EXIT_TIMED_OUT
+
+
 class WorkerDied(DynamoError):
     """A worker process ended while it was still needed."""
 

@@ -1,0 +1,71 @@
+"""What several commands share: the namespace option, and a client for the arbiter's control endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from typing import Any
+
+import click
+
+from dynamo_local.errors import DynamoError, NotRunning
+from dynamo_local.serve.paths import Paths
+
+DEFAULT_NAMESPACE = "dynamo"
+
+namespace_option = click.option(
+    "--namespace",
+    "-n",
+    default=None,
+    envvar="DYN_NAMESPACE",
+    help=f"The graph's namespace (default: the only one that runs, else {DEFAULT_NAMESPACE}).",
+)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def find_paths(namespace: str | None) -> Paths:
+    """Paths of the namespace; without one, of the only running graph, else of the default namespace."""
+    if namespace is not None:
+        return Paths.of(namespace, os.environ)
+    default = Paths.of(DEFAULT_NAMESPACE, os.environ)
+    if default.control_socket.exists():
+        return default
+    running = sorted(socket.parent.name for socket in default.runtime.parent.glob("*/ctl.sock"))
+    if len(running) == 1:
+        return Paths.of(running[0], os.environ)
+    if len(running) > 1:
+        raise NotRunning(f"no graph runs in namespace 'dynamo'; say --namespace with one of: {', '.join(running)}")
+    return default
+
+
+def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties: Any) -> dict[str, Any]:
+    """Send one circus command and return its answer.
+
+    Raises `NotRunning` if nobody listens or nobody answers within the timeout, `DynamoError` if it refuses.
+    Plain pyzmq: circus's client pulls in tornado and psutil, a third of `dynamo status`'s time.
+    """
+    if not paths.control_socket.exists():
+        raise NotRunning(f"nothing runs in namespace {paths.namespace!r} (no {paths.control_socket}); try `dynamo serve`")
+    import zmq
+
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.connect(paths.circus_endpoint)
+        call_id = uuid.uuid4().hex
+        socket.send(json.dumps({"id": call_id, "command": command, "properties": properties}).encode())
+        if not socket.poll(int(timeout_s * 1000)):
+            raise NotRunning(
+                f"the arbiter of {paths.namespace!r} did not answer within {timeout_s:.0f} s on {paths.control_socket}; "
+                "if it was killed, `dynamo serve` cleans up after it"
+            )
+        answer: dict[str, Any] = json.loads(socket.recv())
+    finally:
+        socket.close()
+        context.term()
+    if answer.get("status") != "ok":
+        raise DynamoError(str(answer.get("reason", "the arbiter refused without a reason")))
+    return answer

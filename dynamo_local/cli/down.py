@@ -1,0 +1,60 @@
+"""`dynamo down`: leave gracefully, and return only when all of it is done."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from dynamo_local.cli.common import ask_arbiter, find_paths, namespace_option
+from dynamo_local.errors import DynamoError, TimedOut
+from dynamo_local.serve.lock import holder, is_held
+from dynamo_local.serve.paths import Paths
+
+POLL_S = 0.02
+TELL_EVERY_S = 0.5
+DEFAULT_TIMEOUT_S = 900.0
+
+
+@click.command()
+@namespace_option
+@click.option("--now", is_flag=True, help="End at once, cutting what streams.")
+@click.option("--timeout", "timeout_s", default=DEFAULT_TIMEOUT_S, show_default=True, help="Seconds to wait.")
+def down(namespace: str | None, now: bool, timeout_s: float) -> None:
+    """Stop taking requests, finish what streams, end workers, NATS and etcd. Exit 0 when nothing of ours is left."""
+    paths = find_paths(namespace)
+    ask_arbiter(paths, "dynamo_down", now=now)
+    told: set[str] = set()
+    deadline_s = time.monotonic() + timeout_s
+    tell_at_s = 0.0
+    while is_held(paths.lock):
+        if time.monotonic() > deadline_s:
+            raise _too_long(paths.namespace, timeout_s, holder(paths.lock))
+        if time.monotonic() >= tell_at_s:
+            _show_progress(paths, told)
+            tell_at_s = time.monotonic() + TELL_EVERY_S
+        time.sleep(POLL_S)
+    click.echo(f"{paths.namespace}: down")
+
+
+def _show_progress(paths: Paths, told: set[str]) -> None:
+    """Say once per state what each worker is doing; an arbiter that is closing its endpoint has nothing to say."""
+    try:
+        graph = ask_arbiter(paths, "dynamo_status", timeout_s=1.0)["graph"]
+    except DynamoError:
+        return
+    for row in graph["workers"]:
+        load = row.get("load") or {}
+        active = load.get("request_active_slots")
+        left = f", {active} in flight" if active else ""
+        line = f"{row['watcher_name']}: {row['state']}{left}"
+        if row["state"] == "draining" and line not in told:
+            told.add(line)
+            click.echo(line)
+
+
+def _too_long(namespace: str, timeout_s: float, who: str) -> TimedOut:
+    return TimedOut(
+        f"{namespace} is still leaving after {timeout_s:.0f} s ({who}); `dynamo status` shows what it waits for, "
+        "`dynamo down --now` ends it at once"
+    )

@@ -1,0 +1,108 @@
+"""`dynamo status`: the first thing our users read. Answers from the arbiter's memory, in well under 400 ms."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.serve.paths import Paths
+
+COLUMNS = ("WORKER", "COMPONENT", "STATE", "PID", "GPUS", "LEASE", "UPTIME", "RUNNING", "WAITING", "KV", "NOTE")
+STATE_COLOURS = {
+    "ready": "green",
+    "starting": "yellow",
+    "pending": "yellow",
+    "draining": "cyan",
+    "backing_off": "yellow",
+    "exited": "bright_black",
+}
+
+
+@click.command()
+@namespace_option
+@json_option
+@click.option("--watch", "-w", is_flag=True, help="Repeat every second until Ctrl-C.")
+def status(namespace: str | None, as_json: bool, watch: bool) -> None:
+    """Show each worker's component, state, pid, GPUs, lease, uptime and load."""
+    paths = find_paths(namespace)
+    if not watch:
+        _show(paths, as_json)
+        return
+    try:
+        while True:
+            if not as_json:
+                click.clear()
+            _show(paths, as_json)
+            time.sleep(1.0)
+    except KeyboardInterrupt:
+        return
+
+
+def _show(paths: Paths, as_json: bool) -> None:
+    graph = ask_arbiter(paths, "dynamo_status")["graph"]
+    if as_json:
+        click.echo(json.dumps(graph, indent=None if not sys.stdout.isatty() else 2))
+    else:
+        click.echo(render(graph, colour=sys.stdout.isatty()))
+
+
+def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
+    """The table and the lines above it."""
+    head = [f"namespace {graph['namespace']}   run {graph['run_id']}   state {graph['state']}"]
+    if graph.get("frontend_url"):
+        head.append(f"frontend  {graph['frontend_url']}")
+    head.append(f"etcd      {graph['etcd_endpoints']}   nats {graph['nats_server']}")
+    for note in graph.get("notes", ()):
+        head.append(f"note      {note}")
+    rows = [COLUMNS, *(_row(worker) for worker in graph["workers"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    lines = []
+    for n, row in enumerate(rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        if colour and n:
+            cells[2] = click.style(cells[2], fg=STATE_COLOURS.get(row[2], "red"))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([*head, "", *lines])
+
+
+def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
+    load = worker.get("load")
+    return (
+        worker["watcher_name"],
+        worker["component"],
+        worker["state"],
+        str(worker["pid"] or "-"),
+        ",".join(worker["gpus"]) or "-",
+        worker["lease"] or "-",
+        duration(worker["uptime_s"]),
+        _of(load, "request_active_slots", "request_total_slots"),
+        "-" if load is None else str(load["num_requests_waiting"]),
+        "-" if load is None or not load["kv_total_blocks"] else f"{load['gpu_cache_usage_perc']:.0%}",
+        worker.get("reason") or "",
+    )
+
+
+def _of(load: Mapping[str, Any] | None, part: str, whole: str) -> str:
+    if load is None:
+        return "-"
+    return f"{load[part]}/{load[whole]}" if load[whole] else str(load[part])
+
+
+def duration(seconds: float | None) -> str:
+    """`42s`, `3m07s`, `5h02m`, `2d04h`; `-` if not running."""
+    if seconds is None:
+        return "-"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -1,0 +1,53 @@
+"""One arbiter per namespace: a kernel lock held for the arbiter's whole life.
+
+Two arbiters on one control socket silently steal from each other (circus-facts); the lock is taken before
+anything is bound, and the kernel frees it within a millisecond when its holder is killed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from dynamo_local.errors import NamespaceBusy
+
+
+def _info_file(lock: Path) -> Path:
+    return lock.with_suffix(".owner")
+
+
+def acquire(lock: Path, namespace: str, what: str) -> FileLock:
+    """Take the namespace or raise `NamespaceBusy`, which says who runs it. `what` describes us to others."""
+    held = FileLock(lock, mode=0o600)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        raise NamespaceBusy(
+            f"namespace {namespace!r} is run by {holder(lock)}; use `dynamo status -n {namespace}`, "
+            f"`dynamo down -n {namespace}`, or another --namespace"
+        ) from None
+    _info_file(lock).write_text(f"pid {os.getpid()} ({what})")
+    return held
+
+
+def holder(lock: Path) -> str:
+    """Who holds the lock, in words."""
+    try:
+        return _info_file(lock).read_text() or "another process"
+    except FileNotFoundError:
+        return "another process"
+
+
+def is_held(lock: Path) -> bool:
+    """True while an arbiter lives. Leaves nothing behind."""
+    if not lock.exists():
+        return False
+    probe = FileLock(lock, mode=0o600)
+    try:
+        probe.acquire(timeout=0)
+    except Timeout:
+        return True
+    probe.release()
+    return False
