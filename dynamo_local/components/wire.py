@@ -1,0 +1,123 @@
+"""What Processor, VllmWorker and PrefillWorker send to each other. Plain dicts: the data plane packs them as they are.
+
+Requests are checked by msgspec when they arrive (once per request); response items are built and read
+without it (once per frame of tokens, on the hot path).
+
+    generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}}
+    generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int}
+    prefill entry     {"token_ids", "sampling", "reply_subject"}
+    prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int} or {"error": {to_wire}}
+    response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from dynamo_local.errors import DynamoError, InvalidRequest, KvTransferError, from_wire, to_wire
+from dynamo_local.ports import EngineOutput, EngineRequest, FinishReason, SamplingParams
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """What `VllmWorker.generate` takes."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+class PrefillEntry(msgspec.Struct, frozen=True):
+    """The payload of a prefill queue entry; its request id is the queue's own field."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    reply_subject: str
+
+
+class GenerateItem(msgspec.Struct, frozen=True):
+    """New tokens of a response; the last item has a `finish_reason`."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+
+
+class PrefillReply(msgspec.Struct, frozen=True):
+    """What a prefill worker answers: the KV's identity, or why there is none."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+    num_cached_tokens: int | None = None
+    error: dict[str, Any] | None = None
+
+
+def generate_request(request_id: str, token_ids: list[int], sampling: SamplingParams) -> dict[str, Any]:
+    """The request as it travels."""
+    return {"request_id": request_id, "token_ids": token_ids, "sampling": asdict(sampling)}
+
+
+def parse_generate_request(payload: Any) -> GenerateRequest:
+    """Raises `InvalidRequest` that names the field."""
+    try:
+        return msgspec.convert(payload, GenerateRequest)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"generate request: {error}") from error
+
+
+def generate_item(output: EngineOutput) -> dict[str, Any]:
+    """An engine's output as it travels; what is None is left out."""
+    item: dict[str, Any] = {"token_ids": output.token_ids}
+    if output.finish_reason is not None:
+        item["finish_reason"] = output.finish_reason
+    if output.num_cached_tokens is not None:
+        item["num_cached_tokens"] = output.num_cached_tokens
+    return item
+
+
+def prefill_entry(request: EngineRequest, reply_subject: str) -> dict[str, Any]:
+    """The queue entry for a request; the prefill worker answers on `reply_subject`."""
+    return {
+        "token_ids": list(request.prompt_token_ids),
+        "sampling": asdict(request.sampling),
+        "reply_subject": reply_subject,
+    }
+
+
+def parse_prefill_entry(payload: Mapping[str, Any]) -> PrefillEntry:
+    """Raises `InvalidRequest` that names the field."""
+    try:
+        return msgspec.convert(payload, PrefillEntry)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"prefill entry: {error}") from error
+
+
+def prefill_reply(output: EngineOutput) -> dict[str, Any]:
+    """A finished prefill's answer. Raises `KvTransferError` when the engine gave no identity of the KV."""
+    if output.kv_transfer_params is None:
+        raise KvTransferError("the prefill engine finished without kv_transfer_params; nothing can be handed over")
+    reply: dict[str, Any] = {"kv_transfer_params": dict(output.kv_transfer_params)}
+    if output.num_cached_tokens is not None:
+        reply["num_cached_tokens"] = output.num_cached_tokens
+    return reply
+
+
+def prefill_failure(error: BaseException) -> dict[str, Any]:
+    """The answer of a prefill that failed for good."""
+    return {"error": to_wire(error)}
+
+
+def parse_prefill_reply(payload: Any) -> dict[str, Any]:
+    """The `kv_transfer_params`. Raises the prefill's error, or `KvTransferError` for an answer without them."""
+    try:
+        reply = msgspec.convert(payload, PrefillReply)
+    except msgspec.ValidationError as error:
+        raise KvTransferError(f"the prefill worker's answer cannot be read: {error}") from error
+    if reply.error is not None:
+        failure: DynamoError = from_wire(reply.error)
+        raise failure
+    if reply.kv_transfer_params is None:
+        raise KvTransferError("the prefill worker answered without kv_transfer_params")
+    return reply.kv_transfer_params
