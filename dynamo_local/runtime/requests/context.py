@@ -1,0 +1,42 @@
+"""What a handler may know about the request it serves."""
+
+from __future__ import annotations
+
+import contextvars
+from dataclasses import dataclass, field
+
+from dynamo_local.clock import AsyncioClock, Clock
+
+_CLOCK = AsyncioClock()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """One request, as its handler sees it. `deadline_s` is absolute, in seconds of `clock.now_s()`; None: no deadline."""
+
+    request_id: str
+    deadline_s: float | None = None
+    clock: Clock = field(default=_CLOCK, repr=False, compare=False)
+
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline, never below 0; None where the caller set no deadline."""
+        if self.deadline_s is None:
+            return None
+        return max(0.0, self.deadline_s - self.clock.now_s())
+
+
+_current: contextvars.ContextVar[RequestContext | None] = contextvars.ContextVar("dynamo_request", default=None)
+
+
+def current_request() -> RequestContext | None:
+    """The request that the running task serves; None outside a handler."""
+    return _current.get()
+
+
+def enter_request(context: RequestContext) -> contextvars.Token[RequestContext | None]:
+    """Make `context` the running task's request. For whoever drives a handler; undo with `leave_request`."""
+    return _current.set(context)
+
+
+def leave_request(token: contextvars.Token[RequestContext | None]) -> None:
+    _current.reset(token)
