@@ -1,0 +1,284 @@
+"""Who holds which GPU. Whole devices only, never one device with two holders, never a device that is not there.
+
+Every device is in exactly one of four places:
+
+* *held* by a worker of ours, until that worker's **process** is gone (losing a lease frees nothing);
+* *quarantined*: its memory never came back after its worker was gone;
+* *taken*: a stranger's process or memory is on it, another namespace reserved it (lesson 4), or it
+  vanished from the host;
+* *free*.
+
+Indices come from the devices that were seen and from nowhere else (lesson 5), and `gpu` counts devices
+per worker (lesson 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dynamo_local.core.topology import LINK_NODE, LINK_UNKNOWN, best_set
+from dynamo_local.core.types import Missing
+from dynamo_local.errors import GpuError
+
+STRANGER_MEMORY_BYTES = 512 * 1024**2
+"""Memory in use above which somebody is on the device, even if no process can be seen (another container)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process on a device. A graphics process (a desktop) counts by its memory only, a compute one always."""
+
+    pid: int
+    name: str
+    memory_bytes: int | Missing
+    kind: Literal["compute", "graphics"] = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDevice:
+    """One physical (or simulated) GPU as it was when sampled. `links` maps a peer's UUID to a link score."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_total_bytes: int | Missing
+    memory_used_bytes: int | Missing
+    processes: tuple[GpuProcess, ...] | Missing = ()
+    numa_node: int | Missing = Missing("not sampled")  # noqa: RUF009 - frozen
+    links: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAsk:
+    """One worker's wish: `gpu` whole devices for this worker alone."""
+
+    watcher_name: str
+    service: str
+    gpu: int
+
+
+def link_score(a: GpuDevice, b: GpuDevice) -> int:
+    """How well two devices are connected; falls back to the NUMA node where no link was reported."""
+    score = max(a.links.get(b.uuid, LINK_UNKNOWN), b.links.get(a.uuid, LINK_UNKNOWN))
+    if score == LINK_UNKNOWN and not isinstance(a.numa_node, Missing) and a.numa_node == b.numa_node:
+        return LINK_NODE
+    return score
+
+
+def cuda_visible_devices(devices: Iterable[GpuDevice]) -> str:
+    """The value that pins a worker: full UUIDs, which mean the same device under every CUDA_DEVICE_ORDER."""
+    return ",".join(device.uuid for device in devices)
+
+
+def occupant(device: GpuDevice, bound_bytes: int = STRANGER_MEMORY_BYTES) -> str | None:
+    """Who is on the device, for a person to read; None if it is seen to be empty.
+
+    A device of which neither the processes nor the memory can be seen is not seen to be empty.
+    """
+    processes = () if isinstance(device.processes, Missing) else device.processes
+    used = device.memory_used_bytes
+    over = not isinstance(used, Missing) and used > bound_bytes
+    if over or any(process.kind == "compute" for process in processes):
+        if processes:
+            return ", ".join(_describe(process) for process in processes)
+        return f"{_amount(used)} in use by processes that cannot be seen from here"
+    if isinstance(used, Missing) and isinstance(device.processes, Missing):
+        return f"nobody knows: memory {used.reason}, processes {device.processes.reason}"
+    return None
+
+
+def _describe(process: GpuProcess) -> str:
+    return f"pid {process.pid} {process.name} ({_amount(process.memory_bytes)})"
+
+
+def _amount(value: int | Missing) -> str:
+    return "memory unknown" if isinstance(value, Missing) else f"{value / 1024**3:.1f} GiB"
+
+
+class GpuLedger:
+    """The one place that hands out devices. Each method either completes or raises and changes nothing.
+
+    `elsewhere` maps UUIDs to whoever reserved them outside of this namespace (from the GPU locks).
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[GpuDevice],
+        *,
+        elsewhere: Mapping[str, str] | None = None,
+        stranger_memory_bytes: int = STRANGER_MEMORY_BYTES,
+    ) -> None:
+        self._bound_bytes = stranger_memory_bytes
+        self._devices: dict[str, GpuDevice] = {}
+        self._elsewhere: dict[str, str] = {}
+        self._held: dict[str, tuple[str, ...]] = {}
+        self._quarantined: dict[str, str] = {}
+        self._vanished: set[str] = set()
+        self.observe(devices, elsewhere=elsewhere)
+
+    def observe(self, devices: Sequence[GpuDevice], *, elsewhere: Mapping[str, str] | None = None) -> None:
+        """Take in a new sample. A device that is gone from it is not handed out; a new one is added."""
+        seen = {device.uuid: device for device in devices}
+        if len(seen) != len(devices):
+            raise GpuError(f"two of the GPUs seen share a UUID: {', '.join(device.uuid for device in devices)}")
+        merged = self._devices | seen
+        self._vanished = merged.keys() - seen.keys()
+        self._devices = dict(sorted(merged.items(), key=lambda item: (item[1].index, item[0])))
+        self._elsewhere = dict(elsewhere or {})
+
+    def devices(self) -> tuple[GpuDevice, ...]:
+        """All of them, by index."""
+        return tuple(self._devices.values())
+
+    def holders(self) -> dict[str, tuple[GpuDevice, ...]]:
+        """Watcher name to what it holds, in the order of allocation."""
+        return {name: tuple(self._devices[uuid] for uuid in uuids) for name, uuids in self._held.items()}
+
+    def quarantined(self) -> dict[str, str]:
+        """UUID to reason."""
+        return dict(self._quarantined)
+
+    def taken(self) -> dict[str, str]:
+        """UUIDs that a stranger or another namespace holds, and who that is."""
+        mine = self._held_uuids()
+        result = {}
+        for uuid, device in self._devices.items():
+            if uuid in mine or uuid in self._quarantined:
+                continue
+            gone = "nobody: it is not seen on this host any more" if uuid in self._vanished else None
+            who = gone or self._elsewhere.get(uuid) or occupant(device, self._bound_bytes)
+            if who is not None:
+                result[uuid] = who
+        return result
+
+    def free(self) -> tuple[GpuDevice, ...]:
+        """What can be handed out now, by index."""
+        gone = self._held_uuids() | self._quarantined.keys() | self.taken().keys()
+        return tuple(device for uuid, device in self._devices.items() if uuid not in gone)
+
+    def allocate(self, watcher_name: str, count: int) -> tuple[GpuDevice, ...]:
+        """The best-connected `count` free devices (see `topology.best_set`), now held by the watcher.
+
+        Raises `GpuError` if the watcher holds some already or too few are free.
+        """
+        self._check_holds_nothing(watcher_name)
+        if count < 0:
+            raise GpuError(f"{watcher_name} asks for {count} GPUs; 0 or more are possible")
+        free = self.free()
+        if count > len(free):
+            raise GpuError(shortage(self, [GpuAsk(watcher_name, watcher_name, count)]))
+        chosen = best_set(len(free), count, lambda a, b: link_score(free[a], free[b]))
+        return self._hold(watcher_name, tuple(free[i].uuid for i in chosen))
+
+    def assign(self, watcher_name: str, uuids: Sequence[str]) -> tuple[GpuDevice, ...]:
+        """Give exactly these devices: a worker that already runs on them (adoption) or restarts in place.
+
+        A stranger on the device does not matter here (it may be that very worker); another holder,
+        quarantine or an unknown device raises `GpuError`.
+        """
+        self._check_holds_nothing(watcher_name)
+        holders = {uuid: name for name, held in self._held.items() for uuid in held}
+        if len(set(uuids)) != len(uuids):
+            raise GpuError(f"{watcher_name} names a GPU twice: {', '.join(uuids)}")
+        for uuid in uuids:
+            if uuid not in self._devices:
+                raise GpuError(f"GPU {uuid} of {watcher_name} is not on this host; there are: {self._known()}")
+            if uuid in holders:
+                raise GpuError(f"GPU {uuid} cannot go to {watcher_name}: {holders[uuid]} holds it")
+            if uuid in self._quarantined:
+                raise GpuError(f"GPU {uuid} is quarantined ({self._quarantined[uuid]}) and cannot go to {watcher_name}")
+        return self._hold(watcher_name, tuple(uuids))
+
+    def release(self, watcher_name: str) -> tuple[GpuDevice, ...]:
+        """The watcher's process is gone: it holds nothing any more. Returns what it held.
+
+        Whether a device is *free* then is for its next sample to say: memory that has not come back
+        shows as taken. A watcher that holds nothing (it asked for none) gets `()`.
+        """
+        return tuple(self._devices[uuid] for uuid in self._held.pop(watcher_name, ()))
+
+    def quarantine(self, uuid: str, reason: str) -> None:
+        """Hand this device out no more. Whoever held it holds it no more."""
+        if uuid not in self._devices:
+            raise GpuError(f"GPU {uuid} is not on this host; there are: {self._known()}")
+        kept = {name: tuple(u for u in held if u != uuid) for name, held in self._held.items()}
+        self._held = {name: held for name, held in kept.items() if held}
+        self._quarantined[uuid] = reason
+
+    def restore(self, uuid: str) -> None:
+        """End a quarantine: the memory came back after all. Raises `GpuError` if there was none."""
+        if uuid not in self._quarantined:
+            raise GpuError(f"GPU {uuid} is not quarantined")
+        del self._quarantined[uuid]
+
+    def _hold(self, watcher_name: str, uuids: tuple[str, ...]) -> tuple[GpuDevice, ...]:
+        if uuids:
+            self._held[watcher_name] = uuids
+        return tuple(self._devices[uuid] for uuid in uuids)
+
+    def _held_uuids(self) -> set[str]:
+        return {uuid for held in self._held.values() for uuid in held}
+
+    def _check_holds_nothing(self, watcher_name: str) -> None:
+        if watcher_name in self._held:
+            raise GpuError(f"{watcher_name} already holds {', '.join(self._held[watcher_name])}; release it first")
+
+    def _known(self) -> str:
+        return ", ".join(f"{device.index} ({device.uuid})" for device in self._devices.values()) or "none"
+
+
+def plan(
+    devices: Sequence[GpuDevice],
+    asks: Sequence[GpuAsk],
+    *,
+    elsewhere: Mapping[str, str] | None = None,
+    stranger_memory_bytes: int = STRANGER_MEMORY_BYTES,
+) -> dict[str, tuple[GpuDevice, ...]]:
+    """Devices for every ask, by watcher name, in the order of the asks; `()` for an ask of 0.
+
+    Larger asks choose first (a set is harder to find than a single device), equal ones in the order given.
+    Raises `GpuError` that names every ask and every device that is not available.
+    """
+    ledger = GpuLedger(devices, elsewhere=elsewhere, stranger_memory_bytes=stranger_memory_bytes)
+    return plan_on(ledger, asks)
+
+
+def plan_on(ledger: GpuLedger, asks: Sequence[GpuAsk]) -> dict[str, tuple[GpuDevice, ...]]:
+    """`plan` on a ledger that may hold devices already; on success the ledger holds the result."""
+    names = [ask.watcher_name for ask in asks]
+    for name in names:
+        if names.count(name) > 1:
+            raise GpuError(f"GPUs were asked for twice under the name {name}")
+        if name in ledger.holders():
+            raise GpuError(f"{name} already holds GPUs; release them first")
+    for ask in asks:
+        if ask.gpu < 0:
+            raise GpuError(f"{ask.service} asks for {ask.gpu} GPUs per worker; 0 or more are possible")
+    if sum(ask.gpu for ask in asks) > len(ledger.free()):
+        raise GpuError(shortage(ledger, asks))
+    by_size = sorted(asks, key=lambda ask: -ask.gpu)
+    chosen = {ask.watcher_name: ledger.allocate(ask.watcher_name, ask.gpu) for ask in by_size}
+    return {name: chosen[name] for name in names}
+
+
+def shortage(ledger: GpuLedger, asks: Sequence[GpuAsk]) -> str:
+    """One line: what each service asked for, per worker, and who holds what."""
+    needed, free, total = sum(ask.gpu for ask in asks), len(ledger.free()), len(ledger.devices())
+    groups: dict[tuple[str, int], int] = {}
+    for ask in asks:
+        if ask.gpu:
+            groups[ask.service, ask.gpu] = groups.get((ask.service, ask.gpu), 0) + 1
+    wishes = [
+        f"{service} asks for {gpu} GPU{'s' * (gpu != 1)} per worker x {workers} worker{'s' * (workers != 1)}"
+        + (f" = {gpu * workers}" if workers > 1 else "")
+        for (service, gpu), workers in groups.items()
+    ]
+    parts = [f"too few GPUs: {needed} needed, {free} of {total} free", *wishes]
+    index = {device.uuid: device.index for device in ledger.devices()}
+    for name, held in ledger.holders().items():
+        parts += [f"GPU {device.index} ({device.uuid}) is held by {name}" for device in held]
+    parts += [f"GPU {index[uuid]} ({uuid}) is held by {who}" for uuid, who in ledger.taken().items()]
+    parts += [f"GPU {index[uuid]} ({uuid}) is quarantined: {why}" for uuid, why in ledger.quarantined().items()]
+    return "; ".join(parts) + "; ask for less (`gpu` counts devices per worker) or free some"
