@@ -1,0 +1,71 @@
+"""Prefill here, or in a prefill worker? The conditional decision, with its reason for the log. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo_local.core.types import Missing
+
+
+@dataclass(frozen=True, slots=True)
+class DisaggSettings:
+    """The two thresholds, changeable at run time. Both comparisons are strict.
+
+    `max_local_prefill_length`: tokens to compute up to which a prefill stays local.
+    `max_prefill_queue_size`: entries waiting at which nothing more goes remote.
+    The defaults are those of Dynamo's disaggregated router example.
+    """
+
+    max_local_prefill_length: int = 1000
+    max_prefill_queue_size: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("max_local_prefill_length", "max_prefill_queue_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, not {value!r}")
+            if value < 0:
+                raise ValueError(f"{name} must be 0 or more, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecision:
+    """`reason` is one line for the log; `prefill_length` counts the tokens that are not cached."""
+
+    remote: bool
+    prefill_length: int
+    reason: str
+
+
+def decide_prefill(
+    *,
+    prompt_length: int,
+    prefix_hit_rate: float,
+    queue_size: int | Missing,
+    prefill_workers: int,
+    settings: DisaggSettings,
+    conditional: bool = True,
+) -> PrefillDecision:
+    """Remote iff `int(prompt_length × (1 − prefix_hit_rate)) > max_local_prefill_length and
+    queue_size < max_prefill_queue_size` (rule and log line: Dynamo's `disagg_router.py`).
+
+    `conditional=False` sends every prefill away. Nothing goes remote without a registered prefill
+    worker (it would only wait for its deadline), nor on a queue of unknown size: that is not an empty one.
+    """
+    prefill_length = int(prompt_length * (1 - prefix_hit_rate))
+    why = ""
+    if prefill_workers < 1:
+        remote, why = False, "no prefill worker is registered"
+    elif not conditional:
+        remote, why = True, "conditional-disagg is off"
+    elif isinstance(queue_size, Missing):
+        remote, why = False, f"prefill queue size unknown: {queue_size.reason}"
+    else:
+        long_enough = prefill_length > settings.max_local_prefill_length
+        remote = long_enough and queue_size < settings.max_prefill_queue_size
+    shown = "unknown" if isinstance(queue_size, Missing) else str(queue_size)
+    reason = (
+        f"Remote prefill: {remote} (prefill length: {prefill_length}/{prompt_length}, "
+        f"prefill queue size: {shown}/{settings.max_prefill_queue_size})"
+    )
+    return PrefillDecision(remote, prefill_length, f"{reason}: {why}" if why else reason)

@@ -1,0 +1,300 @@
+"""Workers' loads over NATS: published on `{ns}.load.{component}`, and asked for on `{ns}.load`.
+
+A picker that must know at every request subscribes (`LoadView`); the arbiter asks all workers once per pull
+(`LoadSampler`): 64 pushes a second cost it 1.5 % of a core, one scatter request 0.14 % (circus-facts).
+A worker that does not answer is absent, never a load of zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.types import Load, Missing
+from dynamo_local.errors import NatsUnavailable
+from dynamo_local.runtime.nats_errors import nats_call
+
+log = logging.getLogger(__name__)
+
+PUBLISH_INTERVAL_S = 1.0
+MIN_CHANGE_INTERVAL_S = 0.1
+STALE_AFTER_S = 3 * PUBLISH_INTERVAL_S
+FORGET_AFTER_S = 60.0
+
+
+class _WireLoad(msgspec.Struct):
+    """`Load` with every count required: a field that is not there is not 0."""
+
+    request_active_slots: int
+    request_total_slots: int
+    kv_active_blocks: int
+    kv_total_blocks: int
+    num_requests_waiting: int
+    gpu_cache_usage_perc: float
+    gpu_prefix_cache_hit_rate: float
+    remaining_tokens: int
+    itl_ms: float | None
+
+
+class _Report(msgspec.Struct):
+    watcher_name: str
+    component: str
+    instance_id: int
+    published_at_s: float
+    load: _WireLoad
+
+
+_decoder = msgspec.json.Decoder(_Report)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """One worker's load; `age_s` is seconds since the worker measured it."""
+
+    load: Load
+    watcher_name: str
+    component: str
+    instance_id: int
+    age_s: float
+
+
+def load_subject(namespace: str, component: str | None = None) -> str:
+    """Where loads are asked for, or where a component's are published."""
+    return f"{namespace}.load" if component is None else f"{namespace}.load.{component}"
+
+
+class LoadPublisher:
+    """Publishes one worker's load, and answers the scatter request.
+
+    `lease_id_getter` gives the instance id of now (a lease can be granted anew), `source` the load of now;
+    `changed()` returns when it may differ from what it was at the call.
+    """
+
+    def __init__(
+        self,
+        nats: Client,
+        namespace: str,
+        component: str,
+        watcher_name: str,
+        lease_id_getter: Callable[[], int],
+        source: Callable[[], Load],
+        changed: Callable[[], Awaitable[None]],
+        clock: Clock | None = None,
+    ) -> None:
+        self._nats = nats
+        self._namespace = namespace
+        self._component = component
+        self._watcher_name = watcher_name
+        self._lease_id = lease_id_getter
+        self._source = source
+        self._changed = changed
+        self._clock = clock or AsyncioClock()
+        self._once = _Once()
+        self._subscription: Any = None
+        self._loop_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises `NatsUnavailable`."""
+        with nats_call(self._nats, "listen for load requests"):
+            self._subscription = await self._nats.subscribe(load_subject(self._namespace), cb=self._on_request)
+            await self._nats.flush()
+        self._loop_task = asyncio.create_task(self._run(), name=f"load of {self._watcher_name}")
+
+    async def close(self) -> None:
+        """Publish and answer no more."""
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.wait((self._loop_task,))
+            self._loop_task = None
+        if self._subscription is not None and not self._nats.is_closed:
+            await self._subscription.unsubscribe()
+        self._subscription = None
+
+    async def _run(self) -> None:
+        while True:
+            # Before the load is read: a change between the two is then seen as one.
+            change = asyncio.ensure_future(self._next_change())
+            published_at_s = self._clock.now_s()
+            tick = asyncio.ensure_future(self._clock.sleep_until(published_at_s + PUBLISH_INTERVAL_S))
+            try:
+                await self._publish()
+                await asyncio.wait((change, tick), return_when=asyncio.FIRST_COMPLETED)
+                await self._clock.sleep_until(published_at_s + MIN_CHANGE_INTERVAL_S)
+            finally:
+                for waiter in (change, tick):
+                    waiter.cancel()
+                await asyncio.wait((change, tick))
+
+    async def _next_change(self) -> None:
+        try:
+            await self._changed()
+        except Exception:  # somebody else's code: without it there is still one load a second
+            self._once.exception("changed", "the load's change signal of %s failed", self._watcher_name)
+            await asyncio.Event().wait()
+
+    async def _publish(self) -> None:
+        data = self._encode()
+        # While disconnected the client would buffer it, and deliver loads of long ago after the reconnect.
+        if data is None or not self._nats.is_connected:
+            return
+        try:
+            with nats_call(self._nats, "publish the load"):
+                await self._nats.publish(load_subject(self._namespace, self._component), data)
+        except NatsUnavailable as error:
+            self._once.warning("publish", "%s", error)
+
+    async def _on_request(self, msg: Msg) -> None:
+        data = self._encode()
+        if data is None or not msg.reply:
+            return
+        try:
+            with nats_call(self._nats, "answer the load request"):
+                await self._nats.publish(msg.reply, data)
+        except NatsUnavailable as error:
+            self._once.warning("answer", "%s", error)
+
+    def _encode(self) -> bytes | None:
+        """None where the source fails: nothing is said then, and the reader sees it as missing."""
+        try:
+            load = _WireLoad(**asdict(self._source()))
+            instance_id = self._lease_id()
+        except Exception:  # the engine's code; a failing load must not end the worker
+            self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
+            return None
+        report = _Report(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load)
+        return msgspec.json.encode(report)
+
+
+class LoadSampler:
+    """Asks all workers of a namespace at once."""
+
+    def __init__(self, nats: Client, namespace: str, clock: Clock | None = None) -> None:
+        self._nats = nats
+        self._namespace = namespace
+        self._clock = clock or AsyncioClock()
+        self._once = _Once()
+
+    async def sample(self, timeout_s: float = 0.25, expected: int | None = None) -> dict[str, LoadReport]:
+        """Loads by watcher name: as soon as `expected` have answered, else what came within `timeout_s`.
+
+        A worker that did not answer is absent: treat it as `Missing`. Raises `NatsUnavailable`.
+        """
+        reports: dict[str, LoadReport] = {}
+        if expected == 0:
+            return reports
+        complete = asyncio.Event()
+
+        async def on_answer(msg: Msg) -> None:
+            if (msg.headers or {}).get("Status") == "503":  # the server: no worker listens
+                complete.set()
+                return
+            report = _decode(msg.data, msg.subject, self._clock.wall_s(), self._once)
+            if report is None:
+                return
+            known = reports.get(report.watcher_name)
+            if known is None or report.age_s <= known.age_s:
+                reports[report.watcher_name] = report
+            if expected is not None and len(reports) >= expected:
+                complete.set()
+
+        with nats_call(self._nats, "ask the workers for their load"):
+            inbox = self._nats.new_inbox()
+            subscription = await self._nats.subscribe(inbox, cb=on_answer)
+            try:
+                await self._nats.publish(load_subject(self._namespace), b"", reply=inbox)
+                await asyncio.wait_for(complete.wait(), timeout_s)
+            except TimeoutError:
+                log.debug("%d of %s workers told their load within %.2f s", len(reports), expected, timeout_s)
+            finally:
+                if not self._nats.is_closed:
+                    await subscription.unsubscribe()
+        return reports
+
+
+class LoadView:
+    """The latest published load of each instance of a component, for a least-loaded picker."""
+
+    def __init__(self, nats: Client, namespace: str, component: str, clock: Clock | None = None) -> None:
+        self._nats = nats
+        self._subject = load_subject(namespace, component)
+        self._clock = clock or AsyncioClock()
+        self._once = _Once()
+        self._subscription: Any = None
+        self._seen: dict[int, tuple[float, LoadReport]] = {}
+
+    async def start(self) -> None:
+        """Raises `NatsUnavailable`."""
+        with nats_call(self._nats, f"listen on {self._subject}"):
+            self._subscription = await self._nats.subscribe(self._subject, cb=self._on_load)
+            await self._nats.flush()
+
+    async def close(self) -> None:
+        """Listen no more; what was heard grows old and becomes missing."""
+        if self._subscription is not None and not self._nats.is_closed:
+            await self._subscription.unsubscribe()
+        self._subscription = None
+
+    def get(self, instance_id: int) -> LoadReport | Missing:
+        """The instance's last load and its age (seconds since it was heard), or why there is none."""
+        heard = self._seen.get(instance_id)
+        if heard is None:
+            return Missing(f"instance {instance_id:x} has published no load yet")
+        heard_at_s, report = heard
+        age_s = self._clock.now_s() - heard_at_s
+        if age_s > STALE_AFTER_S:
+            return Missing(f"the last load of instance {instance_id:x} is {age_s:.1f} s old")
+        return LoadReport(report.load, report.watcher_name, report.component, report.instance_id, age_s)
+
+    def loads(self) -> dict[int, LoadReport]:
+        """All that are not missing, by instance id."""
+        found = ((instance_id, self.get(instance_id)) for instance_id in self._seen)
+        return {instance_id: report for instance_id, report in found if isinstance(report, LoadReport)}
+
+    def forget(self, instance_id: int) -> None:
+        """The instance has deregistered."""
+        self._seen.pop(instance_id, None)
+
+    async def _on_load(self, msg: Msg) -> None:
+        report = _decode(msg.data, msg.subject, self._clock.wall_s(), self._once)
+        if report is None:
+            return
+        now_s = self._clock.now_s()
+        if report.instance_id not in self._seen:  # instances that nobody forgot must not pile up
+            self._seen = {k: v for k, v in self._seen.items() if now_s - v[0] <= FORGET_AFTER_S}
+        self._seen[report.instance_id] = (now_s, report)
+
+
+class _Once:
+    """Logs each kind of complaint once, so that a fault repeated every second does not fill the log."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def warning(self, kind: str, text: str, *args: object) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            log.warning(text + " (said once)", *args)
+
+    def exception(self, kind: str, text: str, *args: object) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            log.exception(text + " (said once)", *args)
+
+
+def _decode(data: bytes, subject: str, wall_s: float, once: _Once) -> LoadReport | None:
+    try:
+        report = _decoder.decode(data)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        once.warning("garbage", "something that is no load came on %s: %s", subject, error)
+        return None
+    age_s = max(0.0, wall_s - report.published_at_s)
+    load = Load(**msgspec.structs.asdict(report.load))
+    return LoadReport(load, report.watcher_name, report.component, report.instance_id, age_s)
