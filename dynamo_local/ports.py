@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -77,10 +77,18 @@ class KeyValueStore(Protocol):
         """Revoke; a lease that is gone already is no error."""
         ...
 
-    def watch_prefix(self, prefix: str) -> AsyncIterator[WatchEvent]:
+    async def remembers(self, key: str, mod_revision: int) -> bool:
+        """Whether the key was written at that revision in this store's history (compacted counts as yes).
+
+        No means that the store has lost its data since, however far its revision has come again.
+        """
+        ...
+
+    def watch_prefix(self, prefix: str, on_lost: Callable[[], None] | None = None) -> AsyncIterator[WatchEvent]:
         """`SnapshotEvent` first, then changes as they come; survives restarts of the store by re-listing.
 
-        Never ends by itself; closing the iterator ends the watch. While the store is away it waits.
+        Never ends by itself; closing the iterator ends the watch. While the store is away it waits; `on_lost` is
+        called when that begins (what was yielded may be stale from then until the next `SnapshotEvent`).
         """
         ...
 
