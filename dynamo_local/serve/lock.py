@@ -32,6 +32,12 @@ def acquire(lock: Path, namespace: str, what: str) -> FileLock:
     return held
 
 
+def release(held: FileLock) -> None:
+    """Give the namespace back; the owner's text goes first, so that nobody reads a dead owner's."""
+    _info_file(Path(held.lock_file)).unlink(missing_ok=True)
+    held.release()
+
+
 def holder(lock: Path) -> str:
     """Who holds the lock, in words."""
     try:

@@ -1,0 +1,147 @@
+"""`dynamo serve GRAPH`: in the foreground, detached, or as a dry run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dynamo_local.errors import EXIT_FAILED, DynamoError
+from dynamo_local.serve.paths import private_folder, runtime_root
+
+POLL_S = 0.02
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.argument("target", metavar="MODULE:SERVICE")
+@click.option("--file", "-f", type=click.Path(path_type=Path), help="Configuration, YAML.")
+@click.option("--namespace", "-n", default=None, help="Replaces the graph's own namespace.")
+@click.option("--gpus", default=None, help="`0,2,3`, UUIDs, or `sim:8` for eight simulated devices.")
+@click.option("--start-deadline", "start_deadline_s", default=300.0, show_default=True, help="Seconds for a worker.")
+@click.option("--drain-deadline", "drain_deadline_s", default=600.0, show_default=True, help="Seconds for a worker.")
+@click.option("--pass-env", multiple=True, metavar="NAME", help="One more variable (or pattern) for the workers.")
+@click.option("--detach", "-d", is_flag=True, help="Return when everything is ready, or has failed.")
+@click.option("--dry-run", is_flag=True, help="Print what would start, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: JSON.")
+@click.option("--boot-report", type=click.Path(path_type=Path), hidden=True)
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    target: str,
+    detach: bool,
+    dry_run: bool,
+    as_json: bool,
+    boot_report: Path | None,
+    **words: Any,
+) -> int:
+    """Run the graph MODULE:SERVICE of the current folder on this host.
+
+    Any `--Service.key=value` overrides the configuration, e.g. `--VllmWorker.ServiceArgs.workers=2`.
+    """
+    if detach:
+        return _detach()
+    from dynamo_local.serve.launch import ServeOptions, build_deployment
+    from dynamo_local.serve.launch import serve as run
+
+    options = ServeOptions(target=target, **{**words, "overrides": tuple(words["overrides"])})
+    if dry_run:
+        _print_plan(build_deployment(options, os.environ, Path.cwd()).describe(), as_json)
+        return 0
+    if boot_report is None:
+        return run(options)
+    return _run_detached(options, boot_report)
+
+
+def _print_plan(plan: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(plan, indent=2, default=str))
+        return
+    import yaml
+
+    click.echo(yaml.safe_dump(json.loads(json.dumps(plan, default=str)), sort_keys=False).rstrip())
+
+
+def _run_detached(options: Any, boot_report: Path) -> int:
+    """The child's side of --detach: whatever goes wrong is told in the boot report."""
+    from dynamo_local.serve.launch import serve as run
+
+    try:
+        return run(options, boot_report=boot_report)
+    except DynamoError as error:
+        with boot_report.open("a") as file:
+            file.write(json.dumps({"kind": "failed", "message": str(error), "exit_code": error.exit_code}) + "\n")
+        return error.exit_code
+
+
+def _detach() -> int:
+    """The parent's side: start the same command in a session of its own and follow its boot report."""
+    folder = private_folder(runtime_root(os.environ))
+    handle, name = tempfile.mkstemp(prefix="boot-", suffix=".jsonl", dir=folder)
+    os.close(handle)
+    report, errors = Path(name), Path(name).with_suffix(".err")
+    words = [word for word in sys.argv[1:] if word not in ("--detach", "-d")]
+    try:
+        with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stderr:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "dynamo_local.cli.main", *words, f"--boot-report={report}"],
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                start_new_session=True,
+                close_fds=True,
+            )
+        return _follow(child, report, errors)
+    finally:
+        report.unlink(missing_ok=True)
+        errors.unlink(missing_ok=True)
+
+
+def _follow(child: subprocess.Popen[bytes], report: Path, errors: Path) -> int:
+    told: dict[str, str] = {}
+    failure: dict[str, Any] | None = None
+    with report.open() as file:
+        while True:
+            ended = child.poll() is not None
+            for record in _records(file):
+                if record["kind"] == "ready":
+                    facts = record["facts"]
+                    click.echo(f"ready: {facts.get('frontend_url') or facts['namespace']} (in {facts['seconds']:.1f} s)")
+                    child.returncode = 0  # it lives on: Popen must not complain about a running child
+                    return 0
+                if record["kind"] == "failed":
+                    failure = record
+                _tell(record, told)
+            if ended:
+                break
+            time.sleep(POLL_S)
+    if failure is not None:
+        click.echo(f"dynamo: {failure['message']}", err=True)
+        return int(failure["exit_code"])
+    click.echo(f"dynamo: the arbiter ended before it was ready:\n{errors.read_text()}", err=True)
+    return child.returncode or EXIT_FAILED
+
+
+def _records(file: Any) -> Iterator[dict[str, Any]]:
+    while True:
+        at = file.tell()
+        line = file.readline()
+        if not line.endswith("\n"):
+            file.seek(at)
+            return
+        yield json.loads(line)
+
+
+def _tell(record: dict[str, Any], told: dict[str, str]) -> None:
+    if record["kind"] == "event":
+        click.echo(record["text"])
+    for row in record.get("rows", ()):
+        if told.get(row["name"]) != row["state"]:
+            told[row["name"]] = row["state"]
+            click.echo(f"{row['name']}: {row['state']}" + (f" on GPU {row['gpus']}" if row["gpus"] else ""))

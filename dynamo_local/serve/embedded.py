@@ -1,0 +1,142 @@
+"""The embedded etcd and NATS of a run: the first watchers to start and the last to end.
+
+They are started again when they die (with their data and on their port), because without them no worker can
+be found: the registry heals by itself once they are back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+from pathlib import Path
+
+from dynamo_local.circus_plugins.arbiter import DynamoArbiter, WorkerWatcher
+from dynamo_local.clock import Clock
+from dynamo_local.core.types import watcher_name
+from dynamo_local.serve.infra import EtcdSpec, NatsSpec, PortLease, find_server, prepare
+from dynamo_local.serve.paths import Paths
+from dynamo_local.serve.processes import kill_session, wait_exit
+
+log = logging.getLogger(__name__)
+
+RESTART_DELAY_S = 0.2
+RESTART_DELAY_MAX_S = 10.0
+RAN_WELL_S = 30.0
+STOP_TIMEOUT_S = 5.0
+
+
+class EmbeddedServers:
+    """Starts, watches and ends the servers that the user did not point us at."""
+
+    def __init__(self, arbiter: DynamoArbiter, paths: Paths, clock: Clock) -> None:
+        self._arbiter = arbiter
+        self._paths = paths
+        self._clock = clock
+        self._ports: list[PortLease] = []
+        self._specs: dict[str, EtcdSpec | NatsSpec] = {}
+        self._started_s: dict[str, float] = {}
+        self._delays_s: dict[str, float] = {}
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._leaving = False
+        self.origins: list[str] = []
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._specs)
+
+    def start_etcd(self) -> tuple[str, EtcdSpec]:
+        """Prepare an etcd; returns its watcher's name and spec. `spawn` starts it."""
+        binary = find_server("etcd", search_path=os.environ.get("PATH"))
+        spec = EtcdSpec(binary, self._fresh("etcd"), self._port(), self._port())
+        self.origins.append(binary.describe())
+        return self._add("etcd", spec), spec
+
+    def start_nats(self) -> tuple[str, NatsSpec]:
+        """Prepare a NATS with a token of this run; returns its watcher's name and spec."""
+        binary = find_server("nats-server", search_path=os.environ.get("PATH"))
+        spec = NatsSpec(binary, self._fresh("nats"), self._port(), secrets.token_hex(24))
+        self.origins.append(binary.describe())
+        return self._add("nats", spec), spec
+
+    def _fresh(self, name: str) -> Path:
+        folder = self._paths.runtime / name
+        shutil.rmtree(folder, ignore_errors=True)  # a killed run's registry must not come back to life
+        return folder
+
+    def _port(self) -> int:
+        lease = PortLease()
+        self._ports.append(lease)
+        return lease.port
+
+    def _add(self, kind: str, spec: EtcdSpec | NatsSpec) -> str:
+        prepare(spec)
+        name = watcher_name(self._paths.namespace, kind)
+        self._specs[name] = spec
+        self._arbiter.add_worker(
+            WorkerWatcher(
+                name,
+                spec.argv,
+                env=spec.env,
+                cwd=str(self._paths.runtime),
+                log_file=self._paths.log_file(name),
+                graceful_timeout_s=STOP_TIMEOUT_S,
+                death_signal=signal.SIGTERM,
+            )
+        )
+        return name
+
+    async def spawn(self, name: str) -> int:
+        """Start (or start again) one server; returns its pid."""
+        self._started_s[name] = self._clock.now_s()
+        return await self._arbiter.spawn(name)
+
+    def exited(self, name: str, code: int) -> bool:
+        """Told of every exit. False if it is none of ours; a server that dies unasked is started again."""
+        if name not in self._specs:
+            return False
+        if not self._leaving:
+            ran_s = self._clock.now_s() - self._started_s[name]
+            delay_s = RESTART_DELAY_S if ran_s > RAN_WELL_S else self._delays_s.get(name, RESTART_DELAY_S)
+            self._delays_s[name] = min(delay_s * 2, RESTART_DELAY_MAX_S)
+            log.warning("%s ended with exit code %s after %.1f s; starting it again in %.1f s", name, code, ran_s, delay_s)
+            task = asyncio.ensure_future(self._restart(name, delay_s))
+            self._restarts.add(task)
+            task.add_done_callback(self._restarts.discard)
+        return True
+
+    async def _restart(self, name: str, delay_s: float) -> None:
+        await self._clock.sleep_until(self._clock.now_s() + delay_s)
+        try:
+            await self.spawn(name)
+        except OSError as error:
+            log.error("%s cannot be started again: %s", name, error)
+
+    async def stop(self) -> None:
+        """End NATS, then etcd, each politely and then surely; remove their data."""
+        self._leaving = True
+        for task in list(self._restarts):
+            task.cancel()
+        for name in reversed(self._specs):
+            await self._end(name)
+        for port in self._ports:
+            port.close()
+        for kind in ("etcd", "nats"):
+            shutil.rmtree(self._paths.runtime / kind, ignore_errors=True)
+
+    async def _end(self, name: str) -> None:
+        watcher = self._arbiter.get_watcher(name)
+        pid = watcher.pid
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            if not await wait_exit(pid, STOP_TIMEOUT_S):
+                log.warning("%s (pid %d) ignored SIGTERM for %.0f s; killing it", name, pid, STOP_TIMEOUT_S)
+            kill_session(pid)
+            await wait_exit(pid, STOP_TIMEOUT_S)
+            await asyncio.sleep(0)  # let the pidfd callback reap it
+        self._arbiter.remove(name)

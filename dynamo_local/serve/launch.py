@@ -1,0 +1,182 @@
+"""From the words of `dynamo serve` to a running arbiter: parse everything, refuse early, lock, run, clean up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import logging.handlers
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.config import Config, load_config, resolve
+from dynamo_local.core.gpus import GpuDevice
+from dynamo_local.errors import EXIT_OK, ConfigError, DynamoError
+from dynamo_local.sdk.loader import load_graph
+from dynamo_local.serve import lock
+from dynamo_local.serve.notify import notify
+from dynamo_local.serve.paths import Paths
+from dynamo_local.serve.plan import Deployment, Settings, plan_workers
+from dynamo_local.serve.progress import View, open_view
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The command line of `dynamo serve`, parsed but not yet understood."""
+
+    target: str
+    file: Path | None = None
+    overrides: tuple[str, ...] = ()
+    namespace: str | None = None
+    gpus: str | None = None
+    start_deadline_s: float = 300.0
+    drain_deadline_s: float = 600.0
+    pass_env: tuple[str, ...] = ()
+
+
+def build_deployment(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Deployment:
+    """Graph, configuration, GPUs and watchers as one value. Raises `BadInput` errors; starts nothing."""
+    from dynamo_local.state import new_run_id
+
+    graph = load_graph(options.target, base_dir=cwd)
+    config = load_config(options.file, env=environ, overrides=options.overrides)
+    spec = resolve(graph, config, namespace=options.namespace)
+    paths = Paths.of(spec.namespace, environ)
+    settings = _settings(options, config, environ)
+    gpus_option = options.gpus if options.gpus is not None else config.host.gpus
+    wanted = sum(service.resources.gpu * service.workers for service in spec.services)
+    devices = _inventory(gpus_option, environ) if wanted and settings.pin_gpus else ()
+    run_id = new_run_id()
+    workers = plan_workers(
+        spec,
+        devices=devices,
+        environ=environ,
+        service_config_json=config.service_config_json(),
+        settings=settings,
+        paths=paths,
+        run_id=run_id,
+        cwd=cwd,
+    )
+    return Deployment(
+        graph=spec,
+        run_id=run_id,
+        paths=paths,
+        settings=settings,
+        workers=workers,
+        gpus=tuple(devices),
+        gpus_option=gpus_option or "all",
+        etcd_endpoints=environ.get("ETCD_ENDPOINTS") or config.host.etcd_endpoints,
+        nats_server=environ.get("NATS_SERVER") or config.host.nats_server,
+        config_sections=json.loads(config.service_config_json()),
+    )
+
+
+def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str]) -> Settings:
+    from dynamo_local.serve.inventory import pinning_disabled
+
+    return Settings(
+        start_deadline_s=options.start_deadline_s,
+        drain_deadline_s=options.drain_deadline_s,
+        lease_ttl_s=_lease_ttl_s(environ),
+        pass_env=(*config.host.pass_env, *options.pass_env),
+        pin_gpus=not pinning_disabled(environ),
+    )
+
+
+def _lease_ttl_s(environ: Mapping[str, str]) -> int:
+    text = environ.get("DYN_LEASE_TTL_S", "10")
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"DYN_LEASE_TTL_S={text!r}: whole seconds, 1 or more")
+    return int(text)
+
+
+def _inventory(gpus: str | None, environ: Mapping[str, str]) -> tuple[GpuDevice, ...]:
+    from dynamo_local.serve.inventory import open_inventory
+
+    return tuple(open_inventory(gpus, environ).sample())
+
+
+def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
+    """Run the deployment in this process until it has left; the exit code. Raises before anything starts."""
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
+    deployment = build_deployment(options, os.environ, Path.cwd())
+    deployment.paths.prepare()
+    with _exclusive(deployment, detached=boot_report is not None):
+        view = open_view(detached=boot_report is not None, boot_report=boot_report or deployment.paths.boot_report)
+        _log_to(deployment.paths.log_file(f"{deployment.graph.namespace}_arbiter"))
+        try:
+            return asyncio.run(_run(deployment, view))
+        finally:
+            view.close()
+            shutil.rmtree(deployment.paths.runtime, ignore_errors=True)
+
+
+@contextmanager
+def _exclusive(deployment: Deployment, *, detached: bool) -> Iterator[None]:
+    """The namespace is ours, and leftovers of a killed predecessor are gone, while this is open."""
+    from dynamo_local.serve.leftovers import clear_leftovers
+
+    paths = deployment.paths
+    how = "detached" if detached else "in the foreground"
+    held = lock.acquire(paths.lock, paths.namespace, f"`dynamo serve {deployment.graph.target}` {how}")
+    try:
+        clear_leftovers(paths)
+        yield
+    finally:
+        lock.release(held)
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=16 * 1024 * 1024, backupCount=3, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.getLogger("circus").setLevel(logging.WARNING)
+    path.touch(mode=0o600)
+
+
+async def _run(deployment: Deployment, view: View) -> int:
+    from dynamo_local.circus_plugins.arbiter import DynamoArbiter
+    from dynamo_local.serve.supervisor import Supervisor
+    from dynamo_local.state import StateStore
+
+    paths = deployment.paths
+    arbiter = DynamoArbiter(endpoint=paths.circus_endpoint, pubsub_endpoint=f"ipc://{paths.events_socket}")
+    supervisor = Supervisor(
+        deployment, arbiter=arbiter, store=StateStore(paths.statefile), clock=AsyncioClock(), view=view
+    )
+    _handle_signals(supervisor.request_down, view)
+    code = EXIT_OK
+    try:
+        await supervisor.start()
+        notify("READY=1")
+        why = await supervisor.wait_down_request()
+        view.event(f"leaving ({why}): finishing what streams; a second Ctrl-C ends at once")
+    except DynamoError as error:
+        code = error.exit_code
+        view.failed(str(error), code)
+    finally:
+        notify("STOPPING=1")
+        await supervisor.leave()
+        await arbiter.close()
+    return code
+
+
+def _handle_signals(ask: Callable[[str], int], view: View) -> None:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, ask, "Ctrl-C")
+    loop.add_signal_handler(signal.SIGTERM, ask, "SIGTERM")
+    loop.add_signal_handler(
+        signal.SIGHUP,
+        view.event,
+        "SIGHUP is refused: a reload would start a second copy of each GPU worker; use `dynamo down` and `dynamo serve`",
+    )

@@ -1,0 +1,91 @@
+"""How a run ends: in stages, each within a deadline, so that what streams is finished before its workers go.
+
+Frontends first (they stop accepting and finish), then everything that decodes, then the prefill workers that the
+decode workers may still be waiting for. The servers go last, and are not this module's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from dynamo_local.circus_plugins.arbiter import DynamoArbiter
+from dynamo_local.clock import Clock
+from dynamo_local.core.lifecycle import NEXT, DrainDeadlinePassed, DrainRequested
+from dynamo_local.core.types import Role
+from dynamo_local.serve.fleet import Fleet, Worker
+from dynamo_local.serve.processes import kill_session
+from dynamo_local.serve.progress import View
+
+STAGES: tuple[frozenset[Role], ...] = (
+    frozenset({Role.FRONTEND}),
+    frozenset({Role.OTHER, Role.DECODE, Role.AGGREGATED}),
+    frozenset({Role.PREFILL}),
+)
+KILLED_GONE_S = 10.0
+"""A SIGKILLed process is gone in milliseconds, or hangs in the kernel (a stuck driver): then we say so and go on."""
+
+
+class Leaving:
+    """Ends all workers of a fleet. `now` cuts the waiting short: whole sessions are killed."""
+
+    def __init__(self, fleet: Fleet, arbiter: DynamoArbiter, clock: Clock, now: asyncio.Event, view: View) -> None:
+        self._fleet = fleet
+        self._arbiter = arbiter
+        self._clock = clock
+        self._now = now
+        self._view = view
+
+    async def end_workers(self) -> None:
+        """Return when no worker has a process any more."""
+        for stage in STAGES:
+            await self._drain([worker for worker in self._fleet.running() if worker.plan.role in stage])
+
+    async def _drain(self, workers: list[Worker]) -> None:
+        asked = [worker for worker in workers if (worker.state, DrainRequested) in NEXT]
+        if not self._now.is_set():
+            await self._fleet.apply({w.name: DrainRequested(stimulus_id="down", reason="down") for w in asked})
+            for worker in workers:
+                _signal(worker, signal.SIGTERM)
+        await asyncio.gather(*(self._until_gone(worker) for worker in workers))
+
+    async def _until_gone(self, worker: Worker) -> None:
+        deadline_s = self._clock.now_s() + worker.plan.drain_deadline_s
+        if not await self._gone_or_now(worker, deadline_s):
+            await self._kill(worker)
+
+    async def _gone_or_now(self, worker: Worker, deadline_s: float) -> bool:
+        gone = asyncio.ensure_future(self._fleet.until(lambda: not worker.runs, deadline_s))
+        now = asyncio.ensure_future(self._now.wait())
+        await asyncio.wait({gone, now}, return_when=asyncio.FIRST_COMPLETED)
+        now.cancel()
+        if gone.done():
+            return gone.result()
+        gone.cancel()
+        return not worker.runs
+
+    async def _kill(self, worker: Worker) -> None:
+        pid = worker.pid
+        if pid is None:
+            return
+        cut = worker.load.request_active_slots if worker.load is not None else 0
+        if not self._now.is_set():
+            why = f"not gone {worker.plan.drain_deadline_s:g} s after it was asked to leave"
+            self._view.event(f"{worker.name}: {why}; its session is ended, {cut} requests are cut")
+        if (worker.state, DrainDeadlinePassed) in NEXT:
+            event = DrainDeadlinePassed(stimulus_id="down", deadline_s=worker.plan.drain_deadline_s, requests_cut=cut)
+            await self._fleet.apply({worker.name: event})
+        kill_session(pid)
+        if not await self._fleet.until(lambda: not worker.runs, self._clock.now_s() + KILLED_GONE_S):
+            self._view.event(f"{worker.name}: pid {pid} is still there {KILLED_GONE_S:g} s after SIGKILL (stuck driver?)")
+
+
+def _signal(worker: Worker, signum: signal.Signals) -> None:
+    if worker.pid is not None:
+        try:
+            os.kill(worker.pid, signum)
+        except ProcessLookupError:
+            return  # it left by itself a moment ago; its exit is on the way to us
+
+

@@ -1,0 +1,171 @@
+"""Our arbiter against the real circus: each test keeps one behaviour that we lean on, or one fault that we cured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from dynamo_local.circus_plugins.arbiter import DynamoArbiter, WorkerWatcher
+from dynamo_local.serve.processes import is_alive, start_time_s, wait_exit
+
+PYTHON = sys.executable
+
+
+class Harness:
+    """An arbiter with its exits recorded, and a client of its control endpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exits: asyncio.Queue[tuple[str, int, int, float]] = asyncio.Queue()
+        self.endpoint = f"ipc://{folder}/ctl.sock"
+        self.arbiter = DynamoArbiter(endpoint=self.endpoint, pubsub_endpoint=f"ipc://{folder}/pub.sock")
+        self.arbiter.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
+
+    async def run(self, name: str, code: str, *, death_signal: int | None = signal.SIGKILL) -> int:
+        """Start `python -c code` under a new watcher; its pid."""
+        self.arbiter.add_worker(
+            WorkerWatcher(
+                name,
+                [PYTHON, "-c", code],
+                env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush"},
+                cwd=str(self.folder),
+                log_file=self.folder / f"{name}.log",
+                graceful_timeout_s=5.0,
+                death_signal=death_signal,
+            )
+        )
+        return await self.arbiter.spawn(name)
+
+    async def ask(self, command: str, **properties: object) -> dict[str, object]:
+        """One command over the endpoint, as circusctl sends it."""
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(self.endpoint)
+            await socket.send(json.dumps({"id": "1", "command": command, "properties": properties}).encode())
+            return json.loads(await asyncio.wait_for(socket.recv(), 5))
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    """A running arbiter; whatever it still runs is killed afterwards."""
+    harness = Harness(tmp_path)
+    await harness.arbiter.start()
+    yield harness
+    for watcher in harness.arbiter.watchers:
+        for pid in list(watcher.processes):
+            os.kill(pid, signal.SIGKILL)
+            await wait_exit(pid, 5)
+    await asyncio.sleep(0)
+    await harness.arbiter.close()
+
+
+async def written(path: Path, timeout_s: float = 5.0) -> str:
+    """The file's text, once it has some."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert time.monotonic() < deadline_s, f"nothing was written to {path}"
+        await asyncio.sleep(0.01)
+    return path.read_text()
+
+
+async def test_an_exit_is_noticed_with_its_code_within_milliseconds(harness: Harness) -> None:
+    """circus polls once a second; the pidfd tells at once, and the exit code is not lost to waitpid(-1)."""
+    pid = await harness.run("ns_A", "import sys; sys.stdin.read(); raise SystemExit(7)")
+    name, found, code, _ = await asyncio.wait_for(harness.exits.get(), 10)
+    assert (name, found, code) == ("ns_A", pid, 7)
+    pid = await harness.run("ns_B", "import time; time.sleep(60)")
+    killed_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    *_, code, at_s = await asyncio.wait_for(harness.exits.get(), 10)
+    assert code == -signal.SIGKILL
+    assert at_s - killed_s < 0.1
+
+
+async def test_a_dead_worker_is_not_started_again_by_circus(harness: Harness) -> None:
+    """The restart policy is ours: circus has no back-off (53 spawns in 10 s)."""
+    pid = await harness.run("ns_A", "pass")
+    await asyncio.wait_for(harness.exits.get(), 10)
+    await harness.arbiter.manage_watchers()
+    assert harness.arbiter.get_watcher("ns_A").pid is None
+    assert not is_alive(pid)
+
+
+async def test_output_goes_to_the_workers_own_file_and_survives_the_arbiter(harness: Harness) -> None:
+    """No pipe of ours: a process whose log pipe closes dies of SIGPIPE."""
+    await harness.run("ns_A", "import sys,time; print('hello'); print('err', file=sys.stderr); sys.stdout.flush(); time.sleep(60)")
+    text = await written(harness.folder / "ns_A.log")
+    assert "hello" in text
+    assert (harness.folder / "ns_A.log").stat().st_mode & 0o777 == 0o600
+
+
+async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harness) -> None:
+    """Lesson 20, lesson 13: list/status/options/numprocesses work, reload and its like say why not."""
+    await harness.run("ns_A", "import time; time.sleep(60)")
+    assert (await harness.ask("list"))["watchers"] == ["ns_a"]
+    assert (await harness.ask("status"))["statuses"] == {"ns_A": "active"}
+    assert (await harness.ask("numprocesses"))["numprocesses"] == 1
+    options = (await harness.ask("options", name="ns_A"))["options"]
+    assert "hush" not in json.dumps(options), "lesson 11: secrets are masked in circusctl options"
+    for command in ("reload", "reloadconfig", "incr", "restart", "kill", "stats", "set"):
+        answer = await harness.ask(command, name="ns_A")
+        assert answer["status"] == "error"
+        assert "refused" in str(answer["reason"])
+
+
+async def test_commands_work_while_a_stop_waits(harness: Harness) -> None:
+    """Lesson 13: circus refuses everything with errno 5 while one slow stop runs; ours does not."""
+    await harness.run(
+        "ns_A", "import signal,time; signal.signal(signal.SIGTERM, lambda *a: None); print('up', flush=True)\nwhile 1: time.sleep(1)"
+    )
+    await written(harness.folder / "ns_A.log")
+    stopping = asyncio.ensure_future(harness.ask("stop", name="ns_A", waiting=True))
+    for n in range(20):
+        await harness.run(f"ns_B_{n}", "pass")
+    assert len((await harness.ask("list"))["watchers"]) == 21
+    stopping.cancel()
+
+
+async def test_sighup_does_not_start_a_second_copy(harness: Harness) -> None:
+    """Lesson 20: HUP is not circus's to handle; its handlers are not installed."""
+    before = signal.getsignal(signal.SIGHUP)
+    assert "circus" not in repr(before)
+
+
+async def test_the_worker_dies_with_its_arbiter(tmp_path: Path) -> None:
+    """Lesson 3: no orphan keeps VRAM after a `kill -9` of the manager."""
+    script = (
+        "import asyncio, sys, os\n"
+        "sys.path.insert(0, os.environ['ROOT'])\n"
+        "from pathlib import Path\n"
+        "from tests.contract.test_circus_arbiter import Harness\n"
+        "async def main():\n"
+        "    harness = Harness(Path(sys.argv[1])); await harness.arbiter.start()\n"
+        "    print(await harness.run('ns_A', 'import time; time.sleep(600)'), flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [PYTHON, "-W", "ignore", "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, env={**os.environ, "ROOT": root}
+    ) as arbiter:
+        assert arbiter.stdout is not None
+        worker = int(arbiter.stdout.readline())
+        started = start_time_s(worker)
+        assert is_alive(worker, started)
+        arbiter.kill()
+        arbiter.wait()
+    deadline_s = time.monotonic() + 2
+    while is_alive(worker, started):
+        assert time.monotonic() < deadline_s, "the worker outlived its arbiter"
+        await asyncio.sleep(0.005)
