@@ -1,8 +1,64 @@
-"""Installed as `dynamo_local.state`; the top-level folder is only where the source lies.
+"""The statefile: what runs, on which GPUs, under which lease, and how to start one more.
+
+Installed as `dynamo_local.state`; the top-level folder is only where the source lies.
 
 A bare `state` package would shadow, or be shadowed by, a user's own module of that name
 (and `dynamo serve` imports users' code), so importing it by the bare name is refused.
+
+`raw` reads the file with `json` alone (for `dynamo status`, which must be quick); `schema` and `store`
+bring pydantic and filelock and are imported only when one of their names is asked for.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if not __name__.startswith("dynamo_local."):
     raise ImportError(f"import dynamo_local.{__name__}, not the bare {__name__!r}")
+
+if TYPE_CHECKING:
+    from dynamo_local.state.raw import StateMissing, read_raw, statefile_path
+    from dynamo_local.state.run_id import new_run_id
+    from dynamo_local.state.schema import ComponentEntry, EntryResources, Environment, State, SystemResources, masked
+    from dynamo_local.state.store import Removal, StateStore, load
+
+_HOME = {
+    "StateMissing": "raw",
+    "read_raw": "raw",
+    "statefile_path": "raw",
+    "new_run_id": "run_id",
+    "ComponentEntry": "schema",
+    "EntryResources": "schema",
+    "Environment": "schema",
+    "State": "schema",
+    "SystemResources": "schema",
+    "masked": "schema",
+    "Removal": "store",
+    "StateStore": "store",
+    "load": "store",
+}
+
+__all__ = [
+    "ComponentEntry",
+    "EntryResources",
+    "Environment",
+    "Removal",
+    "State",
+    "StateMissing",
+    "StateStore",
+    "SystemResources",
+    "load",
+    "masked",
+    "new_run_id",
+    "read_raw",
+    "statefile_path",
+]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = import_module(f"{__name__}.{_HOME[name]}")
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(module, name)

@@ -1,0 +1,199 @@
+"""The statefile's schema, version 1. Every released version is kept in `tests/golden/statefile` and loads for ever.
+
+Keys that this version does not know (written by a newer one of the same `schema_version`) are kept and
+written back; only `environment` is closed, because an open one is how the predecessor leaked tokens (lesson 11).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from dynamo_local.core.types import NAME, Role, WorkerState
+
+SCHEMA_VERSION = 1
+MASK = "***"
+
+_SECRET_ENV = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+_SECRET_SETTING = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
+
+Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
+Lease = Annotated[str, Field(pattern=r"^[0-9a-f]{1,16}$")]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class _Model(BaseModel):
+    """Base: strict types, no NaN, unknown keys kept, and fields that are None left out of the file."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        dumped: dict[str, Any] = handler(self)
+        known = type(self).model_fields
+        return {key: value for key, value in dumped.items() if value is not None or key not in known}
+
+
+class EntryResources(_Model):
+    """Devices of one worker: host indices as strings, and UUIDs in the same order. Empty is written as `{}`."""
+
+    allocated_gpus: list[str] | None = None
+    gpu_uuids: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _same_devices(self) -> EntryResources:
+        for field in ("allocated_gpus", "gpu_uuids"):
+            values = getattr(self, field) or []
+            if len(set(values)) != len(values):
+                raise ValueError(f"{field} names a GPU twice: {', '.join(values)}")
+        if self.allocated_gpus and self.gpu_uuids and len(self.allocated_gpus) != len(self.gpu_uuids):
+            raise ValueError(f"{len(self.allocated_gpus)} allocated_gpus but {len(self.gpu_uuids)} gpu_uuids")
+        return self
+
+
+class ComponentEntry(_Model):
+    """One worker, or (without pid, lease and resources) the template of a component that has none.
+
+    `lease` is hex, as at the end of the etcd keys in `endpoints`; `started_at` is seconds since 1970,
+    `pid_start_time` seconds since boot (pid and start time together identify a process);
+    `reason` is the cause of the last change of state.
+    """
+
+    watcher_name: Name
+    component: Name
+    cwd: str = ""
+    cmd: str = ""
+    resources: EntryResources = Field(default_factory=EntryResources)
+    gpus_per_worker: Annotated[int, Field(ge=0)] = 0
+    role: Role = Role.OTHER
+    state: WorkerState = WorkerState.PENDING
+    pid: Annotated[int, Field(gt=0)] | None = None
+    pid_start_time: Seconds | None = None
+    lease: Lease | None = None
+    endpoints: list[str] = Field(default_factory=list)
+    started_at: Seconds | None = None
+    restarts: Annotated[int, Field(ge=0)] = 0
+    reason: str | None = None
+    log_file: str | None = None
+    start_deadline_s: Seconds | None = None
+    drain_deadline_s: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _endpoints_under_lease(self) -> ComponentEntry:
+        for key in self.endpoints:
+            if self.lease is not None and not key.endswith(f":{self.lease}"):
+                raise ValueError(f"endpoint {key!r} is not under lease {self.lease}")
+        return self
+
+
+class SystemResources(_Model):
+    """What the host has: indices as strings, under the predecessor's names."""
+
+    total_gpus: Annotated[int, Field(ge=0)] = 0
+    gpu_info: list[str] = Field(default_factory=list)
+
+
+class Environment(_Model):
+    """The only two variables that are recorded; any other is refused (lesson 11)."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+    DYNAMO_SERVICE_CONFIG: str = "{}"
+    SYSTEM_RESOURCES: SystemResources = Field(default_factory=SystemResources)
+
+    @field_validator("DYNAMO_SERVICE_CONFIG")
+    @classmethod
+    def _holds_no_secret(cls, text: str) -> str:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            raise ValueError("not JSON") from None
+        if masked(value) != value:
+            raise ValueError(f"holds a secret in the clear; write it through masked(), which puts {MASK!r}")
+        return text
+
+
+class State(_Model):
+    """One namespace. `run_id` says who owns the file: nobody else removes it.
+
+    `nats_token_file` is a path, never the token; URLs that carry credentials are refused.
+    `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given.
+    """
+
+    schema_version: Literal[1] = 1
+    namespace: Name
+    run_id: Name
+    circus_endpoint: str | None = None
+    components: dict[Name, ComponentEntry] = Field(default_factory=dict)
+    environment: Environment = Field(default_factory=Environment)
+    arbiter_pid: Annotated[int, Field(gt=0)] | None = None
+    arbiter_start_time: Seconds | None = None
+    etcd_endpoints: str | None = None
+    nats_server: str | None = None
+    nats_token_file: str | None = None
+    frontend_url: str | None = None
+    runtime_dir: str | None = None
+    target: str | None = None
+    gpus: str | None = None
+
+    @field_validator("etcd_endpoints", "nats_server", "frontend_url")
+    @classmethod
+    def _holds_no_credentials(cls, urls: str | None) -> str | None:
+        for url in (urls or "").split(","):
+            if "@" in urlsplit(url if "//" in url else f"//{url}").netloc:
+                raise ValueError("holds credentials; only host and port belong here")
+        return urls
+
+    @model_validator(mode="after")
+    def _entries_fit(self) -> State:
+        holders: dict[str, str] = {}
+        for key, entry in self.components.items():
+            if key != entry.watcher_name:
+                raise ValueError(f"components.{key}.watcher_name is {entry.watcher_name!r}, not {key!r}")
+            expected = rf"{re.escape(self.namespace)}_{re.escape(entry.component)}(_[1-9]\d*)?"
+            if not re.fullmatch(expected, key):
+                raise ValueError(
+                    f"components.{key}.component is {entry.component!r}; "
+                    f"its worker is called {self.namespace}_{entry.component}, or that with _<number>"
+                )
+            held = entry.resources
+            for gpu in [*(f"GPU index {i}" for i in held.allocated_gpus or []), *(held.gpu_uuids or [])]:
+                if gpu in holders:
+                    raise ValueError(f"components.{key}.resources: {gpu} is held by {holders[gpu]} already")
+                holders[gpu] = key
+        return self
+
+
+def masked(value: Any, *, in_envs: bool = False) -> Any:
+    """A copy of a service configuration in which secrets are `***`.
+
+    Under `envs`, each name that holds TOKEN, KEY, SECRET or PASSWORD; elsewhere text under a name that
+    ends in one of these words (`hf_token`, not `max_tokens` or `tokenizer`).
+    """
+    if isinstance(value, Mapping):
+        return {key: _masked_item(str(key), item, in_envs) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked(item, in_envs=in_envs) for item in value]
+    return value
+
+
+def _masked_item(key: str, item: Any, in_envs: bool) -> Any:
+    names_secret = (_SECRET_ENV if in_envs else _SECRET_SETTING).search(key)
+    # Outside of `envs` only text can be a secret: `key: 5` is a setting.
+    may_be_secret = isinstance(item, str | int | float) if in_envs else isinstance(item, str)
+    if names_secret and may_be_secret and item != "":
+        return MASK
+    return masked(item, in_envs=in_envs or key == "envs")

@@ -1,0 +1,256 @@
+"""The locked store: one lock across read, validate, change, validate, and an atomic, durable replace (lesson 9).
+
+Everything here blocks (a commit is two fsyncs, some 12 ms): on an event loop use `aupdate`, or `asyncio.to_thread`.
+A reader needs no lock: the file is only ever replaced whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from dynamo_local.errors import StateError
+from dynamo_local.state.migrations import migrate
+from dynamo_local.state.raw import StateMissing, parse, read_text
+from dynamo_local.state.schema import SCHEMA_VERSION, State
+
+T = TypeVar("T")
+
+LOCK_TIMEOUT_S = 10.0
+"""64 workers that register at once commit within about a second; past this somebody is stuck."""
+_LOCK_POLL_S = 0.005
+_ERRORS_SHOWN = 3
+
+
+class Removal(enum.StrEnum):
+    """What became of `remove_if_owned`."""
+
+    REMOVED = "removed"
+    NOT_OURS = "not_ours"
+    ABSENT = "absent"
+
+
+def load(path: Path) -> State:
+    """The validated state, migrated if it is older. Takes no lock.
+
+    Raises `StateMissing`, or `StateError` naming the file and the field.
+    """
+    return _validated(path, read_text(path))
+
+
+class StateStore:
+    """One namespace's statefile.
+
+    With `run_id`, transactions are refused once the file belongs to another run: a worker that outlived its
+    arbiter must not write into its successor's file. One instance may be shared by threads.
+    """
+
+    def __init__(self, path: Path, *, run_id: str | None = None, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        self.path = path
+        self._run_id = run_id
+        self._lock_timeout_s = lock_timeout_s
+        self._lock_path = path.with_name(f".{path.name}.lock")
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._threads = threading.Lock()  # threads of one process queue here instead of polling the file lock
+
+    def read(self) -> State:
+        """As `load`."""
+        return load(self.path)
+
+    def create(self, state: State) -> None:
+        """Write a new file. Raises `StateError` if there is one, whoever's it is, readable or not."""
+        with self._locked():
+            if self.path.exists():
+                raise StateError(
+                    f"{self.path} exists already; another run owns it, or left it behind (`dynamo down` cleans up)",
+                    path=str(self.path),
+                )
+            self._write(_dump(self.path, state))
+
+    def rewrite(self, state: State) -> Path | None:
+        """The owner's own view, whatever the file holds now. For the running arbiter alone, never for a worker.
+
+        A broken file is first set aside; returns where to, or None if it was sound or absent.
+        """
+        with self._locked():
+            text = _dump(self.path, state)
+            aside = self._set_aside_if_broken()
+            self._write(text)
+            return aside
+
+    def set_aside_if_broken(self) -> Path | None:
+        """Rename a broken file to `.corrupt-<time>` beside it. Returns the new path, None if it is sound or absent."""
+        with self._locked():
+            return self._set_aside_if_broken()
+
+    @contextmanager
+    def transaction(self) -> Iterator[State]:
+        """Change the state: `with store.transaction() as state: state.components[name].lease = lease`.
+
+        Commits when the block ends; if it raises, nothing is written; if nothing changed, nothing is written.
+        Not reentrant. Raises `StateMissing`; `StateError` if the lock is not had in time, the file is broken
+        or belongs to another run, the result would be invalid (the file stays as it was), or the disk is full.
+        """
+        with self._locked():
+            before = read_text(self.path)
+            state = _validated(self.path, before)
+            if self._run_id is not None and state.run_id != self._run_id:
+                raise StateError(
+                    f"{self.path} belongs to run {state.run_id}, not to ours ({self._run_id}); left alone",
+                    path=str(self.path),
+                )
+            yield state
+            after = _dump(self.path, state)
+            if after != before:
+                self._write(after)
+
+    def update(self, change: Callable[[State], T]) -> T:
+        """`change(state)` inside one transaction; returns what it returns."""
+        with self.transaction() as state:
+            return change(state)
+
+    async def aupdate(self, change: Callable[[State], T]) -> T:
+        """`update` in a thread. A cancelled caller does not undo it: the commit may still happen."""
+        return await asyncio.to_thread(self.update, change)
+
+    def remove_if_owned(self, run_id: str) -> Removal:
+        """Remove this one file, and only while it is that run's (lesson 10). A broken file is nobody's."""
+        with self._locked():
+            try:
+                owner = load(self.path).run_id
+            except StateMissing:
+                return Removal.ABSENT
+            except StateError:
+                return Removal.NOT_OURS
+            if owner != run_id:
+                return Removal.NOT_OURS
+            self.path.unlink()
+            self._temporary.unlink(missing_ok=True)
+            _fsync_folder(self.path.parent)
+            return Removal.REMOVED
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        deadline_s = time.monotonic() + self._lock_timeout_s
+        if not self._threads.acquire(timeout=self._lock_timeout_s):
+            raise self._busy()
+        try:
+            _private_folder(self.path.parent)
+            # A new object each time: filelock counts re-entries per object, and would let a nested one through.
+            lock = FileLock(self._lock_path, mode=0o600)
+            try:
+                lock.acquire(timeout=max(0.0, deadline_s - time.monotonic()), poll_interval=_LOCK_POLL_S)
+            except Timeout:
+                raise self._busy() from None
+            except OSError as error:
+                raise StateError(f"{self._lock_path} cannot be locked: {error.strerror}") from error
+            try:
+                yield
+            finally:
+                lock.release()
+        finally:
+            self._threads.release()
+
+    def _busy(self) -> StateError:
+        return StateError(
+            f"{self.path} was locked by another process for {self._lock_timeout_s:g} s "
+            f"(`fuser {self._lock_path}` names it); nothing was changed",
+            path=str(self.path),
+        )
+
+    def _set_aside_if_broken(self) -> Path | None:
+        try:
+            load(self.path)
+        except StateMissing:
+            return None
+        except StateError:
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            aside, n = self.path.with_name(f"{self.path.name}.corrupt-{stamp}"), 1
+            while aside.exists():
+                aside, n = self.path.with_name(f"{self.path.name}.corrupt-{stamp}-{n}"), n + 1
+            self.path.rename(aside)
+            _fsync_folder(self.path.parent)
+            return aside
+        return None
+
+    def _write(self, text: str) -> None:
+        # One fixed temporary name, safe under the lock: what a crash leaves is overwritten by the next commit.
+        try:
+            _write_durably(self._temporary, text.encode())
+            self._temporary.replace(self.path)
+            _fsync_folder(self.path.parent)
+        except OSError as error:
+            raise StateError(
+                f"{self.path} cannot be written: {error.strerror}; the previous version is kept", path=str(self.path)
+            ) from error
+
+
+def _validated(path: Path, text: str) -> State:
+    raw = parse(path, text)
+    if raw.get("schema_version") != SCHEMA_VERSION:
+        text = json.dumps(migrate(path, raw))
+    try:
+        return State.model_validate_json(text)
+    except ValidationError as error:
+        raise _explained(path, error) from None
+
+
+def _dump(path: Path, state: State) -> str:
+    """The text to write, validated as it would be read. `warnings=False`: the validation says it better."""
+    text = state.model_dump_json(indent=2, warnings=False) + "\n"
+    _validated(path, text)
+    return text
+
+
+def _explained(path: Path, error: ValidationError) -> StateError:
+    """One line with file, field and cause. Values are left out: a wrong one may be a secret."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    lines = []
+    for item in found[:_ERRORS_SHOWN]:
+        field = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        lines.append(f"{field}: {message}" if field else message)
+    more = f" (and {len(found) - _ERRORS_SHOWN} more)" if len(found) > _ERRORS_SHOWN else ""
+    return StateError(f"{path}: {'; '.join(lines)}{more}", path=str(path))
+
+
+def _private_folder(folder: Path) -> None:
+    """Make it 0700, or make sure that it is ours and closed to others."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if info.st_uid != os.geteuid():
+            raise StateError(f"{folder} belongs to uid {info.st_uid}, not to you; set DYN_LOCAL_STATE_DIR")
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise StateError(f"{folder} cannot be used for statefiles: {error.strerror}") from error
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        os.fchmod(fd, 0o600)
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
