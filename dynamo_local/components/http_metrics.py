@@ -1,0 +1,186 @@
+"""`/metrics` of the Frontend, under Dynamo's names, labels and bucket bounds.
+
+Source: ai-dynamo `lib/llm/src/http/service/metrics.rs`. What is kept from there because planners and dashboards
+count on it: the label `model` is in lower case; a request is *queued* from its admission until its first token and
+*in flight* until its end; a response's first tokens give the TTFT alone; tokens that come together share the time
+since the last ones evenly; ISL is recorded with the first token, OSL at the end.
+
+Requests that were refused before a model could be told from them count under `model="unknown"`: what a client
+invents must not become a label value.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+PREFIX = "dynamo_frontend"
+UNKNOWN_MODEL = "unknown"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+Endpoint = Literal["chat_completions", "completions"]
+RequestType = Literal["unary", "stream"]
+Status = Literal["success", "error"]
+
+
+def log_buckets(low: float, high: float, count: int) -> list[float]:
+    """Dynamo's bounds: 0, then log-spaced from `low` to `high`, rounded to two significant figures.
+
+    >>> log_buckets(50.0, 32000.0, 10)[:4]
+    [0.0, 100.0, 210.0, 430.0]
+    """
+    ratio = high / low
+    bounds = [low * ratio ** (n / (count - 1)) for n in range(1, count)]
+    return list(dict.fromkeys([0.0, *(float(f"{bound:.1e}") for bound in bounds)]))
+
+
+class _Series:
+    """The children of one model: looking a label up takes a lock and a dictionary each time."""
+
+    __slots__ = ("cached", "duration", "inflight", "isl", "itl", "osl", "output_tokens", "queued", "ttft")
+
+    def __init__(self, metrics: HttpMetrics, model: str) -> None:
+        self.inflight = metrics.inflight_requests.labels(model)
+        self.queued = metrics.queued_requests.labels(model)
+        self.ttft = metrics.time_to_first_token.labels(model)
+        self.itl = metrics.inter_token_latency.labels(model)
+        self.isl = metrics.input_sequence_tokens.labels(model)
+        self.osl = metrics.output_sequence_tokens.labels(model)
+        self.cached = metrics.cached_tokens.labels(model)
+        self.output_tokens = metrics.output_tokens.labels(model)
+        self.duration = metrics.request_duration.labels(model)
+
+
+class RequestObserver:
+    """The life of one admitted request. Times are seconds on the caller's monotonic clock."""
+
+    def __init__(
+        self, metrics: HttpMetrics, series: _Series, labels: tuple[str, Endpoint, RequestType], started_s: float
+    ) -> None:
+        self._metrics = metrics
+        self._series = series
+        self._labels = labels
+        self._started_s = started_s
+        self._last_s: float | None = None
+        self._prompt_tokens: int | None = None
+        self._tokens = 0
+        self._ended = False
+        series.inflight.inc()
+        series.queued.inc()
+
+    def on_prompt(self, prompt_tokens: int) -> None:
+        """The Processor has told the prompt's length; recorded once, and only for requests that get tokens."""
+        if self._prompt_tokens is None:
+            self._prompt_tokens = prompt_tokens
+            if self._last_s is not None:
+                self._series.isl.observe(prompt_tokens)
+
+    def on_tokens(self, count: int, now_s: float) -> None:
+        """`count` new tokens arrived together."""
+        if count <= 0:
+            return
+        series = self._series
+        series.output_tokens.inc(count)
+        self._tokens += count
+        if self._last_s is None:
+            series.queued.dec()
+            series.ttft.observe(now_s - self._started_s)
+            if self._prompt_tokens is not None:
+                series.isl.observe(self._prompt_tokens)
+        else:
+            itl_s = (now_s - self._last_s) / count
+            for _ in range(count):
+                series.itl.observe(itl_s)
+        self._last_s = now_s
+
+    def on_cached(self, cached_tokens: int) -> None:
+        """Prompt tokens that were found in a KV cache."""
+        self._series.cached.observe(cached_tokens)
+
+    def end(self, status: Status, now_s: float) -> None:
+        """Once: a second call changes nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        series = self._series
+        series.inflight.dec()
+        if self._last_s is None:
+            series.queued.dec()
+        else:
+            series.osl.observe(self._tokens)
+        series.duration.observe(now_s - self._started_s)
+        self._metrics.requests.labels(*self._labels, status).inc()
+
+
+class HttpMetrics:
+    """All of the Frontend's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        # `…_created` gauges double the exposition, and Dynamo's has none.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._series: dict[str, _Series] = {}
+        model = ["model"]
+        self.requests = Counter(
+            f"{PREFIX}_requests",
+            "Total number of LLM requests processed",
+            [*model, "endpoint", "request_type", "status"],
+            registry=self.registry,
+        )
+        self.inflight_requests = self._gauge("inflight_requests", "Requests from admission to their end")
+        self.queued_requests = self._gauge("queued_requests", "Requests that still wait for their first token")
+        self.disconnected_clients = Gauge(
+            f"{PREFIX}_disconnected_clients",
+            "Clients that went away before their answer was complete",
+            registry=self.registry,
+        )
+        self.output_tokens = Counter(f"{PREFIX}_output_tokens", "Tokens generated", model, registry=self.registry)
+        self.request_duration = self._histogram("request_duration_seconds", "Duration of requests", 1.0, 256.0, 10)
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Time to first token", 0.001, 480.0, 18
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Time between tokens after the first", 0.001, 2.0, 13
+        )
+        self.input_sequence_tokens = self._histogram(
+            "input_sequence_tokens", "Prompt length in tokens", 50.0, 128000.0, 12
+        )
+        self.output_sequence_tokens = self._histogram(
+            "output_sequence_tokens", "Generated length in tokens", 50.0, 32000.0, 10
+        )
+        self.cached_tokens = self._histogram(
+            "cached_tokens", "Prompt tokens found in a KV cache, per request", 50.0, 128000.0, 12
+        )
+
+    def begin(self, model: str, endpoint: Endpoint, request_type: RequestType, started_s: float) -> RequestObserver:
+        """A request for a served model was admitted; call `end` on what is returned, whatever happens."""
+        label = model.lower()
+        series = self._series.get(label)
+        if series is None:
+            series = self._series[label] = _Series(self, label)
+        return RequestObserver(self, series, (label, endpoint, request_type), started_s)
+
+    def refused(self, model: str | None, endpoint: Endpoint, request_type: RequestType) -> None:
+        """A request was answered with an error before it was admitted. `model` is None where it is not one of ours."""
+        label = UNKNOWN_MODEL if model is None else model.lower()
+        self.requests.labels(label, endpoint, request_type, "error").inc()
+
+    def exposition(self) -> bytes:
+        """The text format, for `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"{PREFIX}_{name}", text, ["model"], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, low: float, high: float, count: int) -> Histogram:
+        buckets = log_buckets(low, high, count)
+        return Histogram(f"{PREFIX}_{name}", text, ["model"], buckets=buckets, registry=self.registry)

@@ -1,0 +1,163 @@
+"""Which models are served now: a live view of `{namespace}/models/` in etcd.
+
+Each ready worker that serves a model keeps a key `{namespace}/models/{name}:{lease hex}` under its lease, with
+`{"name", "component", "endpoint", "max_model_len", "created"}`. A model is there from its first key to its last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo_local.errors import InfraUnavailable
+from dynamo_local.ports import DeleteEvent, KeyValue, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
+
+logger = logging.getLogger(__name__)
+
+WATCH_RETRY_S = 0.5
+"""The store reconnects by itself; this bounds how often we ask again should a watch fail all the same."""
+
+
+def models_prefix(namespace: str) -> str:
+    """`dynamo/models/`"""
+    return f"{namespace}/models/"
+
+
+def model_key_prefix(namespace: str, name: str) -> str:
+    """What `WorkerContext.register_key` takes; it appends `:{lease hex}`."""
+    return models_prefix(namespace) + name
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """The value of a key. `max_model_len` is in tokens, `created` in seconds since the Unix epoch."""
+
+    name: str
+    component: str
+    endpoint: str
+    max_model_len: int
+    created: float
+
+    def encode(self) -> bytes:
+        """The JSON to register."""
+        return msgspec.json.encode(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`."""
+
+    name: str
+    created_s: int
+    max_model_len: int
+    instances: int
+
+
+class Availability(enum.Enum):
+    """What is to be said about a model's name: serve it, "come back later", or "no such model"."""
+
+    READY = "ready"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+class ModelsView:
+    """Fed with watch events by `follow`; asked by the HTTP handlers.
+
+    `expected` is a model that counts as known before its first worker came (`served_model_name`).
+    """
+
+    def __init__(self, namespace: str, expected: str | None = None) -> None:
+        self._prefix = models_prefix(namespace)
+        self._cards: dict[str, ModelCard] = {}
+        self._models: dict[str, ServedModel] = {}
+        self._known: set[str] = {expected} if expected is not None else set()
+        self._ready = asyncio.Event()
+
+    def models(self) -> list[ServedModel]:
+        """Those with a ready worker, by name."""
+        return [self._models[name] for name in sorted(self._models)]
+
+    def get(self, name: str) -> ServedModel | None:
+        return self._models.get(name)
+
+    def availability(self, name: str) -> Availability:
+        if name in self._models:
+            return Availability.READY
+        return Availability.GONE if name in self._known else Availability.UNKNOWN
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Whether a model is served, waiting for the first one up to `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def follow(self, kv: KeyValueStore) -> None:
+        """Watch until cancelled. What was known last stays while the store is away."""
+        while True:
+            events: AsyncIterator[WatchEvent] = kv.watch_prefix(self._prefix)
+            try:
+                async for event in events:
+                    self.apply(event)
+            except InfraUnavailable as error:
+                logger.warning("model list: the watch of %s failed and is started again: %s", self._prefix, error)
+            finally:
+                aclose = getattr(events, "aclose", None)
+                if aclose is not None:
+                    await aclose()
+            await asyncio.sleep(WATCH_RETRY_S)
+
+    def apply(self, event: WatchEvent) -> None:
+        """Take one event in."""
+        if isinstance(event, SnapshotEvent):
+            self._replace(event.kvs)
+        elif isinstance(event, PutEvent):
+            self._put(event.kv)
+        elif isinstance(event, DeleteEvent):
+            self._cards.pop(event.key, None)
+        self._rebuild()
+
+    def _replace(self, kvs: Iterable[KeyValue]) -> None:
+        self._cards = {}
+        for kv in kvs:
+            self._put(kv)
+
+    def _put(self, kv: KeyValue) -> None:
+        try:
+            card = msgspec.json.decode(kv.value, type=ModelCard)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            logger.error("model list: key %s holds no model card and is left out: %s", kv.key, error)
+            self._cards.pop(kv.key, None)
+            return
+        self._cards[kv.key] = card
+
+    def _rebuild(self) -> None:
+        before = self._models.keys()
+        grouped: dict[str, list[ModelCard]] = {}
+        for card in self._cards.values():
+            grouped.setdefault(card.name, []).append(card)
+        self._models = {
+            name: ServedModel(
+                name=name,
+                created_s=int(min(card.created for card in cards)),
+                max_model_len=min(card.max_model_len for card in cards),
+                instances=len(cards),
+            )
+            for name, cards in grouped.items()
+        }
+        for name in self._models.keys() - before:
+            logger.info("model %s is served", name)
+        for name in before - self._models.keys():
+            logger.info("model %s has lost its last worker", name)
+        self._known.update(self._models)
+        if self._models:
+            self._ready.set()
+        else:
+            self._ready.clear()

@@ -1,0 +1,149 @@
+"""The Frontend's ASGI application: routes, and the answers that need no Processor."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dynamo_local.components import http_metrics
+from dynamo_local.components.models_view import Availability, ModelsView, ServedModel
+from dynamo_local.components.openai import errors as api_errors
+from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.generation import CHAT, COMPLETIONS, Activity, FrontendDeps, GenerationRoute
+from dynamo_local.components.openai.settings import FrontendConfig
+
+__all__ = ["Activity", "FrontendConfig", "FrontendDeps", "create_app"]
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+_GOOD_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+"""Printable ASCII without spaces: safe in a header and in a log line."""
+
+
+def create_app(deps: FrontendDeps) -> Starlette:
+    """The application. It needs no infrastructure beyond what `deps` holds, and starts nothing."""
+    views = _Views(deps)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", GenerationRoute(CHAT, deps.chat, deps), methods=["POST"]),
+            Route("/v1/completions", GenerationRoute(COMPLETIONS, deps.completions, deps), methods=["POST"]),
+            Route("/v1/models", views.models),
+            Route("/v1/models/{model:path}", views.model),
+            Route("/health", views.health),
+            Route("/live", views.live),
+            Route("/metrics", views.metrics),
+        ],
+        middleware=[Middleware(RequestIdMiddleware)],
+        exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _unexpected},
+    )
+
+
+class RequestIdMiddleware:
+    """Every answer has an `x-request-id`: the client's own, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if _GOOD_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class _Views:
+    """The answers that are known here."""
+
+    def __init__(self, deps: FrontendDeps) -> None:
+        self._deps = deps
+
+    async def models(self, _: Request) -> Response:
+        data = [_model_object(model) for model in self._deps.models.models()]
+        return _json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        model = self._deps.models.get(name)
+        if model is not None:
+            return _json(_model_object(model))
+        if self._deps.models.availability(name) is Availability.GONE:
+            raise api_errors.model_unavailable(name)
+        raise api_errors.model_not_found(name)
+
+    async def health(self, _: Request) -> Response:
+        """200 while a model is served and requests are taken, else 503: for load balancers and scripts."""
+        status = _status(self._deps.models, self._deps.draining.is_set())
+        served = self._deps.models.models()
+        body = {
+            "status": status,
+            "models": [model.name for model in served],
+            "instances": sum(model.instances for model in served),
+        }
+        return _json(body, 200 if status == "ready" else 503)
+
+    async def live(self, _: Request) -> Response:
+        """200 as long as the process answers at all."""
+        return _json({"status": "live"})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._deps.metrics.exposition(), headers={"content-type": http_metrics.CONTENT_TYPE})
+
+
+def _status(models: ModelsView, draining: bool) -> str:
+    if draining:
+        return "draining"
+    return "ready" if models.models() else "starting"
+
+
+def _model_object(model: ServedModel) -> dict[str, Any]:
+    """OpenAI's object, with vLLM's `max_model_len` (tokens)."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "dynamo",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    answer = api_errors.from_error(error)
+    return Response(answer.body(), answer.status, headers=answer.headers, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405, in OpenAI's format."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}."
+    answer = ApiError(error.status_code, message, code="unknown_url", headers=error.headers)
+    return await _api_error(request, answer)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
+    return await _api_error(request, error)

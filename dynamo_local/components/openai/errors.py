@@ -1,0 +1,155 @@
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}` with the right status.
+
+| What happened | Status | `type` | `Retry-After` |
+|---|---|---|---|
+| the request is wrong (`InvalidRequest`, a bad parameter, an over-long prompt) | 400 | invalid_request_error | |
+| the model was never served here | 404 | invalid_request_error | |
+| the body did not arrive in time | 408 | invalid_request_error | |
+| the body is larger than `max_body_bytes` | 413 | invalid_request_error | |
+| full (`WorkerBusy`, `max_inflight`) | 429 | rate_limit_error | yes |
+| the engine, or a handler, failed (`EngineError`, `RemoteError`) | 500 | server_error | |
+| a worker or its stream was lost on the way (`WorkerLost`, `StreamGap`, `KvTransferError`) | 502 | server_error | |
+| nobody can take it now (`NoWorkers`, `WorkerDraining`, `RequestCancelled`, etcd or NATS away) | 503 | service_unavailable_error | yes |
+| `DeadlineExceeded` | 504 | timeout_error | |
+
+Source of the format: https://platform.openai.com/docs/guides/error-codes and the `openai` Python client, which
+retries 408, 409, 429 and 5xx and honours `Retry-After`.
+"""  # noqa: E501 - a table row cannot be wrapped
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dynamo_local import errors
+
+RETRY_AFTER_S = 1
+"""Suggested wait where nobody knows better: a new worker, or a free slot, is used within 50 ms of its coming."""
+
+_BY_ERROR: tuple[tuple[type[errors.DynamoError], int, str], ...] = (
+    (errors.InvalidRequest, 400, "invalid_request_error"),
+    (errors.WorkerBusy, 429, "rate_limit_error"),
+    (errors.NoWorkers, 503, "service_unavailable_error"),
+    (errors.WorkerDraining, 503, "service_unavailable_error"),
+    (errors.RequestCancelled, 503, "service_unavailable_error"),
+    (errors.InfraUnavailable, 503, "service_unavailable_error"),
+    (errors.DeadlineExceeded, 504, "timeout_error"),
+    (errors.WorkerLost, 502, "server_error"),
+    (errors.StreamGap, 502, "server_error"),
+    (errors.KvTransferError, 502, "server_error"),
+)
+"""First match wins; whatever is not listed is a 500 `server_error`."""
+
+
+class ApiError(Exception):
+    """An answer other than 200: what the client is told, and how."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers: dict[str, str] = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(retry_after_s)
+
+    def body(self) -> bytes:
+        """The JSON object, also fit for the `data:` of a server-sent event."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+
+def bad_param(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """400 for one parameter, which the message and `param` both name."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def model_not_found(model: str) -> ApiError:
+    """404 for a model that nobody here has ever served."""
+    message = f"The model `{model}` does not exist here; GET /v1/models lists those that are served now."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def model_unavailable(model: str) -> ApiError:
+    """503 for a model that belongs here but has no ready worker at the moment."""
+    return ApiError(
+        503,
+        f"The model `{model}` has no ready worker at the moment; try again shortly (see `dynamo status`).",
+        type="service_unavailable_error",
+        code=errors.NoWorkers.code,
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def too_many_requests(limit: int) -> ApiError:
+    """429: this Frontend itself is full."""
+    return ApiError(
+        429,
+        f"This Frontend already serves {limit} requests, its `max_inflight`; try again shortly.",
+        type="rate_limit_error",
+        code=errors.WorkerBusy.code,
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def draining() -> ApiError:
+    """503: this Frontend is leaving. The connection is closed so that a retry reaches another server."""
+    return ApiError(
+        503,
+        "This Frontend is shutting down and takes no new requests.",
+        type="service_unavailable_error",
+        code=errors.WorkerDraining.code,
+        retry_after_s=RETRY_AFTER_S,
+        headers={"Connection": "close"},
+    )
+
+
+def from_error(error: Exception) -> ApiError:
+    """The answer for whatever a request ended with.
+
+    An exception that is not ours tells the client nothing but its class: its text may hold anything.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if not isinstance(error, errors.DynamoError):
+        message = f"The server failed unexpectedly ({type(error).__name__}); its log has the details."
+        return ApiError(500, message, type="server_error", code=errors.DynamoError.code)
+    for cls, status, kind in _BY_ERROR:
+        if isinstance(error, cls):
+            return ApiError(
+                status,
+                error.message,
+                type=kind,
+                param=_text(error.details.get("param")),
+                code=_text(error.details.get("code")) or error.code,
+                retry_after_s=_retry_after_s(error) if status in (429, 503) else None,
+            )
+    return ApiError(500, error.message, type="server_error", code=error.code)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _retry_after_s(error: errors.DynamoError) -> int:
+    """Whole seconds, as RFC 9110 wants them, never 0: a client would come back at once."""
+    hint = error.details.get("retry_after_s")
+    if isinstance(hint, int | float) and not isinstance(hint, bool) and math.isfinite(hint):
+        return max(1, math.ceil(hint))
+    return RETRY_AFTER_S

@@ -1,0 +1,359 @@
+"""The two routes that generate: an HTTP request becomes a call of the Processor, its items become the answer.
+
+The status line of a stream waits for the first real item (text, a token or the end): the Processor tells the
+prompt's length before a worker has taken the request, and "full" must still be able to become a 429.
+
+An error after that is one event `data: {"error": {…}}`, then the stream ends without `data: [DONE]`: a client
+that has seen no `[DONE]` has not seen everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components.http_metrics import Endpoint, HttpMetrics, RequestObserver, RequestType, Status
+from dynamo_local.components.models_view import Availability, ModelsView
+from dynamo_local.components.openai import errors as api_errors
+from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.exchange import ClientGone, Reply, read_body, until_disconnect
+from dynamo_local.components.openai.requests import ParsedRequest, Parser, parse_chat, parse_completion
+from dynamo_local.components.openai.responses import ChatFormat, CompletionFormat, ResponseFormat, ResponseHead
+from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineError,
+    RequestCancelled,
+    WorkerDraining,
+    WorkerLost,
+)
+from dynamo_local.ports import EndpointClient, ResponseStream
+
+logger = logging.getLogger(__name__)
+
+CALL_ATTEMPTS = 3
+"""A Processor that is leaving, or just died, has produced nothing: the next one may be asked."""
+
+END_WAIT_S = 0.25
+"""After the last item its stream's end follows at once; a Processor that lingers is cut off after this."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""Bound of cancelling a stream."""
+
+
+class Activity:
+    """How many requests are in the house: for the limit, and for a drain to wait for."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._admitted = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def open(self) -> int:
+        """Exchanges of generating requests, those still sending their body included."""
+        return self._open
+
+    @property
+    def admitted(self) -> int:
+        """Requests that are being served."""
+        return self._admitted
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        self._open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if self._open == 0:
+                self._idle.set()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        self._admitted += 1
+        try:
+            yield
+        finally:
+            self._admitted -= 1
+
+    async def wait_idle(self) -> None:
+        """Returns when no exchange is open. Each of them ends by its own deadline (`request_timeout_s`)."""
+        await self._idle.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendDeps:
+    """All that the application works with; a test gives fakes.
+
+    `chat` and `completions` are the Processor's endpoints `chat/completions` and `completions`.
+    """
+
+    chat: EndpointClient
+    completions: EndpointClient
+    models: ModelsView
+    settings: FrontendConfig = field(default_factory=FrontendConfig)
+    metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    activity: Activity = field(default_factory=Activity)
+    clock: Clock = field(default_factory=AsyncioClock)
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What differs between the two routes."""
+
+    endpoint: Endpoint
+    parse: Parser
+    format: Callable[[ResponseHead], ResponseFormat]
+
+
+CHAT = Api("chat_completions", parse_chat, ChatFormat)
+COMPLETIONS = Api("completions", parse_completion, CompletionFormat)
+
+
+class GenerationRoute:
+    """The ASGI application of one route."""
+
+    def __init__(self, api: Api, client: EndpointClient, deps: FrontendDeps) -> None:
+        self._api = api
+        self._client = client
+        self._deps = deps
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send)
+        request_id = uuid.uuid4().hex
+        with self._deps.activity.exchange():
+            try:
+                await self._serve(scope, receive, reply, request_id)
+            except ClientGone:
+                logger.info("request %s: the client went away; cancelled", request_id)
+            except Exception as error:
+                if not isinstance(error, ApiError | DynamoError):
+                    logger.exception("request %s failed unexpectedly", request_id)
+                answer = api_errors.from_error(error)
+                log = logger.warning if answer.status >= 500 else logger.debug
+                log("request %s: %d %s: %s", request_id, answer.status, answer.code, answer.message)
+                await reply.fail(answer)
+
+    async def _serve(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
+        deps = self._deps
+        started_s = deps.clock.now_s()
+        request = await self._accept(scope, receive)
+        observer = deps.metrics.begin(request.model, self._api.endpoint, _request_type(request), started_s)
+        status: Status = "error"
+        try:
+            with deps.activity.serving():
+                generation = Generation(self._api, self._client, request, request_id, observer, deps)
+                answer = await until_disconnect(generation.run(reply), receive)
+            status = "success"
+        except ClientGone:
+            deps.metrics.disconnected_clients.inc()
+            raise
+        finally:
+            # Before the answer's last byte: whoever has it also finds it in the metrics.
+            observer.end(status, deps.clock.now_s())
+        if answer is None:
+            await reply.end()
+        else:
+            await reply.json(200, answer)
+
+    async def _accept(self, scope: Scope, receive: Receive) -> ParsedRequest:
+        """Raises `ApiError` for a request that is not to be served, and counts it."""
+        deps = self._deps
+        request: ParsedRequest | None = None
+        try:
+            body = await read_body(scope, receive, deps.settings.max_body_bytes)
+            if deps.draining.is_set():
+                raise api_errors.draining()
+            request = self._api.parse(body)
+            availability = deps.models.availability(request.model)
+            if availability is Availability.UNKNOWN:
+                raise api_errors.model_not_found(request.model)
+            if availability is Availability.GONE:
+                raise api_errors.model_unavailable(request.model)
+            if deps.activity.admitted >= deps.settings.max_inflight:
+                raise api_errors.too_many_requests(deps.settings.max_inflight)
+        except ApiError:
+            self._count_refused(request)
+            raise
+        return request
+
+    def _count_refused(self, request: ParsedRequest | None) -> None:
+        model: str | None = None
+        if request is not None and self._deps.models.availability(request.model) is not Availability.UNKNOWN:
+            model = request.model
+        self._deps.metrics.refused(model, self._api.endpoint, "unary" if request is None else _request_type(request))
+
+
+def _request_type(request: ParsedRequest) -> RequestType:
+    return "stream" if request.stream else "unary"
+
+
+class Generation:
+    """One admitted request, from the call of the Processor to the last byte but the closing one."""
+
+    def __init__(
+        self,
+        api: Api,
+        client: EndpointClient,
+        request: ParsedRequest,
+        request_id: str,
+        observer: RequestObserver,
+        deps: FrontendDeps,
+    ) -> None:
+        head = ResponseHead(request_id, request.model, int(deps.clock.wall_s()), request.include_usage)
+        self._format = api.format(head)
+        self._client = client
+        self._request = request
+        self._request_id = request_id
+        self._progress = Progress(observer, deps.clock)
+        self._timeout_s = deps.settings.request_timeout_s
+
+    async def run(self, reply: Reply) -> bytes | None:
+        """The whole answer; or None after all events of a stream were written to `reply`.
+
+        Raises a `DynamoError`; the Processor's stream is closed whatever happens, which cancels its work.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                stream = await self._call()
+                try:
+                    if not self._request.stream:
+                        return await self._collect(stream)
+                    await self._stream(stream, reply)
+                    return None
+                finally:
+                    await self._close(stream)
+        except TimeoutError as error:
+            message = f"The request did not end within {self._timeout_s:g} s, this Frontend's `request_timeout_s`."
+            raise DeadlineExceeded(message) from error
+
+    async def _call(self) -> ResponseStream:
+        payload = {**self._request.payload, "request_id": self._request_id}
+        for attempt in range(1, CALL_ATTEMPTS + 1):
+            try:
+                return await self._client.call(payload, request_id=self._request_id, timeout_s=self._timeout_s)
+            except (WorkerDraining, WorkerLost) as error:
+                if attempt == CALL_ATTEMPTS:
+                    raise
+                logger.info("request %s: asking another Processor, this one said: %s", self._request_id, error)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _stream(self, stream: ResponseStream, reply: Reply) -> None:
+        progress = self._progress
+        begun = False
+        batches = stream.batches()
+        async for batch in batches:
+            texts = progress.take(batch)
+            events = self._format.texts(texts) if texts else b""
+            if progress.finish_reason is not None:
+                events += self._format.last(progress.finish_reason, progress.usage)
+            if not events and not progress.has_tokens:
+                continue
+            if not begun:
+                begun = True
+                events = self._format.first() + events
+            if events:
+                await reply.event(events)
+            if progress.finish_reason is not None:
+                await self._await_end(batches)
+                return
+        raise _ended_early()
+
+    async def _collect(self, stream: ResponseStream) -> bytes:
+        progress = self._progress
+        texts: list[str] = []
+        batches = stream.batches()
+        async for batch in batches:
+            texts += progress.take(batch)
+            if progress.finish_reason is not None:
+                await self._await_end(batches)
+                return self._format.whole("".join(texts), progress.finish_reason, progress.usage)
+        raise _ended_early()
+
+    async def _await_end(self, batches: AsyncIterator[list[Any]]) -> None:
+        """Let the Processor end by itself: closing a stream before its end cancels the handler behind it."""
+        try:
+            async with asyncio.timeout(END_WAIT_S):
+                async for _ in batches:
+                    continue
+        except (TimeoutError, DynamoError) as error:
+            reason = "it lingered" if isinstance(error, TimeoutError) else str(error)
+            logger.warning("request %s: complete, but its stream ended badly: %s", self._request_id, reason)
+
+    async def _close(self, stream: ResponseStream) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await stream.aclose()
+        except TimeoutError:
+            logger.error("request %s: its stream did not close within %g s", self._request_id, CLOSE_TIMEOUT_S)
+
+
+class Progress:
+    """What a response has come to so far."""
+
+    def __init__(self, observer: RequestObserver, clock: Clock) -> None:
+        self._observer = observer
+        self._clock = clock
+        self._tokens = 0
+        self._prompt_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.usage: dict[str, Any] | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        return self._tokens > 0
+
+    def take(self, batch: Sequence[dict[str, Any]]) -> list[str]:
+        """The texts of the items that arrived together.
+
+        Raises `EngineError` or `RequestCancelled` for a response that the engine did not finish.
+        """
+        texts: list[str] = []
+        tokens = 0
+        for item in batch:
+            if text := item.get("text"):
+                texts.append(text)
+            tokens += item.get("num_tokens", 0)
+            if (prompt_tokens := item.get("prompt_tokens")) is not None:
+                self._on_prompt(prompt_tokens)
+            if (finish_reason := item.get("finish_reason")) is not None:
+                self._on_finish(finish_reason, item.get("usage"))
+        if tokens:
+            self._tokens += tokens
+            self._observer.on_tokens(tokens, self._clock.now_s())
+        return texts
+
+    def _on_prompt(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._observer.on_prompt(prompt_tokens)
+
+    def _on_finish(self, finish_reason: str, usage: dict[str, Any] | None) -> None:
+        if finish_reason == "error":
+            raise EngineError("The engine ended the request with an error; the worker's log has the reason.")
+        if finish_reason == "abort":
+            raise RequestCancelled("The worker aborted the request before it was complete; send it again.")
+        self.finish_reason = finish_reason
+        self.usage = usage
+        if usage is None:
+            return
+        self._on_prompt(usage["prompt_tokens"])
+        details = usage.get("prompt_tokens_details") or {}
+        if (cached_tokens := details.get("cached_tokens")) is not None:
+            self._observer.on_cached(cached_tokens)
+
+
+def _ended_early() -> WorkerLost:
+    return WorkerLost("The response ended without a finish reason: a worker was lost; send the request again.")

@@ -1,0 +1,147 @@
+"""uvicorn, inside a loop and a process that are not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from dynamo_local.errors import ConfigError, StartTimedOut
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+"""Longer than the idle time of usual client pools: a client must not write into a connection just closed here."""
+
+START_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 5.0
+"""After this, connections whose peers do not read are cut."""
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A bound TCP socket, not listening yet. Raises `ConfigError` that says what to change."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(
+            f"Frontend: the option `host` ({host!r}) is not an address of this machine: {error}"
+        ) from error
+    family, kind, proto, _, address = found[0]
+    sock = socket.socket(family, kind, proto)
+    try:
+        # Only so that connections of a Frontend that just ended (TIME_WAIT) do not count as "in use".
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise _bind_error(host, port, error) from error
+    if not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback:
+        logger.warning("the Frontend listens on %s, beyond this machine, and asks for no credentials", host)
+    return sock
+
+
+def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    choose = "choose another with --Frontend.port=PORT (0 takes any free one), or `port:` in the Frontend's section"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"Frontend: port {port} on {host} is in use by another program; {choose}")
+    if error.errno == errno.EACCES:
+        return ConfigError(f"Frontend: no permission to listen on port {port} of {host}; {choose}")
+    if error.errno == errno.EADDRNOTAVAIL:
+        message = f"Frontend: {host} is not an address of this machine; set --Frontend.host (127.0.0.1 by default)"
+        return ConfigError(message)
+    return ConfigError(f"Frontend: cannot listen on {host} port {port}: {error}; {choose}")
+
+
+def url_of(sock: socket.socket) -> str:
+    """`http://127.0.0.1:8000`: an address that a client on this machine can use, also for a wildcard socket."""
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone, and tells when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+class HttpServer:
+    """An application on a socket, from `start` to `stop`."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Server(config)
+        self._sock = sock
+        self._task: asyncio.Task[None] | None = None
+        self.url = url_of(sock)
+
+    async def start(self) -> None:
+        """Returns when connections are accepted. Raises `StartTimedOut`, or what uvicorn failed with."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http-server")
+        self._task.add_done_callback(_log_failure)
+        listening = asyncio.create_task(self._server.listening.wait())
+        try:
+            done, _ = await asyncio.wait(
+                (self._task, listening), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            listening.cancel()
+        if self._task in done:
+            self._task.result()
+        if not self._server.listening.is_set():
+            raise StartTimedOut(f"the HTTP server at {self.url} did not start within {START_TIMEOUT_S:g} s")
+
+    async def stop(self) -> None:
+        """Stop accepting, close idle connections, let answers under way finish; cut what is left after a bound."""
+        if self._task is None:
+            self._sock.close()
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait((self._task,), timeout=CLOSE_TIMEOUT_S)
+        if done:
+            return
+        connections = list(self._server.server_state.connections)
+        logger.warning("cutting %d connections that did not end within %g s", len(connections), CLOSE_TIMEOUT_S)
+        self._server.force_exit = True
+        for connection in connections:
+            connection.transport.abort()
+        done, _ = await asyncio.wait((self._task,), timeout=CLOSE_TIMEOUT_S)
+        if not done:
+            logger.error("the HTTP server at %s did not end; cancelled", self.url)
+            self._task.cancel()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("the HTTP server ended unexpectedly", exc_info=task.exception())
