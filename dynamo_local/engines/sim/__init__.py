@@ -1,0 +1,25 @@
+"""The simulated engine: real scheduling and real KV bookkeeping, computed tokens and modelled time. See docs/sim-engine.md."""
+
+from __future__ import annotations
+
+from dynamo_local.engines.sim.engine import SimEngine
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.engines.sim.perf import FixedModel, PerfModel, ProfileModel
+from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.tokens import expected_output, expected_output_length, expected_tokens
+from dynamo_local.engines.sim.transport import InMemoryTransport, KvTransport, LoopbackTransport
+
+__all__ = [
+    "FixedModel",
+    "InMemoryTransport",
+    "KvTransport",
+    "LoopbackTransport",
+    "PerfModel",
+    "ProfileModel",
+    "SimEngine",
+    "SimOptions",
+    "SimScheduler",
+    "expected_output",
+    "expected_output_length",
+    "expected_tokens",
+]

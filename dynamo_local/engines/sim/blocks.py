@@ -1,0 +1,98 @@
+"""The paged KV cache: blocks with reference counts, and prefix reuse of full blocks by content key. Pure.
+
+A block is *used* (references > 0), *cached* (free, but its content can be had again; oldest goes first) or *blank*.
+used + cached + blank = total, always.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+
+
+class BlockPool:
+    """`total` blocks, numbered from 0."""
+
+    __slots__ = ("_blank", "_by_key", "_cached", "_keys", "_references", "total")
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._references = [0] * total
+        self._keys: list[Hashable | None] = [None] * total
+        self._by_key: dict[Hashable, int] = {}
+        self._blank = list(range(total - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be taken now: blank, or cached and unreferenced."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    def match(self, keys: Sequence[Hashable], limit: int) -> list[int]:
+        """The blocks that hold the longest run of `keys` from the first, at most `limit` of them. Changes nothing."""
+        found: list[int] = []
+        by_key = self._by_key
+        for key in keys[:limit]:
+            block = by_key.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def can_take(self, matched: Sequence[int], new: int) -> bool:
+        """Whether `new` blocks are free besides the matched ones (some of which may be free and cached themselves)."""
+        free = len(self._blank) + len(self._cached)
+        return free >= new and free - sum(1 for block in matched if not self._references[block]) >= new
+
+    def share(self, matched: Iterable[int]) -> None:
+        """One more reference to each."""
+        references = self._references
+        for block in matched:
+            if not references[block]:
+                del self._cached[block]
+            references[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """So many blocks with one reference each: blank ones first, then the least recently used cached ones.
+
+        The caller has asked `free` or `can_take` before; IndexError or KeyError otherwise.
+        """
+        blank = self._blank
+        split = max(0, len(blank) - count)
+        taken = blank[split:]
+        del blank[split:]
+        taken.reverse()
+        for _ in range(count - len(taken)):
+            block, _none = self._cached.popitem(last=False)
+            key = self._keys[block]
+            self._keys[block] = None
+            if key is not None:
+                del self._by_key[key]
+            taken.append(block)
+        references = self._references
+        for block in taken:
+            references[block] = 1
+        return taken
+
+    def store(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
+        """Say what full blocks hold. Content that another block holds already stays with that one (as in vLLM)."""
+        by_key = self._by_key
+        for block, key in zip(blocks, keys, strict=True):
+            if self._keys[block] is None and key not in by_key:
+                self._keys[block] = key
+                by_key[key] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each. Last ones first, so that of a sequence's blocks the tail is evicted first."""
+        references, keys = self._references, self._keys
+        for block in reversed(blocks):
+            references[block] -= 1
+            if not references[block]:
+                if keys[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._cached[block] = None

@@ -1,0 +1,500 @@
+"""The simulated engine behind `ports.Engine`: an asyncio shell around the pure `SimScheduler`.
+
+One task sleeps to the end of the current pass, by the scheduler's own times: if it wakes late it catches up, and
+nothing drifts. Under a virtual-time loop (`clock.run_virtual`) the same code runs as fast as it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.types import Load
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.engines.sim.perf import PerfModel, ProfileModel
+from dynamo_local.engines.sim.requests import (
+    Event,
+    Finished,
+    Handoff,
+    HandoffExpired,
+    PullReady,
+    SchedulerConfig,
+    SimRequest,
+    Started,
+    Tokens,
+)
+from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest, token_bytes
+from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest
+from dynamo_local.errors import ConfigError, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_MAX_MODEL_LEN = 131_072
+_REMEMBERED_EXPIRIES = 1000
+
+
+class _Stream:
+    """What one `generate` waits for. `pending` tokens were computed and not yet handed on."""
+
+    __slots__ = ("cached", "error", "first", "handoff", "pending", "pull", "reason", "request", "tokens", "waiter")
+
+    def __init__(self, request: EngineRequest, tokens: TokenStream, pull: PullRequest | None) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.pull = pull
+        self.first = 0
+        self.pending = 0
+        self.cached: int | None = None
+        self.reason: FinishReason | None = None
+        self.handoff: Handoff | None = None
+        self.error: Exception | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class SimEngine:
+    """An `Engine` that schedules like vLLM, takes a profile's time, and computes `tokens.expected_output`.
+
+    `transport` defaults to a loopback side channel of its own; engines on a virtual clock share an `InMemoryTransport`.
+    `perf_model` defaults to the profile that the options name.
+    """
+
+    def __init__(
+        self,
+        options: SimOptions | None = None,
+        *,
+        clock: Clock | None = None,
+        transport: KvTransport | None = None,
+        perf_model: PerfModel | None = None,
+    ) -> None:
+        self.options = options or SimOptions()
+        self._clock = clock or AsyncioClock()
+        self._transport = transport or LoopbackTransport()
+        self._perf_model = perf_model
+        self._engine_id = self.options.engine_id or str(uuid.uuid4())
+        self._info: EngineInfo | None = None
+        self._scheduler: SimScheduler | None = None
+        self._listener: KvListener | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._handed_over: dict[str, str] = {}
+        self._expired: deque[str] = deque(maxlen=_REMEMBERED_EXPIRIES)
+        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._timer: asyncio.Task[None] | None = None
+        self._timer_at_s: float | None = None
+        self._kicked = False
+        self._changed: asyncio.Event | None = None
+        self._count = 0
+
+    # --- life ----------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineError("the engine has not been started; await start() first")
+        return self._info
+
+    async def start(self) -> None:
+        """Load the profile, open the side channel, and take `start_up_s / speed` in all. Raises `ConfigError`."""
+        ready_at_s = self._clock.now_s() + self.options.start_up_s / self.options.speed
+        perf = self._perf_model or ProfileModel.load(self.options.profile)
+        config, max_model_len = _shape(self.options, perf)
+        self._listener = await self._transport.serve(self)
+        await self._clock.sleep_until(ready_at_s)
+        self._scheduler = SimScheduler(config, perf)
+        self._info = EngineInfo(
+            engine="sim",
+            engine_id=self._engine_id,
+            model=self.options.model,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            num_gpu_blocks=config.num_gpu_blocks,
+            max_num_seqs=config.max_num_seqs,
+            options={
+                "profile": self.options.profile,
+                "speed": self.options.speed,
+                "start_up_s": self.options.start_up_s,
+            },
+        )
+
+    async def close(self) -> None:
+        self._scheduler = None
+        for stream in self._streams.values():
+            stream.reason = stream.reason or "abort"
+            stream.wake()
+        tasks = [task for task in (self._timer, *self._pulls.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            await self._listener.close()
+            self._listener = None
+        self._notify()
+
+    # --- requests ------------------------------------------------------------------------------
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        internal_id, stream = self._submit(request)
+        try:
+            while True:
+                if not stream.pending and stream.reason is None and stream.error is None:
+                    stream.waiter = asyncio.get_running_loop().create_future()
+                    await stream.waiter
+                    stream.waiter = None
+                if stream.error is not None:
+                    raise stream.error
+                count, stream.pending = stream.pending, 0
+                token_ids = stream.tokens.take(stream.first, count)
+                stream.first += count
+                reason = stream.reason
+                yield EngineOutput(token_ids, reason, stream.cached, self._kv_transfer_params(stream.handoff))
+                if reason is not None:
+                    return
+        finally:
+            self._forget(internal_id)
+
+    def _submit(self, request: EngineRequest) -> tuple[str, _Stream]:
+        """Check, plan and queue a request. Raises `InvalidRequest`, `KvTransferError` or `EngineError`."""
+        scheduler = self._running_scheduler()
+        prompt, sampling, options = request.prompt_token_ids, request.sampling, self.options
+        self._check(request)
+        try:
+            digest = prompt_digest(prompt, seed=options.seed)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequest(f"the prompt holds something that is no token id: {error}", param="prompt") from error
+        tokens = TokenStream(digest, token_low=options.token_low, token_high=options.token_high)
+        params = request.kv_transfer_params or {}
+        hold = bool(params.get("do_remote_decode"))
+        pull = _pull_request(params, request.request_id, digest) if params.get("do_remote_prefill") else None
+        most = min(sampling.max_tokens, self.info.max_model_len - len(prompt))
+        count, reason = plan_output(
+            tokens,
+            natural=natural_length(digest, options.mean_output_tokens),
+            max_tokens=most,
+            # vLLM hands KV over only from a request that ended by length: a prefill engine must not stop by itself.
+            ignore_eos=sampling.ignore_eos or hold,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=() if hold else sampling.stop_token_ids,
+        )
+        self._count += 1
+        internal_id = f"{request.request_id}-{self._count:x}"
+        keys = block_keys(prompt, options.block_size)
+        scheduler.submit(
+            SimRequest(
+                internal_id,
+                len(prompt),
+                count,
+                finish_reason=reason,
+                max_output_tokens=most,
+                block_keys=keys,
+                output_keys=_OutputKeys(prompt, tokens, keys, options.block_size),
+                hold_kv=hold,
+                pull_kv=pull is not None,
+            ),
+            self._clock.now_s(),
+        )
+        stream = self._streams[internal_id] = _Stream(request, tokens, pull)
+        if hold:
+            self._handed_over[internal_id] = digest.hex()
+        self._kick()
+        return internal_id, stream
+
+    def _check(self, request: EngineRequest) -> None:
+        length, longest = len(request.prompt_token_ids), self.info.max_model_len
+        if not length:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if length >= longest:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens; this model takes {longest} for prompt and output together",
+                param="prompt",
+            )
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be 1 or more, not {request.sampling.max_tokens}", param="max_tokens")
+
+    def _forget(self, internal_id: str) -> None:
+        """The stream's consumer has left: if it still runs, end it and free its blocks."""
+        stream = self._streams.pop(internal_id)
+        if stream.handoff is None:
+            self._handed_over.pop(internal_id, None)
+        if stream.reason is None:
+            task = self._pulls.pop(internal_id, None)
+            if task is not None:
+                task.cancel()
+            if self._scheduler is not None:
+                self._scheduler.abort(internal_id, self._clock.now_s())
+                self._kick()
+
+    def _running_scheduler(self) -> SimScheduler:
+        if self._scheduler is None:
+            raise EngineError("the engine does not run: it was closed, or not started")
+        return self._scheduler
+
+    # --- what can be seen ----------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """Now; all zero before `start` and after `close`."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return Load()
+        self._pump()
+        used, total = scheduler.pool.used, scheduler.pool.total
+        return Load(
+            request_active_slots=scheduler.num_running,
+            request_total_slots=scheduler.config.max_num_seqs,
+            kv_active_blocks=used,
+            kv_total_blocks=total,
+            num_requests_waiting=scheduler.num_waiting,
+            gpu_cache_usage_perc=used / total,
+            gpu_prefix_cache_hit_rate=scheduler.prefix_hit_rate,
+            remaining_tokens=scheduler.remaining_tokens,
+            itl_ms=None if scheduler.itl_s is None else scheduler.itl_s * 1000,
+        )
+
+    async def load_changed(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        await self._changed.wait()
+
+    def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
+        if self._scheduler is None or not prompt_token_ids:
+            return 0.0
+        keys = block_keys(prompt_token_ids, self.options.block_size)
+        return self._scheduler.matched_tokens(keys) / len(prompt_token_ids)
+
+    async def wait_handoffs(self) -> None:
+        while self._scheduler is not None and self._scheduler.num_held:
+            await self.load_changed()
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _kick(self) -> None:
+        """Look at the schedule once all that is ready in this turn of the loop has been submitted: one pass for all."""
+        if not self._kicked:
+            self._kicked = True
+            asyncio.get_running_loop().call_soon(self._kick_now)
+
+    def _kick_now(self) -> None:
+        self._kicked = False
+        if self._scheduler is None:
+            return
+        at_s = self._pump()
+        if at_s is None:
+            return
+        if self._timer is not None and not self._timer.done():
+            if self._timer_at_s is not None and self._timer_at_s <= at_s:
+                return
+            self._timer.cancel()
+        self._timer_at_s = at_s
+        self._timer = asyncio.get_running_loop().create_task(self._run(at_s), name=f"sim-engine-{self._engine_id}")
+        self._timer.add_done_callback(self._timer_done)
+
+    async def _run(self, at_s: float | None) -> None:
+        """Sleep from event to event until there is none."""
+        while at_s is not None:
+            self._timer_at_s = at_s
+            await self._clock.sleep_until(at_s)
+            # A clock may wake a rounding error early; the schedule's own time is the truth.
+            at_s = self._pump(at_s)
+
+    def _timer_done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        logger.error("the simulated engine failed", exc_info=error)
+        self._scheduler = None
+        for stream in self._streams.values():
+            stream.error = EngineError(f"the simulated engine failed: {type(error).__name__}: {error}")
+            stream.wake()
+        self._notify()
+
+    def _pump(self, due_s: float | None = None) -> float | None:
+        """Bring the schedule to now, hand on what happened; returns when to do so again."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        now_s = self._clock.now_s()
+        if due_s is not None and due_s > now_s:
+            now_s = due_s
+        while True:
+            events = scheduler.advance(now_s)
+            if events:
+                self._dispatch(events)
+            at_s = scheduler.next_event_at(quiet=self.options.coalesce_passes)
+            if at_s is None or at_s > now_s:
+                return at_s
+
+    def _dispatch(self, events: list[Event]) -> None:
+        streams = self._streams
+        for event in events:
+            stream = streams.get(event.request_id)
+            if isinstance(event, Tokens):
+                if stream is not None:
+                    stream.pending += len(event.times_s)
+                    stream.wake()
+            elif isinstance(event, HandoffExpired):
+                self._handed_over.pop(event.request_id, None)
+                self._expired.append(event.request_id)
+                logger.warning("the KV of request %s was not pulled within its lease", event.request_id)
+            elif stream is None:
+                continue
+            elif isinstance(event, Started):
+                stream.cached = event.num_cached_tokens
+            elif isinstance(event, Finished):
+                stream.reason, stream.handoff = event.reason, event.handoff
+                stream.wake()
+            elif isinstance(event, PullReady):
+                task = asyncio.get_running_loop().create_task(self._pull(event, stream))
+                self._pulls[event.request_id] = task
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+    # --- KV hand-off ---------------------------------------------------------------------------
+
+    def _kv_transfer_params(self, handoff: Handoff | None) -> Mapping[str, Any] | None:
+        """What a prefill answers with: the shape of vLLM's NixlConnector, to be handed to a decode engine unchanged."""
+        if handoff is None or self._listener is None:
+            return None
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            "remote_block_ids": list(handoff.blocks),
+            "remote_request_id": handoff.request_id,
+            "remote_host": self._listener.host,
+            "remote_port": self._listener.port,
+            "tp_size": 1,
+        }
+
+    async def serve_pull(self, pull: PullRequest) -> None:
+        """The source's side of a pull (`transport.KvSource`)."""
+        scheduler = self._scheduler
+        if scheduler is None or pull.engine_id != self._engine_id:
+            raise KvTransferError(
+                f"the KV of request {pull.request_id} is of engine {pull.engine_id}, and this is engine {self._engine_id}; "
+                "prefill it again",
+                remote_request_id=pull.request_id,
+            )
+        self._pump()
+        digest = self._handed_over.get(pull.request_id)
+        if digest is not None and digest != pull.prompt_digest:
+            raise KvTransferError(f"the KV of request {pull.request_id} is that of another prompt; nothing was pulled")
+        started_s = self._clock.now_s()
+        try:
+            scheduler.pin(pull.request_id, started_s)
+        except KeyError:
+            lease_s = self.options.kv_lease_duration_s
+            why = f"its lease of {lease_s:g} s is over" if pull.request_id in self._expired else "it is not held here"
+            raise KvTransferError(
+                f"the KV of request {pull.request_id} cannot be pulled: {why}; prefill it again",
+                remote_request_id=pull.request_id,
+            ) from None
+        try:
+            await self._clock.sleep_until(started_s + self.options.transfer_s(pull.num_tokens))
+        except asyncio.CancelledError:
+            scheduler.unpin(pull.request_id, self._clock.now_s())
+            self._kick()
+            raise
+        scheduler.release(pull.request_id, self._clock.now_s())
+        self._handed_over.pop(pull.request_id, None)
+        self._notify()
+        self._kick()
+
+    async def _pull(self, event: PullReady, stream: _Stream) -> None:
+        """The decode side of a pull: the blocks are allocated, now fill them."""
+        assert stream.pull is not None
+        params = stream.request.kv_transfer_params or {}
+        identity = stream.pull
+        request = PullRequest(identity.engine_id, identity.request_id, identity.prompt_digest, event.num_tokens)
+        try:
+            async with asyncio.timeout(self.options.kv_pull_timeout_s):
+                await self._transport.pull(params["remote_host"], params["remote_port"], request)
+        except TimeoutError:
+            stream.error = KvTransferError(
+                f"the KV of request {request.request_id} was not pulled within {self.options.kv_pull_timeout_s:g} s",
+                remote_request_id=request.request_id,
+            )
+        except KvTransferError as error:
+            stream.error = error
+        finally:
+            self._pulls.pop(event.request_id, None)
+        if stream.error is not None:
+            # Waking the stream ends it, and that frees its blocks here.
+            stream.wake()
+        elif self._scheduler is not None:
+            self._scheduler.pulled(event.request_id, self._clock.now_s())
+            self._kick()
+
+
+def _shape(options: SimOptions, perf: PerfModel) -> tuple[SchedulerConfig, int]:
+    """The scheduler's configuration and `max_model_len`. Raises `ConfigError` if one request cannot fit the cache."""
+    num_gpu_blocks = options.num_gpu_blocks or perf.max_kv_tokens // options.block_size
+    capacity = num_gpu_blocks * options.block_size
+    max_model_len = options.max_model_len or min(_DEFAULT_MAX_MODEL_LEN, capacity)
+    if max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len {max_model_len} does not fit the KV cache of {capacity} tokens "
+            f"({num_gpu_blocks} blocks of {options.block_size}): lower it, or raise num_gpu_blocks"
+        )
+    config = SchedulerConfig(
+        num_gpu_blocks=num_gpu_blocks,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        speed=options.speed,
+        kv_lease_duration_s=options.kv_lease_duration_s,
+    )
+    return config, max_model_len
+
+
+def _pull_request(params: Mapping[str, Any], request_id: str, digest: bytes) -> PullRequest:
+    """The identity that a decode engine was given. Raises `KvTransferError` if it is not whole."""
+    wanted = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
+    wrong = [name for name, kind in wanted.items() if not isinstance(params.get(name), kind)]
+    if wrong:
+        raise KvTransferError(
+            f"request {request_id} is to be decoded from a remote prefill, but its kv_transfer_params lack "
+            f"{', '.join(wrong)}: hand over what the prefill engine answered with, unchanged"
+        )
+    return PullRequest(params["remote_engine_id"], params["remote_request_id"], digest.hex(), 0)
+
+
+def block_keys(token_ids: Sequence[int], block_size: int, parent: bytes = b"") -> list[bytes]:
+    """A 16-byte key per full block, each over its parent's key and its own tokens: it names the whole prefix."""
+    packed = token_bytes(token_ids)
+    stride = 4 * block_size
+    keys: list[bytes] = []
+    for start in range(0, len(packed) - stride + 1, stride):
+        parent = blake2b(parent + packed[start : start + stride], digest_size=16).digest()
+        keys.append(parent)
+    return keys
+
+
+class _OutputKeys:
+    """Keys of the full blocks behind the prompt's, made only when they are needed (`SimRequest.output_keys`)."""
+
+    __slots__ = ("_block_size", "_parent", "_prompt_tokens", "_tail", "_tokens")
+
+    def __init__(self, prompt: Sequence[int], tokens: TokenStream, keys: Sequence[bytes], block_size: int) -> None:
+        self._tail = tuple(prompt[len(keys) * block_size :])
+        self._parent = keys[-1] if keys else b""
+        self._prompt_tokens = len(prompt)
+        self._tokens = tokens
+        self._block_size = block_size
+
+    def __call__(self, computed: int) -> Sequence[bytes]:
+        output = self._tokens.take(0, max(0, computed - self._prompt_tokens))
+        return block_keys((*self._tail, *output), self._block_size, self._parent)

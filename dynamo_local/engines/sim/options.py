@@ -1,0 +1,126 @@
+"""Options of the simulated engine, checked once, at the edge. docs/sim-engine.md explains each."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_local.engines.sim.tokens import DEFAULT_MEAN_OUTPUT_TOKENS, DEFAULT_TOKEN_HIGH, DEFAULT_TOKEN_LOW
+from dynamo_local.errors import ConfigError
+
+DEFAULT_PROFILE = "dynamo_H200_TP1P_TP1D"
+
+
+@dataclass(frozen=True, slots=True)
+class SimOptions:
+    """What a simulated engine is. Units are in the names; `None` means "from the profile" or "made on start".
+
+    Raises `ConfigError` naming the option where a value cannot be used.
+    """
+
+    model: str = "sim"
+    profile: str = DEFAULT_PROFILE
+    """A profile that ships with the package, or the path of a profile folder."""
+    speed: float = 1.0
+    """Divides every modelled duration: passes, KV transfers and the start-up. Leases and timeouts stay real."""
+    start_up_s: float = 0.0
+    block_size: int = 64
+    """Tokens per KV block."""
+    num_gpu_blocks: int | None = None
+    """KV blocks; None: the profile's `max_kv_tokens` // `block_size`."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    """The token budget of one pass, prefill chunks and decodes together."""
+    max_model_len: int | None = None
+    """Prompt plus output; None: 131,072, or what the KV cache holds if that is less."""
+    token_low: int = DEFAULT_TOKEN_LOW
+    token_high: int = DEFAULT_TOKEN_HIGH
+    """Output ids lie in [token_low, token_high): choose ids that the tokenizer in use turns into plain text."""
+    mean_output_tokens: int = DEFAULT_MEAN_OUTPUT_TOKENS
+    seed: int = 0
+    kv_bytes_per_token: int = 131_072
+    """Llama-3.1-8B: 32 layers x (K and V) x 8 heads x 128 x 2 bytes."""
+    kv_transfer_bytes_per_s: float = 64e9
+    """PCIe 5 x16 peak: an assumption, not a measurement."""
+    kv_transfer_latency_s: float = 0.001
+    kv_lease_duration_s: float = 30.0
+    """How long handed-over KV waits to be pulled: vLLM's `kv_lease_duration`."""
+    kv_pull_timeout_s: float = 10.0
+    """Past this a pull that has not ended is a `KvTransferError`."""
+    engine_id: str | None = None
+    coalesce_passes: bool = False
+    """Wake once per run of quiet passes, not once per pass: for virtual clocks (tokens of a run come together)."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, str(field.type), getattr(self, field.name))
+        for name in ("speed", "kv_transfer_bytes_per_s", "kv_pull_timeout_s", "kv_lease_duration_s"):
+            _require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+        for name in (
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "mean_output_tokens",
+            "kv_bytes_per_token",
+        ):
+            _require(name, getattr(self, name), getattr(self, name) >= 1, "1 or more")
+        for name in ("num_gpu_blocks", "max_model_len"):
+            value = getattr(self, name)
+            _require(name, value, value is None or value >= 1, "1 or more")
+        for name in ("start_up_s", "kv_transfer_latency_s"):
+            _require(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        _require("token_low", self.token_low, self.token_low >= 0, "0 or more")
+        _require("token_high", self.token_high, self.token_low < self.token_high <= 2**32, "above token_low")
+        _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit number")
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> SimOptions:
+        """From a configuration section; keys with hyphens or underscores. Raises `ConfigError`."""
+        allowed = [field.name for field in dataclasses.fields(cls)]
+        values: dict[str, Any] = {}
+        for key, value in options.items():
+            name = str(key).replace("-", "_")
+            if name not in allowed:
+                near = difflib.get_close_matches(name, allowed, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; the options are: {', '.join(sorted(allowed))}"
+                raise ConfigError(f"the sim engine has no option {key!r}{hint}")
+            values[name] = value
+        return cls(**values)
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """How long the KV of so many tokens takes from one engine to another, in seconds."""
+        size_bytes = num_tokens * self.kv_bytes_per_token
+        return (self.kv_transfer_latency_s + size_bytes / self.kv_transfer_bytes_per_s) / self.speed
+
+    def token_options(self) -> dict[str, int]:
+        """Those that decide the output: keyword arguments of `tokens.expected_output`."""
+        return {
+            "token_low": self.token_low,
+            "token_high": self.token_high,
+            "mean_output_tokens": self.mean_output_tokens,
+            "seed": self.seed,
+        }
+
+
+def _check_type(name: str, annotation: str, value: Any) -> None:
+    if value is None and annotation.endswith("| None"):
+        return
+    kind = annotation.removesuffix("| None").strip()
+    right = {
+        "bool": isinstance(value, bool),
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+        "str": isinstance(value, str) and bool(value),
+    }[kind]
+    if not right:
+        wanted = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}[kind]
+        raise ConfigError(f"the sim engine's option {name!r} must be {wanted}, not {value!r}")
+
+
+def _require(name: str, value: Any, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"the sim engine's option {name!r} must be {rule}, not {value!r}")
