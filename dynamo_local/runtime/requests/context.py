@@ -12,7 +12,7 @@ _CLOCK = AsyncioClock()
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """One request, as its handler sees it. `deadline_s` is absolute, in seconds of `clock.now_s()`; None: no deadline."""
+    """One request, as its handler sees it. `deadline_s` is absolute (of `clock.now_s()`), None without a deadline."""
 
     request_id: str
     deadline_s: float | None = None

@@ -78,7 +78,7 @@ _items_decoder = msgspec.msgpack.Decoder(list[Any])
 
 
 def encode_value(value: Any) -> bytes:
-    """msgpack of a payload or an item. TypeError where msgpack has no way to say it; ValueError past the frame limit."""
+    """msgpack of a payload or an item. TypeError where msgpack cannot say it; ValueError past the frame limit."""
     data = _encoder.encode(value)
     if len(data) > MAX_FRAME_BYTES - _ARRAY32.size:
         raise ValueError(f"a value of {len(data)} bytes exceeds the frame limit of {MAX_FRAME_BYTES} bytes")
@@ -86,7 +86,7 @@ def encode_value(value: Any) -> bytes:
 
 
 def decode_value(data: bytes | memoryview) -> Any:
-    """Plain Python values: dataclasses and structs come back as dicts, tuples as lists. `InvalidRequest` on nonsense."""
+    """Plain Python values: dataclasses come back as dicts, tuples as lists. `InvalidRequest` on nonsense."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:

@@ -1,0 +1,123 @@
+"""A live view of one endpoint's instances, and calls to them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any, Final, Protocol
+
+from dynamo_local import errors
+from dynamo_local.core.types import Instance, lease_hex
+from dynamo_local.runtime.requests.dispatch import Dispatcher
+from dynamo_local.runtime.requests.frames import encode_value
+from dynamo_local.runtime.requests.stream import ResponseStream
+
+AVOID_S: Final = 2.0
+"""How long an instance that did not answer is passed over. A dead worker's lease lives on for up to its TTL (10 s)."""
+
+
+class View(Protocol):
+    """What `runtime.discovery.InstanceView` gives us."""
+
+    def instances(self) -> tuple[Instance, ...]: ...
+
+    async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]: ...
+
+    async def close(self) -> None: ...
+
+
+class NatsEndpointClient:
+    """`ports.EndpointClient` over NATS. Made by `RequestPlane.client`, which closes it."""
+
+    def __init__(self, dispatcher: Dispatcher, view: View, component: str, endpoint: str) -> None:
+        self.component = component
+        self.endpoint = endpoint
+        self._dispatcher = dispatcher
+        self._view = view
+        self._turn = 0
+        self._avoid_until_s: dict[int, float] = {}
+
+    def instances(self) -> tuple[Instance, ...]:
+        """Registered now, in order of lease id."""
+        return self._view.instances()
+
+    async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
+        """At least one; raises `NoWorkers` past the timeout."""
+        return await self._view.wait_for_instances(timeout_s)
+
+    async def call(
+        self,
+        payload: Any,
+        *,
+        instance_id: int | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> ResponseStream:
+        """Send to that instance, or to the next one in turn. Returns once a worker has accepted it.
+
+        Without `instance_id`, an instance that is gone, full or leaving is passed over for the next, each at
+        most once; a request that was accepted is never sent again. `timeout_s` bounds the whole answer.
+
+        Raises `InvalidRequest` (the payload cannot travel), `NoWorkers`, `WorkerDraining`, `WorkerBusy`, `WorkerLost`,
+        `DeadlineExceeded`, `NatsUnavailable`: after any of these the handler has produced nothing.
+        """
+        try:
+            encoded = encode_value(payload)
+        except (TypeError, ValueError) as error:
+            raise errors.InvalidRequest(f"the request cannot be sent to {self.component}: {error}") from error
+        clock = self._dispatcher.clock
+        deadline_s = None if timeout_s is None else clock.now_s() + timeout_s
+        request_id = request_id or uuid.uuid4().hex
+        if instance_id is not None:
+            return await self._send(self._instance(instance_id), request_id, encoded, deadline_s)
+        tried: set[int] = set()
+        busy: errors.WorkerBusy | None = None
+        last: errors.DynamoError | None = None
+        while (instance := self._next(tried)) is not None:
+            tried.add(instance.instance_id)
+            try:
+                return await self._send(instance, request_id, encoded, deadline_s)
+            except errors.WorkerBusy as error:
+                busy = error
+            except (errors.WorkerDraining, errors.WorkerLost) as error:
+                last = error
+        raise busy or last or errors.NoWorkers(f"no instance of {self.component}/{self.endpoint} is registered")
+
+    async def close(self) -> None:
+        """End the watch. Open streams go on."""
+        await self._view.close()
+
+    async def _send(
+        self, instance: Instance, request_id: str, encoded: bytes, deadline_s: float | None
+    ) -> ResponseStream:
+        clock = self._dispatcher.clock
+        if deadline_s is not None and clock.now_s() >= deadline_s:
+            raise errors.DeadlineExceeded(f"the deadline passed before request {request_id} was sent")
+        try:
+            inbound = await self._dispatcher.send(instance, request_id, encoded, deadline_s)
+        except errors.WorkerLost:
+            self._avoid_until_s[instance.instance_id] = clock.now_s() + AVOID_S
+            raise
+        if deadline_s is not None:
+            inbound.expire_at(asyncio.get_running_loop().time() + deadline_s - clock.now_s())
+        return ResponseStream(instance.instance_id, inbound)
+
+    def _instance(self, instance_id: int) -> Instance:
+        for instance in self._view.instances():
+            if instance.instance_id == instance_id:
+                return instance
+        raise errors.WorkerLost(
+            f"{self.component}/{self.endpoint}:{lease_hex(instance_id)} is not registered (any more)"
+        )
+
+    def _next(self, tried: set[int]) -> Instance | None:
+        """The next in turn that was not tried, preferably one that answered lately; None when all were tried."""
+        left = [instance for instance in self._view.instances() if instance.instance_id not in tried]
+        if self._avoid_until_s:
+            now_s = self._dispatcher.clock.now_s()
+            self._avoid_until_s = {i: until_s for i, until_s in self._avoid_until_s.items() if until_s > now_s}
+            left = [i for i in left if i.instance_id not in self._avoid_until_s] or left
+        if not left:
+            return None
+        self._turn += 1
+        return left[(self._turn - 1) % len(left)]

@@ -1,0 +1,137 @@
+"""One request on the worker: connect back, run the handler, deliver."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from dynamo_local import errors
+from dynamo_local.clock import Clock
+from dynamo_local.runtime.requests.context import RequestContext
+from dynamo_local.runtime.requests.frames import RequestHeader, decode_value
+from dynamo_local.runtime.requests.handlers import Handler, drive
+from dynamo_local.runtime.requests.sender import ResponseSender
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S: Final = 5.0
+"""For the connection and the caller's GO. A caller that is slower than this has given the request up."""
+
+
+class Exchange:
+    """A request that a worker took, from connecting back until the caller has the end of the answer.
+
+    `on_handler_done` is called once, when the handler has ended or will never start; the task that `start`
+    gives ends later, when the caller has everything. Errors go to the caller, never out of the task.
+    """
+
+    def __init__(
+        self, header: RequestHeader, handler: Handler, clock: Clock, on_handler_done: Callable[[], None]
+    ) -> None:
+        deadline_s = None if header.remaining_s is None else clock.now_s() + header.remaining_s
+        self.context = RequestContext(header.request_id, deadline_s, clock)
+        self._header = header
+        self._handler = handler
+        self._on_handler_done = on_handler_done
+        self._sender: ResponseSender | None = None
+        self._handling = True
+        self._stopped = False
+        self._task = asyncio.create_task(self._run(), name=f"request-{header.request_id}")
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        return self._task
+
+    def fail(self, error: errors.DynamoError) -> None:
+        """Tell the caller `error` now, without waiting for the handler, which is cancelled."""
+        if self._sender is not None:
+            self._sender.end(error)
+        self._stop_handler()
+
+    def abort(self) -> None:
+        """Drop the connection, whether or not the caller has everything, and cancel the handler."""
+        if self._sender is not None:
+            self._sender.abort()
+        self._stop_handler()
+
+    def _stop_handler(self) -> None:
+        if self._handling and not self._stopped:
+            self._stopped = True
+            self._task.cancel()
+
+    def _expired(self) -> None:
+        self.fail(errors.DeadlineExceeded(f"the deadline of request {self._header.request_id} passed in the worker"))
+
+    async def _run(self) -> None:
+        timer: asyncio.TimerHandle | None = None
+        if self._header.remaining_s is not None:
+            timer = asyncio.get_running_loop().call_later(self._header.remaining_s, self._expired)
+        try:
+            await self._handle()
+            if self._sender is not None and self._sender.finished:
+                # The caller closes once it has the end. Until then the request is in flight: the kernel forgets
+                # what a dead process left unread in its buffers.
+                await self._sender.lost
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if self._sender is not None:
+                self._sender.abort()
+
+    async def _handle(self) -> None:
+        try:
+            payload = await self._connect()
+            if payload is not None:
+                assert self._sender is not None
+                await self._respond(payload, self._sender)
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+            self._task.uncancel()
+        finally:
+            self._handling = False
+            self._on_handler_done()
+
+    async def _connect(self) -> bytes | None:
+        """The encoded payload once the caller said GO; None where it wants no answer any more."""
+        header = self._header
+        if not ipaddress.ip_address(header.host).is_loopback:
+            logger.warning("request %s wants its answer at %s, which is not loopback", header.request_id, header.host)
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, self._sender = await loop.create_connection(self._make_sender, header.host, header.port)
+                follows = await self._sender.go
+        except (OSError, TimeoutError) as error:
+            logger.info("the caller of request %s could not be reached: %s", header.request_id, error)
+            return None
+        if follows is None:
+            logger.debug("the caller of request %s wants no answer any more", header.request_id)
+            return None
+        return follows if header.payload is None else header.payload
+
+    def _make_sender(self) -> ResponseSender:
+        return ResponseSender(self._header.token, on_lost=self._stop_handler)
+
+    async def _respond(self, payload: bytes, sender: ResponseSender) -> None:
+        request_id = self._header.request_id
+        try:
+            await drive(self._handler, decode_value(payload), self.context, sender.put)
+        except asyncio.CancelledError:
+            if self._stopped:
+                raise
+            # Either the process is going down, or the handler awaited something that was cancelled.
+            sender.end(errors.RequestCancelled(f"the worker cancelled request {request_id}"))
+            if self._task.cancelling():
+                raise
+        except errors.DynamoError as error:
+            sender.end(error)
+        except Exception as error:  # foreign code: whatever it raises belongs to the caller, and to our log
+            logger.exception("the handler of request %s failed", request_id)
+            sender.end(error)
+        else:
+            sender.end()

@@ -1,0 +1,139 @@
+"""The one port of a process on which workers deliver responses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from typing import Final
+
+from dynamo_local import errors
+from dynamo_local.runtime.requests.frames import TOKEN_BYTES
+from dynamo_local.runtime.requests.stream import Inbound
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S: Final = 5.0
+BACKLOG: Final = 4096
+"""A burst of requests is answered by as many connections; a full backlog costs each of them a second (SYN retry)."""
+
+RECEIVE_BUFFER_BYTES: Final = 256 * 1024
+"""Fixed, because the kernel would otherwise grow it to 6 MiB per slow reader."""
+
+
+class Offer:
+    """A request on its way: whoever presents its token first gets it. `answer` is the connection, or the refusal."""
+
+    __slots__ = ("answer", "payload", "token", "who")
+
+    def __init__(self, who: str, payload: bytes) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.answer: asyncio.Future[Inbound] = asyncio.get_running_loop().create_future()
+        self.who = who
+        self.payload = payload
+
+    def refuse(self, error: errors.DynamoError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class ResponseListener:
+    """Accepts workers' connections on 127.0.0.1 and matches them to offers by token.
+
+    A token is good once. Connections that show no token, an unknown one or a used one are closed and
+    counted in `rejected`; they never reach a reader.
+    """
+
+    def __init__(self) -> None:
+        self.rejected = 0
+        self._offers: dict[bytes, Offer] = {}
+        self._connections: set[Inbound] = set()
+        self._strangers: dict[Inbound, asyncio.TimerHandle] = {}
+        self._server: asyncio.Server | None = None
+        self.host = "127.0.0.1"
+        self.port = 0
+
+    async def start(self) -> None:
+        """Bind a free port."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            sock.bind((self.host, 0))
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(self._make_protocol, sock=sock, backlog=BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+        self.port = int(sock.getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening; open streams end with `WorkerLost`, offers with `RequestCancelled`."""
+        for offer in list(self._offers.values()):
+            offer.refuse(errors.RequestCancelled("the caller is shutting down"))
+        self._offers.clear()
+        connections = list(self._connections)
+        for inbound in connections:
+            inbound.finish(errors.RequestCancelled("the caller is shutting down"))
+            if inbound.transport is not None:
+                inbound.transport.abort()
+        if self._server is not None:
+            self._server.close()
+            # Python 3.12's wait_closed waits for connections as well: they were aborted above.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._server.wait_closed()
+        if self._connections:
+            await asyncio.wait([inbound.closed for inbound in self._connections], timeout=1.0)
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._connections)
+
+    def offer(self, who: str, payload: bytes = b"") -> Offer:
+        """A new offer; `payload` goes to the worker that takes it. Take it back with `withdraw`."""
+        offer = Offer(who, payload)
+        self._offers[offer.token] = offer
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """The token is worth nothing from now on; a connection that nobody fetched is closed."""
+        self._offers.pop(offer.token, None)
+        answer = offer.answer
+        if not answer.done():
+            answer.cancel()
+        elif not answer.cancelled() and answer.exception() is None:
+            answer.result().discard()
+
+    def _make_protocol(self) -> Inbound:
+        inbound = Inbound(self._greeted, self._closed)
+        self._connections.add(inbound)
+        self._strangers[inbound] = inbound.loop.call_later(HELLO_TIMEOUT_S, self._too_late, inbound)
+        return inbound
+
+    def _greeted(self, inbound: Inbound, token: bytes) -> None:
+        self._strangers.pop(inbound).cancel()
+        offer = self._offers.pop(token, None)
+        if offer is None or offer.answer.done():
+            self._reject(inbound, "an unknown or used token")
+            return
+        inbound.accept(offer.who, offer.payload)
+        offer.answer.set_result(inbound)
+
+    def _too_late(self, inbound: Inbound) -> None:
+        del self._strangers[inbound]
+        self._reject(inbound, f"no token within {HELLO_TIMEOUT_S:g} s")
+
+    def _reject(self, inbound: Inbound, why: str) -> None:
+        # No WARNING: a request that was given up just before its worker came for it looks the same.
+        self.rejected += 1
+        logger.info("a connection to the response port was dropped: %s", why)
+        inbound.finish(errors.StreamGap(why))
+
+    def _closed(self, inbound: Inbound) -> None:
+        self._connections.discard(inbound)
+        timer = self._strangers.pop(inbound, None)
+        if timer is not None:  # it hung up, or talked nonsense, before it showed a token
+            timer.cancel()
+            self.rejected += 1

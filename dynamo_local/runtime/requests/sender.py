@@ -1,0 +1,157 @@
+"""The worker's half of a response: the connection to the caller, and the frames written to it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from dynamo_local import errors
+from dynamo_local.runtime.requests.frames import (
+    FrameDecoder,
+    FrameKind,
+    data_frame,
+    encode_error,
+    encode_value,
+    frame,
+)
+
+FLUSH_BYTES: Final = 64 * 1024
+FLUSH_ITEMS: Final = 512
+"""A frame is written at the latest when this much is pending; below, at the end of the event loop's pass."""
+
+SEND_BUFFER_BYTES: Final = 128 * 1024
+"""Of the kernel, fixed: it would grow to 4 MiB per slow reader."""
+
+
+class ResponseSender(asyncio.Protocol):
+    """Writes items to a caller: many per frame under load, none unbounded.
+
+    Items that are put in one pass of the event loop share a frame. While the socket takes nothing they
+    wait here, up to `FLUSH_BYTES` or `FLUSH_ITEMS`; then `put` gives the handler something to await.
+    `go` is the payload that came with the caller's GO, None where the connection closed before. `lost` is
+    done, and `on_lost` was called, when the connection is gone for whatever reason.
+    """
+
+    def __init__(self, token: bytes, on_lost: Callable[[], None]) -> None:
+        self._token = token
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._decoder = FrameDecoder()
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._sent = 0
+        self._flush_scheduled = False
+        self._finished = False
+        self._room: asyncio.Future[None] | None = None
+        self._writable = True
+        self._transport: asyncio.Transport | None = None
+        self.go: asyncio.Future[bytes | None] = self._loop.create_future()
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Held in this process for the caller."""
+        buffered = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._pending_bytes + buffered
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    # --- the socket's side ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=FLUSH_BYTES)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        transport.write(frame(FrameKind.HELLO, 0, self._token))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for kind, _, body in self._decoder.feed(data):
+                if kind == FrameKind.GO and not self.go.done():
+                    self.go.set_result(bytes(body))
+        except errors.StreamGap:
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finished = True
+        self._pending.clear()
+        self._pending_bytes = 0
+        for future in (self.go, self.lost, self._room):
+            if future is not None and not future.done():
+                future.set_result(None)
+        self._on_lost()
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._flush()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    # --- the handler's side ---
+
+    def put(self, item: object) -> asyncio.Future[None] | None:
+        """Queue one item. A future comes back where the handler must let the caller catch up.
+
+        Raises TypeError or ValueError for an item that cannot travel, `RequestCancelled` once the stream has ended
+        (a handler that ignores its cancellation stops here).
+        """
+        if self._finished:
+            raise errors.RequestCancelled("the response stream has ended: nobody reads this item")
+        data = encode_value(item)
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+        if self._pending_bytes < FLUSH_BYTES and len(self._pending) < FLUSH_ITEMS:
+            if not self._flush_scheduled:
+                self._flush_scheduled = True
+                self._loop.call_soon(self._flush)
+            return None
+        self._flush()
+        self._room = self._loop.create_future()
+        if self._writable:
+            # Not full; but a handler that never waits by itself must let the others run.
+            self._loop.call_soon(_set, self._room)
+        return self._room
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._pending and self._writable and not self._finished:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        assert self._transport is not None
+        items, self._pending, self._pending_bytes = self._pending, [], 0
+        self._transport.write(data_frame(self._sent, items))
+        self._sent += len(items)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Write what is pending and the END (or ERROR) frame, once. The caller then closes the connection."""
+        if self._finished or self._transport is None:
+            return
+        if self._pending:
+            self._write_pending()  # bounded: at most one frame more than the socket wanted
+        self._finished = True
+        if error is None:
+            self._transport.write(frame(FrameKind.END, self._sent))
+        else:
+            self._transport.write(frame(FrameKind.ERROR, self._sent, encode_error(error)))
+
+    def abort(self) -> None:
+        """Close now, whatever is unsent."""
+        self._finished = True
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,255 @@
+"""The caller's half of a response: a TCP connection that a worker opened, and the stream read from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+from dynamo_local import errors
+from dynamo_local.runtime.requests.frames import (
+    MAX_FRAME_BYTES,
+    FrameDecoder,
+    FrameKind,
+    ItemSequence,
+    decode_error,
+    frame,
+)
+
+READ_AHEAD_BYTES: Final = 128 * 1024
+"""Unread data above this stops the socket from being read; TCP then holds the worker back."""
+
+HELLO_MAX_BYTES: Final = 64
+"""All that a connection may send before it has proved whose it is."""
+
+Greet = Callable[["Inbound", bytes], None]
+"""Called once with the token that a new connection presents."""
+
+
+class Inbound(asyncio.Protocol):
+    """One connection from a worker: first a token, then the frames of a response.
+
+    Everything runs in the event loop's callbacks, so a token costs no task switch until somebody reads it.
+    """
+
+    def __init__(self, greet: Greet, on_closed: Callable[[Inbound], None]) -> None:
+        self._greet: Greet | None = greet
+        self._on_closed = on_closed
+        self._decoder = FrameDecoder(HELLO_MAX_BYTES)
+        self._sequence = ItemSequence()
+        self._batches: deque[list[Any]] = deque()
+        self._unread_bytes = 0
+        self._paused = False
+        self._finished = False
+        self._error: errors.DynamoError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._who = "a worker"
+        self.loop = asyncio.get_running_loop()
+        self.closed: asyncio.Future[None] = self.loop.create_future()
+        self.transport: asyncio.Transport | None = None
+
+    # --- the socket's side ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._finished:
+            return
+        self._unread_bytes += len(data)
+        try:
+            for kind, number, body in self._decoder.feed(data):
+                self._take(kind, number, body)
+        except errors.DynamoError as error:
+            self.finish(error)
+            return
+        if self._unread_bytes > READ_AHEAD_BYTES and self._batches and not self._paused:
+            self._pause()
+
+    def _take(self, kind: int, number: int, body: bytes | memoryview) -> None:
+        if self._finished:
+            return
+        if self._greet is not None:
+            greet, self._greet = self._greet, None
+            if kind != FrameKind.HELLO:
+                raise errors.StreamGap("a connection did not start with its token")
+            self._unread_bytes = 0
+            self._decoder.max_frame_bytes = MAX_FRAME_BYTES
+            greet(self, bytes(body))
+        elif kind == FrameKind.DATA:
+            self._batches.append(self._sequence.data(number, body))
+            self._wake()
+        elif kind == FrameKind.END:
+            self._sequence.end(number)
+            self.finish(None)
+        elif kind == FrameKind.ERROR:
+            self.finish(decode_error(body))
+        else:
+            raise errors.StreamGap(f"a frame of unknown kind {kind} from {self._who}: mixed versions?")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        reason = f": {exc}" if exc else ""
+        self.finish(
+            errors.WorkerLost(
+                f"the connection to {self._who} closed after {self._sequence.received} items, before the end of the "
+                f"stream{reason}; the worker is gone, send the request again"
+            )
+        )
+        self.closed.set_result(None)
+        self._on_closed(self)
+
+    # --- the listener's side ---
+
+    def accept(self, who: str, payload: bytes) -> None:
+        """The token was good: tell the worker to go on. `who` names the worker in errors."""
+        assert self.transport is not None
+        self._who = who
+        self.transport.write(frame(FrameKind.GO, 0, payload))
+
+    def expire_at(self, deadline_s: float) -> None:
+        """End the stream with `DeadlineExceeded` at `deadline_s` of the event loop's clock."""
+        if not self._finished:
+            self._deadline = self.loop.call_at(deadline_s, self._expired)
+
+    def _expired(self) -> None:
+        self.finish(
+            errors.DeadlineExceeded(
+                f"the request's deadline passed after {self._sequence.received} items from {self._who}"
+            )
+        )
+
+    def finish(self, error: errors.DynamoError | None) -> None:
+        """End the stream, once: what was received before can still be read. Closes the connection."""
+        if self._finished:
+            return
+        self._finished = True
+        self._error = error
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self.transport is not None:
+            # abort: there is nothing of ours to flush, and the worker must notice now.
+            self.transport.abort()
+        self._wake()
+
+    # --- the reader's side ---
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    @property
+    def unread_bytes(self) -> int:
+        """Received and not yet given to the reader, as on the wire."""
+        return self._unread_bytes
+
+    def discard(self) -> None:
+        """The reader wants no more."""
+        self.finish(errors.RequestCancelled("the stream was closed by its reader"))
+        self._batches.clear()
+
+    def take_ready(self) -> list[Any] | None:
+        """Everything that is there, in one list; None if nothing is."""
+        if not self._batches:
+            return None
+        batch = self._batches.popleft()
+        while self._batches:
+            batch += self._batches.popleft()
+        self._unread_bytes = 0
+        if self._paused and not self._finished:
+            self._resume()
+        return batch
+
+    async def next_batch(self) -> list[Any] | None:
+        """At least one item, or None at the end. Raises what the stream ended with."""
+        while (batch := self.take_ready()) is None:
+            if self._finished:
+                if self._error is not None:
+                    raise self._error
+                return None
+            if self._waiter is not None:
+                raise RuntimeError("two tasks read one response stream")
+            self._waiter = self.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return batch
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _pause(self) -> None:
+        assert self.transport is not None
+        self._paused = True
+        self.transport.pause_reading()
+
+    def _resume(self) -> None:
+        assert self.transport is not None
+        self._paused = False
+        self.transport.resume_reading()
+
+
+class ResponseStream:
+    """A streaming answer (`ports.ResponseStream`). One reader; iterate to the end, or `aclose()`.
+
+    Iteration raises what the handler raised, under its own type, or `WorkerLost`, `StreamGap`, `DeadlineExceeded`.
+    """
+
+    def __init__(self, instance_id: int, inbound: Inbound) -> None:
+        self.instance_id = instance_id
+        self._inbound = inbound
+        self._batch: list[Any] = []
+        self._at = 0
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._at == len(self._batch):
+            batch = await self._inbound.next_batch()
+            if batch is None:
+                self._batch, self._at = [], 0
+                raise StopAsyncIteration
+            self._batch, self._at = batch, 0
+        item = self._batch[self._at]
+        self._at += 1
+        return item
+
+    async def batches(self) -> AsyncIterator[list[Any]]:
+        """Items in groups, as many as have arrived when the reader comes for them; never an empty one."""
+        if rest := self._batch[self._at :]:
+            self._batch, self._at = [], 0
+            yield rest
+        while (batch := await self._inbound.next_batch()) is not None:
+            yield batch
+
+    async def single(self) -> Any:
+        """The one value of a unary handler. `RequestError` if there was none, or more than one."""
+        found: list[Any] = []
+        try:
+            async for item in self:
+                found.append(item)
+                if len(found) > 1:
+                    raise errors.RequestError("a single value was expected, but the handler streams: iterate over it")
+        finally:
+            await self.aclose()
+        if not found:
+            raise errors.RequestError("a single value was expected, but the handler gave none")
+        return found[0]
+
+    async def aclose(self) -> None:
+        """Stop; a handler that still runs is cancelled. Idempotent, and no error after the end."""
+        self._batch, self._at = [], 0
+        self._inbound.discard()
+
+    def __del__(self) -> None:
+        # Dropped half read, for example by `break`: without this the handler would wait for its reader for ever.
+        if not self._inbound.finished:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the connection with it
+                self._inbound.loop.call_soon_threadsafe(self._inbound.discard)

@@ -1,0 +1,428 @@
+"""What every `EndpointClient` does, the fake of the component tests and the one over NATS alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from dynamo_local import errors
+from dynamo_local.ports import ResponseStream
+from dynamo_local.runtime.requests.context import RequestContext, current_request
+from dynamo_local.runtime.requests.handlers import Handler
+from tests.fakes.endpoints import FakeEndpointClient
+from tests.fakes.request_plane import Bench, eventually, request_bench
+from tests.fakes.servers import RealNats
+
+
+class FakeWorld:
+    """The fake client, and how a test makes it serve."""
+
+    def __init__(self) -> None:
+        self.client = FakeEndpointClient()
+
+    async def serve(self, handler: Handler, instance_id: int = 1) -> None:
+        self.client.add_instance(instance_id, handler)
+
+    async def stop_accepting(self, instance_id: int) -> None:
+        self.client.refuse(instance_id, errors.WorkerDraining("leaving"))
+
+    async def lose(self, instance_id: int) -> None:
+        self.client.lose(instance_id)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+class NatsWorld:
+    """The real client with servers over NATS."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.client = bench.client
+
+    async def serve(self, handler: Handler, instance_id: int = 1) -> None:
+        await self.bench.serve(handler, instance_id)
+
+    async def stop_accepting(self, instance_id: int) -> None:
+        self.bench.servers[instance_id].stop_accepting(linger_s=0)
+
+    async def lose(self, instance_id: int) -> None:
+        self.bench.deregister(instance_id)
+        await self.bench.servers[instance_id].close()
+
+
+World = FakeWorld | NatsWorld
+
+
+@pytest.fixture(params=["fake", pytest.param("nats", marks=pytest.mark.infra)])
+def nats(request: pytest.FixtureRequest) -> RealNats | None:
+    """The server of the real client; None for the fake one."""
+    return None if request.param == "fake" else request.getfixturevalue("nats_server")
+
+
+@pytest.fixture
+async def world(nats: RealNats | None, namespace: str) -> AsyncIterator[World]:
+    """The contract's two parties."""
+    if nats is None:
+        fake = FakeWorld()
+        yield fake
+        await fake.close()
+    else:
+        async with request_bench(nats, namespace) as bench:
+            yield NatsWorld(bench)
+
+
+async def read_into(found: list[Any], stream: ResponseStream) -> None:
+    """Append every item; raises what the stream ends with."""
+    async for item in stream:
+        found.append(item)
+
+
+async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    """As many items as the payload says."""
+    for n in range(payload):
+        yield n
+
+
+async def forever(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    """One item, and then nothing."""
+    yield "first"
+    await asyncio.Event().wait()
+
+
+async def test_items_come_in_order_and_all_of_them(world: World) -> None:
+    """A stream of 10,000 items is that stream."""
+    await world.serve(count)
+    stream = await world.client.call(10_000)
+    assert [item async for item in stream] == list(range(10_000))
+
+
+async def test_batches_hold_the_same_items(world: World) -> None:
+    """`batches` gives every item once, in groups that are never empty."""
+    await world.serve(count)
+    batches = [batch async for batch in (await world.client.call(5000)).batches()]
+    assert [item for batch in batches for item in batch] == list(range(5000))
+    assert all(batches)
+
+
+async def test_an_empty_stream_ends(world: World) -> None:
+    """No items is an answer."""
+    await world.serve(count)
+    assert [item async for item in await world.client.call(0)] == []
+
+
+async def test_values_take_the_way_through_msgpack(world: World) -> None:
+    """Nested values arrive equal; tuples become lists for either client."""
+    payload = {"text": "grüße", "ids": (1, 2), "none": None, "raw": b"\x00", "x": 1.5}
+
+    async def echo(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        yield payload
+
+    await world.serve(echo)
+    stream = await world.client.call(payload)
+    assert [item async for item in stream] == [{**payload, "ids": [1, 2]}]
+
+
+async def test_a_coroutine_handler_gives_one_value(world: World) -> None:
+    """`single` is the value of a unary handler."""
+
+    async def double(payload: Any, context: RequestContext) -> int:
+        return int(payload) * 2
+
+    await world.serve(double)
+    stream = await world.client.call(21)
+    assert await stream.single() == 42  # type: ignore[attr-defined]
+
+
+async def test_single_refuses_a_stream(world: World) -> None:
+    """Two values are not one."""
+    await world.serve(count)
+    stream = await world.client.call(2)
+    with pytest.raises(errors.RequestError, match="single value"):
+        await stream.single()  # type: ignore[attr-defined]
+
+
+async def test_round_robin_takes_turns(world: World) -> None:
+    """Calls without an instance id go round the instances."""
+    await world.serve(count, 1)
+    await world.serve(count, 2)
+    taken = []
+    for _ in range(4):
+        stream = await world.client.call(1)
+        taken.append(stream.instance_id)
+        assert [item async for item in stream] == [0]
+    assert sorted(taken) == [1, 1, 2, 2]
+    assert taken[:2] == taken[2:]
+
+
+async def test_an_explicit_instance_is_called(world: World) -> None:
+    """Each time, whatever the turn."""
+    await world.serve(count, 1)
+    await world.serve(count, 2)
+    for _ in range(3):
+        stream = await world.client.call(1, instance_id=2)
+        assert stream.instance_id == 2
+        await stream.aclose()
+
+
+async def test_an_unknown_instance_is_an_error(world: World) -> None:
+    """An instance id that nobody registered raises `WorkerLost`."""
+    await world.serve(count, 1)
+    with pytest.raises(errors.WorkerLost):
+        await world.client.call(1, instance_id=99)
+
+
+async def test_without_instances_there_are_no_workers(world: World) -> None:
+    """A call raises `NoWorkers` at once, waiting raises it past the timeout."""
+    with pytest.raises(errors.NoWorkers):
+        await world.client.call(1)
+    with pytest.raises(errors.NoWorkers):
+        await world.client.wait_for_instances(0.05)
+
+
+async def test_waiting_for_instances_ends_with_the_first(world: World) -> None:
+    """`wait_for_instances` returns what `instances` shows."""
+    waiting = asyncio.create_task(world.client.wait_for_instances(5.0))
+    await asyncio.sleep(0)
+    await world.serve(count, 3)
+    assert [i.instance_id for i in await waiting] == [3]
+    assert [i.instance_id for i in world.client.instances()] == [3]
+
+
+async def test_a_draining_instance_is_passed_over(world: World) -> None:
+    """Unless it was asked for by name: then the refusal is raised."""
+    await world.serve(count, 1)
+    await world.serve(count, 2)
+    await world.stop_accepting(1)
+    for _ in range(4):
+        stream = await world.client.call(1)
+        assert stream.instance_id == 2
+        await stream.aclose()
+    with pytest.raises(errors.WorkerDraining):
+        await world.client.call(1, instance_id=1)
+
+
+@pytest.mark.parametrize("error", [errors.InvalidRequest("too long", param="prompt"), errors.KvTransferError("lost")])
+async def test_errors_keep_their_type_and_details(world: World, error: errors.DynamoError) -> None:
+    """What the handler raised after two items is raised after those two items."""
+
+    async def fails(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        yield 1
+        yield 2
+        raise error
+
+    await world.serve(fails)
+    stream = await world.client.call(None)
+    found: list[Any] = []
+    with pytest.raises(type(error), match=error.message) as raised:
+        await read_into(found, stream)
+    assert found == [1, 2]
+    assert raised.value.details == error.details
+
+
+async def test_a_foreign_error_is_remote_and_named(world: World) -> None:
+    """A bug of the handler arrives as `RemoteError` with its class name."""
+
+    async def fails(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        yield {}["missing"]
+
+    await world.serve(fails)
+    with pytest.raises(errors.RemoteError) as raised:
+        [item async for item in await world.client.call(None)]
+    assert raised.value.details["type"] == "KeyError"
+
+
+async def test_an_item_that_cannot_travel_is_an_error(world: World) -> None:
+    """The items before it arrive, then the error."""
+
+    async def fails(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        yield 1
+        yield object()
+
+    await world.serve(fails)
+    found: list[Any] = []
+    stream = await world.client.call(None)
+    with pytest.raises(errors.RemoteError, match="object"):
+        await read_into(found, stream)
+    assert found == [1]
+
+
+async def test_closing_the_stream_cancels_the_handler(world: World) -> None:
+    """Its `finally` has run within milliseconds of `aclose`."""
+    ended = asyncio.Event()
+
+    async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            yield "first"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    await world.serve(guarded)
+    stream = await world.client.call(None)
+    assert await anext(aiter(stream)) == "first"
+    await stream.aclose()
+    await asyncio.wait_for(ended.wait(), 0.5)
+    await stream.aclose()
+
+
+async def test_a_closed_stream_cancels_a_handler_that_waits_for_room(world: World) -> None:
+    """A handler stopped by back-pressure is closed too."""
+    ended = asyncio.Event()
+
+    async def endless(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            while True:
+                yield "x" * 1000
+        finally:
+            ended.set()
+
+    await world.serve(endless)
+    stream = await world.client.call(None)
+    await anext(aiter(stream))
+    await asyncio.sleep(0.05)
+    assert not ended.is_set()
+    await stream.aclose()
+    await asyncio.wait_for(ended.wait(), 0.5)
+
+
+async def test_a_slow_reader_holds_the_handler_back(world: World) -> None:
+    """The handler does not run ahead of its reader by more than the buffers hold; nothing is lost."""
+    produced = 0
+
+    async def bulky(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        nonlocal produced
+        for n in range(2000):
+            produced += 1
+            yield [n, "x" * 10_000]
+
+    await world.serve(bulky)
+    stream = await world.client.call(None)
+    items = aiter(stream)
+    first = await anext(items)
+    await asyncio.sleep(0.1)
+    assert produced < 200
+    rest = [item async for item in items]
+    assert [item[0] for item in [first, *rest]] == list(range(2000))
+
+
+async def test_the_deadline_ends_the_stream_and_the_handler(world: World) -> None:
+    """`DeadlineExceeded` after what came in time; the handler is closed as well."""
+    ended = asyncio.Event()
+
+    async def slow(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            yield "first"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    await world.serve(slow)
+    found: list[Any] = []
+    stream = await world.client.call(None, timeout_s=0.2)
+    with pytest.raises(errors.DeadlineExceeded):
+        await read_into(found, stream)
+    assert found == ["first"]
+    await asyncio.wait_for(ended.wait(), 0.5)
+
+
+async def test_a_deadline_in_the_past_is_refused(world: World) -> None:
+    """The handler does not start."""
+    await world.serve(count)
+    with pytest.raises(errors.DeadlineExceeded):
+        await world.client.call(1, timeout_s=0)
+
+
+async def test_the_handler_knows_its_request(world: World) -> None:
+    """Id and remaining time come with the context, which is the task's current request too."""
+
+    async def tell(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        assert current_request() is context
+        yield [context.request_id, context.remaining_s()]
+
+    await world.serve(tell)
+    stream = await world.client.call(None, request_id="r-7", timeout_s=30.0)
+    [[request_id, remaining_s]] = [item async for item in stream]
+    assert request_id == "r-7"
+    assert 29.0 < remaining_s <= 30.0
+    [[generated, no_deadline]] = [item async for item in await world.client.call(None)]
+    assert generated
+    assert no_deadline is None
+    assert current_request() is None
+
+
+async def test_a_lost_worker_ends_its_streams(world: World) -> None:
+    """`WorkerLost`, retryable, after the items that came."""
+    await world.serve(forever, 5)
+    stream = await world.client.call(None, instance_id=5)
+    items = aiter(stream)
+    assert await anext(items) == "first"
+    await world.lose(5)
+    with pytest.raises(errors.WorkerLost) as raised:
+        await anext(items)
+    assert raised.value.retryable
+    with pytest.raises(errors.NoWorkers):
+        await world.client.call(None)
+
+
+async def test_a_handler_may_pass_a_stream_on(world: World) -> None:
+    """A coroutine handler that returns a stream answers with its items."""
+
+    async def relay(payload: Any, context: RequestContext) -> Any:
+        return await world.client.call(3, instance_id=1)
+
+    await world.serve(count, 1)
+    await world.serve(relay, 2)
+    assert [item async for item in await world.client.call(None, instance_id=2)] == [0, 1, 2]
+
+
+async def test_many_streams_at_once_stay_apart(world: World) -> None:
+    """Lesson of the issue: 200 concurrent streams all complete and are all right."""
+
+    async def tagged(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        for n in range(50):
+            yield [payload, n]
+            if n % 10 == 0:
+                await asyncio.sleep(0)
+
+    await world.serve(tagged, 1)
+    await world.serve(tagged, 2)
+
+    async def one(tag: int) -> bool:
+        return [item async for item in await world.client.call(tag)] == [[tag, n] for n in range(50)]
+
+    assert await asyncio.gather(*(one(tag) for tag in range(200))) == [True] * 200
+
+
+async def test_a_cancelled_reader_can_close(world: World) -> None:
+    """Cancelling the task that reads leaves a stream that can be closed, and the handler ends."""
+    ended = asyncio.Event()
+
+    async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            yield "first"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    await world.serve(guarded)
+    started = asyncio.Event()
+
+    async def read() -> None:
+        stream = await world.client.call(None)
+        try:
+            async for _ in stream:
+                started.set()
+        finally:
+            await stream.aclose()
+
+    reader = asyncio.create_task(read())
+    await started.wait()
+    reader.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reader
+    await eventually(ended.is_set, 0.5)
