@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
 from dynamo_local.clock import Clock
-from dynamo_local.core.lifecycle import Event, apply
+from dynamo_local.core.lifecycle import WITHOUT_PROCESS, Event, apply
 from dynamo_local.core.types import Load, WorkerState
 from dynamo_local.serve.plan import WatcherPlan
-from dynamo_local.state import ComponentEntry, State, StateStore
+from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ RUNNING = frozenset({WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINI
 
 @dataclass(slots=True)
 class Worker:
-    """One managed worker. Times ending in `_s` are of the arbiter's monotonic clock."""
+    """One managed worker. `_s` times are of the arbiter's monotonic clock, `started_at` is seconds since 1970."""
 
     plan: WatcherPlan
     state: WorkerState
@@ -33,6 +32,7 @@ class Worker:
     pid: int | None = None
     pid_start_time: float | None = None
     started_s: float | None = None
+    started_at: float | None = None
     lease: str | None = None
     endpoints: tuple[str, ...] = ()
     reason: str | None = None
@@ -118,26 +118,24 @@ def _write_entry(state: State, worker: Worker) -> None:
     plan = worker.plan
     entry = state.components.get(plan.name)
     if entry is None:
-        entry = state.components[plan.name] = ComponentEntry(
-            watcher_name=plan.name, component=plan.component, cwd=plan.cwd, cmd=" ".join(plan.argv)
-        )
-    entry.role = plan.role
-    entry.state = worker.state
-    entry.pid = worker.pid
-    entry.pid_start_time = worker.pid_start_time
-    entry.reason = worker.reason
+        entry = state.components[plan.name] = ComponentEntry(watcher_name=plan.name, component=plan.component)
+    entry.cwd, entry.cmd = plan.cwd, shlex.join(plan.argv)
+    entry.role, entry.gpus_per_worker = plan.role, len(plan.gpus)
+    entry.state, entry.reason = worker.state, worker.reason
+    entry.pid, entry.pid_start_time = worker.pid, worker.pid_start_time
+    entry.started_at = worker.started_at
     entry.log_file = str(plan.log_file)
-    entry.start_deadline_s = plan.start_deadline_s
-    entry.drain_deadline_s = plan.drain_deadline_s
+    entry.start_deadline_s, entry.drain_deadline_s = plan.start_deadline_s, plan.drain_deadline_s
     entry.resources = _resources(worker)
     if worker.pid is None:
         entry.lease, entry.endpoints = None, []
 
 
-def _resources(worker: Worker) -> dict[str, Any]:
-    if not worker.plan.gpus or worker.state in (WorkerState.EXITED,):
-        return {}
-    return {
-        "allocated_gpus": [str(device.index) for device in worker.plan.gpus],
-        "gpu_uuids": [device.uuid for device in worker.plan.gpus],
-    }
+def _resources(worker: Worker) -> EntryResources:
+    """The GPUs that it holds: from before its process is made until the process is gone (lesson 4)."""
+    if not worker.plan.gpus or (worker.pid is None and worker.state in WITHOUT_PROCESS - {WorkerState.PENDING}):
+        return EntryResources()
+    return EntryResources(
+        allocated_gpus=[str(device.index) for device in worker.plan.gpus],
+        gpu_uuids=[device.uuid for device in worker.plan.gpus],
+    )

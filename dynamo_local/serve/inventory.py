@@ -143,7 +143,7 @@ def _listed(devices: Sequence[GpuDevice]) -> str:
 
 
 class SimInventory:
-    """`count` idle 80 GiB devices, always the same: NUMA nodes of four, NVLink inside a node, the system bus between."""
+    """`count` idle 80 GiB devices, always the same: NVLink inside a NUMA node of four, the system bus between."""
 
     simulated = True
 

@@ -99,10 +99,6 @@ class Paths:
         return self.runtime.parent / f"{self.namespace}.lock"
 
     @property
-    def nats_token(self) -> Path:
-        return self.runtime / "nats.token"
-
-    @property
     def boot_report(self) -> Path:
         """JSON lines by which a detached arbiter tells its parent how the start goes."""
         return self.runtime / "boot.jsonl"

@@ -160,7 +160,6 @@ def worker_env(
             "DYN_WATCHER_NAME": name,
             "DYN_STATEFILE": str(paths.statefile),
             "DYN_LEASE_TTL_S": str(settings.lease_ttl_s),
-            "DYN_NATS_TOKEN_FILE": str(paths.nats_token),
             "DYNAMO_SERVICE_CONFIG": service_config_json,
             "DYN_ARBITER_PID": str(os.getpid()),
             "PYTHONUNBUFFERED": "1",

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter, WorkerWatcher
@@ -28,7 +29,7 @@ from dynamo_local.serve.logs import Interleaver, rotate, tail
 from dynamo_local.serve.plan import Deployment, WatcherPlan
 from dynamo_local.serve.processes import become_subreaper, kill_session, start_time_s
 from dynamo_local.serve.progress import Row, View
-from dynamo_local.state import StateStore
+from dynamo_local.state import Environment, State, StateStore, SystemResources, masked
 
 log = logging.getLogger(__name__)
 
@@ -113,28 +114,26 @@ class Supervisor:
 
     async def _write_head(self, env: dict[str, str]) -> None:
         deployment = self.deployment
-
-        def write(state: Any) -> None:
-            state.run_id = deployment.run_id
-            state.circus_endpoint = deployment.paths.circus_endpoint
-            state.arbiter_pid = os.getpid()
-            state.arbiter_start_time = start_time_s(os.getpid())
-            state.etcd_endpoints = self.facts["etcd_endpoints"]
-            state.nats_server = self.facts["nats_server"]
-            state.nats_token_file = env.get("DYN_NATS_TOKEN_FILE")
-            state.runtime_dir = str(deployment.paths.runtime)
-            state.target = deployment.graph.target
-            state.gpus = deployment.gpus_option
-            state.components = {}
-            state.environment = {
-                "DYNAMO_SERVICE_CONFIG": json.dumps(deployment.config_sections),
-                "SYSTEM_RESOURCES": {
-                    "total_gpus": len(deployment.gpus),
-                    "gpu_info": [str(device.index) for device in deployment.gpus],
-                },
-            }
-
-        await self.store.aupdate(write)
+        state = State(
+            namespace=deployment.graph.namespace,
+            run_id=deployment.run_id,
+            circus_endpoint=deployment.paths.circus_endpoint,
+            arbiter_pid=os.getpid(),
+            arbiter_start_time=start_time_s(os.getpid()),
+            etcd_endpoints=self.facts["etcd_endpoints"],
+            nats_server=self.facts["nats_server"],
+            nats_token_file=env.get("DYN_NATS_TOKEN_FILE"),
+            runtime_dir=str(deployment.paths.runtime),
+            target=deployment.graph.target,
+            gpus=deployment.gpus_option,
+            environment=Environment(
+                DYNAMO_SERVICE_CONFIG=json.dumps(masked(deployment.config_sections)),
+                SYSTEM_RESOURCES=SystemResources(
+                    total_gpus=len(deployment.gpus), gpu_info=[str(device.index) for device in deployment.gpus]
+                ),
+            ),
+        )
+        await asyncio.to_thread(self.store.create, state)
 
     def _add(self, plan: WatcherPlan, env: dict[str, str]) -> None:
         self.fleet.add(plan)
@@ -160,23 +159,24 @@ class Supervisor:
             await self.fleet.apply({name: SpawnFailed(stimulus_id="spawn", reason=str(error))})
             self._report_death(worker, f"{name} cannot be started: {error}")
             return
-        worker.pid, worker.pid_start_time, worker.started_s = pid, start_time_s(pid), self.clock.now_s()
+        worker.pid, worker.pid_start_time = pid, start_time_s(pid)
+        worker.started_s, worker.started_at = self.clock.now_s(), self.clock.wall_s()
         await self.fleet.apply({name: Spawned(stimulus_id="spawn", pid=pid, pid_start_time=worker.pid_start_time)})
 
     async def _connect(self, env: dict[str, str]) -> None:
         from dynamo_local.runtime.etcd import EtcdStore
         from dynamo_local.runtime.load import LoadSampler
-        from dynamo_local.runtime.nats import connect_nats, token_file_of
+        from dynamo_local.runtime.nats import connect_nats
         from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
         from dynamo_local.serve.infra import probe_etcd, probe_nats
 
-        token_file = token_file_of(env)
+        token_file = Path(env["DYN_NATS_TOKEN_FILE"]) if "DYN_NATS_TOKEN_FILE" in env else None
         token = token_file.read_text().strip() if token_file else None
         await asyncio.gather(
             probe_etcd(env["ETCD_ENDPOINTS"], INFRA_TIMEOUT_S), probe_nats(env["NATS_SERVER"], token, INFRA_TIMEOUT_S)
         )
         self.kv = await EtcdStore.connect(env["ETCD_ENDPOINTS"])
-        self.nats = await connect_nats(env["NATS_SERVER"], token_file, f"{self.deployment.graph.namespace}-arbiter")
+        self.nats = await connect_nats(env["NATS_SERVER"], token_file, name=f"{self.deployment.graph.namespace}-arbiter")
         namespace = self.deployment.graph.namespace
         self._background(self._follow_registrations())
         self._background(self._sample_load(LoadSampler(self.nats, namespace)))
@@ -259,7 +259,7 @@ class Supervisor:
             return
         leaving = worker.state in (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
         lease = worker.lease
-        worker.pid = worker.pid_start_time = worker.started_s = worker.load = worker.lease = None
+        worker.pid = worker.pid_start_time = worker.started_s = worker.started_at = worker.load = worker.lease = None
         worker.endpoints, worker.exit_code = (), code
         worker.reason = None if leaving and code == 0 else _how_it_ended(code)
         await self.fleet.apply({name: ProcessExited(stimulus_id=f"exit:{pid}", exit_code=code)})
@@ -399,9 +399,9 @@ class Supervisor:
         for name in list(self.fleet.workers):
             self.arbiter.remove(name)
         if self.nats is not None:
-            from dynamo_local.runtime.nats import close_nats
+            from dynamo_local.runtime.nats import close_quietly
 
-            await close_nats(self.nats)
+            await close_quietly(self.nats)
         if self.kv is not None:
             await self.kv.close()
         await self.servers.stop()

@@ -1,0 +1,64 @@
+"""A worker's entry point: `python -m dynamo_local.serve.serve_dynamo graphs.disagg:Frontend --service-name X`.
+
+Everything else comes through the environment (`serve.plan.worker_env`), nothing secret through argv.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
+
+log = logging.getLogger("dynamo_local.worker")
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:SERVICE")
+@click.option("--service-name", required=True)
+def main(target: str, service_name: str) -> None:
+    """Run one worker of a graph's service until it is asked to leave."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    logging.basicConfig(
+        level=os.environ.get("DYN_LOG", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        code = _run(target, service_name)
+    except DynamoError as error:
+        log.error("%s", error)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _run(target: str, service_name: str) -> int:
+    import uvloop
+
+    from dynamo_local.sdk.loader import load_graph
+    from dynamo_local.serve.worker import Identity, WorkerProcess
+
+    graph = load_graph(target, base_dir=Path.cwd())
+    service = graph.services.get(service_name)
+    if service is None:
+        raise ConfigError(f"{target} has no service {service_name!r}; it has: {', '.join(graph.services)}")
+    worker = WorkerProcess(graph, service, Identity.of(os.environ, service_name))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(worker.run()) or 0
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        # Anything that is not one of our errors is a bug, ours or the user's: its traceback belongs in the log.
+        log.exception("the worker failed")
+        sys.exit(EXIT_FAILED)

@@ -1,0 +1,38 @@
+"""What a wheel and an sdist of ours must and must not hold: `check_wheel.py DIST_FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+MUST = (
+    "dynamo_local/state/store.py",
+    "dynamo_local/circus_plugins/arbiter.py",
+    "dynamo_local/py.typed",
+    "dynamo_local/components/tiny_tokenizer/tokenizer.json",
+)
+
+
+def main(folder: Path) -> int:
+    """Print what is wrong; 1 if anything is."""
+    wheel = next(folder.glob("*.whl"))
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    problems = [f"{wheel.name} lacks {name}" for name in MUST if name not in names]
+    if top != {"dynamo_local"}:
+        problems.append(f"{wheel.name} has top-level names other than dynamo_local: {sorted(top)}")
+    if not any("/profiles/" in name and name.endswith(".npz") for name in names):
+        problems.append(f"{wheel.name} lacks the sim engine's profiles")
+    sdist = tarfile.open(next(folder.glob("*.tar.gz")))
+    if not any(name.endswith("/state/store.py") for name in sdist.getnames()):
+        problems.append("the sdist lacks state/store.py")
+    for problem in problems:
+        print(problem)
+    print(f"{wheel.name}: {len(names)} files, {wheel.stat().st_size / 1e6:.1f} MB")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
