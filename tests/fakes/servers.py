@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dynamo_local.serve.infra import EtcdSpec, NatsSpec, PortLease, find_server, prepare, probe_etcd, probe_nats
@@ -94,8 +95,9 @@ class RealServer:
             shutil.rmtree(folder, ignore_errors=True)
 
     def start_now(self) -> None:
-        """`start` where no event loop runs."""
-        asyncio.run(self.start())
+        """`start` in a thread: a sync fixture may be asked for from inside a running event loop."""
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: asyncio.run(self.start())).result()
 
     def stop_now(self) -> None:
         """End it and give its ports back."""
