@@ -1,7 +1,8 @@
 """The bytes of a prefill queue entry: msgpack, with token ids as little-endian int32.
 
 A list of 131,072 token ids is up to 655 kB as plain msgpack and 524,288 bytes here, whatever their values;
-so a prompt of 128k tokens fits NATS's default `max_payload` of 1 MiB, and about 260,000 tokens is the bound.
+so a prompt of 128k tokens fits NATS's default `max_payload` of 1 MiB. The bound is a quarter of `max_payload`: about
+260,000 tokens there, 2 million with the embedded server's 8 MiB.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ RETRY_PAUSE_S = 0.1
 _RUN, _ID, _EXPIRES = "Dynamo-Run-Id", "Dynamo-Request-Id", "Dynamo-Expires-At"
 _ATTEMPTS, _REASON, _DIED = "Dynamo-Attempts", "Dynamo-Reason", "Dynamo-Died-At"
 _MSG_ID = "Nats-Msg-Id"
-_STREAM_FULL = 10077  # nats-server: JSStreamStoreFailedF, "maximum messages exceeded"
+_STREAM_FULL = {10023, 10047, 10077}  # nats-server: "insufficient (storage) resources", "maximum messages exceeded"
 _PLAIN_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
@@ -173,8 +173,8 @@ class JetStreamPrefillQueue:
 
         `payload`'s `…token_ids` are carried as int32 (bound: `prefill_codec`). Enqueuing an id again within two
         minutes (the server's duplicate window), also a cancelled one, adds nothing: so a retry is safe.
-        Raises `InvalidRequest` (too large, not encodable), `WorkerBusy` (10,000 entries wait), `NatsUnavailable`
-        (it may be stored nevertheless: `cancel` it).
+        Raises `InvalidRequest` (too large, not encodable), `WorkerBusy` (10,000 entries wait, or no room on disk),
+        `NatsUnavailable` (it may be stored nevertheless: `cancel` it).
         """
         data = encode_entry(payload, self._nats.max_payload)
         subject = f"{self._stream}.{self._run}.{_subject_token(request_id)}"
@@ -193,7 +193,7 @@ class JetStreamPrefillQueue:
                 await self._ensure(anew=True)
                 await self._js.publish(subject, data, timeout=timeout_s, headers=dict(headers))
             except APIError as error:
-                if error.err_code != _STREAM_FULL:
+                if error.err_code not in _STREAM_FULL:
                     raise
                 raise WorkerBusy(f"the prefill queue {self._stream} is full; prefill locally") from error
 

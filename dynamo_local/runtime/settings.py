@@ -23,6 +23,7 @@ __all__ = ["DisaggSettings", "WatchedSettings", "disagg_settings_key", "encode_s
 log = logging.getLogger(__name__)
 
 FIRST_READ_TIMEOUT_S = 2.0
+REWATCH_PAUSE_S = 1.0
 
 
 def disagg_settings_key(namespace: str, name: str) -> str:
@@ -97,12 +98,17 @@ class WatchedSettings:
         return encode_settings(self._current).decode()
 
     async def _watch(self) -> None:
-        # Closed explicitly: an abandoned async generator is finished only by the garbage collector.
-        events = cast(AsyncGenerator[WatchEvent, None], self._kv.watch_prefix(self._key))
-        async with contextlib.aclosing(events):
-            async for event in events:
-                self._apply(event)
-                self._seen.set()
+        while True:
+            # Closed explicitly: an abandoned async generator is finished only by the garbage collector.
+            events = cast(AsyncGenerator[WatchEvent, None], self._kv.watch_prefix(self._key))
+            try:
+                async with contextlib.aclosing(events):
+                    async for event in events:
+                        self._apply(event)
+                        self._seen.set()
+            except Exception:  # the Protocol says that it never ends; if it does, the settings must not freeze silently
+                log.exception("the watch of %s ended; watching again, %s stays in force", self._key, self)
+            await asyncio.sleep(REWATCH_PAUSE_S)
 
     def _apply(self, event: WatchEvent) -> None:
         # The prefix also matches longer keys: `…/Qwen3` is the start of `…/Qwen3-8B`.

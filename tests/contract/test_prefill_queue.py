@@ -1,0 +1,358 @@
+"""What every `PrefillQueue` does: the one in memory, and the one on a real JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.errors import InvalidRequest, NatsUnavailable
+from dynamo_local.ports import QueueDepth
+from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue, keep_in_progress
+from tests.fakes.prefill_queue import FakePrefillQueue, FakeQueueServer
+from tests.fakes.servers import RealNats
+
+ACK_WAIT_S = 0.4
+MAX_DELIVER = 2
+SOON_S = 0.15  # time enough for what is there; short, as it is waited for in full where nothing is
+
+MakeQueue = Callable[..., FakePrefillQueue | JetStreamPrefillQueue]
+
+
+class SkewedClock(AsyncioClock):
+    """Wall time can be moved."""
+
+    ahead_s = 0.0
+
+    def wall_s(self) -> float:
+        return super().wall_s() + self.ahead_s
+
+
+@pytest.fixture(params=["fake", pytest.param("jetstream", marks=pytest.mark.infra)])
+def server(request: pytest.FixtureRequest) -> RealNats | None:
+    """None for the fake. Not async: the server's own fixture runs an event loop."""
+    return None if request.param == "fake" else request.getfixturevalue("nats_server")
+
+
+@pytest.fixture
+async def make(server: RealNats | None, namespace: str) -> AsyncIterator[MakeQueue]:
+    """`make(run_id="a")` is one more client of this test's queue."""
+    if server is None:
+        fake_server = FakeQueueServer()
+
+        def make_fake(run_id: str = "a", **options: object) -> FakePrefillQueue:
+            options = {"ack_wait_s": ACK_WAIT_S, "max_deliver": MAX_DELIVER, **options}
+            return FakePrefillQueue(fake_server, run_id, **options)  # type: ignore[arg-type]
+
+        yield make_fake
+        return
+
+    nats = await connect_nats(server.url, server.token_file, name="test")
+    queues = []
+
+    def make_real(run_id: str = "a", **options: object) -> JetStreamPrefillQueue:
+        options = {"ack_wait_s": ACK_WAIT_S, "max_deliver": MAX_DELIVER, **options}
+        queues.append(JetStreamPrefillQueue(nats, namespace, run_id, **options))  # type: ignore[arg-type]
+        return queues[-1]
+
+    yield make_real
+    for queue in queues:
+        await queue.close()
+    await close_quietly(nats)
+
+
+async def test_an_entry_comes_out_as_it_went_in(make: MakeQueue) -> None:
+    """Payload, nested token ids and request id survive; the first delivery is attempt 1."""
+    payload = {
+        "request": {"prompt_token_ids": list(range(5)), "sampling": {"max_tokens": 1}},
+        "reply": {"subject": "x"},
+    }
+    await make().enqueue("r.1/ü", payload, deadline_s=10)
+    pulled = await make().pull(5)
+    assert pulled is not None
+    assert (pulled.task.request_id, pulled.task.payload, pulled.task.attempt) == ("r.1/ü", payload, 1)
+
+
+async def test_a_prompt_of_128k_tokens_fits(make: MakeQueue) -> None:
+    """NATS's default max_payload is enough for 131,072 token ids of any value."""
+    ids = [151_000 + i % 1000 for i in range(131_072)]
+    await make().enqueue("r", {"prompt_token_ids": ids}, deadline_s=10)
+    pulled = await make().pull(5)
+    assert pulled is not None
+    assert pulled.task.payload["prompt_token_ids"] == ids
+
+
+async def test_an_entry_over_the_bound_is_refused(make: MakeQueue) -> None:
+    """What NATS would not take is an `InvalidRequest` that says how large it is, and nothing is queued."""
+    queue = make()
+    with pytest.raises(InvalidRequest, match=r"12,000,0\d\d bytes is over the .* bytes that NATS takes"):
+        await queue.enqueue("r", {"prompt_token_ids": [1] * 3_000_000}, deadline_s=10)
+    assert await queue.depth() == QueueDepth(0, 0)
+
+
+async def test_entries_come_in_order_and_one_at_a_time(make: MakeQueue) -> None:
+    """A pull takes exactly one entry: the rest stays pending for other workers."""
+    queue, other = make(), make()
+    for name in ("r1", "r2", "r3"):
+        await queue.enqueue(name, {}, deadline_s=10)
+    first = await queue.pull(5)
+    assert await queue.depth() == QueueDepth(pending=2, outstanding=3)
+    second = await other.pull(5)
+    assert first is not None
+    assert second is not None
+    assert [first.task.request_id, second.task.request_id] == ["r1", "r2"]
+    assert await queue.depth() == QueueDepth(pending=1, outstanding=3)
+
+
+async def test_depth_counts_until_the_ack(make: MakeQueue) -> None:
+    """`outstanding` includes what is pulled and not acked; the ack takes it out."""
+    queue = make()
+    await queue.enqueue("r", {}, deadline_s=10)
+    assert await queue.depth() == QueueDepth(1, 1)
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    assert await queue.depth() == QueueDepth(0, 1)
+    await pulled.ack()
+    assert await queue.depth() == QueueDepth(0, 0)
+
+
+async def test_pull_of_nothing_is_none(make: MakeQueue) -> None:
+    """Past its timeout a pull returns None."""
+    assert await make().pull(SOON_S) is None
+
+
+async def test_a_waiting_pull_gets_what_comes(make: MakeQueue) -> None:
+    """A pull that waits is woken by an enqueue, long before its timeout."""
+    waiting = asyncio.create_task(make().pull(10))
+    await asyncio.sleep(0)
+    await make().enqueue("r", {}, deadline_s=10)
+    pulled = await asyncio.wait_for(waiting, 5)
+    assert pulled is not None
+    assert pulled.task.request_id == "r"
+
+
+async def test_every_entry_goes_to_exactly_one_of_many_pullers(make: MakeQueue) -> None:
+    """Four workers, twenty entries: each is delivered once."""
+    queue, got = make(), []
+
+    async def work() -> None:
+        worker = make()
+        while (pulled := await worker.pull(SOON_S)) is not None:
+            got.append(pulled.task.request_id)
+            await pulled.ack()
+
+    for i in range(20):
+        await queue.enqueue(f"r{i}", {}, deadline_s=10)
+    await asyncio.gather(*(work() for _ in range(4)))
+    assert sorted(got) == sorted(f"r{i}" for i in range(20))
+
+
+async def test_a_dead_workers_entry_is_delivered_again_after_ack_wait(make: MakeQueue) -> None:
+    """Lesson 17: acked only after the work, so that a worker's death loses nothing."""
+    queue = make()
+    await queue.enqueue("r", {"n": 1}, deadline_s=10)
+    first = await queue.pull(5)  # and is never heard of again
+    assert first is not None
+    assert await make().pull(ACK_WAIT_S / 4) is None
+    second = await make().pull(5)
+    assert second is not None
+    assert (second.task.request_id, second.task.attempt, second.task.payload) == ("r", 2, {"n": 1})
+
+
+async def test_in_progress_keeps_an_entry(make: MakeQueue) -> None:
+    """While its worker says so, work that takes longer than ack_wait is not given to another."""
+    queue, other = make(), make()
+    await queue.enqueue("r", {}, deadline_s=10)
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    async with keep_in_progress(pulled, ACK_WAIT_S):
+        assert await other.pull(2.5 * ACK_WAIT_S) is None
+    await pulled.ack()
+    assert await queue.depth() == QueueDepth(0, 0)
+
+
+async def test_nak_gives_the_entry_back_at_once(make: MakeQueue) -> None:
+    """Another worker need not wait for ack_wait."""
+    queue = make(ack_wait_s=60.0)
+    await queue.enqueue("r", {}, deadline_s=10)
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    await pulled.nak()
+    again = await queue.pull(5)
+    assert again is not None
+    assert again.task.attempt == 2
+
+
+async def test_a_delayed_nak_waits(make: MakeQueue) -> None:
+    """`nak(delay_s)` hides the entry for that long."""
+    queue = make()
+    await queue.enqueue("r", {}, deadline_s=10)
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    await pulled.nak(0.5)
+    assert await queue.pull(SOON_S) is None
+    assert await queue.pull(5) is not None
+
+
+async def test_an_entry_that_nobody_finishes_becomes_a_dead_letter(make: MakeQueue) -> None:
+    """Lesson 17: after `max_deliver` attempts it is handed out no more, is visible, and is counted nowhere."""
+    queue = make()
+    await queue.enqueue("poison", {"prompt_token_ids": [1]}, deadline_s=30)
+    for attempt in range(1, MAX_DELIVER + 1):
+        pulled = await queue.pull(5)
+        assert pulled is not None
+        assert pulled.task.attempt == attempt
+        await pulled.nak()
+    assert await queue.pull(SOON_S) is None
+    assert await queue.depth() == QueueDepth(0, 0)
+    [letter] = await make().dead_letters()
+    assert (letter.request_id, letter.run_id, letter.attempts) == ("poison", "a", MAX_DELIVER)
+    assert "2 attempts" in letter.reason
+    assert abs(letter.died_at_s - AsyncioClock().wall_s()) < 60
+
+
+async def test_no_dead_letters_is_an_empty_list(make: MakeQueue) -> None:
+    """The usual case."""
+    assert await make().dead_letters() == []
+
+
+async def test_a_cancelled_entry_is_never_pulled(make: MakeQueue) -> None:
+    """It leaves the count at once, and the next one is handed out instead; any client may cancel."""
+    queue = make()
+    await queue.enqueue("r1", {}, deadline_s=10)
+    await queue.enqueue("r2", {}, deadline_s=10)
+    await make().cancel("r1")
+    assert await queue.depth() == QueueDepth(1, 1)
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    assert pulled.task.request_id == "r2"
+
+
+async def test_cancelling_in_flight_stops_redelivery(make: MakeQueue) -> None:
+    """Its worker may still ack it, which is no error; after its death nobody gets it again."""
+    queue = make()
+    await queue.enqueue("r", {}, deadline_s=10)
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    await queue.cancel("r")
+    assert await queue.depth() == QueueDepth(0, 0)
+    assert await make().pull(1.5 * ACK_WAIT_S) is None
+    await pulled.ack()
+
+
+async def test_cancelling_what_is_not_there_is_no_error(make: MakeQueue) -> None:
+    """A cancellation may come after the ack."""
+    queue = make()
+    await queue.cancel("never seen")
+    assert await queue.depth() == QueueDepth(0, 0)
+
+
+async def test_an_expired_entry_is_dropped_unprefilled(make: MakeQueue) -> None:
+    """Its decode side has long since prefilled locally; the next live one is handed out."""
+    clock = SkewedClock()
+    queue = make(clock=clock)
+    await queue.enqueue("old", {}, deadline_s=5)
+    await queue.enqueue("live", {}, deadline_s=60)
+    clock.ahead_s = 10
+    pulled = await queue.pull(5)
+    assert pulled is not None
+    assert pulled.task.request_id == "live"
+    await pulled.ack()
+    assert await queue.depth() == QueueDepth(0, 0)
+
+
+async def test_enqueuing_twice_adds_one_entry(make: MakeQueue) -> None:
+    """A retry after a lost answer does not prefill twice."""
+    queue = make()
+    await queue.enqueue("r", {}, deadline_s=10)
+    await queue.enqueue("r", {}, deadline_s=10)
+    assert await queue.depth() == QueueDepth(1, 1)
+
+
+async def test_a_runs_start_purges_what_earlier_runs_left(make: MakeQueue) -> None:
+    """Lesson 18: stale entries of the last run do not jam this one; its own stay."""
+    old, new = make("old"), make("new")
+    await old.enqueue("stale waiting", {}, deadline_s=60)
+    await old.enqueue("stale in flight", {}, deadline_s=60)
+    assert await old.pull(5) is not None
+    await new.enqueue("fresh", {}, deadline_s=60)
+    await new.start(purge_stale=True)
+    assert await new.depth() == QueueDepth(1, 1)
+    pulled = await new.pull(5)
+    assert pulled is not None
+    assert pulled.task.request_id == "fresh"
+
+
+async def test_start_purges_other_runs_dead_letters(make: MakeQueue) -> None:
+    """Lesson 18: what `dead_letters` shows is of this run."""
+    old, new = make("old"), make("new")
+    await old.enqueue("poison", {}, deadline_s=60)
+    for _ in range(MAX_DELIVER):
+        pulled = await old.pull(5)
+        assert pulled is not None
+        await pulled.nak()
+    assert await old.pull(SOON_S) is None
+    assert len(await new.dead_letters()) == 1
+    await new.start(purge_stale=True)
+    assert await new.dead_letters() == []
+
+
+async def test_start_without_purge_keeps_everything(make: MakeQueue) -> None:
+    """A worker's start is not the arbiter's."""
+    queue = make()
+    await queue.enqueue("r", {}, deadline_s=60)
+    await make("b").start()
+    assert await queue.depth() == QueueDepth(1, 1)
+
+
+async def test_an_entry_of_another_run_is_dropped_by_the_consumer(make: MakeQueue) -> None:
+    """Lesson 18: also one that an orphan of the last run enqueued after the purge."""
+    orphan, queue = make("old"), make("new")
+    await queue.start(purge_stale=True)
+    await orphan.enqueue("stale", {}, deadline_s=60)
+    assert await queue.pull(SOON_S) is None
+    assert await queue.depth() == QueueDepth(0, 0)
+
+
+async def test_one_request_id_in_two_runs_is_two_entries(make: MakeQueue) -> None:
+    """Deduplication and cancellation are per run."""
+    old, new = make("old"), make("new")
+    await old.enqueue("r", {}, deadline_s=60)
+    await new.enqueue("r", {}, deadline_s=60)
+    assert (await new.depth()).pending == 2
+    await old.cancel("r")
+    pulled = await new.pull(5)
+    assert pulled is not None
+    assert pulled.task.request_id == "r"
+
+
+async def test_what_cannot_be_encoded_is_refused(make: MakeQueue) -> None:
+    """A token id beyond int32, or a foreign object, is an `InvalidRequest`, not a broken entry."""
+    queue = make()
+    with pytest.raises(InvalidRequest, match="cannot be encoded"):
+        await queue.enqueue("r", {"prompt_token_ids": [2**40]}, deadline_s=10)
+    with pytest.raises(InvalidRequest, match="cannot be encoded"):
+        await queue.enqueue("r", {"x": object()}, deadline_s=10)
+
+
+async def test_an_unreachable_server_is_never_an_empty_queue(make: MakeQueue) -> None:
+    """Lesson 14's rule: missing is not zero. Every call says `NatsUnavailable`."""
+    queue = make()
+    await queue.enqueue("r", {}, deadline_s=10)
+    if isinstance(queue, FakePrefillQueue):
+        queue.server.available = False
+    else:
+        await close_quietly(queue._nats)
+    for call in (
+        queue.depth(),
+        queue.pull(1),
+        queue.cancel("r"),
+        queue.dead_letters(),
+        queue.enqueue("s", {}, deadline_s=1),
+        queue.start(),
+    ):
+        with pytest.raises(NatsUnavailable):
+            await call
