@@ -1,0 +1,176 @@
+"""Checks that decorators and configuration share: names, resources, environment variables.
+
+Each returns the parsed value or raises `ValueError` with a reason; the caller knows the place and adds it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dynamo_local.core.types import NAME, Resources, Role
+
+RESERVED_SECTIONS = ("Common", "Host")
+"""Sections of a configuration that are not services (`Planner` is one where the graph declares it)."""
+
+RESERVED_WATCHERS = ("etcd", "nats")
+"""Embedded servers are watchers `{namespace}_etcd` and `{namespace}_nats`."""
+
+SET_BY_SERVE = frozenset(
+    {
+        "DYN_ARBITER_PID",
+        "DYN_LEASE_TTL_S",
+        "DYN_NAMESPACE",
+        "DYN_NATS_TOKEN_FILE",
+        "DYN_RUN_ID",
+        "DYN_STATEFILE",
+        "DYN_WATCHER_NAME",
+        "DYNAMO_SERVICE_CONFIG",
+    }
+)
+"""Variables that `dynamo serve` gives each worker; a service's `envs` with one would have no effect (lesson 22)."""
+
+_ROLES_BY_NAME = {"VllmWorker": Role.DECODE, "PrefillWorker": Role.PREFILL, "Frontend": Role.FRONTEND}
+_NUMBERED = re.compile(r"_\d+$")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CPU = re.compile(r"\d+(\.\d+)?|\d+m")
+_MEMORY = re.compile(r"\d+(\.\d+)?([EPTGMK]i?|k)?B?")
+_ENDPOINT = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'gpu'?`, or an empty string if nothing is near."""
+    known = list(known)
+    lowered = {name.lower(): name for name in known}
+    if word.lower() in lowered:
+        return f"; did you mean {lowered[word.lower()]!r}?"
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def listing(names: Iterable[str]) -> str:
+    """`a, b, c` in alphabetical order, `(none)` if empty."""
+    return ", ".join(sorted(names)) or "(none)"
+
+
+def check_service_name(name: Any) -> str:
+    """A name that circus, etcd keys and NATS subjects can carry, and that no watcher of ours has."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a service name: use letters, digits, '_' and '-'")
+    if _NUMBERED.search(name):
+        raise ValueError(
+            f"service name {name!r} ends in '_<number>', which is how a service's further workers are named; rename it"
+        )
+    if name in RESERVED_SECTIONS:
+        raise ValueError(f"service name {name!r} is a section of the configuration; rename it")
+    if name.lower() in RESERVED_WATCHERS:
+        raise ValueError(f"service name {name!r} is taken by the embedded server; rename it")
+    return name
+
+
+def check_namespace(namespace: Any) -> str:
+    """Letters, digits, `_` and `-`."""
+    if not isinstance(namespace, str) or not NAME.fullmatch(namespace):
+        raise ValueError(f"namespace {namespace!r} is not usable: use letters, digits, '_' and '-'")
+    return namespace
+
+
+def check_endpoint_name(name: Any) -> str:
+    """Parts of letters, digits, `_` and `-`, joined by slashes: `chat/completions`."""
+    if not isinstance(name, str) or not _ENDPOINT.fullmatch(name):
+        raise ValueError(f"{name!r} is not an endpoint name: use letters, digits, '_' and '-', in parts joined by '/'")
+    return name
+
+
+def parse_role(role: Any, name: str) -> Role:
+    """The role given, or the default for the service's name (issue 2, item 2)."""
+    if role is None:
+        return _ROLES_BY_NAME.get(name, Role.OTHER)
+    try:
+        return Role(role)
+    except ValueError:
+        raise ValueError(f"role {role!r} is unknown; one of {listing(Role)}{nearest(str(role), Role)}") from None
+
+
+def parse_workers(workers: Any) -> int:
+    """A whole number of at least 1, or its decimal text."""
+    if (count := _whole(workers)) is None or count < 1:
+        raise ValueError(
+            f"workers must be a whole number of at least 1, not {workers!r}; to leave a service out, do not link it"
+        )
+    return count
+
+
+def parse_resources(given: Any, base: Resources | None = None) -> Resources:
+    """`{"gpu": 1 | "1", "cpu": "10", "memory": "20Gi"}` over `base`; all optional, and all per worker (lesson 6)."""
+    base = base or Resources()
+    if given is None:
+        return base
+    if not isinstance(given, Mapping):
+        raise ValueError(f"resources must be a mapping with gpu, cpu, memory, not {given!r}")
+    known = ("gpu", "cpu", "memory")
+    for key in given:
+        if key not in known:
+            raise ValueError(f"resources.{key} is unknown; allowed: {listing(known)}{nearest(str(key), known)}")
+    gpu = base.gpu
+    if given.get("gpu") is not None:
+        whole = _whole(given["gpu"])
+        if whole is None or whole < 0:
+            raise ValueError(f"resources.gpu must be a whole number of devices per worker, not {given['gpu']!r}")
+        gpu = whole
+    cpu = _quantity("cpu", given.get("cpu"), _CPU, "10, 0.5 or 500m") or base.cpu
+    memory = _quantity("memory", given.get("memory"), _MEMORY, "20Gi") or base.memory
+    return Resources(gpu=gpu, cpu=cpu, memory=memory)
+
+
+def parse_envs(given: Any) -> dict[str, str]:
+    """`{"NAME": "value"}`, or Dynamo's `[{"name": "NAME", "value": "value"}]`, to a mapping of strings.
+
+    Whole numbers become text. Booleans and fractions are refused: YAML has read `yes` as True and `1.10` as
+    1.1 before we see them, and a worker would get another text than was written.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, list | tuple):
+        given = _envs_from_list(given)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"envs must map names to values, not be a {type(given).__name__}")
+    envs: dict[str, str] = {}
+    for name, value in given.items():
+        if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
+            raise ValueError(f"envs: {name!r} is not a name of an environment variable")
+        if name in SET_BY_SERVE:
+            raise ValueError(f"envs.{name} is set by dynamo serve itself; remove it")
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(f"envs.{name} must be a string, not a {type(value).__name__}; put it in quotes")
+        if "\0" in str(value):
+            raise ValueError(f"envs.{name} holds a NUL character")
+        envs[name] = str(value)
+    return envs
+
+
+def _envs_from_list(given: Iterable[Any]) -> dict[str, Any]:
+    envs: dict[str, Any] = {}
+    for item in given:
+        if not isinstance(item, Mapping) or set(item) != {"name", "value"}:
+            raise ValueError("envs as a list must hold {name, value} mappings")
+        if item["name"] in envs:
+            raise ValueError(f"envs names {item['name']!r} twice")
+        envs[item["name"]] = item["value"]
+    return envs
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}", value.strip(), re.ASCII):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _quantity(key: str, value: Any, pattern: re.Pattern[str], example: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not pattern.fullmatch(str(value)):
+        raise ValueError(f"resources.{key} must be a quantity per worker such as {example}, not {value!r}")
+    return str(value)

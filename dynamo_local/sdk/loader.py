@@ -1,0 +1,235 @@
+"""`graphs.disagg:Frontend` -> a graph that can run, or a `GraphError` with the reason and the place."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dynamo_local.errors import GraphError
+from dynamo_local.sdk import links
+from dynamo_local.sdk.checks import check_service_name, listing, nearest
+from dynamo_local.sdk.places import error_place
+from dynamo_local.sdk.service import DynamoService
+
+Service = DynamoService[Any]
+
+_TARGET = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedGraph:
+    """A checked graph. `services` holds what runs, the root first, in order of links (or of `depends`)."""
+
+    root: Service
+    services: Mapping[str, Service]
+    namespace: str | None
+    target: str
+    edges: tuple[links.Edge, ...] = field(default=(), repr=False)
+
+    def bindings(self, name: str) -> dict[str, Service | None]:
+        """attribute -> the service it is a client of; None for an optional dependency that does not run."""
+        declared = self.services[name].depends
+        return {attr: dep.on if dep.on.name in self.services else None for attr, dep in declared.items()}
+
+
+def load_graph(target: str, *, base_dir: Path) -> LoadedGraph:
+    """Import `module:Service` from `base_dir` (put on `sys.path`) and check that the graph can run.
+
+    The user's modules are imported anew on each call, so that a graph has exactly the links its own import
+    makes. Raises `GraphError`.
+    """
+    match = _TARGET.fullmatch(target)
+    if match is None:
+        raise GraphError(f"{target!r} does not name a graph: write module:Service, for example graphs.disagg:Frontend")
+    module_name, attribute = match.groups()
+    base_dir = base_dir.resolve()
+    with links.recording() as edges:
+        module = _import(module_name, base_dir)
+        root = _root(module, attribute)
+        return build_graph(root, tuple(edges), target)
+
+
+def build_graph(root: Service, edges: Sequence[links.Edge], target: str) -> LoadedGraph:
+    """The graph of `root`: what its links lead to if it has any, else all that `depends` leads to."""
+    linked: dict[int, list[Service]] = {}
+    for edge in edges:
+        linked.setdefault(id(edge.source), []).append(edge.target)
+    uses_links = id(root) in linked
+    reached = _reach(root, linked if uses_links else None)
+    services = _by_name(reached)
+    if uses_links:
+        _check_dependencies(services)
+    return LoadedGraph(root, services, _namespace(services.values()), target, tuple(edges))
+
+
+def _reach(root: Service, linked: Mapping[int, list[Service]] | None) -> list[Service]:
+    """Breadth first, each object once."""
+    found, queue = [root], deque([root])
+    while queue:
+        current = queue.popleft()
+        following = [dep.on for dep in current.depends.values()] if linked is None else linked.get(id(current), [])
+        for other in following:
+            if not any(other is known for known in found):
+                found.append(other)
+                queue.append(other)
+    return found
+
+
+def _by_name(reached: Iterable[Service]) -> dict[str, Service]:
+    services: dict[str, Service] = {}
+    lowered: dict[str, Service] = {}
+    for current in reached:
+        try:
+            check_service_name(current.name)
+        except ValueError as error:
+            raise _at(current, str(error)) from None
+        twin = lowered.get(current.name.lower())
+        if twin is not None and twin.name == current.name:
+            raise _at(current, f"two services are named {current.name!r}; the other is at {twin.place}")
+        if twin is not None:
+            raise _at(
+                current,
+                f"the names {twin.name!r} ({twin.place}) and {current.name!r} differ only in case, "
+                "and NATS subjects do not tell them apart; rename one",
+            )
+        services[current.name] = lowered[current.name.lower()] = current
+    return services
+
+
+def _check_dependencies(services: Mapping[str, Service]) -> None:
+    for current in services.values():
+        for attr, dependency in current.depends.items():
+            wanted = dependency.on
+            running = services.get(wanted.name)
+            if running is not None and running is not wanted:
+                raise _at(wanted, f"two services are named {wanted.name!r}; the other is at {running.place}")
+            if running is None and not dependency.optional:
+                raise _at(
+                    current,
+                    f"{current.name}.{attr} depends on {wanted.name}, which no link leads to: "
+                    f"link it, or depends({wanted.name}, optional=True)",
+                )
+
+
+def _namespace(services: Iterable[Service]) -> str | None:
+    first: Service | None = None
+    for current in services:
+        if current.namespace is None:
+            continue
+        if first is None:
+            first = current
+        elif first.namespace != current.namespace:
+            raise _at(
+                current,
+                f"{current.name} is in namespace {current.namespace!r}, but {first.name} ({first.place}) "
+                f"in {first.namespace!r}: a graph has one namespace",
+            )
+    return first.namespace if first else None
+
+
+def _root(module: ModuleType, attribute: str) -> Service:
+    found = {name: value for name, value in vars(module).items() if isinstance(value, DynamoService)}
+    if not hasattr(module, attribute):
+        raise GraphError(
+            f"{module.__name__} ({module.__file__}) has no {attribute!r}; its services: {listing(found)}"
+            f"{nearest(attribute, found)}",
+            place=str(module.__file__),
+        )
+    root = getattr(module, attribute)
+    if not isinstance(root, DynamoService):
+        raise GraphError(
+            f"{module.__name__}:{attribute} ({module.__file__}) is not a service but {_kind(root)}; "
+            f"decorate the class with @service; its services: {listing(found)}",
+            place=str(module.__file__),
+        )
+    return root
+
+
+def _kind(value: Any) -> str:
+    return "a plain class" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _at(current: Service, reason: str) -> GraphError:
+    return GraphError(f"{current.place}: {reason}", place=str(current.place))
+
+
+# --- importing -----------------------------------------------------------------------------------
+
+_loaded_by_us: set[str] = set()
+_path_of_last_load: str | None = None
+
+
+def _import(module_name: str, base_dir: Path) -> ModuleType:
+    if not base_dir.is_dir():
+        raise GraphError(f"cannot load {module_name}: no folder {base_dir}")
+    _forget_earlier_loads(module_name)
+    _put_on_path(str(base_dir))
+    before = set(sys.modules)
+    try:
+        return importlib.import_module(module_name)
+    except GraphError:
+        raise  # from one of our decorators: it names the place already
+    except ModuleNotFoundError as error:
+        raise _not_found(error, module_name, base_dir) from None
+    except (Exception, SystemExit) as error:
+        # Whatever a user's module does at import, the answer is one line with its place, not a traceback.
+        raise _failed(error, module_name, base_dir) from error
+    finally:
+        _loaded_by_us.update(name for name in set(sys.modules) - before if _is_users(name, base_dir))
+
+
+def _is_users(name: str, base_dir: Path) -> bool:
+    """Modules and namespace packages from below `base_dir`; never ours, never installed ones."""
+    if name.partition(".")[0] == "dynamo_local":
+        return False
+    module = sys.modules.get(name)
+    places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or [])]
+    return any(
+        Path(place).is_relative_to(base_dir) and "site-packages" not in Path(place).parts for place in places if place
+    )
+
+
+def _forget_earlier_loads(module_name: str) -> None:
+    """Take out of `sys.modules` what would hide another folder's modules, or would not say its links again."""
+    again = _loaded_by_us | links.linking_modules() | {module_name}
+    for name in again:
+        if name != "__main__" and name.partition(".")[0] != "dynamo_local":
+            sys.modules.pop(name, None)
+    _loaded_by_us.clear()
+    importlib.invalidate_caches()
+
+
+def _put_on_path(base_dir: str) -> None:
+    global _path_of_last_load
+    if _path_of_last_load in sys.path and _path_of_last_load != base_dir:
+        sys.path.remove(_path_of_last_load)
+    if base_dir not in sys.path:
+        sys.path.insert(0, base_dir)
+        _path_of_last_load = base_dir
+
+
+def _not_found(error: ModuleNotFoundError, module_name: str, base_dir: Path) -> GraphError:
+    missing = error.name or ""
+    if module_name != missing and not module_name.startswith(f"{missing}."):
+        return _failed(error, module_name, base_dir)
+    folder = base_dir.joinpath(*missing.split(".")[:-1])
+    near = [path.stem for path in folder.glob("*") if path.suffix == ".py" or path.is_dir()] if folder.is_dir() else []
+    return GraphError(
+        f"no module {missing!r} below {base_dir}{nearest(missing.rpartition('.')[2], near)} "
+        "(run dynamo from the folder that holds it)",
+        place=str(base_dir),
+    )
+
+
+def _failed(error: BaseException, module_name: str, base_dir: Path) -> GraphError:
+    place = error_place(error, base_dir)
+    reason = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    what = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    return GraphError(f"{place or module_name}: importing {module_name} failed with {what}", place=str(place))
