@@ -15,13 +15,14 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, Popen
+from subprocess import DEVNULL
 from typing import Any
 
 from circus.arbiter import Arbiter
 from circus.controller import Controller
 from circus.process import Process
 from circus.watcher import Watcher
+from psutil import Popen
 from tornado.ioloop import IOLoop
 from zmq import Context
 
