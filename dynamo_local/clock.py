@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import time
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -34,3 +38,46 @@ class AsyncioClock:
 
     async def sleep_until(self, deadline_s: float) -> None:
         await asyncio.sleep(max(0.0, deadline_s - self.now_s()))
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still while anything is ready, and jumps to the next timer when nothing is.
+
+    An hour of timers passes in milliseconds, in the same order every time. It is for code that waits for timers and
+    for itself only: a socket or a thread takes real time, in which virtual time would run away. When every task waits
+    and no timer is set, nothing can ever happen: that is an error (`VirtualDeadlock`), not a hang.
+    """
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._virtual = _JumpingSelector(start_s)
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now_s
+
+
+class VirtualDeadlock(RuntimeError):
+    """All tasks of a `VirtualTimeLoop` wait, and no timer is set."""
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Never waits: a time-out passes at once, on the virtual clock."""
+
+    def __init__(self, start_s: float) -> None:
+        super().__init__()
+        self.now_s = start_s
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready: list[tuple[selectors.SelectorKey, int]] = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if timeout is None:
+            raise VirtualDeadlock("every task waits for another, and no timer is set: virtual time cannot go on")
+        self.now_s += timeout
+        return ready
+
+
+def run_virtual(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
+    """`asyncio.run` on a `VirtualTimeLoop`: the result of `main`, without waiting for its sleeps."""
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start_s)) as runner:
+        return runner.run(main)

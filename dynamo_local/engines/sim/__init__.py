@@ -1,4 +1,4 @@
-"""The simulated engine: real scheduling and real KV bookkeeping, computed tokens and modelled time. See docs/sim-engine.md."""
+"""The simulated engine: real scheduling and KV bookkeeping, computed tokens, modelled time. See docs/sim-engine.md."""
 
 from __future__ import annotations
 

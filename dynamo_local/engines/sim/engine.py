@@ -7,21 +7,22 @@ nothing drifts. Under a virtual-time loop (`clock.run_virtual`) the same code ru
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.types import Load
+from dynamo_local.engines.sim.handoffs import Handoff
+from dynamo_local.engines.sim.keys import OutputKeys, block_keys
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.perf import PerfModel, ProfileModel
 from dynamo_local.engines.sim.requests import (
     Event,
     Finished,
-    Handoff,
     HandoffExpired,
     PullReady,
     SchedulerConfig,
@@ -30,7 +31,7 @@ from dynamo_local.engines.sim.requests import (
     Tokens,
 )
 from dynamo_local.engines.sim.scheduler import SimScheduler
-from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest, token_bytes
+from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
 from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest
 from dynamo_local.errors import ConfigError, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason
@@ -44,13 +45,26 @@ _REMEMBERED_EXPIRIES = 1000
 class _Stream:
     """What one `generate` waits for. `pending` tokens were computed and not yet handed on."""
 
-    __slots__ = ("cached", "error", "first", "handoff", "pending", "pull", "reason", "request", "tokens", "waiter")
+    __slots__ = (
+        "cached",
+        "delivered",
+        "error",
+        "first",
+        "handoff",
+        "pending",
+        "pull",
+        "reason",
+        "request",
+        "tokens",
+        "waiter",
+    )
 
     def __init__(self, request: EngineRequest, tokens: TokenStream, pull: PullRequest | None) -> None:
         self.request = request
         self.tokens = tokens
         self.pull = pull
         self.first = 0
+        self.delivered = False
         self.pending = 0
         self.cached: int | None = None
         self.reason: FinishReason | None = None
@@ -120,11 +134,7 @@ class SimEngine:
             block_size=config.block_size,
             num_gpu_blocks=config.num_gpu_blocks,
             max_num_seqs=config.max_num_seqs,
-            options={
-                "profile": self.options.profile,
-                "speed": self.options.speed,
-                "start_up_s": self.options.start_up_s,
-            },
+            options=dataclasses.asdict(self.options),
         )
 
     async def close(self) -> None:
@@ -157,6 +167,7 @@ class SimEngine:
                 token_ids = stream.tokens.take(stream.first, count)
                 stream.first += count
                 reason = stream.reason
+                stream.delivered = reason is not None
                 yield EngineOutput(token_ids, reason, stream.cached, self._kv_transfer_params(stream.handoff))
                 if reason is not None:
                     return
@@ -197,7 +208,7 @@ class SimEngine:
                 finish_reason=reason,
                 max_output_tokens=most,
                 block_keys=keys,
-                output_keys=_OutputKeys(prompt, tokens, keys, options.block_size),
+                output_keys=OutputKeys(prompt, tokens, keys, options.block_size),
                 hold_kv=hold,
                 pull_kv=pull is not None,
             ),
@@ -224,15 +235,17 @@ class SimEngine:
     def _forget(self, internal_id: str) -> None:
         """The stream's consumer has left: if it still runs, end it and free its blocks."""
         stream = self._streams.pop(internal_id)
-        if stream.handoff is None:
-            self._handed_over.pop(internal_id, None)
-        if stream.reason is None:
-            task = self._pulls.pop(internal_id, None)
-            if task is not None:
-                task.cancel()
-            if self._scheduler is not None:
-                self._scheduler.abort(internal_id, self._clock.now_s())
-                self._kick()
+        if stream.delivered:
+            return
+        self._handed_over.pop(internal_id, None)
+        task = self._pulls.pop(internal_id, None)
+        if task is not None:
+            task.cancel()
+        if self._scheduler is not None:
+            self._scheduler.abort(internal_id, self._clock.now_s())
+            # Finished, but nobody has heard of the hand-off: nobody can pull it.
+            self._scheduler.release(internal_id, self._clock.now_s())
+            self._kick()
 
     def _running_scheduler(self) -> SimScheduler:
         if self._scheduler is None:
@@ -384,8 +397,8 @@ class SimEngine:
         scheduler = self._scheduler
         if scheduler is None or pull.engine_id != self._engine_id:
             raise KvTransferError(
-                f"the KV of request {pull.request_id} is of engine {pull.engine_id}, and this is engine {self._engine_id}; "
-                "prefill it again",
+                f"the KV of request {pull.request_id} is of engine {pull.engine_id}, and this is engine "
+                f"{self._engine_id}; prefill it again",
                 remote_request_id=pull.request_id,
             )
         self._pump()
@@ -408,6 +421,8 @@ class SimEngine:
             scheduler.unpin(pull.request_id, self._clock.now_s())
             self._kick()
             raise
+        if self._scheduler is not scheduler:
+            raise KvTransferError(f"engine {self._engine_id} was closed while the KV of {pull.request_id} was pulled")
         scheduler.release(pull.request_id, self._clock.now_s())
         self._handed_over.pop(pull.request_id, None)
         self._notify()
@@ -470,31 +485,3 @@ def _pull_request(params: Mapping[str, Any], request_id: str, digest: bytes) -> 
             f"{', '.join(wrong)}: hand over what the prefill engine answered with, unchanged"
         )
     return PullRequest(params["remote_engine_id"], params["remote_request_id"], digest.hex(), 0)
-
-
-def block_keys(token_ids: Sequence[int], block_size: int, parent: bytes = b"") -> list[bytes]:
-    """A 16-byte key per full block, each over its parent's key and its own tokens: it names the whole prefix."""
-    packed = token_bytes(token_ids)
-    stride = 4 * block_size
-    keys: list[bytes] = []
-    for start in range(0, len(packed) - stride + 1, stride):
-        parent = blake2b(parent + packed[start : start + stride], digest_size=16).digest()
-        keys.append(parent)
-    return keys
-
-
-class _OutputKeys:
-    """Keys of the full blocks behind the prompt's, made only when they are needed (`SimRequest.output_keys`)."""
-
-    __slots__ = ("_block_size", "_parent", "_prompt_tokens", "_tail", "_tokens")
-
-    def __init__(self, prompt: Sequence[int], tokens: TokenStream, keys: Sequence[bytes], block_size: int) -> None:
-        self._tail = tuple(prompt[len(keys) * block_size :])
-        self._parent = keys[-1] if keys else b""
-        self._prompt_tokens = len(prompt)
-        self._tokens = tokens
-        self._block_size = block_size
-
-    def __call__(self, computed: int) -> Sequence[bytes]:
-        output = self._tokens.take(0, max(0, computed - self._prompt_tokens))
-        return block_keys((*self._tail, *output), self._block_size, self._parent)

@@ -91,7 +91,7 @@ class Line:
 
 
 class Grid:
-    """Bilinear interpolation over ascending axes; outside them the nearest edge's value. `z[i][j]` is at (x[i], y[j])."""
+    """Bilinear interpolation over ascending axes; outside them the edge's value. `z[i][j]` is at (x[i], y[j])."""
 
     __slots__ = ("_x", "_y", "_z")
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from dynamo_local.engines.sim.handoffs import Handoff
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -27,7 +29,7 @@ class SimRequest:
     `num_output_tokens` (1 or more) is how many it will generate, `max_output_tokens` how many it might have.
     `block_keys` name the prompt's full blocks, each key standing for the block *and all before it*; fewer keys than
     blocks mean that the rest is not reusable. `output_keys(n)` gives the keys of the full blocks that follow the
-    prompt's, once n tokens of prompt plus output are computed (None: output is not reusable).
+    prompt's, once n tokens of prompt plus output are computed (None: no reuse); it needs all `block_keys`.
     `hold_kv`: keep the blocks under a lease when it ends (a prefill for another engine).
     `pull_kv`: its prompt's KV is to be pulled from another engine.
     """
@@ -41,17 +43,6 @@ class SimRequest:
     output_keys: Callable[[int], Sequence[Hashable]] | None = None
     hold_kv: bool = False
     pull_kv: bool = False
-
-
-@dataclass(slots=True)
-class Handoff:
-    """KV that waits for another engine. While pinned (a pull is under way) it does not expire."""
-
-    request_id: str
-    blocks: list[int]
-    num_tokens: int
-    expires_at_s: float
-    pinned: bool = False
 
 
 class Tokens(NamedTuple):
@@ -126,3 +117,18 @@ class Seq:
     @property
     def total(self) -> int:
         return self.request.num_prompt_tokens + self.generated
+
+
+@dataclass(slots=True)
+class Pass:
+    """The pass that runs, and where it is `quiet` the up to `limit` passes that it begins.
+
+    `ends[i]` is the end of the i-th of them, computed as far as somebody asked; `kv_tokens` are those of the first.
+    """
+
+    start_s: float
+    rows: list[Seq]
+    ends: list[float]
+    quiet: bool
+    limit: int
+    kv_tokens: int

@@ -14,15 +14,15 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from dynamo_local.engines.sim.blocks import BlockPool
+from dynamo_local.engines.sim.handoffs import Handoff, HandoffTable
 from dynamo_local.engines.sim.perf import PerfModel
 from dynamo_local.engines.sim.requests import (
     Event,
     Finished,
-    Handoff,
     HandoffExpired,
+    Pass,
     Preempted,
     PullReady,
     SchedulerConfig,
@@ -37,21 +37,6 @@ _LOOK_AHEAD_PASSES = 64
 
 _HIT_RATE_REQUESTS = 1000
 """The prefix hit rate covers the last thousand requests, as vLLM's does."""
-
-
-@dataclass(slots=True)
-class _Pass:
-    """The pass that runs, and where it is `quiet` the up to `limit` passes that it begins.
-
-    `ends[i]` is the end of the i-th of them, computed as far as somebody asked.
-    """
-
-    start_s: float
-    rows: list[Seq]
-    ends: list[float]
-    quiet: bool
-    limit: int
-    kv_tokens: int
 
 
 class SimScheduler:
@@ -71,9 +56,8 @@ class SimScheduler:
         self._pulling: dict[str, Seq] = {}
         self._pulled: deque[Seq] = deque()
         self._running: list[Seq] = []
-        self._held: dict[str, Handoff] = {}
-        self._expiry_s = math.inf
-        self._pass: _Pass | None = None
+        self._held = HandoffTable()
+        self._pass: Pass | None = None
         self._start_at_s: float | None = None
         self._now_s = -math.inf
         self._events: list[Event] = []
@@ -180,25 +164,23 @@ class SimScheduler:
     def pin(self, request_id: str, now_s: float) -> Handoff:
         """A pull begins: the hand-off does not expire until `release` or `unpin`. KeyError if it is not held."""
         self._roll(now_s)
-        handoff = self._held[request_id]
-        handoff.pinned = True
-        self._handoffs_changed()
+        handoff = self._held.pin(request_id)
+        self._touch()
         return handoff
 
     def unpin(self, request_id: str, now_s: float) -> None:
         """A pull failed: the lease goes on (or ends now, if it is past)."""
         self._roll(now_s)
-        if request_id in self._held:
-            self._held[request_id].pinned = False
-            self._handoffs_changed()
+        self._held.unpin(request_id)
+        self._touch()
 
     def release(self, request_id: str, now_s: float) -> None:
         """Pulled: free the blocks. An unknown one is no error."""
         self._roll(now_s)
-        handoff = self._held.pop(request_id, None)
+        handoff = self._held.pop(request_id)
         if handoff is not None:
             self._pool.release(handoff.blocks)
-            self._handoffs_changed()
+            self._touch()
 
     def advance(self, now_s: float) -> list[Event]:
         """What happened up to and including `now_s`, in order, since the last call."""
@@ -218,7 +200,7 @@ class SimScheduler:
             return self._now_s
         current = self._pass
         if current is None:
-            return None if self._expiry_s == math.inf else self._expiry_s
+            return None if self._held.expiry_s == math.inf else self._held.expiry_s
         if not quiet:
             return current.ends[0]
         while len(current.ends) < min(current.limit, _LOOK_AHEAD_PASSES):
@@ -238,8 +220,8 @@ class SimScheduler:
                 if self._start_at_s >= now_s:
                     return
                 self._begin(self._start_at_s)
-            elif self._expiry_s <= now_s:
-                at_s = self._expiry_s
+            elif self._held.expiry_s <= now_s:
+                at_s = self._held.expiry_s
                 self._expire(at_s)
                 self._start_at_s = at_s if self._waiting else None
             else:
@@ -254,19 +236,11 @@ class SimScheduler:
         del self._pass.ends[1:]
         self._pass.limit = 1
 
-    def _handoffs_changed(self) -> None:
-        self._expiry_s = min((h.expires_at_s for h in self._held.values() if not h.pinned), default=math.inf)
-        self._touch()
-
     def _expire(self, now_s: float) -> None:
         """Free the hand-offs whose lease is over at `now_s`."""
-        if self._expiry_s > now_s:
-            return
-        for handoff in [h for h in self._held.values() if not h.pinned and h.expires_at_s <= now_s]:
-            del self._held[handoff.request_id]
+        for handoff in self._held.pop_expired(now_s):
             self._pool.release(handoff.blocks)
             self._events.append(HandoffExpired(handoff.request_id, now_s))
-        self._expiry_s = min((h.expires_at_s for h in self._held.values() if not h.pinned), default=math.inf)
 
     # --- forming a pass ------------------------------------------------------------------------
 
@@ -276,7 +250,9 @@ class SimScheduler:
         self._expire(start_s)
         preemptions = self.preemptions
         rows, budget = self._continue_running(start_s)
-        if self.preemptions == preemptions:
+        # After a preemption nobody is admitted (as vLLM), unless nobody runs any more: those whose KV has arrived
+        # hold blocks, and only by running will they ever give them back.
+        if self.preemptions == preemptions or not rows:
             self._admit(rows, budget, start_s)
         if not rows:
             return
@@ -296,7 +272,7 @@ class SimScheduler:
         decode_s = self._perf.decode_s(batch, kv_tokens, kv_tokens / batch) if batch else 0.0
         end_s = start_s + (launch_s + prefill_s + decode_s) / self.config.speed
         limit = self._quiet_passes(rows) if quiet and self.config.coalesce else 1
-        self._pass = _Pass(start_s, rows, [end_s], quiet, limit, kv_tokens)
+        self._pass = Pass(start_s, rows, [end_s], quiet, limit, kv_tokens)
 
     def _continue_running(self, now_s: float) -> tuple[list[Seq], int]:
         """Rows for those who run already, in order, and what is left of the budget. May preempt."""
@@ -395,7 +371,7 @@ class SimScheduler:
             self._events.append(Started(seq.request.request_id, now_s, seq.computed))
 
     def _store(self, seq: Seq, computed: int) -> None:
-        """Tell the pool the content of blocks that this pass fills (as vLLM: at scheduling, so that neighbours share)."""
+        """Tell the pool what this pass fills blocks with (as vLLM: at scheduling, so that neighbours share)."""
         full = min(computed // self.config.block_size, len(seq.keys))
         if full > seq.stored:
             self._pool.store(seq.blocks[seq.stored : full], seq.keys[seq.stored : full])
@@ -429,17 +405,17 @@ class SimScheduler:
             low, high = (middle, high) if new_blocks(middle) <= free else (low, middle)
         return low
 
-    def _extend(self, run: _Pass) -> None:
+    def _extend(self, run: Pass) -> None:
         """One more end of the run; or its limit, where a lease ends before the next pass begins."""
         end_s = run.ends[-1]
-        if end_s >= self._expiry_s:
+        if end_s >= self._held.expiry_s:
             run.limit = len(run.ends)
             return
         batch = len(run.rows)
         kv_tokens = run.kv_tokens + batch * len(run.ends)
         run.ends.append(end_s + self._perf.decode_s(batch, kv_tokens, kv_tokens / batch) / self.config.speed)
 
-    def _complete(self, run: _Pass, now_s: float) -> bool:
+    def _complete(self, run: Pass, now_s: float) -> bool:
         """End the passes that are over by `now_s`; False if none is."""
         while run.ends[-1] <= now_s and len(run.ends) < run.limit:
             self._extend(run)
@@ -468,7 +444,7 @@ class SimScheduler:
             run.kv_tokens += len(run.rows) * count
         return True
 
-    def _end_rows(self, run: _Pass, end_s: float) -> None:
+    def _end_rows(self, run: Pass, end_s: float) -> None:
         """A pass with prompts in it: who has computed all of its tokens gets one more."""
         times = (end_s,)
         for seq in run.rows:
@@ -477,7 +453,7 @@ class SimScheduler:
                 self._events.append(Tokens(seq.request.request_id, seq.generated, times))
                 seq.generated += 1
 
-    def _advance_rows(self, run: _Pass, count: int, over: bool) -> None:
+    def _advance_rows(self, run: Pass, count: int, over: bool) -> None:
         """`count` quiet passes: a token each. Blocks are taken in the order in which pass by pass would take them."""
         times = tuple(run.ends[:count])
         size = self.config.block_size
@@ -506,8 +482,7 @@ class SimScheduler:
             if request.hold_kv:
                 expires_at_s = now_s + self.config.kv_lease_duration_s
                 handoff = Handoff(request.request_id, seq.blocks, request.num_prompt_tokens, expires_at_s)
-                self._held[request.request_id] = handoff
-                self._expiry_s = min(self._expiry_s, expires_at_s)
+                self._held.hold(handoff)
             else:
                 self._free(seq)
             self._events.append(Finished(request.request_id, now_s, request.finish_reason, handoff))

@@ -65,7 +65,7 @@ class TokenStream:
 
 
 def natural_length(digest: bytes, mean_output_tokens: int) -> int:
-    """Where the prompt's output ends by itself: uniform over mean/2 … 3·mean/2 (mean `mean_output_tokens`), at least 1."""
+    """Where the prompt's output ends by itself: uniform over mean/2 … 3·mean/2, at least 1."""
     half = mean_output_tokens // 2
     draw = int.from_bytes(blake2b(b"length", digest_size=8, key=digest).digest(), "little")
     return max(1, mean_output_tokens - half + draw % (2 * half + 1))

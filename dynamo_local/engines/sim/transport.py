@@ -22,7 +22,7 @@ _REQUEST_DEADLINE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """`prompt_digest` is the hex digest of the prompt whose KV is expected; `num_tokens` is how much is missing here."""
+    """`prompt_digest`: hex digest of the prompt whose KV is expected. `num_tokens`: how many of its tokens to move."""
 
     engine_id: str
     request_id: str
