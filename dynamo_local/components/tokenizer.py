@@ -23,12 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
 from dynamo_local.components.detokenizer import Detokenizer, TokenTable
+from dynamo_local.components.model import TINY_FOLDER, TINY_MODEL
 from dynamo_local.errors import ConfigError, InvalidRequest
-
-TINY_MODEL = "sim-tiny"
-"""The model name that stands for the built-in tokenizer; only the sim engine has no folder of its own."""
-
-TINY_FOLDER = Path(__file__).parent / "tiny_tokenizer"
 
 
 class _GenerationTag(Extension):

@@ -6,7 +6,7 @@ without it (once per frame of tokens, on the hot path).
     generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}}
     generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int}
     prefill entry     {"token_ids", "sampling", "reply_subject"}
-    prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int} or {"error": {to_wire}}
+    prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int}; a failure travels as PrefillReplies' error
     response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo_local.errors import DynamoError, InvalidRequest, KvTransferError, from_wire, to_wire
-from dynamo_local.ports import EngineOutput, EngineRequest, FinishReason, SamplingParams
+from dynamo_local.errors import InvalidRequest, KvTransferError
+from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -38,20 +38,11 @@ class PrefillEntry(msgspec.Struct, frozen=True):
     reply_subject: str
 
 
-class GenerateItem(msgspec.Struct, frozen=True):
-    """New tokens of a response; the last item has a `finish_reason`."""
-
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int | None = None
-
-
 class PrefillReply(msgspec.Struct, frozen=True):
-    """What a prefill worker answers: the KV's identity, or why there is none."""
+    """What a prefill worker answers: the KV's identity."""
 
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any]
     num_cached_tokens: int | None = None
-    error: dict[str, Any] | None = None
 
 
 def generate_request(request_id: str, token_ids: list[int], sampling: SamplingParams) -> dict[str, Any]:
@@ -104,20 +95,9 @@ def prefill_reply(output: EngineOutput) -> dict[str, Any]:
     return reply
 
 
-def prefill_failure(error: BaseException) -> dict[str, Any]:
-    """The answer of a prefill that failed for good."""
-    return {"error": to_wire(error)}
-
-
 def parse_prefill_reply(payload: Any) -> dict[str, Any]:
-    """The `kv_transfer_params`. Raises the prefill's error, or `KvTransferError` for an answer without them."""
+    """The `kv_transfer_params`, unchanged. Raises `KvTransferError` for an answer without them."""
     try:
-        reply = msgspec.convert(payload, PrefillReply)
+        return msgspec.convert(payload, PrefillReply).kv_transfer_params
     except msgspec.ValidationError as error:
         raise KvTransferError(f"the prefill worker's answer cannot be read: {error}") from error
-    if reply.error is not None:
-        failure: DynamoError = from_wire(reply.error)
-        raise failure
-    if reply.kv_transfer_params is None:
-        raise KvTransferError("the prefill worker answered without kv_transfer_params")
-    return reply.kv_transfer_params

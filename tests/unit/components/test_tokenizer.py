@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.components.tokenizer import TINY_FOLDER, flatten_messages, load_tokenizer
+from dynamo_local.components.model import TINY_FOLDER, TINY_TOKENS
+from dynamo_local.components.tokenizer import flatten_messages, load_tokenizer
 from dynamo_local.errors import ConfigError, InvalidRequest
 
 TINY = load_tokenizer("sim-tiny")

@@ -1,0 +1,76 @@
+"""One VllmWorker's work without the process around it: refuse when full, prefill here or there, decode."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from dynamo_local.components import wire
+from dynamo_local.components.remote_prefill import RemotePrefill
+from dynamo_local.errors import KvTransferError, WorkerBusy
+from dynamo_local.ports import Engine, EngineOutput, EngineRequest
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+"""What a full worker suggests: loads are published every second, so by then the picker knows better."""
+
+
+class Decoder:
+    """Serves generate requests on one engine; `remote` is None where every prefill is local."""
+
+    def __init__(self, engine: Engine, remote: RemotePrefill | None, max_num_waiting: int) -> None:
+        self._engine = engine
+        self._remote = remote
+        self._max_num_waiting = max_num_waiting
+
+    async def generate(self, payload: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """Wire items; the first is empty and says that the request was taken.
+
+        Raises `InvalidRequest`, `WorkerBusy` (before the first item), `EngineError`, `KvTransferError` (after tokens).
+        """
+        asked = wire.parse_generate_request(payload)
+        waiting = self._engine.load().num_requests_waiting + (self._remote.waiting if self._remote else 0)
+        if waiting >= self._max_num_waiting:
+            raise WorkerBusy(
+                f"{waiting} requests wait for this worker already (max_num_waiting {self._max_num_waiting})",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        yield {"token_ids": ()}
+        # A client may send the same request id twice, and a retry does: the engine needs one of its own.
+        request_id = f"{asked.request_id}-{secrets.token_hex(4)}"
+        request = EngineRequest(request_id, asked.token_ids, asked.sampling)
+        async with contextlib.aclosing(self._outputs(request)) as outputs:
+            async for output in outputs:
+                yield wire.generate_item(output)
+
+    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        params: Mapping[str, Any] | None = None
+        if self._remote is not None:
+            hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
+            params = await self._remote.prefill(request, hit_rate)
+        if params is not None and self._remote is not None:
+            started = False
+            try:
+                async with contextlib.aclosing(self._run(replace(request, kv_transfer_params=params))) as outputs:
+                    async for output in outputs:
+                        started = True
+                        yield output
+                return
+            except KvTransferError as error:
+                if started:
+                    raise
+                log.warning("request %s is prefilled locally, its KV did not arrive: %s", request.request_id, error)
+                # A prefill worker that died before its ack would have the entry done again for nobody.
+                self._remote.abandon(request.request_id)
+            request = replace(request, request_id=f"{request.request_id}-local")
+        async with contextlib.aclosing(self._run(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _run(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        return cast(AsyncGenerator[EngineOutput, None], self._engine.generate(request))

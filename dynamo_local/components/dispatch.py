@@ -1,0 +1,105 @@
+"""Sending a request to a worker, and to another one where the first gave nothing.
+
+The picker is pure; here are the calls. A request that has produced no token can be repeated anywhere without
+the client noticing; one that has cannot, and its error is the client's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, cast
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components.picker import Picker, Sample
+from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy
+from dynamo_local.ports import EndpointClient, ResponseStream
+
+log = logging.getLogger(__name__)
+
+Batch = list[dict[str, Any]]
+
+
+class Dispatcher:
+    """Chooses among a component's workers and repeats what failed before its first token.
+
+    `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
+    request (a full worker only refuses, which costs nothing, so all of them may be asked).
+    """
+
+    def __init__(
+        self,
+        client: EndpointClient,
+        picker: Picker,
+        loads: Callable[[Sequence[int]], Mapping[int, Sample]],
+        max_tries: int = 3,
+        clock: Clock | None = None,
+    ) -> None:
+        self._client = client
+        self._picker = picker
+        self._loads = loads
+        self._max_tries = max_tries
+        self._clock = clock or AsyncioClock()
+
+    async def send(
+        self, payload: Any, *, request_id: str, tokens: int, timeout_s: float | None
+    ) -> AsyncGenerator[Batch, None]:
+        """The worker's items as they arrived together. `tokens` bounds what the request may generate.
+
+        Raises `NoWorkers`, `WorkerBusy` (every worker refused; `details["retry_after_s"]` is the shortest that
+        one of them named) or what the last worker failed with. Close the generator to cancel the request.
+        """
+        deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
+        failures: dict[int, DynamoError] = {}
+        while (worker := self._pick(failures)) is not None:
+            left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
+            self._picker.routed(worker, request_id, tokens, self._clock.now_s())
+            produced = False
+            try:
+                stream = await self._client.call(payload, instance_id=worker, request_id=request_id, timeout_s=left_s)
+                async with _batches(stream) as batches:
+                    async for batch in batches:
+                        produced = produced or any(item["token_ids"] for item in batch)
+                        yield batch
+                return
+            except DynamoError as error:
+                if produced or not error.retryable or isinstance(error, InfraUnavailable):
+                    raise
+                failures[worker] = error
+                log.info("request %s: worker %x gave nothing: %s", request_id, worker, error)
+            finally:
+                self._picker.finished(worker, request_id)
+        raise _verdict(failures, self._client)
+
+    def _pick(self, failures: Mapping[int, DynamoError]) -> int | None:
+        """The next worker, or None when nobody is left or too many have failed."""
+        if sum(not isinstance(error, WorkerBusy) for error in failures.values()) >= self._max_tries:
+            return None
+        untried = [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
+        return self._picker.pick(untried, self._loads(untried)) if untried else None
+
+
+@contextlib.asynccontextmanager
+async def _batches(stream: ResponseStream) -> AsyncIterator[AsyncIterator[Batch]]:
+    """The stream's batches; leaving the block closes both, which cancels the handler if it still runs."""
+    batches = cast(AsyncGenerator[Batch, None], stream.batches())
+    try:
+        async with contextlib.aclosing(batches):
+            yield batches
+    finally:
+        await stream.aclose()
+
+
+def _verdict(failures: Mapping[int, DynamoError], client: EndpointClient) -> DynamoError:
+    """What the client is told after the last worker: "busy" where one was, else the last failure."""
+    if not failures:
+        return NoWorkers("no worker is registered that could take the request; `dynamo status` shows the workers")
+    busy = [error for error in failures.values() if isinstance(error, WorkerBusy)]
+    if not busy:
+        return list(failures.values())[-1]
+    waits = [float(error.details["retry_after_s"]) for error in busy if "retry_after_s" in error.details]
+    return WorkerBusy(
+        f"all {len(client.instances())} workers are full or unable; try again shortly",
+        retry_after_s=min(waits, default=1.0),
+    )

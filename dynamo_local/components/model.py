@@ -1,0 +1,13 @@
+"""Which model a service serves: names and paths only, so that a worker need not load a tokenizer to say them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TINY_MODEL = "sim-tiny"
+"""The model name that stands for the built-in tokenizer; only the sim engine has no folder of its own."""
+
+TINY_FOLDER = Path(__file__).parent / "tiny_tokenizer"
+
+TINY_TOKENS = (259, 2048)
+"""Ids of the built-in tokenizer that are plain text: behind 3 special tokens and the 256 single bytes."""

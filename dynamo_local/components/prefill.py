@@ -1,0 +1,199 @@
+"""One PrefillWorker's work without the process around it.
+
+It takes prompts from the prefill queue, computes their KV, and hands it to the worker that decodes.
+
+What "hand-off" means for the queue: an entry is acked once the decode worker has *confirmed* the reply with the
+KV's identity. Up to then a crash has the entry delivered to another prefill worker after `ack_wait`; from then on the
+decode worker knows whom to pull from, and prefills locally at once should the pull fail. Waiting for the pull
+itself would make that recovery slower, not safer. A leaving worker waits for the pulls (`engine.wait_handoffs`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from dynamo_local.components import wire
+from dynamo_local.errors import (
+    DynamoError,
+    EngineError,
+    InfraUnavailable,
+    InvalidRequest,
+    RequestCancelled,
+    WorkerLost,
+)
+from dynamo_local.ports import Engine, EngineOutput, EngineRequest, PrefillQueue, PulledTask
+from dynamo_local.runtime.prefill_queue import keep_in_progress
+from dynamo_local.sdk.context import PrefillReplies
+
+log = logging.getLogger(__name__)
+
+PULL_TIMEOUT_S = 30.0
+RETRY_PAUSE_S = 1.0
+NAK_DELAY_S = 0.2
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What vLLM's NixlConnector wants of a request whose KV is to be handed over (vllm-facts)."""
+
+
+@dataclass(slots=True)
+class PrefillCounts:
+    """What became of the entries that this worker pulled."""
+
+    done: int = 0
+    unwanted: int = 0
+    refused: int = 0
+    given_back: int = 0
+
+
+class Prefiller:
+    """Pulls and serves entries until told to stop. Without the process around it.
+
+    An entry is pulled only when a pass is free; the next may be pulled while the decode side takes over the KV.
+    """
+
+    def __init__(
+        self, engine: Engine, queue: PrefillQueue, replies: PrefillReplies, *, max_concurrent_prefills: int = 1
+    ) -> None:
+        self._engine = engine
+        self._queue = queue
+        self._replies = replies
+        self._free_passes = asyncio.Semaphore(max_concurrent_prefills)
+        self._serving: set[asyncio.Task[None]] = set()
+        self.computing = 0
+        self.counts = PrefillCounts()
+
+    @property
+    def in_hand(self) -> int:
+        """Entries pulled and not yet finished, hand-offs included."""
+        return len(self._serving)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set and everything pulled is finished; then return when all KV was taken over."""
+        stopped = asyncio.create_task(stop.wait(), name="prefill stop")
+        try:
+            while not stop.is_set():
+                await self._pull_one(stopped)
+        finally:
+            stopped.cancel()
+            await asyncio.wait([stopped])
+            if not stop.is_set():  # we are being cancelled: what is pulled goes back to the queue
+                for task in self._serving:
+                    task.cancel()
+            while self._serving:
+                await asyncio.wait(tuple(self._serving))
+        await self._engine.wait_handoffs()
+
+    async def _pull_one(self, stopped: asyncio.Task[bool]) -> None:
+        """Wait for a free pass and for an entry, or for the stop."""
+        if not await _first(self._free_passes.acquire(), stopped):
+            return
+        pulled: PulledTask | None = None
+        try:
+            pulled = await _first(self._queue.pull(PULL_TIMEOUT_S), stopped)
+        except InfraUnavailable as error:
+            log.warning("no prefills until the queue answers: %s", error)
+            await _first(asyncio.sleep(RETRY_PAUSE_S), stopped)
+        except Exception:  # a loop that ends would leave a registered worker that does nothing (lesson 15)
+            log.exception("pulling from the prefill queue failed unexpectedly; trying again")
+            await _first(asyncio.sleep(RETRY_PAUSE_S), stopped)
+        finally:
+            if pulled is None:
+                self._free_passes.release()
+        if pulled is not None:
+            task = asyncio.create_task(self._serve(pulled), name=f"prefill {pulled.task.request_id}")
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, pulled: PulledTask) -> None:
+        """One entry to its end. Nothing is raised: every outcome is an answer to the queue, or a log line."""
+        request_id = pulled.task.request_id
+        try:
+            async with keep_in_progress(pulled):
+                try:
+                    entry, result = await self._compute(pulled)
+                finally:
+                    self._free_passes.release()
+                await self._reply(pulled, entry, result)
+            await pulled.ack()
+        except InfraUnavailable as error:
+            # It may or may not have arrived. The queue delivers it again, and a second reply is refused as unwanted.
+            log.warning("prefill %s is left to the queue's redelivery: %s", request_id, error)
+        except asyncio.CancelledError:
+            await self._give_back(pulled, "the worker is going away")
+            raise
+        except DynamoError as error:
+            await self._give_back(pulled, str(error))
+        except Exception:  # a defect of ours or the engine's must not end the loop that serves the others
+            log.exception("prefill %s failed unexpectedly", request_id)
+            await self._give_back(pulled, "an unexpected failure")
+
+    async def _compute(self, pulled: PulledTask) -> tuple[wire.PrefillEntry | None, Any]:
+        """The entry and its reply; the reply is an exception where no attempt could do better."""
+        self.computing += 1
+        entry: wire.PrefillEntry | None = None
+        try:
+            entry = wire.parse_prefill_entry(pulled.task.payload)
+            # A redelivered entry may come to a worker that still computes the first delivery.
+            request_id = f"{pulled.task.request_id}-{pulled.task.attempt}"
+            sampling = replace(entry.sampling, max_tokens=1, min_tokens=0)
+            request = EngineRequest(request_id, entry.token_ids, sampling, dict(REMOTE_DECODE))
+            last: EngineOutput | None = None
+            outputs = cast(AsyncGenerator[EngineOutput, None], self._engine.generate(request))
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    last = output
+            if last is None or last.finish_reason in (None, "error", "abort"):
+                raise EngineError(f"the prefill of {pulled.task.request_id} ended without a result")
+            return entry, wire.prefill_reply(last)
+        except InvalidRequest as error:
+            return entry, error
+        finally:
+            self.computing -= 1
+
+    async def _reply(self, pulled: PulledTask, entry: wire.PrefillEntry | None, result: Any) -> None:
+        request_id = pulled.task.request_id
+        if isinstance(result, InvalidRequest):
+            self.counts.refused += 1
+            log.warning("prefill %s cannot be done by anybody: %s", request_id, result)
+        if entry is None:
+            return  # it says not even whom to tell; its deadline does
+        try:
+            await self._replies.send_reply(entry.reply_subject, request_id, result)
+        except (WorkerLost, RequestCancelled) as error:
+            # Nobody will pull the KV: its lease frees it. The entry is worthless, so it is acked.
+            self.counts.unwanted += 1
+            log.info("prefill %s: %s", request_id, error)
+            return
+        if not isinstance(result, InvalidRequest):
+            self.counts.done += 1
+
+    async def _give_back(self, pulled: PulledTask, why: str) -> None:
+        self.counts.given_back += 1
+        log.warning("prefill %s (attempt %d) is given back: %s", pulled.task.request_id, pulled.task.attempt, why)
+        try:
+            await pulled.nak(NAK_DELAY_S * pulled.task.attempt)
+        except InfraUnavailable as error:
+            log.warning("prefill %s is left to the queue's redelivery: %s", pulled.task.request_id, error)
+
+
+async def _first(work: Any, stopped: asyncio.Task[bool]) -> Any:
+    """The result of `work`, or None if the stop came first (the work is cancelled then, and its end awaited)."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+    return None if task.cancelled() else task.result()

@@ -1,0 +1,92 @@
+"""PrefillWorker: computes the KV of prompts from the prefill queue; see `components.prefill` for what is acked when."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from dynamo_local.components.engine_options import check_sim_options, start_engine
+from dynamo_local.components.model import TINY_MODEL
+from dynamo_local.components.prefill import Prefiller
+from dynamo_local.sdk import async_on_start, endpoint, on_shutdown, service
+from dynamo_local.sdk.context import current_context
+
+log = logging.getLogger(__name__)
+
+
+class PrefillWorkerConfig(BaseModel):
+    """Options of the `PrefillWorker` service."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(default=TINY_MODEL, min_length=1, description="Model folder, or sim-tiny with the sim engine.")
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="Accepted for common-configs; unused."
+    )
+    engine: Literal["sim"] = Field(default="sim", description="What computes the KV.")
+    sim: dict[str, Any] = Field(default_factory=dict, description="Options of the sim engine; see docs/sim-engine.md.")
+    max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")
+    max_concurrent_prefills: int = Field(
+        default=1, ge=1, description="Entries computed at once. More share a pass: more throughput, longer waits."
+    )
+
+    @field_validator("sim")
+    @classmethod
+    def _sim_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_sim_options(value)
+
+
+@service(dynamo={"namespace": "dynamo", "role": "prefill"}, resources={"gpu": 1}, workers=1, config=PrefillWorkerConfig)
+class PrefillWorker:
+    """Prefill worker of a disaggregated graph. Its only work comes through the prefill queue."""
+
+    @async_on_start
+    async def start(self) -> None:
+        """Start the engine, then pull."""
+        context = current_context()
+        config: PrefillWorkerConfig = context.settings
+        self._draining = context.draining
+        self._engine = await start_engine(config.engine, config.model, config.max_model_len, config.sim)
+        self._prefiller = Prefiller(
+            self._engine,
+            await context.prefill_queue(),
+            await context.prefill_replies(),
+            max_concurrent_prefills=config.max_concurrent_prefills,
+        )
+        context.set_load_source(self._engine.load, self._engine.load_changed)
+        context.on_drain(self._drained)
+        self._run = asyncio.create_task(self._prefiller.run(context.draining), name="prefill queue")
+        self._run.add_done_callback(_complain)
+
+    @endpoint()
+    async def status(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What this worker is at: makes it visible, and `prefill_workers` countable, in etcd."""
+        counts = self._prefiller.counts
+        return {
+            "state": "draining" if self._draining.is_set() else "ready",
+            "computing": self._prefiller.computing,
+            "in_hand": self._prefiller.in_hand,
+            "done": counts.done,
+            "unwanted": counts.unwanted,
+            "refused": counts.refused,
+            "given_back": counts.given_back,
+        }
+
+    async def _drained(self) -> None:
+        """What was pulled is finished, and its KV taken over."""
+        await self._run
+
+    @on_shutdown
+    async def stop(self) -> None:
+        """End the engine; entries that are still in hand go back to the queue."""
+        self._run.cancel()
+        await asyncio.wait([self._run])
+        await self._engine.close()
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the prefill loop ended: this worker does no more work", exc_info=error)

@@ -1,0 +1,120 @@
+"""The Processor: an OpenAI body in, text out. Chat template, tokenizer, choice of a worker, detokenizer.
+
+With the Frontend it speaks this: the request is the validated body and a `request_id`. The answer is a stream of
+`{"text", "num_tokens", "finish_reason", "usage"}`; the first comes as soon as a worker has taken the request,
+with `num_tokens: 0` and `prompt_tokens`; the last has a `finish_reason` and the `usage`. Tokens that arrived in
+one frame become one item.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components.dispatch import Dispatcher
+from dynamo_local.components.model import TINY_MODEL
+from dynamo_local.components.models_view import ModelsView
+from dynamo_local.components.picker import PickerName, Sample, make_picker
+from dynamo_local.components.pipeline import Pipeline
+from dynamo_local.components.tokenizer import load_tokenizer
+from dynamo_local.components.vllm_worker import VllmWorker
+from dynamo_local.core.types import Missing
+from dynamo_local.runtime.load import LoadReport, LoadView
+from dynamo_local.runtime.requests.context import current_request
+from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
+from dynamo_local.sdk.context import current_context
+
+
+class ProcessorConfig(BaseModel):
+    """Options of the `Processor` service."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(
+        default=TINY_MODEL,
+        min_length=1,
+        description="Local model folder with tokenizer.json (nothing is downloaded), or sim-tiny: the built-in one.",
+    )
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="The model's name in the API; by default `model`."
+    )
+    router: PickerName = Field(
+        default="least-loaded", description="How a worker is picked: round-robin, random or least-loaded."
+    )
+    router_seed: int | None = Field(default=None, description="Seed of the random router; None: another in every run.")
+    max_tries: int = Field(
+        default=3, ge=1, le=16, description="Workers that may fail a request before its first token until it fails."
+    )
+
+
+def samples(view: LoadView, clock: Clock, instance_ids: Sequence[int]) -> dict[int, Sample]:
+    """The view's loads as the picker takes them: a missing one stays missing."""
+    now_s = clock.now_s()
+    found: dict[int, Sample] = {}
+    for instance_id in instance_ids:
+        report = view.get(instance_id)
+        if isinstance(report, LoadReport):
+            found[instance_id] = Sample(report.load, now_s - report.age_s)
+        else:
+            assert isinstance(report, Missing)
+            found[instance_id] = Sample(report, now_s)
+    return found
+
+
+@service(dynamo={"namespace": "dynamo", "role": "other"}, workers=1, config=ProcessorConfig)
+class Processor:
+    """Turns OpenAI requests into token requests to the workers, and their tokens into text."""
+
+    worker = depends(VllmWorker)
+
+    @async_on_start
+    async def start(self) -> None:
+        """Load the tokenizer (off the loop: it is megabytes of JSON) and begin to watch workers and models."""
+        context = current_context()
+        config: ProcessorConfig = context.settings
+        name = config.served_model_name or config.model
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
+        client = await context.endpoint_client("VllmWorker", "generate")
+        clock = AsyncioClock()
+        self._view = LoadView(context.nats, context.namespace, "VllmWorker", clock)
+        if config.router == "least-loaded":
+            await self._view.start()
+        picker = make_picker(config.router, config.router_seed)
+        models = ModelsView(context.namespace, name)
+        self._follow = asyncio.create_task(models.follow(context.kv), name="model cards")
+        dispatcher = Dispatcher(
+            client, picker, lambda ids: samples(self._view, clock, ids), max_tries=config.max_tries, clock=clock
+        )
+        self._pipeline = Pipeline(tokenizer, models, dispatcher, name)
+
+    @on_shutdown
+    async def stop(self) -> None:
+        """End the watches."""
+        self._follow.cancel()
+        await asyncio.wait([self._follow])
+        await self._view.close()
+
+    @endpoint(name="chat/completions")
+    async def chat_completions(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """`POST /v1/chat/completions`, streamed."""
+        async with contextlib.aclosing(self._pipeline.run("chat", request, _remaining_s())) as items:
+            async for item in items:
+                yield item
+
+    @endpoint(name="completions")
+    async def completions(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """`POST /v1/completions`, streamed."""
+        async with contextlib.aclosing(self._pipeline.run("completion", request, _remaining_s())) as items:
+            async for item in items:
+                yield item
+
+
+def _remaining_s() -> float | None:
+    """What is left of the caller's deadline; it goes on to the worker."""
+    request = current_request()
+    return request.remaining_s() if request is not None else None

@@ -1,0 +1,121 @@
+"""VllmWorker: decodes, and prefills what is not sent away. The engine behind it is `ports.Engine`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from dynamo_local.components.decode import Decoder
+from dynamo_local.components.engine_options import check_sim_options, start_engine
+from dynamo_local.components.model import TINY_MODEL
+from dynamo_local.components.models_view import ModelCard, model_key_prefix
+from dynamo_local.components.prefill_worker import PrefillWorker
+from dynamo_local.components.remote_prefill import RemotePrefill
+from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.runtime.settings import WatchedSettings, disagg_settings_key
+from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
+from dynamo_local.sdk.context import WorkerContext, current_context
+
+
+class VllmWorkerConfig(BaseModel):
+    """Options of the `VllmWorker` service."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(default=TINY_MODEL, min_length=1, description="Model folder, or sim-tiny with the sim engine.")
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="The model's name in the API; by default `model`."
+    )
+    engine: Literal["sim"] = Field(default="sim", description="What computes the tokens.")
+    sim: dict[str, Any] = Field(default_factory=dict, description="Options of the sim engine; see docs/sim-engine.md.")
+    max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")
+    max_num_waiting: int = Field(
+        default=1024, ge=1, description="Requests waiting for the engine at which new ones are refused (429)."
+    )
+    remote_prefill: bool = Field(default=False, description="Send prefills to the prefill workers.")
+    conditional_disagg: bool = Field(default=False, description="Only those that the two thresholds below let through.")
+    max_local_prefill_length: int = Field(
+        default=DisaggSettings.max_local_prefill_length,
+        ge=0,
+        description="Uncached prompt tokens up to which a prefill stays local. Changeable at run time, in etcd.",
+    )
+    max_prefill_queue_size: int = Field(
+        default=DisaggSettings.max_prefill_queue_size,
+        ge=0,
+        description="Queue length at which prefills stay local. Changeable at run time, in etcd.",
+    )
+    prefill_timeout_s: float = Field(
+        default=15.0,
+        gt=0,
+        le=30,
+        description="How long a request waits for its remote prefill; above the queue's ack_wait of 5 s, so that "
+        "another prefill worker can take over, and not above the KV's lease of 30 s.",
+    )
+
+    @field_validator("sim")
+    @classmethod
+    def _sim_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_sim_options(value)
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or self.model
+
+
+@service(dynamo={"namespace": "dynamo", "role": "decode"}, resources={"gpu": 1}, workers=1, config=VllmWorkerConfig)
+class VllmWorker:
+    """Decode worker of a disaggregated graph, or the whole worker of an aggregated one."""
+
+    prefill_worker = depends(PrefillWorker, optional=True)
+
+    @async_on_start
+    async def start(self) -> None:
+        """Start the engine, then say that the model is served."""
+        context = current_context()
+        config: VllmWorkerConfig = context.settings
+        self._stack = contextlib.AsyncExitStack()
+        self._engine = await start_engine(config.engine, config.model, config.max_model_len, config.sim)
+        self._stack.push_async_callback(self._engine.close)
+        self._remote = await self._make_remote(context, config) if config.remote_prefill else None
+        self._decoder = Decoder(self._engine, self._remote, config.max_num_waiting)
+        context.set_load_source(self._engine.load, self._engine.load_changed)
+        context.on_drain(self._drained)
+        card = ModelCard(config.name, context.component, "generate", self._engine.info.max_model_len, time.time())
+        await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())
+
+    async def _make_remote(self, context: WorkerContext, config: VllmWorkerConfig) -> RemotePrefill:
+        default = DisaggSettings(config.max_local_prefill_length, config.max_prefill_queue_size)
+        settings = WatchedSettings(context.kv, disagg_settings_key(context.namespace, config.name), default)
+        self._stack.push_async_callback(settings.close)
+        await settings.start()
+        prefill_workers = await context.endpoint_client("PrefillWorker", "status")
+        return RemotePrefill(
+            await context.prefill_queue(),
+            await context.prefill_replies(),
+            settings=lambda: settings.current,
+            prefill_workers=lambda: len(prefill_workers.instances()),
+            conditional=config.conditional_disagg,
+            timeout_s=config.prefill_timeout_s,
+        )
+
+    @endpoint()
+    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Token ids in, token ids out; see `components.wire`."""
+        async with contextlib.aclosing(self._decoder.generate(request)) as items:
+            async for item in items:
+                yield item
+
+    async def _drained(self) -> None:
+        """The streams are the entry point's to wait for; here it is the cancellations of queue entries."""
+        if self._remote is not None:
+            await self._remote.finish()
+
+    @on_shutdown
+    async def stop(self) -> None:
+        """End the watch of the thresholds and the engine."""
+        await self._stack.aclose()

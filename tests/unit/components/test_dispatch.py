@@ -1,0 +1,142 @@
+"""A request that gave nothing goes to another worker; one that gave something does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from dynamo_local.components.dispatch import Dispatcher
+from dynamo_local.components.picker import LeastLoaded, RoundRobin
+from dynamo_local.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineError,
+    NatsUnavailable,
+    NoWorkers,
+    WorkerBusy,
+    WorkerDraining,
+    WorkerLost,
+)
+from tests.fakes.endpoints import FakeEndpointClient
+
+
+async def good(payload: Any, _context: Any) -> AsyncIterator[Any]:
+    """Accepts, then two tokens."""
+    yield {"token_ids": []}
+    yield {"token_ids": [1, 2], "finish_reason": "length"}
+
+
+def failing(error: DynamoError, after: list[Any] | None = None) -> Any:
+    """A handler that yields `after` and then fails."""
+
+    async def handle(payload: Any, _context: Any) -> AsyncIterator[Any]:
+        for item in after or []:
+            yield item
+        raise error
+
+    return handle
+
+
+def dispatcher(client: FakeEndpointClient, max_tries: int = 3) -> Dispatcher:
+    return Dispatcher(client, RoundRobin(), lambda ids: {}, max_tries=max_tries)
+
+
+async def collect(subject: Dispatcher, timeout_s: float | None = 5) -> list[int]:
+    """All tokens of one request."""
+    tokens: list[int] = []
+    async with contextlib.aclosing(subject.send({}, request_id="r", tokens=9, timeout_s=timeout_s)) as batches:
+        async for batch in batches:
+            for item in batch:
+                tokens += item["token_ids"]
+    return tokens
+
+
+@pytest.mark.parametrize("error", [WorkerDraining("leaving"), WorkerLost("gone"), WorkerBusy("full")])
+async def test_refused_call_goes_to_another_worker(error: DynamoError) -> None:
+    """A refusal of the call itself costs the client nothing."""
+    client = FakeEndpointClient({1: good, 2: good})
+    client.refuse(1, error)
+    assert await collect(dispatcher(client)) == [1, 2]
+    assert [call.instance_id for call in client.calls] == [1, 2]
+
+
+async def test_failure_after_acceptance_but_before_tokens_is_retried() -> None:
+    """An accepted request without tokens may still be repeated elsewhere."""
+    client = FakeEndpointClient({1: failing(WorkerLost("gone"), [{"token_ids": []}]), 2: good})
+    assert await collect(dispatcher(client)) == [1, 2]
+
+
+async def test_failure_after_tokens_is_the_clients() -> None:
+    """A repeated request would send the same text twice."""
+    client = FakeEndpointClient({1: failing(WorkerLost("gone"), [{"token_ids": [1]}]), 2: good})
+    with pytest.raises(WorkerLost):
+        await collect(dispatcher(client))
+    assert len(client.calls) == 1
+
+
+@pytest.mark.parametrize("error", [EngineError("broken"), DeadlineExceeded("late"), NatsUnavailable("away")])
+async def test_errors_that_no_other_worker_can_mend_are_not_retried(error: DynamoError) -> None:
+    """Not retryable, or an outage that all workers share: raised at once."""
+    client = FakeEndpointClient({1: failing(error), 2: good})
+    with pytest.raises(type(error)):
+        await collect(dispatcher(client))
+    assert len(client.calls) == 1
+
+
+async def test_all_busy_is_busy_with_the_shortest_wait() -> None:
+    """Every worker is asked once, however many tries are allowed; the shortest wait is the answer's."""
+    client = FakeEndpointClient({n: failing(WorkerBusy("full", retry_after_s=n)) for n in (2, 3, 4, 5)})
+    with pytest.raises(WorkerBusy) as caught:
+        await collect(dispatcher(client, max_tries=1))
+    assert caught.value.details["retry_after_s"] == 2
+    assert sorted(call.instance_id for call in client.calls) == [2, 3, 4, 5]
+
+
+async def test_tries_are_bounded() -> None:
+    """Past `max_tries` failing workers the last failure is raised, the rest is not asked."""
+    client = FakeEndpointClient({n: failing(WorkerLost(f"gone {n}")) for n in range(1, 6)})
+    with pytest.raises(WorkerLost, match="gone 2"):
+        await collect(dispatcher(client, max_tries=2))
+    assert len(client.calls) == 2
+
+
+async def test_no_worker_is_said_at_once() -> None:
+    """An empty registry is NoWorkers, without waiting."""
+    with pytest.raises(NoWorkers):
+        await collect(dispatcher(FakeEndpointClient({})))
+
+
+async def test_deadline_reaches_the_worker_and_shrinks() -> None:
+    """The timeout of the second call is what the first left of it."""
+    client = FakeEndpointClient({1: failing(WorkerLost("gone")), 2: good})
+    await collect(dispatcher(client), timeout_s=5)
+    first, second = (call.timeout_s for call in client.calls)
+    assert first is not None
+    assert second is not None
+    assert 0 < second <= first <= 5
+
+
+async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
+    """A client that leaves ends the worker's handler, and the picker forgets the request."""
+    ended = asyncio.Event()
+
+    async def endless(payload: Any, _context: Any) -> AsyncIterator[Any]:
+        try:
+            while True:
+                yield {"token_ids": [1]}
+                await asyncio.sleep(0.001)
+        finally:
+            ended.set()
+
+    client, picker = FakeEndpointClient({1: endless}), LeastLoaded()
+    subject = Dispatcher(client, picker, lambda ids: {})
+    batches = subject.send({}, request_id="r", tokens=9, timeout_s=None)
+    assert await anext(batches)
+    assert picker._in_flight(1) == (1, 9)
+    await batches.aclose()
+    assert ended.is_set()
+    assert picker._in_flight(1) == (0, 0)
