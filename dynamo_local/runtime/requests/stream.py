@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import (
@@ -54,8 +54,8 @@ class Inbound(asyncio.Protocol):
     # --- the socket's side ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # A cast: uvloop's transports have the methods of asyncio.Transport without deriving from it.
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._finished:
