@@ -37,7 +37,7 @@ class RequestPlane:
     async def client(self, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> NatsEndpointClient:
         """The client of that endpoint, made at the first call; it follows etcd from then on.
 
-        Raises `EtcdUnavailable` if etcd does not give the first view in time.
+        Where etcd does not give the first list in time the client is empty until it does: calls raise `NoWorkers`.
         """
         key = (namespace, component, endpoint)
         async with self._making:
@@ -45,7 +45,7 @@ class RequestPlane:
                 view = InstanceView(kv, namespace, component, endpoint)
                 try:
                     await view.start(VIEW_START_TIMEOUT_S)
-                except BaseException:
+                except BaseException:  # cancelled: leave no watch behind
                     await view.close()
                     raise
                 self._clients[key] = NatsEndpointClient(self.dispatcher, view, component, endpoint)
