@@ -89,8 +89,13 @@ class PrefillReplies:
 
     async def close(self) -> None:
         """Stop listening: senders are told that nobody is there."""
-        if self._subscription is not None and not self._nats.is_closed:
-            await self._subscription.unsubscribe()
+        if self._subscription is not None and self._nats.is_connected:
+            try:
+                with nats_call(self._nats, "stop listening for prefill replies"):
+                    await self._subscription.unsubscribe()
+                    await self._nats.flush()  # else the next sender still finds a responder, which never answers
+            except NatsUnavailable as error:
+                log.debug("%s", error)
         self._subscription = None
         self._expected.clear()
 
@@ -130,19 +135,20 @@ class PrefillReplies:
         """Ask until `SEND_DEADLINE_S`, over an outage of NATS too: the work behind this reply is expensive."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + SEND_DEADLINE_S
+        reconnects = self._nats.stats["reconnects"]
         outage = False
         while True:
             try:
                 with nats_call(self._nats, f"send the prefill result of {request_id}"):
                     return (await self._nats.request(subject, data, timeout=SEND_TIMEOUT_S)).data
             except NatsUnavailable as error:
-                nobody = isinstance(error.__cause__, NoRespondersError)
+                outage = outage or not self._nats.is_connected or self._nats.stats["reconnects"] != reconnects
+                past = loop.time() >= deadline_s
                 # After an outage the decode worker may simply not have reconnected yet.
-                if nobody and not outage:
+                if isinstance(error.__cause__, NoRespondersError) and (past or not outage):
                     raise WorkerLost(f"the decode worker that asked for {request_id} is gone; free its KV") from error
-                if loop.time() >= deadline_s:
+                if past:
                     raise
-                outage = outage or not nobody
             await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _on_reply(self, msg: Msg) -> None:

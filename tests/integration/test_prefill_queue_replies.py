@@ -125,6 +125,19 @@ async def test_a_decode_worker_that_is_gone_is_told_apart(prefill: PrefillReplie
             await prefill.send_reply(decode.reply_subject, "r", RESULT)
 
 
+async def test_a_decode_worker_that_dies_before_confirming_is_lost(
+    prefill: PrefillReplies, nats: Client, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the message and was killed: the first attempt times out, the next one finds nobody."""
+    monkeypatch.setattr("dynamo_local.runtime.prefill_replies.SEND_TIMEOUT_S", 0.1)
+    subscription = await nats.subscribe(f"{namespace}.prefill_replies.x")  # listens, and never answers
+    sending = asyncio.create_task(prefill.send_reply(f"{namespace}.prefill_replies.x", "r", RESULT))
+    await subscription.next_msg(5)
+    await subscription.unsubscribe()
+    with pytest.raises(WorkerLost):
+        await sending
+
+
 async def test_garbage_does_not_end_the_listener(decode: PrefillReplies, prefill: PrefillReplies, nats: Client) -> None:
     """What is no reply is logged and left alone."""
     for garbage in (b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"request_id": "r"})):
