@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -24,24 +24,27 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PartType = Literal["text"]
+MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"contains unknown field `(?P<name>[^`]*)`")
+_CHOICES = {".type": get_args(PartType), ".role": get_args(MessageRole)}
 _MAP_INDEX = re.compile(r"\[\.\.\.\]")
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message's content; text is the only kind there is here."""
 
-    type: Literal["text"]
+    type: PartType
     text: str
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message. What an assistant's own answer holds besides text is accepted as long as it is empty."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: MessageRole
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -171,6 +174,9 @@ def _invalid(text: str) -> ApiError:
         if member := pattern.search(detail):
             param = f"{path}.{member['name']}" if path else member["name"]
             return bad_param(param, f"{verb}: `{param}`.", code)
+    for end, choices in _CHOICES.items():
+        if path.endswith(end) and "enum value" in detail:
+            detail += f" (allowed: {', '.join(choices)})"
     code = "invalid_type" if ", got `" in detail else "invalid_value"
     return bad_param(path, f"Invalid value for `{path}`: {detail[:1].lower()}{detail[1:]}.", code)
 
