@@ -29,6 +29,7 @@ from dynamo_local.ports import DeleteEvent, KeyValue, PutEvent, SnapshotEvent, W
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+CONNECT_RETRY_S = 0.05
 WATCH_RETRY_S = 0.1
 """Between attempts to list again while etcd is away. gRPC's own back-off below bounds the recovery."""
 HEARTBEAT_S = 1.0
@@ -102,17 +103,29 @@ class EtcdStore:
     @classmethod
     async def connect(cls, endpoints: str | Sequence[str], timeout_s: float = 3.0) -> EtcdStore:
         """A store that has answered once. Raises `EtcdUnavailable` past `timeout_s`, and `ConfigError`."""
+        return await cls.connect_when_up(endpoints, timeout_s, timeout_s=timeout_s)
+
+    @classmethod
+    async def connect_when_up(
+        cls, endpoints: str | Sequence[str], wait_s: float, *, timeout_s: float = 3.0
+    ) -> EtcdStore:
+        """`connect` to an etcd that may still be starting: waits `wait_s`; `timeout_s` is for each call."""
         store = cls(endpoints, timeout_s)
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
+        deadline_s = loop.time() + wait_s
         try:
             while True:
                 try:
-                    await store.revision()
+                    async with asyncio.timeout_at(deadline_s):
+                        await store.revision()
+                except TimeoutError:
+                    raise EtcdUnavailable(
+                        f"etcd did not answer within {wait_s:g} s at {', '.join(store.endpoints)}"
+                    ) from None
                 except EtcdUnavailable:
-                    if loop.time() + WATCH_RETRY_S >= deadline_s:
+                    if loop.time() + CONNECT_RETRY_S >= deadline_s:
                         raise
-                    await asyncio.sleep(WATCH_RETRY_S)
+                    await asyncio.sleep(CONNECT_RETRY_S)
                 else:
                     return store
         except BaseException:
