@@ -1,1 +1,30 @@
-"""The components that ship: Frontend, Processor, VllmWorker, PrefillWorker."""
+"""The services that ship: `from dynamo_local.components import Frontend, Processor, VllmWorker, PrefillWorker`.
+
+Each is imported when it is first asked for: a worker's start-up should not pay for its siblings' libraries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamo_local.components.frontend import Frontend
+    from dynamo_local.components.prefill_worker import PrefillWorker
+    from dynamo_local.components.processor import Processor
+    from dynamo_local.components.vllm_worker import VllmWorker
+
+_MODULES = {
+    "Frontend": "frontend",
+    "PrefillWorker": "prefill_worker",
+    "Processor": "processor",
+    "VllmWorker": "vllm_worker",
+}
+
+__all__ = ["Frontend", "PrefillWorker", "Processor", "VllmWorker"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -21,6 +21,9 @@ from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, ser
 from dynamo_local.sdk.context import WorkerContext, current_context
 
 
+_DEFAULT = DisaggSettings()
+
+
 class VllmWorkerConfig(BaseModel):
     """Options of the `VllmWorker` service."""
 
@@ -39,12 +42,12 @@ class VllmWorkerConfig(BaseModel):
     remote_prefill: bool = Field(default=False, description="Send prefills to the prefill workers.")
     conditional_disagg: bool = Field(default=False, description="Only those that the two thresholds below let through.")
     max_local_prefill_length: int = Field(
-        default=DisaggSettings.max_local_prefill_length,
+        default=_DEFAULT.max_local_prefill_length,
         ge=0,
         description="Uncached prompt tokens up to which a prefill stays local. Changeable at run time, in etcd.",
     )
     max_prefill_queue_size: int = Field(
-        default=DisaggSettings.max_prefill_queue_size,
+        default=_DEFAULT.max_prefill_queue_size,
         ge=0,
         description="Queue length at which prefills stay local. Changeable at run time, in etcd.",
     )

@@ -1,7 +1,7 @@
 """A graph in one process: `FakeCluster` holds what etcd and NATS hold, `FakeWorkerContext` is one worker's view.
 
     cluster = FakeCluster()
-    worker = await cluster.start(VllmWorker, settings=VllmWorkerConfig(...))
+    worker = await cluster.start(VllmWorker, VllmWorkerConfig(...))
     client = cluster.client("VllmWorker", "generate")     # a FakeEndpointClient
     await worker.drain(); await worker.kill(); await cluster.close()
 
@@ -19,6 +19,7 @@ from dynamo_local.core.types import Load
 from dynamo_local.errors import RequestCancelled, WorkerLost, to_wire
 from dynamo_local.runtime.prefill_replies import ExpectedReply
 from dynamo_local.runtime.requests.frames import decode_value, encode_value
+from dynamo_local.sdk import DynamoService
 from dynamo_local.sdk.context import set_current_context
 from tests.fakes.endpoints import FakeEndpointClient
 from tests.fakes.etcd import FakeEtcd
@@ -75,6 +76,7 @@ class FakeWorkerContext:
         self.draining = asyncio.Event()
         self.lease_id = lease_id
         self.keys: list[str] = []
+        self.queues: list[FakePrefillQueue] = []
         self.facts: dict[str, str] = {}
         self.load_source: Callable[[], Load] | None = None
         self.replies = FakePrefillReplies(cluster.switchboard, f"replies.{lease_id}")
@@ -99,7 +101,9 @@ class FakeWorkerContext:
         return self._cluster.client(component, endpoint)
 
     async def prefill_queue(self) -> FakePrefillQueue:
-        return FakePrefillQueue(self._cluster.queue_server, self.run_id, ack_wait_s=self._cluster.ack_wait_s)
+        queue = FakePrefillQueue(self._cluster.queue_server, self.run_id, ack_wait_s=self._cluster.ack_wait_s)
+        self.queues.append(queue)
+        return queue
 
     async def prefill_replies(self) -> FakePrefillReplies:
         return self.replies
@@ -111,11 +115,14 @@ class FakeWorkerContext:
 class FakeWorker:
     """A started service instance and its context."""
 
-    def __init__(self, cluster: FakeCluster, instance: Any, context: FakeWorkerContext, endpoints: list[str]) -> None:
+    def __init__(
+        self, cluster: FakeCluster, service: DynamoService[Any], instance: Any, context: FakeWorkerContext
+    ) -> None:
         self.instance = instance
         self.context = context
         self._cluster = cluster
-        self._endpoints = endpoints
+        self._service = service
+        self._endpoints = list(service.endpoints)
         self._up = True
 
     async def deregister(self) -> None:
@@ -140,20 +147,26 @@ class FakeWorker:
             if mine:
                 await asyncio.wait(mine)
         await self.context.run_drain_callbacks()
-        await self.instance.stop()
+        await self._shut_down()
         self.context.replies.close()
 
     async def kill(self) -> None:
         """As `kill -9`: streams break, nothing is given back or answered, no hook runs in time to help."""
         self._up = False
         self.context.replies.close()
+        for queue in self.context.queues:  # what the hooks below say must not reach the queue any more
+            queue.server = FakeQueueServer(available=False)
         for name in self._endpoints:
             client = self._cluster.client(self.context.component, name)
             if any(i.instance_id == self.context.lease_id for i in client.instances()):
                 client.lose(self.context.lease_id)
         for key in self.context.keys:
             await self.context.kv.delete(key)
-        await self.instance.stop()
+        await self._shut_down()
+
+    async def _shut_down(self) -> None:
+        for hook in self._service.on_shutdown:
+            await getattr(self.instance, hook)()
 
 
 class FakeCluster:
@@ -178,19 +191,21 @@ class FakeCluster:
             )
         return self._clients[key]
 
-    async def start(self, cls: type, settings: Any, endpoints: dict[str, str]) -> FakeWorker:
-        """Instantiate, start and register; `endpoints` maps names to the methods that serve them."""
+    async def start(self, service: DynamoService[Any], settings: Any) -> FakeWorker:
+        """Instantiate, run the start hooks, register the endpoints: what `serve_dynamo` does."""
         self._last_lease += 1
-        context = FakeWorkerContext(self, cls.__name__, self._last_lease, settings)
+        context = FakeWorkerContext(self, service.name, self._last_lease, settings)
         set_current_context(context)
         try:
-            instance = cls()
-            await instance.start()
+            instance = service.create({attr: None if d.optional else object() for attr, d in service.depends.items()})
+            for hook in service.on_start:
+                await getattr(instance, hook)()
         finally:
             set_current_context(None)
-        for name, method in endpoints.items():
-            self.client(cls.__name__, name).add_instance(context.lease_id, _handler(getattr(instance, method)))
-        worker = FakeWorker(self, instance, context, list(endpoints))
+        for name, declared in service.endpoints.items():
+            handler = _handler(getattr(instance, declared.method))
+            self.client(service.name, name).add_instance(context.lease_id, handler)
+        worker = FakeWorker(self, service, instance, context)
         self.workers.append(worker)
         return worker
 
