@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynamo_local.sdk.places import Place
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Edge:
     """`source.link(target)`, and the module and line that said so."""
 
-    source: DynamoService
-    target: DynamoService
+    source: DynamoService[Any]
+    target: DynamoService[Any]
     module: str
     place: Place
 

@@ -50,4 +50,5 @@ def error_place(error: BaseException, base_dir: Path) -> Place | None:
     ]
     places = [place for place in places if os.path.dirname(place.file) != _SDK_FOLDER]
     own = [place for place in places if Path(place.file).is_relative_to(base_dir)]
-    return (own or places or [None])[-1]
+    found = own or places
+    return found[-1] if found else None

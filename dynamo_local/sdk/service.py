@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, cast, get_type_hints, overload
+from typing import Any, Generic, TypeVar, get_type_hints, overload
 
 from dynamo_local.core.types import Role
 from dynamo_local.errors import GraphError
@@ -211,7 +211,8 @@ def endpoint(name: Any = None, **options: Any) -> Any:
     """
     if options:
         raise _refused(
-            f"@endpoint({next(iter(options))}=…) is not supported: endpoints are served over NATS; HTTP is the Frontend's"
+            f"@endpoint({next(iter(options))}=…) is not supported: endpoints are served over NATS, "
+            "and HTTP by the Frontend"
         )
     if callable(name) and not isinstance(name, str):
         return _mark_endpoint(name, None)
@@ -305,8 +306,8 @@ def _endpoints(members: Mapping[str, Any]) -> dict[str, EndpointDecl]:
     return found
 
 
-def _config_model(config: Any) -> type | None:
+def _config_model(config: type | None) -> type | None:
     # Asked by its attributes: importing pydantic costs a tenth of a second, and most services declare no model.
     if config is not None and not (isinstance(config, type) and hasattr(config, "model_fields")):
         raise ValueError(f"config must be a pydantic model class, not {config!r}")
-    return cast("type | None", config)
+    return config

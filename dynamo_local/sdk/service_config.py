@@ -71,14 +71,13 @@ class ServiceConfig(dict[str, Any]):
         return cls(sections)
 
     def get(self, service: str, key: Any = None, default: Any = None) -> Any:
-        """`get(service, "key", default)` is one value; `get(service)` and `get(service, {})` are the section, as a dict's.
+        """`get(service, "key", default)` is one value; `get(service)` and `get(service, {})` are the whole section.
 
         A section is never a string, so a string in second place is a key.
         """
         if not isinstance(key, str):
             return super().get(service, key)
-        section = self.get_parsed_config(service)
-        return section[key] if key in section else default
+        return self.get_parsed_config(service).get(key, default)
 
     def require(self, service: str, key: str) -> Any:
         """One value, which must be there: else `ConfigError` (a `ValueError` in Dynamo)."""

@@ -1,0 +1,25 @@
+"""Configuration: YAML, environment and command line, checked once at the edge.
+
+graph = load_graph("graphs.disagg:Frontend", base_dir=Path.cwd())
+config = load_config(path, env=os.environ, overrides=["--VllmWorker.ServiceArgs.workers=2"])
+spec = resolve(graph, config, namespace=None)
+"""
+
+from __future__ import annotations
+
+from dynamo_local.config.json_schema import config_json_schema
+from dynamo_local.config.loading import Config, load_config
+from dynamo_local.config.overrides import parse_overrides
+from dynamo_local.config.resolve import planner_config, resolve
+from dynamo_local.config.schema import HostConfig, PlannerConfig
+
+__all__ = [
+    "Config",
+    "HostConfig",
+    "PlannerConfig",
+    "config_json_schema",
+    "load_config",
+    "parse_overrides",
+    "planner_config",
+    "resolve",
+]

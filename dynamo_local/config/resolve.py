@@ -1,0 +1,128 @@
+"""Decorators <- YAML <- command line: the graph as it will run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo_local.config.loading import COMMON, HOST, PLANNER, Config
+from dynamo_local.config.merge import SERVICE_ARGS
+from dynamo_local.config.schema import PlannerConfig, ServiceArgs
+from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
+from dynamo_local.errors import ConfigError
+from dynamo_local.sdk.checks import check_namespace, listing, nearest, parse_resources, parse_workers
+from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.sdk.service import DynamoService
+from dynamo_local.sdk.settings import validate_section
+
+DEFAULT_NAMESPACE = "dynamo"
+
+
+def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> GraphSpec:
+    """Merge what the decorators say with the configuration, and check all of it.
+
+    The namespace is the command line's, else the graph's, else `dynamo`. Raises `ConfigError`.
+    """
+    try:
+        name = check_namespace(namespace if namespace is not None else graph.namespace or DEFAULT_NAMESPACE)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    _check_sections(graph, config)
+    specs = tuple(_service_spec(service, graph, config) for service in graph.services.values())
+    spec = GraphSpec(namespace=name, target=graph.target, services=specs)
+    if PLANNER in config.sections:
+        _check_planner(planner_config(graph, config), spec)
+    return spec
+
+
+def planner_config(graph: LoadedGraph, config: Config) -> PlannerConfig:
+    """The `Planner` section, or the defaults. A graph's own Planner service with a model of its own keeps its keys."""
+    service = graph.services.get(PLANNER)
+    section = {} if service is not None and service.config_model is not None else config.service(PLANNER)
+    return validate_section(PlannerConfig, f"{config.source}: {PLANNER}", section)
+
+
+def _check_sections(graph: LoadedGraph, config: Config) -> None:
+    known = [*graph.services, COMMON, HOST, PLANNER]
+    for name in config.sections:
+        if name in known:
+            continue
+        declared = {dep.on.name for service in graph.services.values() for dep in service.depends.values()}
+        why = "does not run in this graph (nothing links it)" if name in declared else "is no service of this graph"
+        raise ConfigError(
+            f"{config.source}: the section {name!r} {why}; sections: {listing(known)}{nearest(name, known)}"
+        )
+
+    if SERVICE_ARGS in config.sections.get(PLANNER, {}) and PLANNER not in graph.services:
+        raise ConfigError(f"{config.source}: Planner: ServiceArgs has no effect, this graph has no Planner service")
+
+
+def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Config) -> ServiceSpec:
+    where = f"{config.source}: {service.name}"
+    values = config.service(service.name)
+    if service.config_model is not None:
+        validate_section(service.config_model, where, values)
+    args = validate_section(ServiceArgs, f"{where}.{SERVICE_ARGS}", config.service_args(service.name))
+    try:
+        workers = service.workers if args.workers is None else parse_workers(args.workers)
+        resources = parse_resources(args.resources, base=service.resources)
+    except ValueError as error:
+        raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}") from None
+    if service.role is Role.FRONTEND and workers > 1:
+        raise ConfigError(f"{where}.{SERVICE_ARGS}: workers is {workers}, but a frontend has one port and one worker")
+    return ServiceSpec(
+        name=service.name,
+        role=service.role,
+        workers=workers,
+        resources=resources,
+        envs={**service.envs, **(args.envs or {})},
+        config=values,
+        depends=tuple(dict.fromkeys(on.name for on in graph.bindings(service.name).values() if on is not None)),
+        endpoints=tuple(service.endpoints),
+        start_deadline_s=args.start_deadline_s,
+        drain_deadline_s=args.drain_deadline_s,
+    )
+
+
+def _check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
+    """What the options say about engines and models against what the graph says (planner-rules)."""
+    _check_model_name(planner, graph)
+    if planner.namespace not in (None, graph.namespace):
+        raise ConfigError(f"Planner: namespace is {planner.namespace!r}, but the graph's is {graph.namespace!r}")
+    held, smallest = 0, 0
+    for spec in graph.services:
+        if spec.role not in (Role.PREFILL, Role.DECODE, Role.AGGREGATED):
+            continue
+        option = "prefill_engine_num_gpu" if spec.role is Role.PREFILL else "decode_engine_num_gpu"
+        given = getattr(planner, option)
+        if given is not None and given != spec.resources.gpu:
+            raise ConfigError(
+                f"Planner: {option} is {given}, but {spec.name} asks for {spec.resources.gpu} GPUs per worker; "
+                f"leave {option} out, or make them agree"
+            )
+        held += spec.workers * spec.resources.gpu
+        smallest += spec.resources.gpu
+    if smallest > planner.max_gpu_budget:
+        raise ConfigError(
+            f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but one worker of each role needs {smallest} GPUs"
+        )
+    if held > planner.max_gpu_budget:
+        raise ConfigError(
+            f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but the graph starts with {held} GPUs; "
+            "raise it, or start fewer workers"
+        )
+
+
+def _check_model_name(planner: PlannerConfig, graph: GraphSpec) -> None:
+    for spec in graph.services:
+        served = _served_model_name(spec.config)
+        if spec.role is Role.FRONTEND and served and planner.served_model_name not in (None, served):
+            raise ConfigError(
+                f"Planner: served_model_name is {planner.served_model_name!r}, "
+                f"but {spec.name} serves {served!r}; make them agree"
+            )
+
+
+def _served_model_name(section: Mapping[str, Any]) -> str | None:
+    name = section.get("served_model_name")
+    return name if isinstance(name, str) else None

@@ -1,0 +1,133 @@
+"""The sections whose keys we know: `Host`, `Planner`, and each service's `ServiceArgs`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Gpus = Annotated[int, Field(ge=1)]
+
+_STRICT = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+_ENDPOINT = re.compile(r"(https?://)?[^\s/,]+:\d{1,5}")
+_NATS = re.compile(r"((nats|tls)://)?[^\s/,]+(:\d{1,5})?")
+
+
+def _gpus(value: Any) -> Any:
+    """`sim:8`, `"1,2,3"`, `[1, 2, 3]` or 3 (the device of index 3) -> the text of `--gpus`."""
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, str | int) or str(item).strip() == "" for item in items):
+        raise ValueError("must be sim:N, or indices or UUIDs of devices such as 0,1")
+    return ",".join(str(item).strip() for item in items)
+
+
+def _addresses(pattern: re.Pattern[str], example: str) -> Any:
+    def check(value: Any) -> Any:
+        items = value if isinstance(value, list) else value.split(",") if isinstance(value, str) else [value]
+        for item in items:
+            if not isinstance(item, str) or not pattern.fullmatch(item.strip()):
+                # The value is not shown: an address may hold a password.
+                raise ValueError(f"must be addresses such as {example}")
+        return ",".join(item.strip() for item in items)
+
+    return check
+
+
+def _names(value: Any) -> Any:
+    """`[MY_VAR, "MY_*"]`, or `"MY_VAR,MY_*"`."""
+    items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(
+        isinstance(item, str) and re.fullmatch(r"[\w*?\[\]!-]+", item) for item in items
+    ):
+        raise ValueError("must be a list of names or globs of environment variables")
+    return tuple(items)
+
+
+class HostConfig(BaseModel):
+    """What belongs to the machine. None where the environment or a default decides."""
+
+    model_config = _STRICT
+
+    gpus: Annotated[
+        str | None,
+        BeforeValidator(
+            lambda v: v if v is None else _gpus(v), json_schema_input_type=str | int | list[str | int] | None
+        ),
+    ] = None
+    """As for `--gpus`: `sim:8`, or indices and UUIDs joined by commas."""
+    etcd_endpoints: Annotated[
+        str | None,
+        BeforeValidator(
+            lambda v: v if v is None else _addresses(_ENDPOINT, "http://127.0.0.1:2379")(v),
+            json_schema_input_type=str | list[str] | None,
+        ),
+    ] = None
+    nats_server: Annotated[
+        str | None,
+        BeforeValidator(
+            lambda v: v if v is None else _addresses(_NATS, "nats://127.0.0.1:4222")(v),
+            json_schema_input_type=str | list[str] | None,
+        ),
+    ] = None
+    pass_env: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = ()
+
+
+class ServiceArgs(BaseModel):
+    """How many workers of a service, with what. Values of `resources` and `envs` are checked by `sdk.checks`."""
+
+    model_config = _STRICT
+
+    workers: Any = None
+    resources: Any = None
+    envs: Any = None
+    start_deadline_s: Seconds | None = None
+    drain_deadline_s: Seconds | None = None
+
+
+class PlannerConfig(BaseModel):
+    """Options of the load planner under Dynamo's names and defaults (planner-rules: options and defaults)."""
+
+    model_config = _STRICT
+
+    namespace: str | None = None
+    served_model_name: str | None = None
+    environment: Literal["local"] = "local"
+    no_operation: bool = False
+    log_dir: Path | None = None
+    adjustment_interval: Seconds = 30.0
+    """Seconds between adjustments."""
+    metric_pulling_interval: Seconds = 1.0
+    """Seconds between samples."""
+    max_gpu_budget: Gpus = 8
+    """GPUs that prefill and decode hold together, at most."""
+    min_gpu_budget: Gpus = 1
+    """GPUs below which neither prefill nor decode goes."""
+    decode_kv_scale_up_threshold: Fraction = 0.9
+    decode_kv_scale_down_threshold: Fraction = 0.5
+    prefill_queue_scale_up_threshold: Threshold = 0.5
+    prefill_queue_scale_down_threshold: Threshold = 0.2
+    decode_engine_num_gpu: Gpus | None = None
+    """None: the service's `resources.gpu`."""
+    prefill_engine_num_gpu: Gpus | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for what in ("decode_kv", "prefill_queue"):
+            down, up = getattr(self, f"{what}_scale_down_threshold"), getattr(self, f"{what}_scale_up_threshold")
+            if down >= up:
+                raise ValueError(f"{what}_scale_down_threshold ({down}) must be below {what}_scale_up_threshold ({up})")
+        if self.metric_pulling_interval > self.adjustment_interval:
+            raise ValueError(
+                f"metric_pulling_interval ({self.metric_pulling_interval}) must not exceed "
+                f"adjustment_interval ({self.adjustment_interval}): there would be intervals without a sample"
+            )
+        if self.min_gpu_budget > self.max_gpu_budget:
+            raise ValueError(
+                f"min_gpu_budget ({self.min_gpu_budget}) must not exceed max_gpu_budget ({self.max_gpu_budget})"
+            )
+        return self
