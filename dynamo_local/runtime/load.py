@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
-from dynamo_local.runtime.nats_errors import nats_call
+from dynamo_local.runtime.nats_errors import flush, nats_call
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class LoadPublisher:
         """Raises `NatsUnavailable`."""
         with nats_call(self._nats, "listen for load requests"):
             self._subscription = await self._nats.subscribe(load_subject(self._namespace), cb=self._on_request)
-            await self._nats.flush()
+            await flush(self._nats)
         self._loop_task = asyncio.create_task(self._run(), name=f"load of {self._watcher_name}")
 
     async def close(self) -> None:
@@ -234,7 +234,7 @@ class LoadView:
         """Raises `NatsUnavailable`."""
         with nats_call(self._nats, f"listen on {self._subject}"):
             self._subscription = await self._nats.subscribe(self._subject, cb=self._on_load)
-            await self._nats.flush()
+            await flush(self._nats)
 
     async def close(self) -> None:
         """Listen no more; what was heard grows old and becomes missing."""

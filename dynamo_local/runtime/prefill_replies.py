@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 
 from dynamo_local.errors import DeadlineExceeded, NatsUnavailable, RequestCancelled, WorkerLost, from_wire, to_wire
-from dynamo_local.runtime.nats_errors import nats_call
+from dynamo_local.runtime.nats_errors import flush, nats_call
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class PrefillReplies:
         if self._subscription is None:
             with nats_call(self._nats, "listen for prefill replies"):
                 self._subscription = await self._nats.subscribe(self._subject, cb=self._on_reply)
-                await self._nats.flush()  # else the first sender may find no responder yet
+                await flush(self._nats)  # else the first sender may find no responder yet
 
     async def close(self) -> None:
         """Stop listening: senders are told that nobody is there."""
@@ -93,7 +93,7 @@ class PrefillReplies:
             try:
                 with nats_call(self._nats, "stop listening for prefill replies"):
                     await self._subscription.unsubscribe()
-                    await self._nats.flush()  # else the next sender still finds a responder, which never answers
+                    await flush(self._nats)  # else the next sender still finds a responder, which never answers
             except NatsUnavailable as error:
                 log.debug("%s", error)
         self._subscription = None

@@ -12,6 +12,7 @@ from dynamo_local.errors import NatsUnavailable, WorkerBusy
 from dynamo_local.ports import QueueDepth
 from dynamo_local.runtime import prefill_queue
 from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.runtime.nats_errors import flush
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from tests.fakes.servers import RealNats
 
@@ -212,7 +213,7 @@ async def test_a_closed_worker_attracts_no_entries(queue: JetStreamPrefillQueue,
     pulling.cancel()
     await asyncio.gather(pulling, return_exceptions=True)
     await queue.close()
-    await nats.flush()
+    await flush(nats)
     await other.enqueue("r", {}, deadline_s=60)
     pulled = await other.pull(10)
     assert pulled is not None

@@ -73,7 +73,7 @@ class RecordingNats:
 
         return SimpleNamespace(unsubscribe=unsubscribe)
 
-    async def flush(self) -> None:
+    async def flush(self, timeout: int) -> None:
         """Nothing is buffered."""
 
     def times(self) -> list[float]:
