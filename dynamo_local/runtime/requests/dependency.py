@@ -117,7 +117,7 @@ class DependencyClient:
     def __init__(
         self, plane: Plane, kv: KeyValueStore, namespace: str, component: str, endpoints: Mapping[str, str]
     ) -> None:
-        self._component = component
+        self.component = component
         self._endpoints = dict(endpoints)
         self._make = lambda name: LazyEndpointClient(plane, kv, namespace, component, name)
         self._clients: dict[str, LazyEndpointClient] = {}
@@ -149,7 +149,7 @@ class DependencyClient:
     def __getattr__(self, name: str) -> Callable[..., PendingCall]:
         if name.startswith("_") or name not in self._endpoints:
             known = ", ".join(sorted(self.__dict__.get("_endpoints", ()))) or "none"
-            raise AttributeError(f"{self.__dict__.get('_component')} has no endpoint method {name!r}; it has: {known}")
+            raise AttributeError(f"{self.__dict__.get('component')} has no endpoint method {name!r}; it has: {known}")
 
         def method(payload: Any = None, **options: Any) -> PendingCall:
             return self._call(name, payload, _in_turn, options)

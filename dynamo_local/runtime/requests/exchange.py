@@ -45,6 +45,10 @@ class Exchange:
     def task(self) -> asyncio.Task[None]:
         return self._task
 
+    @property
+    def pending_bytes(self) -> int:
+        return 0 if self._sender is None else self._sender.pending_bytes
+
     def fail(self, error: errors.DynamoError) -> None:
         """Tell the caller `error` now, without waiting for the handler, which is cancelled."""
         if self._sender is not None:

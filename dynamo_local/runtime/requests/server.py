@@ -116,6 +116,11 @@ class EndpointServer:
         """Their request ids, in no order."""
         return tuple(exchange.context.request_id for exchange in self._exchanges)
 
+    @property
+    def pending_bytes(self) -> int:
+        """Produced and not yet taken by the kernel, over all requests; bounded for each of them."""
+        return sum(exchange.pending_bytes for exchange in self._exchanges)
+
     async def wait_idle(self, timeout_s: float) -> bool:
         """True once nothing is in flight *and* the linger window is over; False past the timeout."""
         try:

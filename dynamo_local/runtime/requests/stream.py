@@ -207,6 +207,11 @@ class ResponseStream:
         self._batch: list[Any] = []
         self._at = 0
 
+    @property
+    def unread_bytes(self) -> int:
+        """Received and not yet given to the reader: bounded, whatever the worker sends."""
+        return self._inbound.unread_bytes
+
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
