@@ -199,7 +199,8 @@ class StateStore:
 
 def _validated(path: Path, text: str) -> State:
     raw = parse(path, text)
-    if raw.get("schema_version") != SCHEMA_VERSION:
+    version = raw.get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:  # `True` equals 1, and is no version
         text = json.dumps(migrate(path, raw))
     try:
         return State.model_validate_json(text)

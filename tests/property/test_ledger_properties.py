@@ -1,0 +1,109 @@
+"""What holds for every sequence of allocations: each device in one place, none with two holders, none invented."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_local.core.gpus import GpuAsk, GpuLedger, link_score, plan
+from dynamo_local.core.topology import best_set
+from dynamo_local.errors import GpuError
+from dynamo_local.serve.inventory import SimInventory
+
+NAMES = ["a", "b", "c", "d"]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("allocate"), st.sampled_from(NAMES), st.integers(-1, 5)),
+        st.tuples(st.just("release"), st.sampled_from(NAMES), st.just(0)),
+        st.tuples(st.just("quarantine"), st.just(""), st.integers(0, 7)),
+        st.tuples(st.just("restore"), st.just(""), st.integers(0, 7)),
+        st.tuples(st.just("stranger"), st.just(""), st.integers(0, 7)),
+        st.tuples(st.just("idle"), st.just(""), st.integers(0, 7)),
+        st.tuples(st.just("vanish"), st.just(""), st.integers(0, 7)),
+    ),
+    max_size=30,
+)
+
+
+def step(ledger: GpuLedger, act: str, name: str, number: int) -> None:
+    """One act; a refusal is part of the game."""
+    devices = ledger.devices()
+    chosen = devices[number % len(devices)]
+    busy = replace(chosen, memory_used_bytes=2**36)
+    samples = {
+        "stranger": [busy if device is chosen else device for device in devices],
+        "idle": [replace(device, memory_used_bytes=0) if device is chosen else device for device in devices],
+        "vanish": [device for device in devices if device is not chosen],
+    }
+    try:
+        if act == "allocate":
+            ledger.allocate(name, number)
+        elif act == "release":
+            ledger.release(name)
+        elif act == "quarantine":
+            ledger.quarantine(chosen.uuid, "test")
+        elif act == "restore":
+            ledger.restore(chosen.uuid)
+        else:
+            ledger.observe(samples[act])
+    except GpuError:
+        return
+
+
+@given(count=st.integers(1, 8), steps=STEPS)
+def test_each_device_is_in_exactly_one_place(count: int, steps: list[tuple[str, str, int]]) -> None:
+    """free + held + quarantined + taken = total, with no device twice, after every step."""
+    physical = {device.uuid for device in SimInventory(count).sample()}
+    ledger = GpuLedger(SimInventory(count).sample())
+    for act, name, number in steps:
+        step(ledger, act, name, number)
+        held = [device.uuid for devices in ledger.holders().values() for device in devices]
+        free = [device.uuid for device in ledger.free()]
+        places = [*held, *free, *ledger.quarantined(), *ledger.taken()]
+        assert len(places) == len(set(places))
+        assert set(places) == physical
+
+
+@given(count=st.integers(0, 8), sizes=st.lists(st.integers(0, 4), max_size=6))
+def test_a_plan_fits_or_is_refused(count: int, sizes: list[int]) -> None:
+    """A plan gives each ask its number of distinct devices exactly if the total suffices."""
+    devices = SimInventory(count).sample()
+    asks = [GpuAsk(f"w{n}", "W", size) for n, size in enumerate(sizes)]
+    try:
+        result = plan(devices, asks)
+    except GpuError:
+        assert sum(sizes) > count
+        return
+    given_out = [device.uuid for chosen in result.values() for device in chosen]
+    assert [len(chosen) for chosen in result.values()] == sizes
+    assert len(given_out) == len(set(given_out)) == sum(sizes)
+
+
+@given(st.data())
+def test_no_set_has_a_stronger_weakest_link(data: st.DataObject) -> None:
+    """The search is exact: no pair-wise stronger set of that size exists."""
+    total = data.draw(st.integers(2, 7))
+    count = data.draw(st.integers(2, total))
+    pairs = list(combinations(range(total), 2))
+    drawn = data.draw(st.lists(st.integers(0, 5), min_size=len(pairs), max_size=len(pairs)))
+    scores = dict(zip(pairs, drawn, strict=True))
+
+    def score(a: int, b: int) -> int:
+        return scores[min(a, b), max(a, b)]
+
+    def weakest(chosen: tuple[int, ...]) -> int:
+        return min(score(a, b) for a, b in combinations(chosen, 2))
+
+    best = best_set(total, count, score)
+    assert weakest(best) == max(weakest(chosen) for chosen in combinations(range(total), count))
+    assert best == best_set(total, count, score)
+
+
+@given(a=st.integers(0, 7), b=st.integers(0, 7))
+def test_link_scores_are_symmetric(a: int, b: int) -> None:
+    """The wire between two devices is the same from either end."""
+    devices = SimInventory(8).sample()
+    assert link_score(devices[a], devices[b]) == link_score(devices[b], devices[a])

@@ -1,0 +1,129 @@
+"""Lifecycle and ledger together, driven at random: a GPU follows the process, never the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dynamo_local.core import lifecycle as lc
+from dynamo_local.core.gpus import GpuLedger
+from dynamo_local.core.lifecycle import IllegalTransition, apply
+from dynamo_local.core.types import WorkerState as S
+from dynamo_local.errors import GpuError
+from dynamo_local.serve.inventory import SimInventory
+
+TOTAL = 4
+NAMES = [f"dynamo_VllmWorker_{n}" for n in range(6)]
+ANY_EVENT: list[Callable[[str], lc.Event]] = [
+    lambda s: lc.Registered(stimulus_id=s, lease="ab"),
+    lambda s: lc.DrainRequested(stimulus_id=s),
+    lambda s: lc.LeaseRevoked(stimulus_id=s),
+    lambda s: lc.DrainCancelled(stimulus_id=s),
+    lambda s: lc.HealthFailed(stimulus_id=s, reason="hung"),
+    lambda s: lc.StartDeadlinePassed(stimulus_id=s, deadline_s=1.0),
+    lambda s: lc.DrainDeadlinePassed(stimulus_id=s, deadline_s=1.0),
+]
+
+
+class Host(RuleBasedStateMachine):
+    """A small arbiter over the pure parts: allocate before the spawn, release after the process is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = GpuLedger(SimInventory(TOTAL).sample())
+        self.states: dict[str, S] = {}
+        self.alive: set[str] = set()
+        self.stimuli = 0
+
+    @initialize()
+    def begin(self) -> None:
+        """All devices are free."""
+        assert len(self.ledger.free()) == TOTAL
+
+    def _apply(self, name: str, make: Callable[[str], lc.Event]) -> bool:
+        """False if it was illegal; then nothing has changed."""
+        self.stimuli += 1
+        before = self.states[name]
+        try:
+            self.states[name] = apply(before, make(f"test-{self.stimuli}"))
+        except IllegalTransition:
+            assert self.states[name] is before
+            return False
+        return True
+
+    @rule(name=st.sampled_from(NAMES), gpus=st.integers(1, 2))
+    def add(self, name: str, gpus: int) -> None:
+        """A new worker, or one whose process is gone, asks for devices; a shortage changes nothing."""
+        if name in self.alive:
+            return
+        state = self.states.setdefault(name, S.PENDING)
+        if state is S.BACKING_OFF:
+            event: Callable[[str], lc.Event] = lambda s: lc.BackoffElapsed(stimulus_id=s)  # noqa: E731
+        elif state is S.PENDING:
+            event = lambda s: lc.SpawnRequested(stimulus_id=s)  # noqa: E731
+        else:
+            return
+        try:
+            self.ledger.allocate(name, gpus)
+        except GpuError:
+            assert len(self.ledger.free()) < gpus
+            return
+        assert self._apply(name, event)
+        self.alive.add(name)
+        assert self._apply(name, lambda s: lc.Spawned(stimulus_id=s, pid=1))
+
+    @precondition(lambda self: self.states)
+    @rule(data=st.data(), make=st.sampled_from(ANY_EVENT))
+    def happen(self, data: st.DataObject, make: Callable[[str], lc.Event]) -> None:
+        """Anything that does not begin or end a process, legal or not."""
+        self._apply(data.draw(st.sampled_from(sorted(self.states))), make)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), code=st.sampled_from([0, 1, -9, None]))
+    def exit(self, data: st.DataObject, code: int | None) -> None:
+        """A process ends: legal wherever there is one, and its devices come back."""
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        assert self._apply(name, lambda s: lc.ProcessExited(stimulus_id=s, exit_code=code))
+        self.alive.remove(name)
+        self.ledger.release(name)
+
+    @precondition(lambda self: any(name not in self.alive for name in self.states))
+    @rule(data=st.data(), choice=st.sampled_from(["back off", "fault", "restart", "remove"]))
+    def decide(self, data: st.DataObject, choice: str) -> None:
+        """The restart policy, given only once the process is gone."""
+        name = data.draw(st.sampled_from(sorted(name for name in self.states if name not in self.alive)))
+        makers: dict[str, Callable[[str], lc.Event]] = {
+            "back off": lambda s: lc.BackoffStarted(stimulus_id=s, delay_s=1.0),
+            "fault": lambda s: lc.Faulted(stimulus_id=s, reason="test"),
+            "restart": lambda s: lc.RestartRequested(stimulus_id=s),
+            "remove": lambda s: lc.Removed(stimulus_id=s),
+        }
+        self._apply(name, makers[choice])
+
+    @invariant()
+    def devices_add_up(self) -> None:
+        """free + held = total, and no device has two holders."""
+        held = [device.uuid for devices in self.ledger.holders().values() for device in devices]
+        assert len(held) == len(set(held))
+        assert len(held) + len(self.ledger.free()) == TOTAL
+
+    @invariant()
+    def devices_follow_processes(self) -> None:
+        """Exactly the workers with a process hold devices, whatever their state says."""
+        assert set(self.ledger.holders()) == self.alive
+
+    @invariant()
+    def states_and_processes_agree(self) -> None:
+        """A state with a process has one, a state without has none."""
+        for name, state in self.states.items():
+            if state in lc.WITH_PROCESS:
+                assert name in self.alive
+            if state in lc.WITHOUT_PROCESS:
+                assert name not in self.alive
+
+
+TestHost = Host.TestCase
+TestHost.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

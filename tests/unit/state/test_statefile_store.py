@@ -1,0 +1,375 @@
+"""The store: nothing lost, nothing torn, nothing that is not ours removed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from dynamo_local.errors import StateError
+from dynamo_local.state import ComponentEntry, EntryResources, Removal, State, StateMissing, StateStore, read_raw
+from dynamo_local.state import store as store_module
+
+RUN, OTHER_RUN = "01JD3YQZ8E6W4T1V0K2M5N7P9R", "01JD3YQZ8E6W4T1V0K2M5N7P9S"
+NAME = "dynamo_VllmWorker"
+
+
+def state(run_id: str = RUN, workers: int = 1) -> State:
+    """A small graph of decode workers."""
+    names = ["dynamo_VllmWorker", *(f"dynamo_VllmWorker_{n}" for n in range(1, workers))]
+    entries = {name: ComponentEntry(watcher_name=name, component="VllmWorker") for name in names}
+    return State(namespace="dynamo", run_id=run_id, components=entries)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> StateStore:
+    """A store with a file in it."""
+    store = StateStore(tmp_path / "state" / "dynamo.json")
+    store.create(state())
+    return store
+
+
+def test_a_change_is_committed(store: StateStore) -> None:
+    """What the block changed is what the next reader sees."""
+    with store.transaction() as current:
+        current.components[NAME].lease = "694d967da694ea1a"
+    assert store.read().components[NAME].lease == "694d967da694ea1a"
+
+
+def test_a_failed_block_changes_nothing(store: StateStore) -> None:
+    """An exception leaves the file as it was, and the lock free."""
+    before = store.path.read_bytes()
+
+    def fail(current: State) -> None:
+        current.components.clear()
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        store.update(fail)
+    assert store.path.read_bytes() == before
+    store.update(lambda current: None)
+
+
+def test_an_invalid_change_is_refused_before_it_is_written(store: StateStore) -> None:
+    """Two holders of one GPU, or a wrong type: `StateError` naming the field, and the file stays."""
+
+    def wrong_type(current: State) -> None:
+        current.components[NAME].pid = "4711"  # type: ignore[assignment]
+
+    def two_holders(current: State) -> None:
+        for name in (f"{NAME}_1", f"{NAME}_2"):
+            resources = EntryResources(gpu_uuids=["GPU-x"])
+            current.components[name] = ComponentEntry(watcher_name=name, component="VllmWorker", resources=resources)
+
+    before = store.path.read_bytes()
+    with pytest.raises(StateError, match=f"{NAME}.pid: Input should be a valid integer"):
+        store.update(wrong_type)
+    with pytest.raises(StateError, match="GPU-x is held by"):
+        store.update(two_holders)
+    assert store.path.read_bytes() == before
+
+
+def test_a_transaction_that_changes_nothing_writes_nothing(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading under the lock costs no fsync."""
+
+    def no_write(path: Path, data: bytes) -> None:
+        raise AssertionError("written")
+
+    monkeypatch.setattr(store_module, "_write_durably", no_write)
+    assert store.update(lambda current: current.components[NAME].component) == "VllmWorker"
+
+
+async def test_an_update_from_the_loop_runs_in_a_thread(store: StateStore) -> None:
+    """The event loop is not blocked by the commit, and many at once lose nothing."""
+    threads = set()
+
+    def bump(current: State) -> int:
+        threads.add(threading.current_thread())
+        current.components[NAME].restarts += 1
+        return current.components[NAME].restarts
+
+    results = await asyncio.gather(*(store.aupdate(bump) for _ in range(20)))
+    assert sorted(results) == list(range(1, 21))
+    assert threading.main_thread() not in threads
+
+
+INCREMENTER = """
+import sys
+from pathlib import Path
+from dynamo_local.state import StateStore
+store = StateStore(Path(sys.argv[1]), lock_timeout_s=30)
+for _ in range(int(sys.argv[2])):
+    with store.transaction() as state:
+        state.components["dynamo_VllmWorker"].restarts += 1
+"""
+
+
+def incrementer(store: StateStore, times: int) -> subprocess.Popen[bytes]:
+    """Another process that counts up in the file."""
+    return subprocess.Popen([sys.executable, "-c", INCREMENTER, str(store.path), str(times)])
+
+
+def test_two_processes_lose_no_update(store: StateStore) -> None:
+    """lesson 9: one lock spans read and write, so 2 x 60 increments are 120."""
+    writers = [incrementer(store, 60) for _ in range(2)]
+    assert [writer.wait(50) for writer in writers] == [0, 0]
+    assert store.read().components[NAME].restarts == 120
+
+
+def test_a_reader_never_sees_a_torn_file(tmp_path: Path) -> None:
+    """lesson 9: without a lock, beside a writer of a large file, every read is whole, valid and not older."""
+    store = StateStore(tmp_path / "dynamo.json")
+    store.create(state(workers=64))
+    writer = incrementer(store, 60)
+    reads, last = 0, 0
+    try:
+        while writer.poll() is None:
+            restarts = read_raw(store.path)["components"][NAME]["restarts"]
+            assert restarts >= last
+            reads, last = reads + 1, restarts
+    finally:
+        writer.kill()
+        writer.wait(5)
+    assert writer.returncode == 0
+    assert reads > 20
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dynamo_local.state import StateStore
+from dynamo_local.state import store as module
+
+def die(*args): os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[2] == "before replace":
+    Path.replace = die
+else:
+    module._fsync_folder = die
+with StateStore(Path(sys.argv[1])).transaction() as state:
+    state.components["dynamo_VllmWorker"].restarts = 7
+"""
+
+
+@pytest.mark.parametrize(("moment", "restarts"), [("before replace", 0), ("after replace", 7)])
+def test_a_crash_in_the_commit_leaves_the_old_or_the_new_file(store: StateStore, moment: str, restarts: int) -> None:
+    """lesson 9: killed between the temporary file and the replace, or after it; the lock is free either way."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(store.path), moment], timeout=30, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert store.read().components[NAME].restarts == restarts
+    store.update(lambda current: current.components[NAME].__setattr__("restarts", 9))
+    assert store.read().components[NAME].restarts == 9
+    assert visible(store) == ["dynamo.json"]
+
+
+def visible(store: StateStore) -> list[str]:
+    """Files in the folder, our own hidden lock aside."""
+    return sorted(path.name for path in store.path.parent.iterdir() if not path.name.endswith(".lock"))
+
+
+def test_a_full_disk_leaves_the_old_file(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says so, and the file stays valid."""
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = store.path.read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with (
+        pytest.raises(StateError, match="cannot be written: No space left on device; the previous version is kept"),
+        store.transaction() as current,
+    ):
+        current.components[NAME].restarts = 1
+    assert store.path.read_bytes() == before
+
+
+def test_the_wait_for_the_lock_has_a_deadline(store: StateStore) -> None:
+    """lesson 12: another process that sits on the lock gives a named outcome, not a hang."""
+    impatient = StateStore(store.path, lock_timeout_s=0.05)
+    with (
+        FileLock(store.path.with_name(".dynamo.json.lock")),
+        pytest.raises(StateError, match=r"locked by another process for 0\.05 s"),
+        impatient.transaction(),
+    ):
+        pass
+
+
+def test_threads_that_wait_have_the_same_deadline(store: StateStore) -> None:
+    """A nested transaction (or a stuck thread) on one store ends with the same error."""
+    impatient = StateStore(store.path, lock_timeout_s=0.05)
+    with impatient.transaction(), pytest.raises(StateError, match="was locked"), impatient.transaction():
+        pass
+
+
+def test_only_our_own_file_is_removed(store: StateStore) -> None:
+    """lesson 10: leaving takes this namespace's file alone; another namespace's stays, and so does the folder."""
+    sibling = StateStore(store.path.with_name("other.json"))
+    sibling.create(State(namespace="other", run_id=OTHER_RUN))
+    assert store.remove_if_owned(RUN) is Removal.REMOVED
+    assert visible(store) == ["other.json"]
+    assert store.remove_if_owned(RUN) is Removal.ABSENT
+
+
+def test_a_file_of_another_run_is_not_removed(store: StateStore) -> None:
+    """lesson 10: a late leaver finds its successor's file and leaves it."""
+    store.rewrite(state(OTHER_RUN))
+    assert store.remove_if_owned(RUN) is Removal.NOT_OURS
+    assert store.read().run_id == OTHER_RUN
+
+
+def test_a_broken_file_is_nobodys(store: StateStore) -> None:
+    """lesson 10: what cannot be read may hold somebody's evidence; leaving does not remove it."""
+    store.path.write_text("{")
+    assert store.remove_if_owned(RUN) is Removal.NOT_OURS
+    assert store.path.read_text() == "{"
+
+
+def test_a_worker_of_an_old_run_does_not_write_into_its_successors_file(store: StateStore) -> None:
+    """A store made for a run refuses the file of another."""
+    worker = StateStore(store.path, run_id=RUN)
+    worker.update(lambda current: current.components[NAME].__setattr__("lease", "ab"))
+    store.rewrite(state(OTHER_RUN))
+    with pytest.raises(StateError, match=f"belongs to run {OTHER_RUN}, not to ours"), worker.transaction():
+        pass
+
+
+def test_a_worker_never_repairs_a_broken_file(store: StateStore) -> None:
+    """A transaction on it fails, naming file and place; the bytes stay as they were found."""
+    store.path.write_text('{"schema_version": 1, "names')
+    with pytest.raises(StateError, match=f"{store.path} is not valid JSON"), store.transaction():
+        pass
+    assert store.path.read_text() == '{"schema_version": 1, "names'
+    assert visible(store) == ["dynamo.json"]
+
+
+def test_the_arbiter_sets_a_broken_file_aside_and_writes_its_own_view(store: StateStore) -> None:
+    """Kept as `.corrupt-<time>`, and a second one beside it: neither overwrites the other."""
+    kept = []
+    for text in ("{", "[]"):
+        store.path.write_text(text)
+        aside = store.rewrite(state())
+        assert aside is not None
+        assert aside.name.startswith("dynamo.json.corrupt-2")
+        kept.append(aside)
+    assert [path.read_text() for path in kept] == ["{", "[]"]
+    assert store.read() == state()
+    assert store.rewrite(state(OTHER_RUN)) is None
+
+
+def test_a_broken_file_can_be_set_aside_alone(store: StateStore) -> None:
+    """`serve` at start, with no view of its own yet; a sound file and an absent one are left as they are."""
+    assert store.set_aside_if_broken() is None
+    store.path.write_text("")
+    aside = store.set_aside_if_broken()
+    assert aside is not None
+    assert visible(store) == [aside.name]
+    assert store.set_aside_if_broken() is None
+
+
+def test_an_invalid_view_does_not_move_the_old_file(store: StateStore) -> None:
+    """The new view is validated before the broken file is renamed."""
+    store.path.write_text("{")
+    wrong = state()
+    wrong.run_id = "no good"
+    with pytest.raises(StateError, match="run_id"):
+        store.rewrite(wrong)
+    assert visible(store) == ["dynamo.json"]
+
+
+def test_create_refuses_a_file_that_is_there(store: StateStore) -> None:
+    """Readable or not: whoever starts says what to do with it."""
+    with pytest.raises(StateError, match="exists already"):
+        store.create(state())
+    store.path.write_text("{")
+    with pytest.raises(StateError, match="exists already"):
+        store.create(state())
+
+
+def test_a_missing_file_is_not_made_by_a_transaction(tmp_path: Path) -> None:
+    """A worker that outlived its arbiter learns that the file is gone."""
+    store = StateStore(tmp_path / "dynamo.json")
+    with pytest.raises(StateMissing), store.transaction():
+        pass
+    assert visible(store) == []
+
+
+def test_folder_and_file_are_private(tmp_path: Path) -> None:
+    """0700 and 0600 under any umask, also where the folder was wider before."""
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o755)
+    old = os.umask(0)
+    try:
+        store = StateStore(folder / "dynamo.json")
+        store.create(state())
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner is checked before anything is written there."""
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(StateError, match="not to you; set DYN_LOCAL_STATE_DIR"):
+        StateStore(tmp_path / "dynamo.json").create(state())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """The error says which folder and why."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match="cannot be used for statefiles"):
+        StateStore(tmp_path / "file" / "dynamo.json").create(state())
+
+
+def test_a_token_in_the_environment_reaches_no_file(tmp_path: Path) -> None:
+    """lesson 11: a writer whose environment is full of secrets leaves none in the folder."""
+    code = (
+        "import sys; from pathlib import Path; from dynamo_local.state import *\n"
+        "store = StateStore(Path(sys.argv[1]))\n"
+        "store.create(State(namespace='dynamo', run_id=new_run_id()))\n"
+        "with store.transaction() as s: s.nats_token_file = '/run/nats.token'\n"
+    )
+    env = {**os.environ, "HF_TOKEN": "hush-hush", "NATS_PASSWORD": "hush-hush"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "dynamo.json")], env=env, timeout=30, check=True)
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert json.loads((tmp_path / "dynamo.json").read_text())["nats_token_file"] == "/run/nats.token"
+    assert not [text for text in texts if "hush-hush" in text]
+
+
+def test_reading_the_file_for_status_imports_nothing_heavy() -> None:
+    """`dynamo status` is quick because `read_raw` brings neither pydantic nor filelock."""
+    code = (
+        "import sys; from dynamo_local.state import read_raw, statefile_path\n"
+        "sys.exit(','.join({'pydantic', 'filelock', 'asyncio'} & sys.modules.keys()) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_bare_package_name_is_refused() -> None:
+    """`import state` is a user's own module or nothing, never ours."""
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", "import state"], cwd=root, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert "import dynamo_local.state, not the bare 'state'" in done.stderr
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    """The lazy package behaves like any other."""
+    import dynamo_local.state as package
+
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = package.nothing
+    assert all(hasattr(package, name) for name in package.__all__)
