@@ -55,6 +55,7 @@ class FakeStream:
 
     async def batches(self) -> AsyncIterator[list[Any]]:
         for step in self._script:
+            await asyncio.sleep(0)  # frames come through the event loop
             if isinstance(step, asyncio.Event):
                 await step.wait()
             elif isinstance(step, BaseException):

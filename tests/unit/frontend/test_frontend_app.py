@@ -329,9 +329,7 @@ async def test_a_stream_that_ends_badly_after_its_last_item_is_complete(house: M
         assert "error" not in response.text
 
 
-async def test_a_processor_that_lingers_after_its_last_item_is_cut_off(
-    house: Make, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_processor_that_lingers_after_its_last_item_is_cut_off(house: Make, monkeypatch: pytest.MonkeyPatch):
     """lesson 12: the wait for a stream's end is bounded."""
     monkeypatch.setattr("dynamo_local.components.openai.generation.END_WAIT_S", 0.01)
     made = house(FakeEndpoint([*answer("Hello"), asyncio.Event()]))
