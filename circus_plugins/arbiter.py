@@ -62,7 +62,7 @@ class WorkerProcess(Process):  # type: ignore[misc]
                 close_fds=True,
                 pass_fds=tuple(watcher.inherited_fds),
                 # GRPC_ENABLE_FORK_SUPPORT=0 makes a fork beside live channels safe: 0 of 800 died, else 21 %.
-                preexec_fn=in_child,  # noqa: PLW1509
+                preexec_fn=in_child,
             )
         finally:
             os.close(fd)

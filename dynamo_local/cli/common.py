@@ -47,7 +47,9 @@ def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties
     Plain pyzmq: circus's client pulls in tornado and psutil, a third of `dynamo status`'s time.
     """
     if not paths.control_socket.exists():
-        raise NotRunning(f"nothing runs in namespace {paths.namespace!r} (no {paths.control_socket}); try `dynamo serve`")
+        raise NotRunning(
+            f"nothing runs in namespace {paths.namespace!r} (no {paths.control_socket}); try `dynamo serve`"
+        )
     import zmq
 
     context = zmq.Context()

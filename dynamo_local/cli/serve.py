@@ -112,7 +112,9 @@ def _follow(child: subprocess.Popen[bytes], report: Path, errors: Path) -> int:
             for record in _records(file):
                 if record["kind"] == "ready":
                     facts = record["facts"]
-                    click.echo(f"ready: {facts.get('frontend_url') or facts['namespace']} (in {facts['seconds']:.1f} s)")
+                    click.echo(
+                        f"ready: {facts.get('frontend_url') or facts['namespace']} (in {facts['seconds']:.1f} s)"
+                    )
                     child.returncode = 0  # it lives on: Popen must not complain about a running child
                     return 0
                 if record["kind"] == "failed":

@@ -103,7 +103,9 @@ class EmbeddedServers:
             ran_s = self._clock.now_s() - self._started_s[name]
             delay_s = RESTART_DELAY_S if ran_s > RAN_WELL_S else self._delays_s.get(name, RESTART_DELAY_S)
             self._delays_s[name] = min(delay_s * 2, RESTART_DELAY_MAX_S)
-            log.warning("%s ended with exit code %s after %.1f s; starting it again in %.1f s", name, code, ran_s, delay_s)
+            log.warning(
+                "%s ended with exit code %s after %.1f s; starting it again in %.1f s", name, code, ran_s, delay_s
+            )
             task = asyncio.ensure_future(self._restart(name, delay_s))
             self._restarts.add(task)
             task.add_done_callback(self._restarts.discard)

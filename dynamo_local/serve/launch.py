@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import logging.handlers
 import os
@@ -75,7 +74,8 @@ def build_deployment(options: ServeOptions, environ: Mapping[str, str], cwd: Pat
         gpus_option=gpus_option or "all",
         etcd_endpoints=environ.get("ETCD_ENDPOINTS") or config.host.etcd_endpoints,
         nats_server=environ.get("NATS_SERVER") or config.host.nats_server,
-        config_sections=json.loads(config.service_config_json()),
+        config_sections=config.masked_sections(),
+        state_config_json=config.service_config_json(masked=True),
     )
 
 

@@ -78,7 +78,9 @@ class Leaving:
             await self._fleet.apply({worker.name: event})
         kill_session(pid)
         if not await self._fleet.until(lambda: not worker.runs, self._clock.now_s() + KILLED_GONE_S):
-            self._view.event(f"{worker.name}: pid {pid} is still there {KILLED_GONE_S:g} s after SIGKILL (stuck driver?)")
+            self._view.event(
+                f"{worker.name}: pid {pid} is still there {KILLED_GONE_S:g} s after SIGKILL (stuck driver?)"
+            )
 
 
 def _signal(worker: Worker, signum: signal.Signals) -> None:
@@ -87,5 +89,3 @@ def _signal(worker: Worker, signum: signal.Signals) -> None:
             os.kill(worker.pid, signum)
         except ProcessLookupError:
             return  # it left by itself a moment ago; its exit is on the way to us
-
-

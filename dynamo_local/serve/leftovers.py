@@ -62,7 +62,7 @@ def _end(pid: int) -> None:
     deadline_s = time.monotonic() + GONE_TIMEOUT_S
     while is_alive(pid) or (session == pid and any(session_members(session))):
         if time.monotonic() > deadline_s:
-            raise DynamoError(f"pid {pid} of a killed run does not end {GONE_TIMEOUT_S:g} s after SIGKILL; see `ps {pid}`")
+            raise DynamoError(
+                f"pid {pid} of a killed run does not end {GONE_TIMEOUT_S:g} s after SIGKILL; see `ps {pid}`"
+            )
         time.sleep(0.01)
-
-

@@ -6,7 +6,6 @@ Everything that can be refused is refused here or earlier; the supervisor only c
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +50,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The whole run. `etcd_endpoints`/`nats_server` are None where we start our own server."""
+    """The whole run. `etcd_endpoints`/`nats_server` are None where we start our own server.
+
+    `config_sections` and `state_config_json` have secrets masked: they are shown, and kept in the statefile.
+    """
 
     graph: GraphSpec
     run_id: str
@@ -63,6 +65,7 @@ class Deployment:
     etcd_endpoints: str | None
     nats_server: str | None
     config_sections: Mapping[str, Any] = field(default_factory=dict)
+    state_config_json: str = "{}"
 
     def describe(self) -> dict[str, Any]:
         """For `--dry-run`: configuration, watchers, GPUs and environments, secrets masked."""
@@ -109,7 +112,9 @@ def plan_workers(
 
     `environ` is the caller's whole environment: only what the allow-list and `pass_env` admit goes further.
     """
-    names = [(spec, watcher_name(graph.namespace, spec.name, n)) for spec in graph.services for n in range(spec.workers)]
+    names = [
+        (spec, watcher_name(graph.namespace, spec.name, n)) for spec in graph.services for n in range(spec.workers)
+    ]
     asks = [GpuAsk(watcher_name=name, service=spec.name, gpu=spec.resources.gpu) for spec, name in names]
     given: Mapping[str, tuple[GpuDevice, ...]] = plan(devices, asks) if settings.pin_gpus else {}
     base = allowed_env(environ, settings.pass_env)
@@ -161,7 +166,7 @@ def worker_env(
             "DYN_STATEFILE": str(paths.statefile),
             "DYN_LEASE_TTL_S": str(settings.lease_ttl_s),
             "DYNAMO_SERVICE_CONFIG": service_config_json,
-            "DYN_ARBITER_PID": str(os.getpid()),
+            "DYN_START_DEADLINE_S": str(spec.start_deadline_s or settings.start_deadline_s),
             "PYTHONUNBUFFERED": "1",
             "GRPC_ENABLE_FORK_SUPPORT": "0",
         }

@@ -29,7 +29,7 @@ from dynamo_local.serve.logs import Interleaver, rotate, tail
 from dynamo_local.serve.plan import Deployment, WatcherPlan
 from dynamo_local.serve.processes import become_subreaper, kill_session, start_time_s
 from dynamo_local.serve.progress import Row, View
-from dynamo_local.state import Environment, State, StateStore, SystemResources, masked
+from dynamo_local.state import Environment, State, StateStore, SystemResources
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Supervisor:
             target=deployment.graph.target,
             gpus=deployment.gpus_option,
             environment=Environment(
-                DYNAMO_SERVICE_CONFIG=json.dumps(masked(deployment.config_sections)),
+                DYNAMO_SERVICE_CONFIG=deployment.state_config_json,
                 SYSTEM_RESOURCES=SystemResources(
                     total_gpus=len(deployment.gpus), gpu_info=[str(device.index) for device in deployment.gpus]
                 ),
@@ -176,7 +176,9 @@ class Supervisor:
             probe_etcd(env["ETCD_ENDPOINTS"], INFRA_TIMEOUT_S), probe_nats(env["NATS_SERVER"], token, INFRA_TIMEOUT_S)
         )
         self.kv = await EtcdStore.connect(env["ETCD_ENDPOINTS"])
-        self.nats = await connect_nats(env["NATS_SERVER"], token_file, name=f"{self.deployment.graph.namespace}-arbiter")
+        self.nats = await connect_nats(
+            env["NATS_SERVER"], token_file, name=f"{self.deployment.graph.namespace}-arbiter"
+        )
         namespace = self.deployment.graph.namespace
         self._background(self._follow_registrations())
         self._background(self._sample_load(LoadSampler(self.nats, namespace)))
@@ -459,4 +461,3 @@ def _worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "log_file": str(worker.plan.log_file),
         "load": None if load is None else {name: getattr(load, name) for name in type(load).__slots__},
     }
-

@@ -1,8 +1,8 @@
 """One worker process: etcd lease, endpoints, the component itself, and leaving without losing a request.
 
-    connect -> grant a lease -> make the component, run its start hooks -> wait for what it depends on
-    -> serve its endpoints on NATS -> register them in etcd -> ready
-    -> (SIGTERM, or the lease is revoked) deregister -> take nothing new -> finish -> shut down -> exit 0
+connect -> grant a lease -> make the component, run its start hooks -> wait for what it depends on
+-> serve its endpoints on NATS -> register them in etcd -> ready
+-> (SIGTERM, or the lease is revoked) deregister -> take nothing new -> finish -> shut down -> exit 0
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.config import settings_of
-from dynamo_local.core.types import Instance, Load, WorkerState, instance_key, lease_hex
-from dynamo_local.errors import ConfigError, DynamoError, StartTimedOut, StateError
+from dynamo_local.core.types import Load, WorkerState, instance_key, lease_hex
+from dynamo_local.errors import ConfigError, DynamoError, InvalidRequest, StartTimedOut, StateError
 from dynamo_local.ports import EndpointClient, PrefillQueue
-from dynamo_local.runtime.discovery import instance_to_value, subject_for
+from dynamo_local.runtime.discovery import instance_to_value, make_instance, subject_for
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.runtime.lease import LeaseKeeper
 from dynamo_local.runtime.load import LoadPublisher
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from dynamo_local.runtime.prefill_replies import PrefillReplies
-from dynamo_local.runtime.requests import DependencyClient, EndpointServer, RequestPlane
-from dynamo_local.sdk import bind_dependencies, dynamo_context
+from dynamo_local.runtime.requests import DependencyClient, EndpointServer, Handler, RequestContext, RequestPlane
+from dynamo_local.sdk import dynamo_context
 from dynamo_local.sdk.context import set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
+from dynamo_local.sdk.settings import load_settings
 from dynamo_local.state import State, StateStore
 
 log = logging.getLogger("dynamo_local.worker")
@@ -89,7 +89,7 @@ class Identity:
 class WorkerProcess:
     """The process's one worker. It is also the component's `sdk.context.WorkerContext`."""
 
-    def __init__(self, graph: LoadedGraph, service: DynamoService, identity: Identity) -> None:
+    def __init__(self, graph: LoadedGraph, service: DynamoService[Any], identity: Identity) -> None:
         self.graph = graph
         self.service = service
         self.identity = identity
@@ -97,7 +97,7 @@ class WorkerProcess:
         self.component = identity.component
         self.watcher_name = identity.watcher_name
         self.run_id = identity.run_id
-        self.settings = settings_of(service, os.environ)
+        self.settings = load_settings(service)
         self.clock = AsyncioClock()
         self.draining = asyncio.Event()
         self.kv: Any = None
@@ -193,14 +193,15 @@ class WorkerProcess:
         await self._commit(self._write_identity)
         set_current_context(self)
         dynamo_context.update(self._dynamo_context())
-        instance = self.service.inner()
-        dependencies = await self._bind(instance)
+        clients = self._clients()
+        instance = self.service.create(clients)
         self._waiting_for = f"{self.component}'s start hooks"
         for hook in self.service.on_start:
             await getattr(instance, hook)()
-        for name, dependency in dependencies.items():
-            self._waiting_for = f"a worker of {name}"
-            await dependency.wait_ready(identity.start_deadline_s)
+        for client in clients.values():
+            if client is not None:
+                self._waiting_for = f"a worker of {client.component}"
+                await client.wait_ready(identity.start_deadline_s)
         await self._serve(instance)
         await self._register()
         log.info("ready: lease %s, endpoints %s", lease_hex(self.lease_id), ", ".join(self.service.endpoints) or "none")
@@ -222,16 +223,12 @@ class WorkerProcess:
             "lease": self._lease,
         }
 
-    async def _bind(self, instance: Any) -> dict[str, DependencyClient]:
-        """Clients for the `depends(...)` of the component that run in this graph; None for optional ones that do not."""
-        clients: dict[str, DependencyClient | None] = {}
-        for attribute, dependency in self.service.depends.items():
-            other = self.graph.services.get(dependency.on.name)
-            clients[attribute] = None if other is None else self._dependency(other)
-        bind_dependencies(instance, clients)
-        return {client.component: client for client in clients.values() if client is not None}
+    def _clients(self) -> dict[str, DependencyClient | None]:
+        """Clients for the component's `depends(...)`, by attribute; None for an optional one that does not run."""
+        bindings = self.graph.bindings(self.service.name)
+        return {attribute: None if other is None else self._client_of(other) for attribute, other in bindings.items()}
 
-    def _dependency(self, other: DynamoService) -> DependencyClient:
+    def _client_of(self, other: DynamoService[Any]) -> DependencyClient:
         methods = {declared.method: name for name, declared in other.endpoints.items()}
         return DependencyClient(self._plane, self.kv, self.namespace, other.name, methods)
 
@@ -241,7 +238,8 @@ class WorkerProcess:
         if self._load is not None and LOAD_ENDPOINT not in handlers:
             handlers[LOAD_ENDPOINT] = self._load_metrics
         for name, handler in handlers.items():
-            server = EndpointServer(self.nats, subject=self._subject(name), handler=_adapt(handler), name=name)
+            model = self.service.request_model(name) if name in self.service.endpoints else None
+            server = EndpointServer(self.nats, subject=self._subject(name), handler=_adapt(handler, model), name=name)
             await server.start()
             self._servers.append(server)
         if self._load is not None:
@@ -277,8 +275,7 @@ class WorkerProcess:
         await self._lease.register(lambda lease: f"{prefix}:{lease_hex(lease)}", lambda _lease: value)
 
     def _value(self, endpoint: str, lease: int) -> bytes:
-        subject = subject_for(self.namespace, self.component, endpoint, lease)
-        return instance_to_value(Instance(self.namespace, self.component, endpoint, lease, subject))
+        return instance_to_value(make_instance(self.namespace, self.component, endpoint, lease))
 
     def _ready_key(self, lease: int) -> str:
         return f"{self.namespace}/workers/{self.watcher_name}:{lease_hex(lease)}"
@@ -360,9 +357,19 @@ class WorkerProcess:
         await self.kv.close()
 
 
-def _adapt(handler: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Endpoints take the request alone, as Dynamo's do; the request plane also offers its context."""
-    return lambda payload, _context: handler(payload)
+def _adapt(handler: Callable[..., Any], model: Any) -> Handler:
+    """Endpoints take the request alone, as Dynamo's do, as the pydantic model with which they annotate it."""
+    if model is None:
+        return lambda payload, _context: handler(payload)
+
+    def validated(payload: Any, _context: RequestContext) -> Any:
+        try:
+            request = model.model_validate(payload)
+        except ValueError as error:
+            raise InvalidRequest(f"the request is no {model.__name__}: {error}") from None
+        return handler(request)
+
+    return validated
 
 
 async def _until_idle(server: EndpointServer) -> None:
