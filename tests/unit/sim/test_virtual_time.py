@@ -1,0 +1,50 @@
+"""The virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from dynamo_local.clock import AsyncioClock, VirtualDeadlock, run_virtual
+
+
+def test_an_hour_of_sleeps_passes_in_no_time() -> None:
+    """In order, to the moment, with the ordinary asyncio calls."""
+
+    async def main() -> list[tuple[str, float]]:
+        clock, seen = AsyncioClock(), []
+
+        async def sleeper(name: str, at_s: float) -> None:
+            await clock.sleep_until(at_s)
+            seen.append((name, clock.now_s()))
+
+        await asyncio.gather(sleeper("late", 3600), sleeper("early", 1.5), sleeper("past", -1))
+        return seen
+
+    started_s = time.perf_counter()
+    assert run_virtual(main()) == [("past", 0), ("early", pytest.approx(1.5)), ("late", pytest.approx(3600))]
+    assert time.perf_counter() - started_s < 5
+
+
+def test_timeouts_are_virtual_too() -> None:
+    """`asyncio.timeout` uses the loop's time."""
+
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(100):
+                await asyncio.sleep(1000)
+        return AsyncioClock().now_s()
+
+    assert run_virtual(main(), start_s=50) == pytest.approx(150)
+
+
+def test_waiting_for_nothing_is_an_error_and_not_a_hang() -> None:
+    """No timer, nothing ready: virtual time cannot go on."""
+
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(VirtualDeadlock, match="no timer is set"):
+        run_virtual(main())
