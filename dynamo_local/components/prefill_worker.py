@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from dynamo_local.components.engine_options import check_sim_options, start_engine
 from dynamo_local.components.model import TINY_MODEL
-from dynamo_local.components.prefill import Prefiller
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import current_context
 
@@ -46,6 +45,8 @@ class PrefillWorker:
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then pull."""
+        from dynamo_local.components.prefill import Prefiller
+
         context = current_context()
         config: PrefillWorkerConfig = context.settings
         self._draining = context.draining

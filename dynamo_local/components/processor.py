@@ -11,23 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.components.dispatch import Dispatcher
 from dynamo_local.components.model import TINY_MODEL
-from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.picker import PickerName, Sample, make_picker
-from dynamo_local.components.pipeline import Pipeline
-from dynamo_local.components.tokenizer import load_tokenizer
 from dynamo_local.components.vllm_worker import VllmWorker
 from dynamo_local.core.types import Missing
-from dynamo_local.runtime.load import LoadReport, LoadView
 from dynamo_local.runtime.requests.context import current_request
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import current_context
+
+if TYPE_CHECKING:  # what only a running Processor needs is imported by its start: a graph's import stays cheap
+    from dynamo_local.runtime.load import LoadView
 
 
 class ProcessorConfig(BaseModel):
@@ -58,11 +56,10 @@ def samples(view: LoadView, clock: Clock, instance_ids: Sequence[int]) -> dict[i
     found: dict[int, Sample] = {}
     for instance_id in instance_ids:
         report = view.get(instance_id)
-        if isinstance(report, LoadReport):
-            found[instance_id] = Sample(report.load, now_s - report.age_s)
-        else:
-            assert isinstance(report, Missing)
+        if isinstance(report, Missing):
             found[instance_id] = Sample(report, now_s)
+        else:
+            found[instance_id] = Sample(report.load, now_s - report.age_s)
     return found
 
 
@@ -75,13 +72,19 @@ class Processor:
     @async_on_start
     async def start(self) -> None:
         """Load the tokenizer (off the loop: it is megabytes of JSON) and begin to watch workers and models."""
+        from dynamo_local.components.dispatch import Dispatcher
+        from dynamo_local.components.models_view import ModelsView
+        from dynamo_local.components.pipeline import Pipeline
+        from dynamo_local.components.tokenizer import load_tokenizer
+        from dynamo_local.runtime.load import LoadView
+
         context = current_context()
         config: ProcessorConfig = context.settings
         name = config.served_model_name or config.model
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
-        client = await context.endpoint_client("VllmWorker", "generate")
+        client = await context.endpoint_client(self.worker.component, "generate")
         clock = AsyncioClock()
-        self._view = LoadView(context.nats, context.namespace, "VllmWorker", clock)
+        self._view = LoadView(context.nats, context.namespace, self.worker.component, clock)
         if config.router == "least-loaded":
             await self._view.start()
         picker = make_picker(config.router, config.router_seed)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from dynamo_local.components.decode import Decoder
 from dynamo_local.components.engine_options import check_sim_options, start_engine
 from dynamo_local.components.model import TINY_MODEL
 from dynamo_local.components.models_view import ModelCard, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
-from dynamo_local.components.remote_prefill import RemotePrefill
 from dynamo_local.core.disagg import DisaggSettings
-from dynamo_local.runtime.settings import WatchedSettings, disagg_settings_key
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import WorkerContext, current_context
 
+if TYPE_CHECKING:  # what only a running worker needs is imported by its start: a graph's import stays cheap
+    from dynamo_local.components.remote_prefill import RemotePrefill
+
+log = logging.getLogger(__name__)
 
 _DEFAULT = DisaggSettings()
 
@@ -79,32 +81,42 @@ class VllmWorker:
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then say that the model is served."""
+        from dynamo_local.components.decode import Decoder
+
         context = current_context()
         config: VllmWorkerConfig = context.settings
         self._stack = contextlib.AsyncExitStack()
         self._engine = await start_engine(config.engine, config.model, config.max_model_len, config.sim)
         self._stack.push_async_callback(self._engine.close)
-        self._remote = await self._make_remote(context, config) if config.remote_prefill else None
+        self._remote = None
+        if config.remote_prefill and self.prefill_worker is None:
+            log.warning("remote-prefill is on, but the graph has no prefill worker: every prefill is local")
+        elif config.remote_prefill:
+            self._remote = await self._make_remote(context, config)
         self._decoder = Decoder(self._engine, self._remote, config.max_num_waiting)
         context.set_load_source(self._engine.load, self._engine.load_changed)
-        context.on_drain(self._drained)
         card = ModelCard(config.name, context.component, "generate", self._engine.info.max_model_len, time.time())
         await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())
 
     async def _make_remote(self, context: WorkerContext, config: VllmWorkerConfig) -> RemotePrefill:
+        from dynamo_local.components.remote_prefill import RemotePrefill
+        from dynamo_local.runtime.settings import WatchedSettings, disagg_settings_key
+
         default = DisaggSettings(config.max_local_prefill_length, config.max_prefill_queue_size)
         settings = WatchedSettings(context.kv, disagg_settings_key(context.namespace, config.name), default)
         self._stack.push_async_callback(settings.close)
         await settings.start()
-        prefill_workers = await context.endpoint_client("PrefillWorker", "status")
-        return RemotePrefill(
+        workers = await context.endpoint_client(self.prefill_worker.component, "status")
+        remote = RemotePrefill(
             await context.prefill_queue(),
             await context.prefill_replies(),
             settings=lambda: settings.current,
-            prefill_workers=lambda: len(prefill_workers.instances()),
+            prefill_workers=lambda: len(workers.instances()),
             conditional=config.conditional_disagg,
             timeout_s=config.prefill_timeout_s,
         )
+        self._stack.push_async_callback(remote.finish)
+        return remote
 
     @endpoint()
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
@@ -113,12 +125,7 @@ class VllmWorker:
             async for item in items:
                 yield item
 
-    async def _drained(self) -> None:
-        """The streams are the entry point's to wait for; here it is the cancellations of queue entries."""
-        if self._remote is not None:
-            await self._remote.finish()
-
     @on_shutdown
     async def stop(self) -> None:
-        """End the watch of the thresholds and the engine."""
+        """The streams have ended; take their last cancelled entries out of the queue, then end the engine."""
         await self._stack.aclose()

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 from dynamo_local.core.types import Load
@@ -191,13 +192,20 @@ class FakeCluster:
             )
         return self._clients[key]
 
-    async def start(self, service: DynamoService[Any], settings: Any) -> FakeWorker:
-        """Instantiate, run the start hooks, register the endpoints: what `serve_dynamo` does."""
+    async def start(self, service: DynamoService[Any], settings: Any, without: Collection[str] = ()) -> FakeWorker:
+        """Instantiate, run the start hooks, register the endpoints: what `serve_dynamo` does.
+
+        `without` names optional dependencies that the graph does not run.
+        """
         self._last_lease += 1
         context = FakeWorkerContext(self, service.name, self._last_lease, settings)
         set_current_context(context)
         try:
-            instance = service.create({attr: None if d.optional else object() for attr, d in service.depends.items()})
+            clients = {
+                attr: None if dependency.on.name in without else SimpleNamespace(component=dependency.on.name)
+                for attr, dependency in service.depends.items()
+            }
+            instance = service.create(clients)
             for hook in service.on_start:
                 await getattr(instance, hook)()
         finally:

@@ -3,8 +3,8 @@
     python dynamo_local/components/tiny_tokenizer/make.py FILE…
 
 The three special tokens have the ids 0 to 2, the 256 bytes follow, so every text can be written and
-every id below the vocabulary's size is a token. The output depends on the files given, and is
-committed: ids are part of what tests expect.
+every id below the vocabulary's size is a token. It learns from ASCII lines alone, so that each id above the bytes
+is plain text by itself (`components.model.TINY_TOKENS`). The output depends on the files given, and is committed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def make(files: list[str], folder: Path) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train(files, trainer)
+    lines = (line for file in files for line in Path(file).read_text().splitlines(keepends=True) if line.isascii())
+    tokenizer.train_from_iterator(lines, trainer)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {"bos_token": None, "eos_token": SPECIALS[2], "pad_token": SPECIALS[0], "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -33,9 +33,11 @@ async def start_processor(cluster: FakeCluster, **config: Any) -> FakeWorker:
     return await cluster.start(Processor, ProcessorConfig(router="round-robin", **config))
 
 
-async def start_decode(cluster: FakeCluster, remote: bool = False, **config: Any) -> FakeWorker:
+async def start_decode(
+    cluster: FakeCluster, remote: bool = False, without: tuple[str, ...] = (), **config: Any
+) -> FakeWorker:
     sim = {**FAST, **config.pop("sim", {})}
-    return await cluster.start(VllmWorker, VllmWorkerConfig(remote_prefill=remote, sim=sim, **config))
+    return await cluster.start(VllmWorker, VllmWorkerConfig(remote_prefill=remote, sim=sim, **config), without)
 
 
 async def start_prefill(cluster: FakeCluster, **sim: Any) -> FakeWorker:
@@ -153,9 +155,7 @@ async def test_prefill_worker_death_is_a_pause_not_an_error(cluster: FakeCluster
     assert healthy.instance._prefiller.counts.done > 0
 
 
-async def test_past_its_deadline_a_prefill_is_local(
-    cluster: FakeCluster, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_past_its_deadline_a_prefill_is_local(cluster: FakeCluster, caplog: pytest.LogCaptureFixture) -> None:
     """A registered prefill worker that does not come to it: after the deadline the request is served all the same."""
     await start_prefill(cluster, speed=0.001)
     await start_decode(cluster, remote=True, prefill_timeout_s=0.2)
@@ -174,6 +174,16 @@ async def test_without_a_prefill_worker_everything_is_local(cluster: FakeCluster
     await start_processor(cluster)
     await ask_many(cluster, 20)
     assert not cluster.queue_server.seen
+
+
+async def test_remote_prefill_in_an_aggregated_graph_is_said_and_does_nothing(
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph without the optional PrefillWorker serves, and its log says that the option has no effect."""
+    await start_decode(cluster, remote=True, without=("PrefillWorker",))
+    await start_processor(cluster)
+    await ask_many(cluster, 3)
+    assert "the graph has no prefill worker" in caplog.text
 
 
 async def test_without_nats_the_prefill_is_local(cluster: FakeCluster) -> None:
@@ -258,14 +268,17 @@ async def test_full_workers_are_busy_with_a_hint(cluster: FakeCluster) -> None:
     await start_processor(cluster)
     client = cluster.client("Processor", "completions")
     streams = []
+
+    async def ask_one_more() -> None:
+        stream = await client.call({"prompt": list(range(300, 340)), "max_tokens": 5}, timeout_s=20)
+        streams.append(stream)
+        assert (await anext(aiter(stream)))["num_tokens"] == 0  # taken
+        await asyncio.sleep(0.05)  # the engine's pass begins
+
+    await ask_one_more()
+    await ask_one_more()
     with pytest.raises(WorkerBusy) as caught:
-        for n in range(4):
-            stream = await client.call({"prompt": list(range(300, 340)), "max_tokens": 5}, timeout_s=20)
-            streams.append(stream)
-            async for batch in stream.batches():
-                assert batch[0]["num_tokens"] == 0, n
-                break
-            await asyncio.sleep(0.05)
+        await ask_one_more()
     assert caught.value.details["retry_after_s"] == 1.0
     assert len(streams) == 3
     for stream in streams:
@@ -292,10 +305,12 @@ async def test_lost_worker_amid_tokens_is_a_clear_error(cluster: FakeCluster) ->
     stream = await cluster.client("Processor", "completions").call(
         {"prompt": [300, 301], "max_tokens": 5000, "ignore_eos": True}, timeout_s=20
     )
+    items = aiter(stream)
+    while not (await anext(items))["num_tokens"]:
+        pass
+    await worker.kill()
     with pytest.raises(WorkerLost):
-        async for item in stream:
-            if item["num_tokens"] and worker._up:
-                await worker.kill()
+        _ = [item async for item in items]
 
 
 async def test_stop_string_ends_the_request_in_the_engine(cluster: FakeCluster) -> None:

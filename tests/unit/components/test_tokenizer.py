@@ -36,6 +36,14 @@ def test_builtin_template_is_chatml() -> None:
     assert TINY.vocab_size == 2048
 
 
+def test_ids_for_the_sim_engine_are_plain_text() -> None:
+    """Each id that a simulated engine may give is visible text by itself, and no special token."""
+    low, high = TINY_TOKENS
+    assert high == TINY.vocab_size
+    texts = [TINY.decode([token]) for token in range(low, high)]
+    assert all(text and text.isascii() for text in texts)
+
+
 def test_text_parts_are_joined_and_other_parts_refused() -> None:
     """A list of text parts is text; an image is refused by name."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
