@@ -8,12 +8,14 @@ from typing import Any, Final, Protocol
 
 from dynamo_local import errors
 from dynamo_local.core.types import Instance, lease_hex
-from dynamo_local.runtime.requests.dispatch import Dispatcher
+from dynamo_local.runtime.requests.dispatch import GONE, SILENT, Dispatcher
 from dynamo_local.runtime.requests.frames import encode_value
 from dynamo_local.runtime.requests.stream import ResponseStream
 
-AVOID_S: Final = 2.0
-"""How long an instance that did not answer is passed over. A dead worker's lease lives on for up to its TTL (10 s)."""
+AVOID_S: Final = {GONE: 1.0, SILENT: 10.0}
+"""How long an instance that failed to take a request is passed over while there are others. Its lease lives on for up
+to its TTL (10 s). Nobody on the subject costs a quarter of a millisecond to find out again, silence the whole accept
+timeout; and after a restart of NATS "nobody" is true for a moment only."""
 
 
 class View(Protocol):
@@ -95,8 +97,10 @@ class NatsEndpointClient:
             raise errors.DeadlineExceeded(f"the deadline passed before request {request_id} was sent")
         try:
             inbound = await self._dispatcher.send(instance, request_id, encoded, deadline_s)
-        except errors.WorkerLost:
-            self._avoid_until_s[instance.instance_id] = clock.now_s() + AVOID_S
+        except errors.WorkerLost as error:
+            self._avoid_until_s[instance.instance_id] = clock.now_s() + AVOID_S.get(
+                error.details.get("reason", ""), 0.0
+            )
             raise
         if deadline_s is not None:
             inbound.expire_at(asyncio.get_running_loop().time() + deadline_s - clock.now_s())

@@ -34,6 +34,10 @@ PROBE_INTERVAL_S: Final = 0.25
 
 NO_RESPONDERS: Final = "503"
 
+GONE: Final = "no_responders"
+SILENT: Final = "accept_timeout"
+"""`details["reason"]` of a `WorkerLost` that a request met before it was accepted."""
+
 
 class Dispatcher:
     """Sends requests over one NATS connection and waits for the worker's connection, or for its refusal.
@@ -120,7 +124,8 @@ class Dispatcher:
                 raise errors.DeadlineExceeded(f"the deadline passed before {offer.who} took the request")
             if now_s >= give_up_s:
                 raise errors.WorkerLost(
-                    f"{offer.who} did not take the request within {self._accept_timeout_s:g} s; it hangs, or is gone"
+                    f"{offer.who} did not take the request within {self._accept_timeout_s:g} s; it hangs, or is gone",
+                    reason=SILENT,
                 )
             await self._probe(offer.who, subject, reply, reconnects)
 
