@@ -1,0 +1,5 @@
+"""Aggregated: every VllmWorker prefills and decodes."""
+
+from dynamo_local.components import Frontend, Processor, VllmWorker
+
+Frontend.link(Processor).link(VllmWorker)

@@ -1,0 +1,5 @@
+"""Disaggregated: PrefillWorkers compute prompts and hand the KV to the VllmWorkers, which decode."""
+
+from dynamo_local.components import Frontend, PrefillWorker, Processor, VllmWorker
+
+Frontend.link(Processor).link(VllmWorker).link(PrefillWorker)
