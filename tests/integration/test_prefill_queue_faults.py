@@ -162,6 +162,12 @@ async def test_streams_are_made_again_when_the_server_lost_its_data(own_nats: Re
         await close_quietly(nats)
 
 
+async def depth_until_it_fails(queue: JetStreamPrefillQueue) -> None:
+    """SIGSTOP does not reach all threads of the server at once: a first call may still be answered."""
+    while True:
+        await queue.depth()
+
+
 async def test_calls_fail_within_their_deadline_while_the_server_hangs(own_nats: RealNats) -> None:
     """Lesson 12: a server that holds the connection and says nothing costs two seconds, not for ever."""
     nats = await connect_nats(own_nats.url, own_nats.token_file, name="test")
@@ -171,8 +177,7 @@ async def test_calls_fail_within_their_deadline_while_the_server_hangs(own_nats:
         own_nats.pause()
         async with asyncio.timeout(10):
             with pytest.raises(NatsUnavailable, match="could not read the depth of ns_prefill_queue"):
-                while True:  # SIGSTOP does not reach all threads at once: a first call may still be answered
-                    await queue.depth()
+                await depth_until_it_fails(queue)
             with pytest.raises(NatsUnavailable, match="could not enqueue the prefill of r"):
                 await queue.enqueue("r", {}, deadline_s=0.2)
         own_nats.resume()
