@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,14 +21,20 @@ _NATS = re.compile(r"((nats|tls)://)?[^\s/,]+(:\d{1,5})?")
 
 def _gpus(value: Any) -> Any:
     """`sim:8`, `"1,2,3"`, `[1, 2, 3]` or 3 (the device of index 3) -> the text of `--gpus`."""
+    if value is None:
+        return None
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, str | int) or str(item).strip() == "" for item in items):
         raise ValueError("must be sim:N, or indices or UUIDs of devices such as 0,1")
     return ",".join(str(item).strip() for item in items)
 
 
-def _addresses(pattern: re.Pattern[str], example: str) -> Any:
+def _addresses(pattern: re.Pattern[str], example: str) -> Callable[[Any], Any]:
+    """One address, several joined by commas, or a list -> joined by commas."""
+
     def check(value: Any) -> Any:
+        if value is None:
+            return None
         items = value if isinstance(value, list) else value.split(",") if isinstance(value, str) else [value]
         for item in items:
             if not isinstance(item, str) or not pattern.fullmatch(item.strip()):
@@ -53,28 +60,20 @@ class HostConfig(BaseModel):
 
     model_config = _STRICT
 
-    gpus: Annotated[
-        str | None,
-        BeforeValidator(
-            lambda v: v if v is None else _gpus(v), json_schema_input_type=str | int | list[str | int] | None
-        ),
-    ] = None
+    gpus: Annotated[str | None, BeforeValidator(_gpus, json_schema_input_type=str | int | list[str | int] | None)] = (
+        None
+    )
     """As for `--gpus`: `sim:8`, or indices and UUIDs joined by commas."""
     etcd_endpoints: Annotated[
         str | None,
-        BeforeValidator(
-            lambda v: v if v is None else _addresses(_ENDPOINT, "http://127.0.0.1:2379")(v),
-            json_schema_input_type=str | list[str] | None,
-        ),
+        BeforeValidator(_addresses(_ENDPOINT, "http://127.0.0.1:2379"), json_schema_input_type=str | list[str] | None),
     ] = None
     nats_server: Annotated[
         str | None,
-        BeforeValidator(
-            lambda v: v if v is None else _addresses(_NATS, "nats://127.0.0.1:4222")(v),
-            json_schema_input_type=str | list[str] | None,
-        ),
+        BeforeValidator(_addresses(_NATS, "nats://127.0.0.1:4222"), json_schema_input_type=str | list[str] | None),
     ] = None
     pass_env: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = ()
+    """Names or globs of variables that workers inherit beyond the allow-list of `core.secrets`."""
 
 
 class ServiceArgs(BaseModel):

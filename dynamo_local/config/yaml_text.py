@@ -13,7 +13,10 @@ from dynamo_local.errors import ConfigError
 _MERGE = "tag:yaml.org,2002:merge"
 _REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?")
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
 _MAX_DEPTH = 50
 
 

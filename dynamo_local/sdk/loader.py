@@ -210,7 +210,7 @@ def _put_on_path(base_dir: str) -> None:
     global _path_of_last_load
     if _path_of_last_load in sys.path and _path_of_last_load != base_dir:
         sys.path.remove(_path_of_last_load)
-    if base_dir not in sys.path:
+    if sys.path[:1] != [base_dir]:
         sys.path.insert(0, base_dir)
         _path_of_last_load = base_dir
 

@@ -1,0 +1,170 @@
+"""`module:Service` to a graph: what runs, in which order, and that graphs of one process do not mix."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamo_local.errors import GraphError
+from dynamo_local.sdk.loader import load_graph
+from tests.fakes.clean_imports import clean_imports
+
+COMPONENTS = """\
+from dynamo_local.sdk import depends, service
+
+
+@service
+class PrefillWorker:
+    pass
+
+
+@service
+class VllmWorker:
+    prefill = depends(PrefillWorker, optional=True)
+
+
+@service(dynamo={"namespace": "inference"})
+class Processor:
+    worker = depends(VllmWorker)
+
+
+@service
+class Frontend:
+    processor = depends(Processor)
+"""
+IMPORTS = "from components import *\n"
+AGG = IMPORTS + "Frontend.link(Processor).link(VllmWorker)\n"
+DISAGG = IMPORTS + "Frontend.link(Processor).link(VllmWorker).link(PrefillWorker)\n"
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports() -> Iterator[None]:
+    with clean_imports():
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Components, and four graphs over them."""
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "components.py").write_text(COMPONENTS)
+    (tmp_path / "graphs" / "agg.py").write_text(AGG)
+    (tmp_path / "graphs" / "disagg.py").write_text(DISAGG)
+    (tmp_path / "graphs" / "plain.py").write_text(IMPORTS)
+    (tmp_path / "graphs" / "extended.py").write_text(
+        "from components import PrefillWorker\nfrom graphs.agg import Frontend, VllmWorker\n\n"
+        "VllmWorker.link(PrefillWorker)\n"
+    )
+    return tmp_path
+
+
+def test_links_choose_what_runs_in_their_order(folder: Path) -> None:
+    """The root first, then along the links."""
+    graph = load_graph("graphs.disagg:Frontend", base_dir=folder)
+
+    assert list(graph.services) == ["Frontend", "Processor", "VllmWorker", "PrefillWorker"]
+    assert graph.root is graph.services["Frontend"]
+    assert (graph.namespace, graph.target) == ("inference", "graphs.disagg:Frontend")
+
+
+def test_without_links_all_that_depends_reaches_runs(folder: Path) -> None:
+    """Optional dependencies too: nothing chose against them."""
+    graph = load_graph("graphs.plain:Frontend", base_dir=folder)
+
+    assert list(graph.services) == ["Frontend", "Processor", "VllmWorker", "PrefillWorker"]
+
+
+def test_optional_dependency_that_is_not_linked_does_not_run(folder: Path) -> None:
+    """It is bound to None at run time."""
+    graph = load_graph("graphs.agg:Frontend", base_dir=folder)
+
+    assert list(graph.services) == ["Frontend", "Processor", "VllmWorker"]
+    assert graph.bindings("VllmWorker") == {"prefill": None}
+    assert graph.bindings("Processor") == {"worker": graph.services["VllmWorker"]}
+
+
+def test_a_service_inside_the_chain_can_be_the_root(folder: Path) -> None:
+    """Links lead on from any service."""
+    assert list(load_graph("graphs.agg:Processor", base_dir=folder).services) == ["Processor", "VllmWorker"]
+
+
+def test_two_graphs_of_one_process_do_not_share_links(folder: Path) -> None:
+    """In either order, and again: the components are the same file."""
+    for _ in range(2):
+        assert "PrefillWorker" in load_graph("graphs.disagg:Frontend", base_dir=folder).services
+        assert "PrefillWorker" not in load_graph("graphs.agg:Frontend", base_dir=folder).services
+
+
+def test_a_graph_that_imports_another_has_its_links_too(folder: Path) -> None:
+    """That is what the user wrote, also when the imported one was loaded before."""
+    load_graph("graphs.agg:Frontend", base_dir=folder)
+
+    assert "PrefillWorker" in load_graph("graphs.extended:Frontend", base_dir=folder).services
+
+
+def test_links_of_installed_modules_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph in a package outside the working folder keeps its links on a second load."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "prebuilt.py").write_text(COMPONENTS + "\n\nFrontend.link(Processor).link(VllmWorker)\n")
+    monkeypatch.syspath_prepend(str(site))
+
+    for _ in range(2):
+        graph = load_graph("prebuilt:Frontend", base_dir=tmp_path)
+        assert list(graph.services) == ["Frontend", "Processor", "VllmWorker"]
+
+
+def test_same_module_name_in_another_folder_is_another_module(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """`graphs.disagg` of the second folder is not the first's."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "graphs").mkdir()
+    (other / "graphs" / "disagg.py").write_text("from dynamo_local.sdk import service\n@service\nclass Frontend: ...\n")
+    load_graph("graphs.disagg:Frontend", base_dir=folder)
+
+    assert list(load_graph("graphs.disagg:Frontend", base_dir=other).services) == ["Frontend"]
+
+
+def test_a_failed_import_can_be_mended_and_loaded(folder: Path) -> None:
+    """Nothing of the failed attempt stays behind."""
+    broken = folder / "components.py"
+    broken.write_text("raise ImportError('no driver\\nsecond line')\n")
+    with pytest.raises(
+        GraphError, match=r"components\.py:1: importing graphs\.agg failed with ImportError: no driver second line$"
+    ):
+        load_graph("graphs.agg:Frontend", base_dir=folder)
+    broken.write_text(COMPONENTS)
+
+    assert "Processor" in load_graph("graphs.agg:Frontend", base_dir=folder).services
+
+
+def test_only_one_base_folder_stays_on_the_path(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Loads of many folders do not pile up in `sys.path`."""
+    load_graph("graphs.agg:Frontend", base_dir=folder)
+    other = tmp_path_factory.mktemp("other")
+    with pytest.raises(GraphError, match="no module 'graphs'"):
+        load_graph("graphs.agg:Frontend", base_dir=other)
+
+    assert str(folder) not in sys.path
+    assert sys.path[0] == str(other)
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    """Not an import error about the module."""
+    with pytest.raises(GraphError, match=r"no folder .*nowhere"):
+        load_graph("graphs.agg:Frontend", base_dir=tmp_path / "nowhere")
+
+
+def test_dependency_on_a_twin_of_what_runs_is_two_services_of_one_name(folder: Path) -> None:
+    """The linked VllmWorker is not the one that Processor depends on."""
+    (folder / "graphs" / "twin.py").write_text(
+        IMPORTS.replace("*", "Frontend, Processor")
+        + "from dynamo_local.sdk import service\n\n\n@service\nclass VllmWorker:\n    pass\n\n\n"
+        "Frontend.link(Processor).link(VllmWorker)\n"
+    )
+    with pytest.raises(GraphError, match=r"two services are named 'VllmWorker'.*twin\.py:5"):
+        load_graph("graphs.twin:Frontend", base_dir=folder)
