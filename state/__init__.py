@@ -20,7 +20,7 @@ if not __name__.startswith("dynamo_local."):
 if TYPE_CHECKING:
     from dynamo_local.state.raw import StateMissing, read_raw, statefile_path
     from dynamo_local.state.run_id import new_run_id
-    from dynamo_local.state.schema import ComponentEntry, EntryResources, Environment, State, SystemResources, masked
+    from dynamo_local.state.schema import ComponentEntry, EntryResources, Environment, State, SystemResources
     from dynamo_local.state.store import Removal, StateStore, load
 
 _HOME = {
@@ -33,7 +33,6 @@ _HOME = {
     "Environment": "schema",
     "State": "schema",
     "SystemResources": "schema",
-    "masked": "schema",
     "Removal": "store",
     "StateStore": "store",
     "load": "store",
@@ -49,7 +48,6 @@ __all__ = [
     "StateStore",
     "SystemResources",
     "load",
-    "masked",
     "new_run_id",
     "read_raw",
     "statefile_path",

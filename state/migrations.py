@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.core.secrets import mask_config
 from dynamo_local.errors import StateError
-from dynamo_local.state.schema import SCHEMA_VERSION, masked
+from dynamo_local.state.schema import SCHEMA_VERSION
 
 NOBODY = "0" * 26
 """Run id of a file that had none: it sorts before every real one, and nobody owns it."""
@@ -81,7 +82,7 @@ def _old_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
     config = environment.get("DYNAMO_SERVICE_CONFIG")
     if isinstance(config, str):
         try:
-            kept["DYNAMO_SERVICE_CONFIG"] = json.dumps(masked(json.loads(config)))
+            kept["DYNAMO_SERVICE_CONFIG"] = json.dumps(mask_config(json.loads(config)))
         except ValueError:
             kept["DYNAMO_SERVICE_CONFIG"] = "{}"
     resources = environment.get("SYSTEM_RESOURCES")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -22,13 +21,10 @@ from pydantic import (
     model_validator,
 )
 
+from dynamo_local.core.secrets import MASK, mask_config
 from dynamo_local.core.types import NAME, Role, WorkerState
 
 SCHEMA_VERSION = 1
-MASK = "***"
-
-_SECRET_ENV = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
-_SECRET_SETTING = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
 
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
 Lease = Annotated[str, Field(pattern=r"^[0-9a-f]{1,16}$")]
@@ -121,8 +117,9 @@ class Environment(_Model):
             value = json.loads(text)
         except ValueError:
             raise ValueError("not JSON") from None
-        if masked(value) != value:
-            raise ValueError(f"holds a secret in the clear; write it through masked(), which puts {MASK!r}")
+        # Counted, not compared: masking also turns numbers under `envs` into text.
+        if json.dumps(mask_config(value)).count(MASK) > text.count(MASK):
+            raise ValueError("holds a secret in the clear; write it through core.secrets.mask_config")
         return text
 
 
@@ -175,25 +172,3 @@ class State(_Model):
                     raise ValueError(f"components.{key}.resources: {gpu} is held by {holders[gpu]} already")
                 holders[gpu] = key
         return self
-
-
-def masked(value: Any, *, in_envs: bool = False) -> Any:
-    """A copy of a service configuration in which secrets are `***`.
-
-    Under `envs`, each name that holds TOKEN, KEY, SECRET or PASSWORD; elsewhere text under a name that
-    ends in one of these words (`hf_token`, not `max_tokens` or `tokenizer`).
-    """
-    if isinstance(value, Mapping):
-        return {key: _masked_item(str(key), item, in_envs) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [masked(item, in_envs=in_envs) for item in value]
-    return value
-
-
-def _masked_item(key: str, item: Any, in_envs: bool) -> Any:
-    names_secret = (_SECRET_ENV if in_envs else _SECRET_SETTING).search(key)
-    # Outside of `envs` only text can be a secret: `key: 5` is a setting.
-    may_be_secret = isinstance(item, str | int | float) if in_envs else isinstance(item, str)
-    if names_secret and may_be_secret and item != "":
-        return MASK
-    return masked(item, in_envs=in_envs or key == "envs")
