@@ -10,6 +10,7 @@ from dynamo_local.cli.common import ask_arbiter, find_paths, namespace_option
 from dynamo_local.errors import DynamoError, TimedOut
 from dynamo_local.serve.lock import holder, is_held
 from dynamo_local.serve.paths import Paths
+from dynamo_local.serve.processes import is_alive, start_time_s
 
 POLL_S = 0.02
 TELL_EVERY_S = 0.5
@@ -23,11 +24,12 @@ DEFAULT_TIMEOUT_S = 900.0
 def down(namespace: str | None, now: bool, timeout_s: float) -> None:
     """Stop taking requests, finish what streams, end workers, NATS and etcd. Exit 0 when nothing of ours is left."""
     paths = find_paths(namespace)
-    ask_arbiter(paths, "dynamo_down", now=now)
+    pid = ask_arbiter(paths, "dynamo_down", now=now)["pid"]
+    started_s = start_time_s(pid)
     told: set[str] = set()
     deadline_s = time.monotonic() + timeout_s
     tell_at_s = 0.0
-    while is_held(paths.lock):
+    while is_held(paths.lock) or is_alive(pid, started_s):
         if time.monotonic() > deadline_s:
             raise _too_long(paths.namespace, timeout_s, holder(paths.lock))
         if time.monotonic() >= tell_at_s:

@@ -47,12 +47,13 @@ def serve(
     """
     if detach:
         return _detach()
-    from dynamo_local.serve.launch import ServeOptions, build_deployment
+    from dynamo_local.serve.launch import ServeOptions, plan_deployment, understand
     from dynamo_local.serve.launch import serve as run
 
     options = ServeOptions(target=target, **{**words, "overrides": tuple(words["overrides"])})
     if dry_run:
-        _print_plan(build_deployment(options, os.environ, Path.cwd()).describe(), as_json)
+        deployment, _locks = plan_deployment(understand(options, os.environ, Path.cwd()), os.environ)
+        _print_plan(deployment.describe(), as_json)
         return 0
     if boot_report is None:
         return run(options)

@@ -18,7 +18,9 @@ from dynamo_local.config import Config, load_config, resolve
 from dynamo_local.core.gpus import GpuDevice
 from dynamo_local.errors import EXIT_OK, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
+from dynamo_local.core.types import GraphSpec
 from dynamo_local.serve import lock
+from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
 from dynamo_local.serve.notify import notify
 from dynamo_local.serve.paths import Paths
 from dynamo_local.serve.plan import Deployment, Settings, plan_workers
@@ -41,42 +43,70 @@ class ServeOptions:
     pass_env: tuple[str, ...] = ()
 
 
-def build_deployment(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Deployment:
-    """Graph, configuration, GPUs and watchers as one value. Raises `BadInput` errors; starts nothing."""
-    from dynamo_local.state import new_run_id
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The command line understood: graph and configuration checked, no GPU looked at yet."""
 
+    graph: GraphSpec
+    config: Config
+    settings: Settings
+    paths: Paths
+    gpus_option: str | None
+    cwd: Path
+
+
+def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Request:
+    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing."""
     graph = load_graph(options.target, base_dir=cwd)
     config = load_config(options.file, env=environ, overrides=options.overrides)
     spec = resolve(graph, config, namespace=options.namespace)
-    paths = Paths.of(spec.namespace, environ)
-    settings = _settings(options, config, environ)
-    gpus_option = options.gpus if options.gpus is not None else config.host.gpus
+    return Request(
+        graph=spec,
+        config=config,
+        settings=_settings(options, config, environ),
+        paths=Paths.of(spec.namespace, environ),
+        gpus_option=options.gpus if options.gpus is not None else config.host.gpus,
+        cwd=cwd,
+    )
+
+
+def plan_deployment(request: Request, environ: Mapping[str, str]) -> tuple[Deployment, GpuLocks]:
+    """Assign GPUs and make the plan. The locks returned hold nothing yet; `GpuError` says who has what."""
+    from dynamo_local.state import new_run_id
+
+    spec, config, settings = request.graph, request.config, request.settings
     wanted = sum(service.resources.gpu * service.workers for service in spec.services)
-    devices = _inventory(gpus_option, environ) if wanted and settings.pin_gpus else ()
+    devices: tuple[GpuDevice, ...] = ()
+    simulated = True
+    if wanted and settings.pin_gpus:
+        devices, simulated = _inventory(request.gpus_option, environ)
+    locks = GpuLocks(lock_folder(environ, simulated_for=spec.namespace if simulated else None))
     run_id = new_run_id()
     workers = plan_workers(
         spec,
         devices=devices,
+        elsewhere=locks.elsewhere(device.uuid for device in devices),
         environ=environ,
         service_config_json=config.service_config_json(),
         settings=settings,
-        paths=paths,
+        paths=request.paths,
         run_id=run_id,
-        cwd=cwd,
+        cwd=request.cwd,
     )
-    return Deployment(
+    deployment = Deployment(
         graph=spec,
         run_id=run_id,
-        paths=paths,
+        paths=request.paths,
         settings=settings,
         workers=workers,
-        gpus=tuple(devices),
-        gpus_option=gpus_option or "all",
+        gpus=devices,
+        gpus_option=request.gpus_option or "all",
         etcd_endpoints=environ.get("ETCD_ENDPOINTS") or config.host.etcd_endpoints,
         nats_server=environ.get("NATS_SERVER") or config.host.nats_server,
         config_sections=config.masked_sections(),
         state_config_json=config.service_config_json(masked=True),
     )
+    return deployment, locks
 
 
 def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str]) -> Settings:
@@ -98,39 +128,47 @@ def _lease_ttl_s(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _inventory(gpus: str | None, environ: Mapping[str, str]) -> tuple[GpuDevice, ...]:
+def _inventory(gpus: str | None, environ: Mapping[str, str]) -> tuple[tuple[GpuDevice, ...], bool]:
+    """The devices that may be used, and whether they are simulated."""
     from dynamo_local.serve.inventory import open_inventory
 
-    return tuple(open_inventory(gpus, environ).sample())
+    inventory = open_inventory(gpus, environ)
+    try:
+        return tuple(inventory.sample()), inventory.simulated
+    finally:
+        inventory.close()
 
 
 def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
-    """Run the deployment in this process until it has left; the exit code. Raises before anything starts."""
+    """Run the graph in this process until it has left; the exit code. Raises before anything starts."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
-    deployment = build_deployment(options, os.environ, Path.cwd())
-    deployment.paths.prepare()
-    with _exclusive(deployment, detached=boot_report is not None):
-        view = open_view(detached=boot_report is not None, boot_report=boot_report or deployment.paths.boot_report)
-        _log_to(deployment.paths.log_file(f"{deployment.graph.namespace}_arbiter"))
+    request = understand(options, os.environ, Path.cwd())
+    detached = boot_report is not None
+    request.paths.prepare()
+    with _exclusive(
+        request.paths, f"`dynamo serve {options.target}` {'detached' if detached else 'in the foreground'}"
+    ):
+        deployment, locks = plan_deployment(request, os.environ)
+        _log_to(request.paths.log_file(f"{request.graph.namespace}_arbiter"))
+        view = open_view(detached=detached, boot_report=boot_report or request.paths.boot_report)
         try:
-            return asyncio.run(_run(deployment, view))
+            return asyncio.run(_run(deployment, locks, view))
         finally:
             view.close()
-            shutil.rmtree(deployment.paths.runtime, ignore_errors=True)
+            locks.close()
 
 
 @contextmanager
-def _exclusive(deployment: Deployment, *, detached: bool) -> Iterator[None]:
+def _exclusive(paths: Paths, what: str) -> Iterator[None]:
     """The namespace is ours, and leftovers of a killed predecessor are gone, while this is open."""
     from dynamo_local.serve.leftovers import clear_leftovers
 
-    paths = deployment.paths
-    how = "detached" if detached else "in the foreground"
-    held = lock.acquire(paths.lock, paths.namespace, f"`dynamo serve {deployment.graph.target}` {how}")
+    held = lock.acquire(paths.lock, paths.namespace, what)
     try:
         clear_leftovers(paths)
         yield
     finally:
+        shutil.rmtree(paths.runtime, ignore_errors=True)
         lock.release(held)
 
 
@@ -144,7 +182,7 @@ def _log_to(path: Path) -> None:
     path.touch(mode=0o600)
 
 
-async def _run(deployment: Deployment, view: View) -> int:
+async def _run(deployment: Deployment, locks: GpuLocks, view: View) -> int:
     from dynamo_local.circus_plugins.arbiter import DynamoArbiter
     from dynamo_local.serve.supervisor import Supervisor
     from dynamo_local.state import StateStore
@@ -152,7 +190,7 @@ async def _run(deployment: Deployment, view: View) -> int:
     paths = deployment.paths
     arbiter = DynamoArbiter(endpoint=paths.circus_endpoint, pubsub_endpoint=f"ipc://{paths.events_socket}")
     supervisor = Supervisor(
-        deployment, arbiter=arbiter, store=StateStore(paths.statefile), clock=AsyncioClock(), view=view
+        deployment, arbiter=arbiter, store=StateStore(paths.statefile), locks=locks, clock=AsyncioClock(), view=view
     )
     _handle_signals(supervisor.request_down, view)
     code = EXIT_OK

@@ -90,7 +90,7 @@ class Deployment:
                     "log_file": str(w.log_file),
                     "start_deadline_s": w.start_deadline_s,
                     "drain_deadline_s": w.drain_deadline_s,
-                    "env": mask_env(dict(w.env)),
+                    "env": mask_env({**w.env, "DYNAMO_SERVICE_CONFIG": self.state_config_json}),
                 }
                 for w in self.workers
             ],
@@ -101,6 +101,7 @@ def plan_workers(
     graph: GraphSpec,
     *,
     devices: Sequence[GpuDevice],
+    elsewhere: Mapping[str, str],
     environ: Mapping[str, str],
     service_config_json: str,
     settings: Settings,
@@ -110,13 +111,14 @@ def plan_workers(
 ) -> tuple[WatcherPlan, ...]:
     """One watcher a worker, GPUs assigned. Raises `GpuError` if they do not suffice, naming who asked for what.
 
+    `elsewhere` says which devices (UUID) other namespaces hold.
     `environ` is the caller's whole environment: only what the allow-list and `pass_env` admit goes further.
     """
     names = [
         (spec, watcher_name(graph.namespace, spec.name, n)) for spec in graph.services for n in range(spec.workers)
     ]
     asks = [GpuAsk(watcher_name=name, service=spec.name, gpu=spec.resources.gpu) for spec, name in names]
-    given: Mapping[str, tuple[GpuDevice, ...]] = plan(devices, asks) if settings.pin_gpus else {}
+    given: Mapping[str, tuple[GpuDevice, ...]] = plan(devices, asks, elsewhere=elsewhere) if settings.pin_gpus else {}
     base = allowed_env(environ, settings.pass_env)
     return tuple(
         WatcherPlan(

@@ -24,6 +24,7 @@ from dynamo_local.errors import DynamoError, InfraUnavailable, StartTimedOut, Wo
 from dynamo_local.ports import DeleteEvent, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.serve.embedded import EmbeddedServers
 from dynamo_local.serve.fleet import RUNNING, Fleet, Worker
+from dynamo_local.serve.gpu_locks import GpuLocks, LockHolder
 from dynamo_local.serve.leaving import Leaving
 from dynamo_local.serve.logs import Interleaver, rotate, tail
 from dynamo_local.serve.plan import Deployment, WatcherPlan
@@ -43,11 +44,19 @@ class Supervisor:
     """One run of one namespace. `start`, then `run` until it is asked to leave; `down` is idempotent."""
 
     def __init__(
-        self, deployment: Deployment, *, arbiter: DynamoArbiter, store: StateStore, clock: Clock, view: View
+        self,
+        deployment: Deployment,
+        *,
+        arbiter: DynamoArbiter,
+        store: StateStore,
+        locks: GpuLocks,
+        clock: Clock,
+        view: View,
     ) -> None:
         self.deployment = deployment
         self.arbiter = arbiter
         self.store = store
+        self.locks = locks
         self.clock = clock
         self.view = view
         self.fleet = Fleet(store, clock)
@@ -136,6 +145,9 @@ class Supervisor:
         await asyncio.to_thread(self.store.create, state)
 
     def _add(self, plan: WatcherPlan, env: dict[str, str]) -> None:
+        """A watcher for the worker. It inherits its GPUs' locks: they stay taken as long as *it* lives."""
+        uuids = [device.uuid for device in plan.gpus]
+        self.locks.acquire(uuids, LockHolder(self.deployment.graph.namespace, plan.name, os.getpid()))
         self.fleet.add(plan)
         self.arbiter.add_worker(
             WorkerWatcher(
@@ -146,6 +158,7 @@ class Supervisor:
                 log_file=plan.log_file,
                 graceful_timeout_s=plan.drain_deadline_s,
                 death_signal=signal.SIGKILL,
+                inherited_fds=self.locks.fds_for(uuids),
             )
         )
         self._logs.watch(plan.name, plan.log_file)
