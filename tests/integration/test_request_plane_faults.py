@@ -326,11 +326,14 @@ async def test_nonsense_on_a_subject_is_refused(bench: Bench) -> None:
     assert [item async for item in await bench.client.call(2)] == [0, 1]
 
 
-async def test_an_answer_goes_nowhere_but_to_loopback(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("host", ["192.0.2.1", "localhost.example"])
+async def test_an_answer_goes_nowhere_but_to_loopback(
+    bench: Bench, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
     """A header that names another host makes the worker connect to nobody."""
     server = await bench.serve(count)
     connection = await bench.connect()
-    header = RequestHeader(1, "r-far", None, "192.0.2.1", 9, b"t" * 16, encode_value(1))
+    header = RequestHeader(1, "r-far", None, host, 9, b"t" * 16, encode_value(1))
     await connection.publish(bench.subject(1), encode_header(header))
     await eventually(lambda: "not loopback" in caplog.text)
     assert await server.wait_idle(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from dynamo_local import errors
@@ -24,7 +25,7 @@ class LazyEndpointClient:
     """An `EndpointClient` that begins to watch etcd at its first use; `instances()` is empty before."""
 
     def __init__(self, plane: Plane, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> None:
-        self._make = lambda: plane.client(kv, namespace, component, endpoint)
+        self._make = partial(plane.client, kv, namespace, component, endpoint)
         self._client: EndpointClient | None = None
 
     async def resolve(self) -> EndpointClient:
@@ -119,7 +120,7 @@ class DependencyClient:
     ) -> None:
         self.component = component
         self._endpoints = dict(endpoints)
-        self._make = lambda name: LazyEndpointClient(plane, kv, namespace, component, name)
+        self._make = partial(LazyEndpointClient, plane, kv, namespace, component)
         self._clients: dict[str, LazyEndpointClient] = {}
 
     def endpoint(self, name: str) -> LazyEndpointClient:

@@ -102,7 +102,7 @@ class Exchange:
     async def _connect(self) -> bytes | None:
         """The encoded payload once the caller said GO; None where it wants no answer any more."""
         header = self._header
-        if not ipaddress.ip_address(header.host).is_loopback:
+        if not _is_loopback(header.host):
             logger.warning("request %s wants its answer at %s, which is not loopback", header.request_id, header.host)
             return None
         loop = asyncio.get_running_loop()
@@ -139,3 +139,11 @@ class Exchange:
             sender.end(error)
         else:
             sender.end()
+
+
+def _is_loopback(host: str) -> bool:
+    """Only literal addresses: a name could mean anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
