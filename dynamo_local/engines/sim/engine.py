@@ -298,9 +298,12 @@ class SimEngine:
 
     def _kick_now(self) -> None:
         self._kicked = False
-        if self._scheduler is None:
+        try:
+            at_s = self._pump()
+        except Exception as error:
+            # A callback of the loop has nobody to raise to: every stream is told instead.
+            self._fail(error)
             return
-        at_s = self._pump()
         if at_s is None:
             return
         if self._timer is not None and not self._timer.done():
@@ -321,8 +324,11 @@ class SimEngine:
 
     def _timer_done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is None:
-            return
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """A bug, or a performance model that raises: no stream may wait for ever."""
         logger.error("the simulated engine failed", exc_info=error)
         self._scheduler = None
         for stream in self._streams.values():
