@@ -14,7 +14,7 @@ from nats.errors import Error as NatsError
 from dynamo_local import errors
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Instance, lease_hex
-from dynamo_local.runtime.nats_errors import nats_call
+from dynamo_local.runtime.nats_errors import flush, nats_call
 from dynamo_local.runtime.requests.frames import (
     MAX_INLINE_BYTES,
     WIRE_VERSION,
@@ -23,7 +23,6 @@ from dynamo_local.runtime.requests.frames import (
     encode_header,
 )
 from dynamo_local.runtime.requests.listener import Offer, ResponseListener
-from dynamo_local.runtime.requests.nats_sync import sync
 from dynamo_local.runtime.requests.stream import Inbound
 
 ACCEPT_TIMEOUT_S: Final = 5.0
@@ -62,7 +61,7 @@ class Dispatcher:
         try:
             with nats_call(self._nats, "subscribe to the inbox for refusals"):
                 self._subscription = await self._nats.subscribe(f"{self._inbox}.*", cb=self._on_reply)
-                await sync(self._nats)
+                await flush(self._nats)
         except BaseException:
             await self.listener.close()
             raise

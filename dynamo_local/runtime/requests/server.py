@@ -13,11 +13,10 @@ from nats.errors import Error as NatsError
 
 from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, nats_call
+from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, flush, nats_call
 from dynamo_local.runtime.requests.exchange import Exchange
 from dynamo_local.runtime.requests.frames import RequestHeader, decode_header, encode_error
 from dynamo_local.runtime.requests.handlers import Handler
-from dynamo_local.runtime.requests.nats_sync import sync
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ class EndpointServer:
     async def _subscribe(self, subject: str) -> Subscription:
         with nats_call(self._nats, f"serve {subject}"):
             subscription = await self._nats.subscribe(subject, cb=self._on_message)
-            await sync(self._nats)
+            await flush(self._nats)
         return subscription
 
     async def _unsubscribe(self, subscription: Subscription) -> None:
@@ -213,7 +212,7 @@ class EndpointServer:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 if self._nats.is_connected:
                     await subscription.drain()
-                    await sync(self._nats)
+                    await flush(self._nats)
                 else:
                     await subscription.unsubscribe()
         except (NatsError, OSError, TimeoutError) as error:
