@@ -268,6 +268,9 @@ class QueueDepth:
 class PrefillQueue(Protocol):
     """The namespace's JetStream work queue `{ns}_prefill_queue`."""
 
+    ack_wait_s: float
+    """A pulled entry that shows no sign of life for so long is delivered again."""
+
     async def enqueue(self, request_id: str, payload: Mapping[str, Any], *, deadline_s: float) -> None:
         """Append. `deadline_s` is seconds from now after which the entry is worthless."""
         ...

@@ -83,7 +83,7 @@ class Prefiller:
         stopped = asyncio.create_task(stop.wait(), name="prefill stop")
         try:
             while not stop.is_set():
-                await self._pull_one(stopped)
+                await self._pull_one(stop, stopped)
         finally:
             stopped.cancel()
             await asyncio.wait([stopped])
@@ -94,12 +94,14 @@ class Prefiller:
                 await asyncio.wait(tuple(self._serving))
         await self._engine.wait_handoffs()
 
-    async def _pull_one(self, stopped: asyncio.Task[bool]) -> None:
+    async def _pull_one(self, stop: asyncio.Event, stopped: asyncio.Task[bool]) -> None:
         """Wait for a free pass and for an entry, or for the stop."""
         if not await _first(self._free_passes.acquire(), stopped):
             return
         pulled: PulledTask | None = None
         try:
+            if stop.is_set():  # it came while we waited: even a pull that is cancelled at once may take an entry
+                return
             pulled = await _first(self._queue.pull(PULL_TIMEOUT_S), stopped)
         except InfraUnavailable as error:
             log.warning("no prefills until the queue answers: %s", error)
@@ -119,7 +121,7 @@ class Prefiller:
         """One entry to its end. Nothing is raised: every outcome is an answer to the queue, or a log line."""
         request_id = pulled.task.request_id
         try:
-            async with keep_in_progress(pulled):
+            async with keep_in_progress(pulled, self._queue.ack_wait_s):
                 try:
                     entry, result = await self._compute(pulled)
                 finally:
