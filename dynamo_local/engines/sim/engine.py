@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
@@ -153,7 +153,7 @@ class SimEngine:
 
     # --- requests ------------------------------------------------------------------------------
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         internal_id, stream = self._submit(request)
         try:
             while True:
@@ -281,6 +281,7 @@ class SimEngine:
     def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
         if self._scheduler is None or not prompt_token_ids:
             return 0.0
+        self._pump()
         keys = block_keys(prompt_token_ids, self.options.block_size)
         return self._scheduler.matched_tokens(keys) / len(prompt_token_ids)
 
@@ -421,6 +422,7 @@ class SimEngine:
                 f"the KV of request {pull.request_id} cannot be pulled: {why}; prefill it again",
                 remote_request_id=pull.request_id,
             ) from None
+        self._kick()
         try:
             await self._clock.sleep_until(started_s + self.options.transfer_s(pull.num_tokens))
         except asyncio.CancelledError:
