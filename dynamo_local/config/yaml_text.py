@@ -48,13 +48,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOA
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """The sections of a configuration. `source` names the text in errors. Raises `ConfigError` with the line."""
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return {}
-        _check_depth(node, 0)
-        loaded = loader.construct_document(node)
+        loaded = _load(text)
         if not isinstance(loaded, dict):
             raise ConfigError(f"must be one section per service, not {_kind(loaded)}")
         for name, section in loaded.items():
@@ -69,9 +64,19 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    return {name: section or {} for name, section in loaded.items()}
+
+
+def _load(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        _check_depth(node, 0)
+        return loader.construct_document(node)
     finally:
         loader.dispose()
-    return {name: section or {} for name, section in loaded.items()}
 
 
 def _check_depth(node: yaml.Node, depth: int) -> None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`source.link(target)`, and the module and line that said so."""
+    """`source.link(target)`, the line that said so, and the module if that was at its top level."""
 
     source: DynamoService[Any]
     target: DynamoService[Any]
-    module: str
+    module: str | None
     place: Place
 
 
@@ -33,7 +33,8 @@ _linking_modules: set[str] = set()
 
 def record(edge: Edge) -> None:
     """Add an edge to the recording of now. Saying the same twice is no second edge."""
-    _linking_modules.add(edge.module)
+    if edge.module is not None:
+        _linking_modules.add(edge.module)
     if not any(known.source is edge.source and known.target is edge.target for known in _edges):
         _edges.append(edge)
 
@@ -55,7 +56,7 @@ def edges() -> tuple[Edge, ...]:
 
 
 def linking_modules() -> frozenset[str]:
-    """Modules that ever called `link`: they must run again for their edges to be recorded again."""
+    """Modules that ever called `link` while imported: they must be imported again to say their links again."""
     return frozenset(_linking_modules)
 
 

@@ -7,6 +7,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 _SDK_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -25,18 +26,21 @@ class Place:
 
 def caller_place() -> Place:
     """The innermost line that is running outside this package: the user's decorator, or `link` call."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _SDK_FOLDER:
-        frame = frame.f_back
+    frame = _caller()
     return Place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def caller_module() -> str:
-    """`__name__` of the module that called into this package."""
+def importing_module() -> str | None:
+    """The module whose top level called into this package; None if a function did."""
+    frame = _caller()
+    return str(frame.f_globals.get("__name__")) if frame.f_code.co_name == "<module>" else None
+
+
+def _caller() -> FrameType:
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _SDK_FOLDER:
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "__main__"))
+    return frame
 
 
 def error_place(error: BaseException, base_dir: Path) -> Place | None:

@@ -27,7 +27,7 @@ from dynamo_local.sdk.checks import (
     parse_role,
     parse_workers,
 )
-from dynamo_local.sdk.places import caller_module, caller_place
+from dynamo_local.sdk.places import caller_place, importing_module
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -132,7 +132,7 @@ class DynamoService(Generic[T]):
             raise _refused(f"{self.name}.link({other!r}): not a service; decorate the class with @service")
         if other is self:
             raise _refused(f"{self.name}.link({self.name}): a service cannot be linked to itself")
-        links.record(links.Edge(self, other, caller_module(), caller_place()))
+        links.record(links.Edge(self, other, importing_module(), caller_place()))
         return other
 
     def request_model(self, endpoint_name: str) -> type | None:

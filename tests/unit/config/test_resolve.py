@@ -1,0 +1,252 @@
+"""Decorators, YAML and command line to a GraphSpec; the Planner's options; the JSON schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from dynamo_local.config import PlannerConfig, config_json_schema, load_config, planner_config, resolve
+from dynamo_local.core.types import GraphSpec, Resources, Role
+from dynamo_local.errors import ConfigError
+from dynamo_local.sdk import depends, endpoint, service
+from dynamo_local.sdk.loader import LoadedGraph, build_graph
+from dynamo_local.sdk.settings import validate_section
+from tests.fakes.bad_inputs import BadInput
+from tests.fakes.clean_imports import clean_imports
+
+
+class EngineOptions(BaseModel):
+    """A nested model."""
+
+    model_config = {"extra": "forbid"}
+    block_size: int = 64
+
+
+class WorkerOptions(BaseModel):
+    """A section's model."""
+
+    model: str = "tiny"
+    length: int = Field(default=10, alias="max-local-prefill-length")
+    ratio: float | None = None
+    engine: EngineOptions = EngineOptions()
+
+
+@service(resources={"gpu": 1, "memory": "20Gi"}, envs={"A": "decorator", "B": "decorator"}, config=WorkerOptions)
+class VllmWorker:
+    """Decode."""
+
+    @endpoint()
+    async def generate(self, request: Any) -> Any:
+        yield request
+
+
+@service(dynamo={"namespace": "inference"})
+class Frontend:
+    """The root."""
+
+    worker = depends(VllmWorker)
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports() -> Iterator[None]:
+    with clean_imports():
+        yield
+
+
+def graph() -> LoadedGraph:
+    """Frontend and VllmWorker."""
+    return build_graph(Frontend, (), "tests:Frontend")
+
+
+def run(text: str = "", words: Sequence[str] = (), namespace: str | None = None) -> GraphSpec:
+    """Resolve the graph under YAML text and words."""
+    config = load_config(None, env={"DYN_DEPLOYMENT_CONFIG": text}, overrides=words)
+    return resolve(graph(), config, namespace=namespace)
+
+
+def test_decorators_alone_make_a_graph() -> None:
+    """No configuration is needed."""
+    spec = run().service("VllmWorker")
+
+    assert (spec.role, spec.workers, spec.resources) == (Role.DECODE, 1, Resources(gpu=1, memory="20Gi"))
+    assert (dict(spec.envs), dict(spec.config)) == ({"A": "decorator", "B": "decorator"}, {})
+    assert (spec.depends, spec.endpoints) == ((), ("generate",))
+    assert (spec.start_deadline_s, spec.drain_deadline_s) == (None, None)
+    assert run().service("Frontend").depends == ("VllmWorker",)
+
+
+def test_yaml_and_command_line_lie_over_decorators() -> None:
+    """lesson 21: each layer changes what it names and nothing else."""
+    text = "VllmWorker:\n  max-local-prefill-length: 20\n  ServiceArgs: {workers: 2, resources: {gpu: '2'}}\n"
+    words = ["--VllmWorker.ServiceArgs.workers", "3", "--VllmWorker.ServiceArgs.drain-deadline=90"]
+
+    spec = run(text, words).service("VllmWorker")
+
+    assert (spec.workers, spec.resources) == (3, Resources(gpu=2, memory="20Gi"))
+    assert spec.drain_deadline_s == 90.0
+    assert dict(spec.config) == {"max_local_prefill_length": 20}
+
+
+def test_yaml_envs_reach_the_worker() -> None:
+    """lesson 22: YAML `ServiceArgs.envs` had no effect."""
+    spec = run("VllmWorker: {ServiceArgs: {envs: {B: yaml, N: 1}}}", ["--VllmWorker.ServiceArgs.envs.C=word"])
+
+    assert dict(spec.service("VllmWorker").envs) == {"A": "decorator", "B": "yaml", "N": "1", "C": "word"}
+
+
+def test_gpus_are_asked_for_per_worker() -> None:
+    """lesson 6: `gpu: 3` was read as total; the refusal says "per worker"."""
+    with pytest.raises(ConfigError, match="per worker"):
+        run("VllmWorker: {ServiceArgs: {resources: {gpu: three}}}")
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "inference"), ("other", "other")])
+def test_namespace_of_the_command_line_replaces_the_graphs(given: str | None, expected: str) -> None:
+    """`--namespace` (default: the graph's, else `dynamo`)."""
+    assert run(namespace=given).namespace == expected
+
+
+def test_namespace_is_dynamo_by_default() -> None:
+    """Neither the command line nor the graph names one."""
+    loaded = build_graph(VllmWorker, (), "tests:VllmWorker")
+
+    assert resolve(loaded, load_config(None, env={}), namespace=None).namespace == "dynamo"
+
+
+def test_several_errors_are_one_line_that_says_how_many() -> None:
+    """The first, and the number of others."""
+    with pytest.raises(ConfigError, match=r"VllmWorker: .*\(and 1 more\)$"):
+        run("VllmWorker: {model: 1, ratio: x}")
+
+
+def test_nested_unknown_key_names_its_path_and_the_nearest() -> None:
+    """`engine.blocksize`."""
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'engine\.blocksize'; allowed: block_size; did you mean 'block_size'"
+    ):
+        run("VllmWorker: {engine: {blocksize: 1}}")
+
+
+def test_a_models_own_failure_is_one_line() -> None:
+    """A validator may raise anything."""
+
+    class Broken(BaseModel):
+        port: int = 1
+
+        def model_post_init(self, context: Any) -> None:
+            raise KeyError("port\nsecond line")
+
+    with pytest.raises(ConfigError, match=r"^A: Broken failed with KeyError: .*port.*$") as caught:
+        validate_section(Broken, "A", {})
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_required_key_is_named() -> None:
+    """Also where the section is not there at all."""
+
+    class Needs(BaseModel):
+        model: str
+
+    loaded = build_graph(service(name="A", config=Needs)(type("A", (), {})), (), "t:A")
+
+    with pytest.raises(ConfigError, match="A: model is required"):
+        resolve(loaded, load_config(None, env={}), namespace=None)
+
+
+def test_section_of_an_optional_service_that_does_not_run_says_so(tmp_path: Path) -> None:
+    """It would have no effect, and it is no misspelling."""
+    bad = BadInput("", "", {"graphs/agg.py": "from components import *\nFrontend.link(Processor).link(VllmWorker)\n"},
+                   ("graphs.agg:Frontend", "--PrefillWorker.x=1"))  # fmt: skip
+    bad.write(tmp_path)
+
+    with pytest.raises(ConfigError, match="'PrefillWorker' does not run in this graph"):
+        bad.resolve(tmp_path)
+
+
+def test_planner_defaults_are_those_of_the_rules() -> None:
+    """planner-rules, options and defaults."""
+    planner = PlannerConfig()
+
+    assert (planner.adjustment_interval, planner.metric_pulling_interval) == (30.0, 1.0)
+    assert (planner.max_gpu_budget, planner.min_gpu_budget, planner.no_operation) == (8, 1, False)
+    assert (planner.decode_kv_scale_up_threshold, planner.decode_kv_scale_down_threshold) == (0.9, 0.5)
+    assert (planner.prefill_queue_scale_up_threshold, planner.prefill_queue_scale_down_threshold) == (0.5, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("adjustment-interval: 0", "adjustment_interval"),
+        ("metric-pulling-interval: -1", "metric_pulling_interval"),
+        ("metric-pulling-interval: 31", "must not exceed adjustment_interval"),
+        ("min-gpu-budget: 9", "must not exceed max_gpu_budget"),
+        ("prefill-queue-scale-up-threshold: 0.1", "prefill_queue_scale_down_threshold"),
+        ("decode-kv-scale-up-threshold: 1.5", "decode_kv_scale_up_threshold"),
+        ("environment: kubernetes", "environment"),
+        ("namespace: other", "namespace is 'other'"),
+        ("ServiceArgs: {workers: 1}", "no Planner service"),
+    ],
+)
+def test_planner_options_are_checked_and_named(option: str, reason: str) -> None:
+    """Thresholds are checked at the edge; the error names the option."""
+    with pytest.raises(ConfigError, match=rf"Planner.*{reason}"):
+        run(f"Planner:\n  {option}\n")
+
+
+def test_planner_budget_counts_what_the_graph_starts_with() -> None:
+    """8 GPUs by default; without a Planner section nothing limits the graph."""
+    words = ["--VllmWorker.ServiceArgs.workers=9"]
+    with pytest.raises(ConfigError, match="max_gpu_budget is 8, but the graph starts with 9 GPUs"):
+        run("Planner: {}", words)
+
+    assert run("", words).service("VllmWorker").workers == 9
+
+
+def test_planner_config_reads_either_spelling() -> None:
+    """For part C."""
+    config = load_config(None, env={}, overrides=["--Planner.no-operation", "--Planner.adjustment_interval=5"])
+
+    planner = planner_config(graph(), config)
+
+    assert (planner.no_operation, planner.adjustment_interval) == (True, 5.0)
+
+
+def test_schema_of_a_graph_knows_its_sections_and_both_spellings() -> None:
+    """`dynamo config schema graphs.disagg:Frontend`."""
+    schema = config_json_schema(graph())
+
+    assert json.loads(json.dumps(schema)) == schema
+    assert set(schema["properties"]) == {"Common", "Host", "Planner", "Frontend", "VllmWorker"}
+    assert schema["additionalProperties"] is False
+    worker = schema["properties"]["VllmWorker"]
+    assert {"model", "max-local-prefill-length", "max_local_prefill_length", "ServiceArgs", "common-configs"} <= set(
+        worker["properties"]
+    )
+    assert worker["additionalProperties"] is False
+    assert schema["properties"]["Frontend"]["additionalProperties"] is True
+    assert "VllmWorker.EngineOptions" in schema["$defs"]
+
+
+def test_every_reference_of_the_schema_resolves() -> None:
+    """A schema with a dangling `$ref` is useless to an editor."""
+    schema = config_json_schema(graph())
+    text = json.dumps(schema)
+
+    references = {part.split('"')[0] for part in text.split('"$ref": "#/$defs/')[1:]}
+
+    assert references
+    assert references <= set(schema["$defs"])
+
+
+def test_schema_without_a_graph_takes_any_service() -> None:
+    """Host and Planner are known all the same."""
+    schema = config_json_schema(None)
+
+    assert "gpus" in schema["properties"]["Host"]["properties"]
+    assert "adjustment-interval" in schema["properties"]["Planner"]["properties"]
+    assert "ServiceArgs" in schema["additionalProperties"]["properties"]

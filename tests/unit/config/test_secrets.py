@@ -1,0 +1,78 @@
+"""What a worker inherits, and what people are shown."""
+
+from __future__ import annotations
+
+import json
+
+from dynamo_local.core.secrets import MASK, allowed_env, mask_config, mask_env
+
+
+def test_only_allow_listed_variables_reach_a_worker() -> None:
+    """lesson 11: the manager's whole environment went to its workers."""
+    allowed = (
+        "PATH HOME LANG LC_ALL LD_LIBRARY_PATH CUDA_HOME NCCL_DEBUG UCX_TLS VLLM_X HF_HOME OMP_NUM_THREADS "
+        "PYTHONPATH https_proxy HTTP_PROXY DYN_LOG ETCD_ENDPOINTS NATS_SERVER"
+    )
+    others = (
+        "AWS_SECRET_ACCESS_KEY GITHUB_TOKEN SSH_AUTH_SOCK LANGUAGE MY_HOME path "
+        "DYNAMO_SERVICE_CONFIG DYN_DEPLOYMENT_CONFIG"
+    )
+
+    assert list(allowed_env(dict.fromkeys(f"{allowed} {others}".split(), "x"))) == allowed.split()
+
+
+def test_pass_env_adds_names_and_globs() -> None:
+    """`--pass-env AWS_REGION --pass-env 'MY_*'`."""
+    environ = {"AWS_REGION": "a", "MY_A": "b", "MINE": "c", "PATH": "d"}
+
+    assert allowed_env(environ, ["AWS_REGION", "MY_*"]) == {"AWS_REGION": "a", "MY_A": "b", "PATH": "d"}
+
+
+def test_values_whose_names_hold_secrets_are_masked() -> None:
+    """TOKEN, KEY, SECRET, PASSWORD, in any case and anywhere in the name; lesson 11."""
+    environ = {
+        "HF_TOKEN": "x",
+        "api_key": "x",
+        "MySecretThing": "x",
+        "DB_PASSWORD_2": "x",
+        "EMPTY_TOKEN": "",
+        "MODE": "x",
+    }
+
+    assert mask_env(environ) == {
+        "HF_TOKEN": MASK, "api_key": MASK, "MySecretThing": MASK, "DB_PASSWORD_2": MASK, "EMPTY_TOKEN": "", "MODE": "x",
+    }  # fmt: skip
+
+
+def test_credentials_inside_urls_and_json_are_masked() -> None:
+    """`NATS_SERVER` and `DYNAMO_SERVICE_CONFIG` have innocent names."""
+    section = {"A": {"api_key": "s3cret", "ServiceArgs": {"envs": {"HF_TOKEN": "s3cret"}}, "url": "http://u:s3cret@h/"}}
+
+    masked = mask_env(
+        {
+            "NATS_SERVER": "nats://s3cret@h:4222,nats://u:s3cret@h:4223",
+            "DYNAMO_SERVICE_CONFIG": json.dumps(section),
+            "BRACE": "{not json http://u:s3cret@h",
+        }
+    )
+
+    assert "s3cret" not in json.dumps(masked)
+    assert masked["NATS_SERVER"] == "nats://****@h:4222,nats://****@h:4223"
+    assert json.loads(masked["DYNAMO_SERVICE_CONFIG"])["A"]["url"] == "http://****@h/"
+
+
+def test_words_that_merely_contain_a_secrets_name_are_shown() -> None:
+    """A configuration without its token counts could not be read."""
+    plain = {
+        "tokenizer": "tiny",
+        "max_num_batched_tokens": 8192,
+        "token_low": 100,
+        "keys": ["a"],
+        "monkey": "b",
+        "n": None,
+    }
+
+    assert mask_config(plain) == plain
+    assert mask_config({"apiKey": "a", "password": 1234, "hf-token": "c"}) == dict.fromkeys(
+        ("apiKey", "password", "hf-token"), MASK
+    )
