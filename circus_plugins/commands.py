@@ -6,7 +6,7 @@ only knows the commands that its own process has imported (circus-facts).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from circus.commands.base import Command
 from circus.exc import MessageError
@@ -71,7 +71,7 @@ class DynamoDown(Command):  # type: ignore[misc]
     """
 
     name = "dynamo_down"
-    options = [("", "now", False, "end at once, cutting what streams")]
+    options: ClassVar[list[Any]] = [("", "now", False, "end at once, cutting what streams")]
 
     def message(self, *args: Any, **opts: Any) -> Any:
         """The request as circusctl sends it."""

@@ -61,8 +61,8 @@ def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties
         socket.send(json.dumps({"id": call_id, "command": command, "properties": properties}).encode())
         if not socket.poll(int(timeout_s * 1000)):
             raise NotRunning(
-                f"the arbiter of {paths.namespace!r} did not answer within {timeout_s:.0f} s on {paths.control_socket}; "
-                "if it was killed, `dynamo serve` cleans up after it"
+                f"the arbiter of {paths.namespace!r} did not answer within {timeout_s:.0f} s "
+                f"on {paths.control_socket}; if it was killed, `dynamo serve` cleans up after it"
             )
         answer: dict[str, Any] = json.loads(socket.recv())
     finally:

@@ -18,9 +18,9 @@ def ctl(namespace: str | None, args: tuple[str, ...]) -> None:
     paths = find_paths(namespace)
     if not paths.control_socket.exists():
         raise NotRunning(f"nothing runs in namespace {paths.namespace!r} (no {paths.control_socket})")
-    import dynamo_local.circus_plugins.commands  # noqa: F401  circusctl offers what its own process has imported
-
     from circus import circusctl
+
+    import dynamo_local.circus_plugins.commands  # noqa: F401  circusctl offers what its own process has imported
 
     sys.argv = ["circusctl", "--endpoint", paths.circus_endpoint, *args]
     sys.exit(circusctl.main())

@@ -45,8 +45,8 @@ async def connect_nats(
     file cannot be read.
     """
     where, token = show_url(url), read_token(token_file)
-    watcher = _Watcher(where, on_closed)
     client = Client()
+    watcher = _Watcher(client, where, on_closed)
     try:
         async with asyncio.timeout(timeout_s):
             await client.connect(
@@ -127,7 +127,8 @@ def _reason(error: BaseException) -> str:
 class _Watcher:
     """nats-py's callbacks: logs what happens to one connection, and ends a first connect that cannot succeed."""
 
-    def __init__(self, where: str, on_closed: Callable[[], Awaitable[None]] | None) -> None:
+    def __init__(self, client: Client, where: str, on_closed: Callable[[], Awaitable[None]] | None) -> None:
+        self.client = client
         self.where = where
         self.connecting = True
         self.quiet = False
@@ -143,8 +144,8 @@ class _Watcher:
         log.warning("NATS at %s: %s", self.where, self.last)
 
     async def disconnected(self) -> None:
-        if not self.connecting:
-            log.warning("the connection to NATS at %s was lost or closed", self.where)
+        if not self.connecting and not self.client.is_closed:
+            log.warning("the connection to NATS at %s was lost", self.where)
 
     async def reconnected(self) -> None:
         log.info("connected to NATS at %s again", self.where)

@@ -11,6 +11,7 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+
 from dynamo_local.clock import Clock
 from dynamo_local.core.lifecycle import WITHOUT_PROCESS, Event, apply
 from dynamo_local.core.types import Load, WorkerState
@@ -77,7 +78,7 @@ class Fleet:
         self.notify()
 
     async def commit(self, names: Iterable[str]) -> None:
-        """Write these workers' entries: only the fields that are the arbiter's; lease and endpoints are the worker's."""
+        """Write these workers' entries: only the arbiter's fields; lease and endpoints are the worker's own."""
         chosen = [self.workers[name] for name in names]
 
         def write(state: State) -> None:

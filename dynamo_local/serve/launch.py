@@ -16,9 +16,9 @@ from pathlib import Path
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config import Config, load_config, resolve
 from dynamo_local.core.gpus import GpuDevice
+from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.core.types import GraphSpec
 from dynamo_local.serve import lock
 from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
 from dynamo_local.serve.notify import notify
@@ -216,5 +216,6 @@ def _handle_signals(ask: Callable[[str], int], view: View) -> None:
     loop.add_signal_handler(
         signal.SIGHUP,
         view.event,
-        "SIGHUP is refused: a reload would start a second copy of each GPU worker; use `dynamo down` and `dynamo serve`",
+        "SIGHUP is refused: a reload would start a second copy of each GPU worker; "
+        "use `dynamo down` and `dynamo serve`",
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dynamo_local.core.types import NAME
 from dynamo_local.errors import ConfigError
+from dynamo_local.state.raw import statefile_path
 
 IPC_PATH_MAX = 107
 """Bytes that a unix socket's path may have (sockaddr_un, circus-facts)."""
@@ -49,12 +50,6 @@ def runtime_root(env: Mapping[str, str]) -> Path:
     return Path(env.get("TMPDIR") or tempfile.gettempdir()) / f"dynamo-{os.getuid()}"
 
 
-def state_dir(env: Mapping[str, str]) -> Path:
-    """`$DYN_LOCAL_STATE_DIR`, else `~/.dynamo/state`."""
-    configured = env.get("DYN_LOCAL_STATE_DIR")
-    return Path(configured) if configured else Path(env.get("HOME") or Path.home()) / ".dynamo" / "state"
-
-
 def log_root(env: Mapping[str, str]) -> Path:
     """`$DYN_LOCAL_LOG_DIR`, else `~/.dynamo/logs`."""
     configured = env.get("DYN_LOCAL_LOG_DIR")
@@ -77,7 +72,7 @@ class Paths:
         return cls(
             namespace=namespace,
             runtime=runtime_root(env) / namespace,
-            statefile=state_dir(env) / f"{namespace}.json",
+            statefile=statefile_path(namespace, env),
             logs=log_root(env) / namespace,
         )
 

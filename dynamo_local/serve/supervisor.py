@@ -216,7 +216,8 @@ class Supervisor:
     async def _until_ready(self, work: Awaitable[None]) -> None:
         """Do `work`, unless a worker dies or somebody asks us to leave first."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._death, self._asked_down}, return_when=asyncio.FIRST_COMPLETED)
+        racing: set[asyncio.Future[Any]] = {task, self._death, self._asked_down}
+        await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task
             return

@@ -182,7 +182,11 @@ class WorkerProcess:
         self.kv = await EtcdStore.connect_when_up(identity.etcd_endpoints, CONNECT_TIMEOUT_S)
         self._waiting_for = "NATS"
         self.nats = await connect_nats(
-            identity.nats_server, identity.nats_token_file, name=identity.watcher_name, timeout_s=CONNECT_TIMEOUT_S
+            identity.nats_server,
+            identity.nats_token_file,
+            name=identity.watcher_name,
+            timeout_s=CONNECT_TIMEOUT_S,
+            on_closed=self._nats_closed,
         )
         self._plane = RequestPlane(self.nats)
         await self._plane.start()
@@ -198,14 +202,18 @@ class WorkerProcess:
         self._waiting_for = f"{self.component}'s start hooks"
         for hook in self.service.on_start:
             await getattr(instance, hook)()
-        for client in clients.values():
-            if client is not None:
+        for attribute, client in clients.items():
+            if client is not None and not self.service.depends[attribute].optional:
                 self._waiting_for = f"a worker of {client.component}"
                 await client.wait_ready(identity.start_deadline_s)
         await self._serve(instance)
         await self._register()
         log.info("ready: lease %s, endpoints %s", lease_hex(self.lease_id), ", ".join(self.service.endpoints) or "none")
         return instance
+
+    async def _nats_closed(self) -> None:
+        """The client ended for good (the server threw us out): without it no request reaches us, so leave."""
+        self._ask_to_leave("the connection to NATS was ended for good")
 
     def _ask_to_leave(self, why: str) -> None:
         assert self._leave is not None

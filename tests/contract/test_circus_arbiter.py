@@ -103,7 +103,9 @@ async def test_a_dead_worker_is_not_started_again_by_circus(harness: Harness) ->
 
 async def test_output_goes_to_the_workers_own_file_and_survives_the_arbiter(harness: Harness) -> None:
     """No pipe of ours: a process whose log pipe closes dies of SIGPIPE."""
-    await harness.run("ns_A", "import sys,time; print('hello'); print('err', file=sys.stderr); sys.stdout.flush(); time.sleep(60)")
+    await harness.run(
+        "ns_A", "import sys,time; print('hello'); print('err', file=sys.stderr); sys.stdout.flush(); time.sleep(60)"
+    )
     text = await written(harness.folder / "ns_A.log")
     assert "hello" in text
     assert (harness.folder / "ns_A.log").stat().st_mode & 0o777 == 0o600
@@ -126,7 +128,9 @@ async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harne
 async def test_commands_work_while_a_stop_waits(harness: Harness) -> None:
     """Lesson 13: circus refuses everything with errno 5 while one slow stop runs; ours does not."""
     await harness.run(
-        "ns_A", "import signal,time; signal.signal(signal.SIGTERM, lambda *a: None); print('up', flush=True)\nwhile 1: time.sleep(1)"
+        "ns_A",
+        "import signal,time; signal.signal(signal.SIGTERM, lambda *a: None); print('up', flush=True)\n"
+        "while 1: time.sleep(1)",
     )
     await written(harness.folder / "ns_A.log")
     stopping = asyncio.ensure_future(harness.ask("stop", name="ns_A", waiting=True))
@@ -157,7 +161,10 @@ async def test_the_worker_dies_with_its_arbiter(tmp_path: Path) -> None:
     )
     root = str(Path(__file__).parents[2])
     with subprocess.Popen(
-        [PYTHON, "-W", "ignore", "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, env={**os.environ, "ROOT": root}
+        [PYTHON, "-W", "ignore", "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ROOT": root},
     ) as arbiter:
         assert arbiter.stdout is not None
         worker = int(arbiter.stdout.readline())

@@ -25,8 +25,9 @@ def main(folder: Path) -> int:
         problems.append(f"{wheel.name} has top-level names other than dynamo_local: {sorted(top)}")
     if not any("/profiles/" in name and name.endswith(".npz") for name in names):
         problems.append(f"{wheel.name} lacks the sim engine's profiles")
-    sdist = tarfile.open(next(folder.glob("*.tar.gz")))
-    if not any(name.endswith("/state/store.py") for name in sdist.getnames()):
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as sdist:
+        sources = sdist.getnames()
+    if not any(name.endswith("/state/store.py") for name in sources):
         problems.append("the sdist lacks state/store.py")
     for problem in problems:
         print(problem)

@@ -107,6 +107,7 @@ class SimEngine:
         self._timer: asyncio.Task[None] | None = None
         self._timer_at_s: float | None = None
         self._kicked = False
+        self._turn_s = 0.0
         self._changed: asyncio.Event | None = None
         self._count = 0
 
@@ -197,6 +198,7 @@ class SimEngine:
             min_tokens=sampling.min_tokens,
             stop_token_ids=() if hold else sampling.stop_token_ids,
         )
+        self._kick()
         self._count += 1
         internal_id = f"{request.request_id}-{self._count:x}"
         keys = block_keys(prompt, options.block_size)
@@ -212,12 +214,11 @@ class SimEngine:
                 hold_kv=hold,
                 pull_kv=pull is not None,
             ),
-            self._clock.now_s(),
+            self._now_s(),
         )
         stream = self._streams[internal_id] = _Stream(request, tokens, pull)
         if hold:
             self._handed_over[internal_id] = digest.hex()
-        self._kick()
         return internal_id, stream
 
     def _check(self, request: EngineRequest) -> None:
@@ -242,9 +243,9 @@ class SimEngine:
         if task is not None:
             task.cancel()
         if self._scheduler is not None:
-            self._scheduler.abort(internal_id, self._clock.now_s())
+            self._scheduler.abort(internal_id, self._now_s())
             # Finished, but nobody has heard of the hand-off: nobody can pull it.
-            self._scheduler.release(internal_id, self._clock.now_s())
+            self._scheduler.release(internal_id, self._now_s())
             self._kick()
 
     def _running_scheduler(self) -> SimScheduler:
@@ -294,8 +295,13 @@ class SimEngine:
     def _kick(self) -> None:
         """Look at the schedule once all that is ready in this turn of the loop has been submitted: one pass for all."""
         if not self._kicked:
+            self._turn_s = self._clock.now_s()
             self._kicked = True
             asyncio.get_running_loop().call_soon(self._kick_now)
+
+    def _now_s(self) -> float:
+        """What comes in one turn of the loop comes at one instant, though the clock goes on between the calls."""
+        return self._turn_s if self._kicked else self._clock.now_s()
 
     def _kick_now(self) -> None:
         self._kicked = False
@@ -342,7 +348,7 @@ class SimEngine:
         scheduler = self._scheduler
         if scheduler is None:
             return None
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         if due_s is not None and due_s > now_s:
             now_s = due_s
         while True:

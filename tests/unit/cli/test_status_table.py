@@ -53,8 +53,8 @@ def test_a_worker_without_load_shows_a_dash_and_not_zero() -> None:
     """Missing is not zero."""
     lines = render(GRAPH).splitlines()
     ready, crashed = lines[-2].split(), lines[-1]
-    assert ready == "dynamo_VllmWorker VllmWorker ready 4711 0,1 694d967da694ea1a 3m07s 3/16 2 42%".split()
-    assert crashed.split()[2:] == "crashed - - - - - - - was killed by SIGKILL".split()
+    assert " ".join(ready) == "dynamo_VllmWorker VllmWorker ready 4711 0,1 694d967da694ea1a 3m07s 3/16 2 42%"
+    assert " ".join(crashed.split()[2:]) == "crashed - - - - - - - was killed by SIGKILL"
     assert "note      dynamo_VllmWorker: was killed by SIGKILL" in lines
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import ConfigError
-from dynamo_local.serve.paths import Paths, private_folder, runtime_root, state_dir
+from dynamo_local.serve.paths import Paths, private_folder, runtime_root
 
 
 def test_the_runtime_folder_follows_xdg_and_else_is_one_per_user(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_the_runtime_folder_follows_xdg_and_else_is_one_per_user(tmp_path: Path)
 
 def test_the_statefile_is_where_the_predecessor_had_it() -> None:
     """`$DYN_LOCAL_STATE_DIR/<namespace>.json`, by default `~/.dynamo/state`."""
-    assert state_dir({"HOME": "/home/x"}) == Path("/home/x/.dynamo/state")
+    assert Paths.of("ns", {"HOME": "/home/x"}).statefile == Path("/home/x/.dynamo/state/ns.json")
     assert Paths.of("ns", {"DYN_LOCAL_STATE_DIR": "/s", "HOME": "/h"}).statefile == Path("/s/ns.json")
 
 
@@ -52,7 +52,7 @@ def test_a_strangers_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ConfigError, match="belongs to uid .* set XDG_RUNTIME_DIR"):
+    with pytest.raises(ConfigError, match=r"belongs to uid .* set XDG_RUNTIME_DIR"):
         private_folder(folder)
 
 

@@ -296,6 +296,16 @@ def test_engines_that_cannot_be_are_refused() -> None:
         run_virtual(engine(max_model_len=2000).start())
 
 
+async def test_requests_of_one_turn_of_the_loop_share_a_pass() -> None:
+    """Real time: the clock goes on between two submits, and still they are one batch."""
+    sim = engine()
+    await sim.start()
+    await asyncio.gather(*(collect(sim, request([n, 1], 1)) for n in range(8)))
+    assert sim._scheduler is not None
+    assert sim._scheduler.passes == 1
+    await sim.close()
+
+
 async def test_a_loop_that_was_busy_catches_up_without_drift() -> None:
     """Real time: 100 ms in which nothing could run cost nothing in the end, for deadlines are absolute."""
     sim = engine()
