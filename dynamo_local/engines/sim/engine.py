@@ -32,7 +32,7 @@ from dynamo_local.engines.sim.requests import (
 )
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
-from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest
+from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest, pull_request_of
 from dynamo_local.errors import ConfigError, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason
 
@@ -187,7 +187,7 @@ class SimEngine:
         tokens = TokenStream(digest, token_low=options.token_low, token_high=options.token_high)
         params = request.kv_transfer_params or {}
         hold = bool(params.get("do_remote_decode"))
-        pull = _pull_request(params, request.request_id, digest) if params.get("do_remote_prefill") else None
+        pull = pull_request_of(params, request.request_id, digest) if params.get("do_remote_prefill") else None
         most = min(sampling.max_tokens, self.info.max_model_len - len(prompt))
         count, reason = plan_output(
             tokens,
@@ -487,15 +487,3 @@ def _shape(options: SimOptions, perf: PerfModel) -> tuple[SchedulerConfig, int]:
         kv_lease_duration_s=options.kv_lease_duration_s,
     )
     return config, max_model_len
-
-
-def _pull_request(params: Mapping[str, Any], request_id: str, digest: bytes) -> PullRequest:
-    """The identity that a decode engine was given. Raises `KvTransferError` if it is not whole."""
-    wanted = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
-    wrong = [name for name, kind in wanted.items() if not isinstance(params.get(name), kind)]
-    if wrong:
-        raise KvTransferError(
-            f"request {request_id} is to be decoded from a remote prefill, but its kv_transfer_params lack "
-            f"{', '.join(wrong)}: hand over what the prefill engine answered with, unchanged"
-        )
-    return PullRequest(params["remote_engine_id"], params["remote_request_id"], digest.hex(), 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,18 @@ class PullRequest:
     request_id: str
     prompt_digest: str
     num_tokens: int
+
+
+def pull_request_of(params: Mapping[str, Any], request_id: str, digest: bytes) -> PullRequest:
+    """The identity that a decode engine was given. Raises `KvTransferError` if it is not whole."""
+    wanted = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
+    wrong = [name for name, kind in wanted.items() if not isinstance(params.get(name), kind)]
+    if wrong:
+        raise KvTransferError(
+            f"request {request_id} is to be decoded from a remote prefill, but its kv_transfer_params lack "
+            f"{', '.join(wrong)}: hand over what the prefill engine answered with, unchanged"
+        )
+    return PullRequest(params["remote_engine_id"], params["remote_request_id"], digest.hex(), 0)
 
 
 class KvSource(Protocol):
