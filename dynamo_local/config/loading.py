@@ -35,12 +35,13 @@ class Config:
     source: str = "command line"
 
     def service(self, name: str) -> dict[str, Any]:
-        """A service's own options: values of `Common` that it lists, and its own over them; no `ServiceArgs`."""
+        """A service's own options: values of `Common` that it lists, its own merged over them; no `ServiceArgs`."""
         section = dict(self.sections.get(name, {}))
         section.pop(SERVICE_ARGS, None)
         common = self.sections.get(COMMON, {})
         listed = section.pop(COMMON_CONFIGS, None) or []
-        return {**{underscored(key): common[underscored(key)] for key in listed}, **section}
+        # In depth: `--VllmWorker.sim.start-up-s=5` must not lose the `sim: {speed: …}` that came from Common.
+        return deep_merge({underscored(key): common[underscored(key)] for key in listed}, section)
 
     def service_args(self, name: str) -> dict[str, Any]:
         """A service's `ServiceArgs` as given."""

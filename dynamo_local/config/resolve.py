@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,8 +69,11 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         resources = parse_resources(args.resources, base=service.resources)
     except ValueError as error:
         raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}") from None
-    if service.role is Role.FRONTEND and workers > 1:
-        raise ConfigError(f"{where}.{SERVICE_ARGS}: workers is {workers}, but a frontend has one port and one worker")
+    if workers > _max_workers(service):
+        raise ConfigError(
+            f"{where}.{SERVICE_ARGS}: workers is {workers}, but at most {_max_workers(service)} can run "
+            "(a frontend has one port)"
+        )
     return ServiceSpec(
         name=service.name,
         role=service.role,
@@ -82,6 +86,12 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         start_deadline_s=args.start_deadline_s,
         drain_deadline_s=args.drain_deadline_s,
     )
+
+
+def _max_workers(service: DynamoService[Any]) -> float:
+    """The class's `max_workers`, where it has one; a frontend listens on one port."""
+    limit = getattr(service.inner, "max_workers", 1 if service.role is Role.FRONTEND else None)
+    return math.inf if limit is None else int(limit)
 
 
 def _check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:

@@ -305,7 +305,9 @@ CONFIGS = (
     _yaml(
         "unknown_resource_key", r"resources\.gpus is unknown", "VllmWorker:\n  ServiceArgs: {resources: {gpus: 1}}\n"
     ),
-    _yaml("two_frontends", r"a frontend has one port and one worker", "Frontend:\n  ServiceArgs: {workers: 2}\n"),
+    _yaml(
+        "two_frontends", r"at most 1 can run \(a frontend has one port\)", "Frontend:\n  ServiceArgs: {workers: 2}\n"
+    ),
     _yaml(
         "negative_deadline",
         r"drain_deadline_s: must be greater than 0",

@@ -44,6 +44,15 @@ def test_common_reaches_those_that_list_it_and_gives_way_to_their_own(tmp_path: 
     assert config.service("C") == {}
 
 
+def test_an_override_inside_a_common_mapping_keeps_its_other_keys(tmp_path: Path) -> None:
+    """lesson 21: a part that is overridden does not take its neighbours along, wherever they came from."""
+    path = write(tmp_path, "Common: {sim: {speed: 2, start-up-s: 1}}\nA: {common-configs: [sim]}\n")
+
+    config = load_config(path, env={}, overrides=["--A.sim.start_up_s=5"])
+
+    assert config.service("A") == {"sim": {"speed": 2, "start-up-s": 5}}
+
+
 def test_the_variable_replaces_the_file_and_the_command_line_overrides_either(tmp_path: Path) -> None:
     """`DYN_DEPLOYMENT_CONFIG` is YAML text; Dynamo then ignored the command line."""
     path = write(tmp_path, "A: {x: file, y: file}\n")
