@@ -70,9 +70,9 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
     except ValueError as error:
         raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}") from None
     if workers > _max_workers(service):
+        why = " (a frontend has one port)" if service.role is Role.FRONTEND else ""
         raise ConfigError(
-            f"{where}.{SERVICE_ARGS}: workers is {workers}, but at most {_max_workers(service)} can run "
-            "(a frontend has one port)"
+            f"{where}.{SERVICE_ARGS}: workers is {workers}, but at most {_max_workers(service)} can run{why}"
         )
     return ServiceSpec(
         name=service.name,
