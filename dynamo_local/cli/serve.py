@@ -52,7 +52,7 @@ def serve(
 
     options = ServeOptions(target=target, **{**words, "overrides": tuple(words["overrides"])})
     if dry_run:
-        deployment, _locks = plan_deployment(understand(options, os.environ, Path.cwd()), os.environ)
+        deployment, _pool = plan_deployment(understand(options, os.environ, Path.cwd()), os.environ)
         _print_plan(deployment.describe(), as_json)
         return 0
     if boot_report is None:

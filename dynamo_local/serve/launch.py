@@ -15,15 +15,17 @@ from pathlib import Path
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config import Config, load_config, resolve
-from dynamo_local.core.gpus import GpuDevice
+from dynamo_local.core.gpus import plan_on
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve import lock
 from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
+from dynamo_local.serve.gpus import GpuPool
+from dynamo_local.serve.inventory import open_inventory, pinning_disabled
 from dynamo_local.serve.notify import notify
 from dynamo_local.serve.paths import Paths
-from dynamo_local.serve.plan import Deployment, Settings, plan_workers
+from dynamo_local.serve.plan import Deployment, Settings, WorkerPlanner, base_environment, gpu_asks
 from dynamo_local.serve.progress import View, open_view
 
 log = logging.getLogger(__name__)
@@ -70,35 +72,37 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
     )
 
 
-def plan_deployment(request: Request, environ: Mapping[str, str]) -> tuple[Deployment, GpuLocks]:
-    """Assign GPUs and make the plan. The locks returned hold nothing yet; `GpuError` says who has what."""
+def plan_deployment(request: Request, environ: Mapping[str, str]) -> tuple[Deployment, GpuPool]:
+    """Assign GPUs and make the plan. The pool's ledger holds the assignment, nothing is locked yet.
+
+    `GpuError` says who has what.
+    """
     from dynamo_local.state import new_run_id
 
     spec, config, settings = request.graph, request.config, request.settings
-    wanted = sum(service.resources.gpu * service.workers for service in spec.services)
-    devices: tuple[GpuDevice, ...] = ()
-    simulated = True
-    if wanted and settings.pin_gpus:
-        devices, simulated = _inventory(request.gpus_option, environ)
-    locks = GpuLocks(lock_folder(environ, simulated_for=spec.namespace if simulated else None))
-    run_id = new_run_id()
-    workers = plan_workers(
-        spec,
-        devices=devices,
-        elsewhere=locks.elsewhere(device.uuid for device in devices),
-        environ=environ,
-        service_config_json=config.service_config_json(),
+    wanted = any(service.resources.gpu for service in spec.services)
+    inventory = open_inventory(request.gpus_option, environ) if wanted and settings.pin_gpus else None
+    private = inventory is None or inventory.simulated
+    locks = GpuLocks(lock_folder(environ, simulated_for=spec.namespace if private else None))
+    pool = GpuPool(spec.namespace, inventory, locks)
+    devices = pool.sample()
+    planner = WorkerPlanner(
+        graph=spec,
         settings=settings,
         paths=request.paths,
-        run_id=run_id,
+        run_id=new_run_id(),
         cwd=request.cwd,
+        service_config_json=config.service_config_json(),
+        base_env=base_environment(spec, environ, settings),
     )
+    given = plan_on(pool.ledger, gpu_asks(spec)) if inventory is not None else {}
     deployment = Deployment(
         graph=spec,
-        run_id=run_id,
+        run_id=planner.run_id,
         paths=request.paths,
         settings=settings,
-        workers=workers,
+        planner=planner,
+        workers=planner.plan_all(given),
         gpus=devices,
         gpus_option=request.gpus_option or "all",
         etcd_endpoints=environ.get("ETCD_ENDPOINTS") or config.host.etcd_endpoints,
@@ -106,12 +110,10 @@ def plan_deployment(request: Request, environ: Mapping[str, str]) -> tuple[Deplo
         config_sections=config.masked_sections(),
         state_config_json=config.service_config_json(masked=True),
     )
-    return deployment, locks
+    return deployment, pool
 
 
 def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str]) -> Settings:
-    from dynamo_local.serve.inventory import pinning_disabled
-
     return Settings(
         start_deadline_s=options.start_deadline_s,
         drain_deadline_s=options.drain_deadline_s,
@@ -128,17 +130,6 @@ def _lease_ttl_s(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _inventory(gpus: str | None, environ: Mapping[str, str]) -> tuple[tuple[GpuDevice, ...], bool]:
-    """The devices that may be used, and whether they are simulated."""
-    from dynamo_local.serve.inventory import open_inventory
-
-    inventory = open_inventory(gpus, environ)
-    try:
-        return tuple(inventory.sample()), inventory.simulated
-    finally:
-        inventory.close()
-
-
 def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
     """Run the graph in this process until it has left; the exit code. Raises before anything starts."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
@@ -148,14 +139,14 @@ def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
     with _exclusive(
         request.paths, f"`dynamo serve {options.target}` {'detached' if detached else 'in the foreground'}"
     ):
-        deployment, locks = plan_deployment(request, os.environ)
+        deployment, pool = plan_deployment(request, os.environ)
         _log_to(request.paths.log_file(f"{request.graph.namespace}_arbiter"))
         view = open_view(detached=detached, boot_report=boot_report or request.paths.boot_report)
         try:
-            return asyncio.run(_run(deployment, locks, view))
+            return asyncio.run(_run(deployment, pool, view))
         finally:
             view.close()
-            locks.close()
+            pool.close()
 
 
 @contextmanager
@@ -182,7 +173,7 @@ def _log_to(path: Path) -> None:
     path.touch(mode=0o600)
 
 
-async def _run(deployment: Deployment, locks: GpuLocks, view: View) -> int:
+async def _run(deployment: Deployment, pool: GpuPool, view: View) -> int:
     from dynamo_local.circus_plugins.arbiter import DynamoArbiter
     from dynamo_local.serve.supervisor import Supervisor
     from dynamo_local.state import StateStore
@@ -190,7 +181,7 @@ async def _run(deployment: Deployment, locks: GpuLocks, view: View) -> int:
     paths = deployment.paths
     arbiter = DynamoArbiter(endpoint=paths.circus_endpoint, pubsub_endpoint=f"ipc://{paths.events_socket}")
     supervisor = Supervisor(
-        deployment, arbiter=arbiter, store=StateStore(paths.statefile), locks=locks, clock=AsyncioClock(), view=view
+        deployment, arbiter=arbiter, store=StateStore(paths.statefile), pool=pool, clock=AsyncioClock(), view=view
     )
     _handle_signals(supervisor.request_down, view)
     code = EXIT_OK

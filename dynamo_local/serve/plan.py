@@ -5,19 +5,17 @@ Everything that can be refused is refused here or earlier; the supervisor only c
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dynamo_local.core.gpus import GpuAsk, GpuDevice, plan
+from dynamo_local.core.gpus import GpuAsk, GpuDevice, cuda_visible_devices
 from dynamo_local.core.secrets import allowed_env, mask_env
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec, watcher_name
+from dynamo_local.errors import ConfigError
 from dynamo_local.serve.paths import Paths
-
-Kind = Literal["etcd", "nats", "worker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,6 @@ class WatcherPlan:
     """One watcher: its command, environment, GPUs and deadlines (seconds)."""
 
     name: str
-    kind: Kind
     component: str
     role: Role
     argv: tuple[str, ...]
@@ -59,6 +56,7 @@ class Deployment:
     run_id: str
     paths: Paths
     settings: Settings
+    planner: WorkerPlanner
     workers: tuple[WatcherPlan, ...]
     gpus: tuple[GpuDevice, ...]
     gpus_option: str
@@ -97,85 +95,91 @@ class Deployment:
         }
 
 
-def plan_workers(
-    graph: GraphSpec,
-    *,
-    devices: Sequence[GpuDevice],
-    elsewhere: Mapping[str, str],
-    environ: Mapping[str, str],
-    service_config_json: str,
-    settings: Settings,
-    paths: Paths,
-    run_id: str,
-    cwd: Path,
-) -> tuple[WatcherPlan, ...]:
-    """One watcher a worker, GPUs assigned. Raises `GpuError` if they do not suffice, naming who asked for what.
+@dataclass(frozen=True, slots=True)
+class WorkerPlanner:
+    """Everything that is the same for all workers of a run: makes the plan of one more at any time.
 
-    `elsewhere` says which devices (UUID) other namespaces hold.
-    `environ` is the caller's whole environment: only what the allow-list and `pass_env` admit goes further.
+    `base_env` is the allow-listed part of the caller's environment.
     """
-    names = [
-        (spec, watcher_name(graph.namespace, spec.name, n)) for spec in graph.services for n in range(spec.workers)
-    ]
-    asks = [GpuAsk(watcher_name=name, service=spec.name, gpu=spec.resources.gpu) for spec, name in names]
-    given: Mapping[str, tuple[GpuDevice, ...]] = plan(devices, asks, elsewhere=elsewhere) if settings.pin_gpus else {}
-    base = allowed_env(environ, settings.pass_env)
-    return tuple(
-        WatcherPlan(
+
+    graph: GraphSpec
+    settings: Settings
+    paths: Paths
+    run_id: str
+    cwd: Path
+    service_config_json: str
+    base_env: Mapping[str, str]
+
+    def plan(self, spec: ServiceSpec, name: str, gpus: Sequence[GpuDevice]) -> WatcherPlan:
+        """The watcher of one worker on those devices."""
+        return WatcherPlan(
             name=name,
-            kind="worker",
             component=spec.name,
             role=spec.role,
-            argv=worker_argv(graph.target, spec.name),
-            cwd=str(cwd),
-            env=worker_env(base, spec, name, given.get(name, ()), graph, service_config_json, settings, paths, run_id),
-            gpus=given.get(name, ()),
-            log_file=paths.log_file(name),
-            start_deadline_s=spec.start_deadline_s or settings.start_deadline_s,
-            drain_deadline_s=spec.drain_deadline_s or settings.drain_deadline_s,
+            argv=worker_argv(self.graph.target, spec.name),
+            cwd=str(self.cwd),
+            env=self._env(spec, name, gpus),
+            gpus=tuple(gpus),
+            log_file=self.paths.log_file(name),
+            start_deadline_s=spec.start_deadline_s or self.settings.start_deadline_s,
+            drain_deadline_s=spec.drain_deadline_s or self.settings.drain_deadline_s,
         )
-        for spec, name in names
-    )
+
+    def plan_all(self, given: Mapping[str, Sequence[GpuDevice]]) -> tuple[WatcherPlan, ...]:
+        """The watchers that `serve` starts with, in the graph's order."""
+        return tuple(self.plan(spec, name, given.get(name, ())) for spec, name in named_workers(self.graph))
+
+    def _env(self, spec: ServiceSpec, name: str, gpus: Sequence[GpuDevice]) -> dict[str, str]:
+        """Allow-listed variables, then the service's `envs`, then ours: the later wins."""
+        env = dict(self.base_env)
+        env.update(spec.envs)
+        if self.settings.pin_gpus:
+            # Empty, not absent: a worker that asked for no GPU must not see all of them.
+            env["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(gpus)
+        env.update(
+            {
+                "DYN_NAMESPACE": self.graph.namespace,
+                "DYN_RUN_ID": self.run_id,
+                "DYN_WATCHER_NAME": name,
+                "DYN_STATEFILE": str(self.paths.statefile),
+                "DYN_LEASE_TTL_S": str(self.settings.lease_ttl_s),
+                "DYNAMO_SERVICE_CONFIG": self.service_config_json,
+                "DYN_START_DEADLINE_S": str(spec.start_deadline_s or self.settings.start_deadline_s),
+                "PYTHONUNBUFFERED": "1",
+                "GRPC_ENABLE_FORK_SUPPORT": "0",
+            }
+        )
+        return env
+
+
+def named_workers(graph: GraphSpec) -> list[tuple[ServiceSpec, str]]:
+    """Each worker that the graph starts with: its service and its watcher's name."""
+    return [(spec, watcher_name(graph.namespace, spec.name, n)) for spec in graph.services for n in range(spec.workers)]
+
+
+def gpu_asks(graph: GraphSpec) -> list[GpuAsk]:
+    """What the workers of the start ask of the ledger."""
+    return [GpuAsk(watcher_name=name, service=spec.name, gpu=spec.resources.gpu) for spec, name in named_workers(graph)]
+
+
+def base_environment(graph: GraphSpec, environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """What of the caller's environment every worker gets.
+
+    Raises `ConfigError` if a service sets CUDA_VISIBLE_DEVICES while we pin: it would have no effect (lesson 22).
+    """
+    if settings.pin_gpus:
+        for spec in graph.services:
+            if "CUDA_VISIBLE_DEVICES" in spec.envs:
+                raise ConfigError(
+                    f"{spec.name}: ServiceArgs.envs sets CUDA_VISIBLE_DEVICES, but `dynamo serve` pins the workers; "
+                    "remove it, or set DYN_DISABLE_AUTO_GPU_ALLOCATION=1 to pin them yourself"
+                )
+    base = allowed_env(environ, settings.pass_env)
+    if settings.pin_gpus:
+        base.pop("CUDA_VISIBLE_DEVICES", None)
+    return base
 
 
 def worker_argv(target: str, service: str) -> tuple[str, ...]:
     """The command that starts one more worker of a service, as the statefile keeps it."""
     return (sys.executable, "-m", "dynamo_local.serve.serve_dynamo", target, "--service-name", service)
-
-
-def worker_env(
-    base: Mapping[str, str],
-    spec: ServiceSpec,
-    name: str,
-    gpus: tuple[GpuDevice, ...],
-    graph: GraphSpec,
-    service_config_json: str,
-    settings: Settings,
-    paths: Paths,
-    run_id: str,
-) -> dict[str, str]:
-    """Allow-listed variables, then the service's `envs`, then ours: the later wins."""
-    env = {key: value for key, value in base.items() if not (settings.pin_gpus and key == "CUDA_VISIBLE_DEVICES")}
-    env.update(spec.envs)
-    if settings.pin_gpus:
-        # Empty, not absent: a worker that asked for no GPU must not see all of them.
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(d.uuid for d in gpus)
-    env.update(
-        {
-            "DYN_NAMESPACE": graph.namespace,
-            "DYN_RUN_ID": run_id,
-            "DYN_WATCHER_NAME": name,
-            "DYN_STATEFILE": str(paths.statefile),
-            "DYN_LEASE_TTL_S": str(settings.lease_ttl_s),
-            "DYNAMO_SERVICE_CONFIG": service_config_json,
-            "DYN_START_DEADLINE_S": str(spec.start_deadline_s or settings.start_deadline_s),
-            "PYTHONUNBUFFERED": "1",
-            "GRPC_ENABLE_FORK_SUPPORT": "0",
-        }
-    )
-    return env
-
-
-def to_json(deployment: Deployment) -> str:
-    """`--dry-run --json`."""
-    return json.dumps(deployment.describe(), indent=2, default=str)

@@ -24,7 +24,7 @@ from dynamo_local.errors import DynamoError, InfraUnavailable, StartTimedOut, Wo
 from dynamo_local.ports import DeleteEvent, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.serve.embedded import EmbeddedServers
 from dynamo_local.serve.fleet import RUNNING, Fleet, Worker
-from dynamo_local.serve.gpu_locks import GpuLocks, LockHolder
+from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.leaving import Leaving
 from dynamo_local.serve.logs import Interleaver, rotate, tail
 from dynamo_local.serve.plan import Deployment, WatcherPlan
@@ -49,14 +49,14 @@ class Supervisor:
         *,
         arbiter: DynamoArbiter,
         store: StateStore,
-        locks: GpuLocks,
+        pool: GpuPool,
         clock: Clock,
         view: View,
     ) -> None:
         self.deployment = deployment
         self.arbiter = arbiter
         self.store = store
-        self.locks = locks
+        self.pool = pool
         self.clock = clock
         self.view = view
         self.fleet = Fleet(store, clock)
@@ -146,8 +146,7 @@ class Supervisor:
 
     def _add(self, plan: WatcherPlan, env: dict[str, str]) -> None:
         """A watcher for the worker. It inherits its GPUs' locks: they stay taken as long as *it* lives."""
-        uuids = [device.uuid for device in plan.gpus]
-        self.locks.acquire(uuids, LockHolder(self.deployment.graph.namespace, plan.name, os.getpid()))
+        self.pool.take(plan.name, plan.gpus)
         self.fleet.add(plan)
         self.arbiter.add_worker(
             WorkerWatcher(
@@ -158,7 +157,7 @@ class Supervisor:
                 log_file=plan.log_file,
                 graceful_timeout_s=plan.drain_deadline_s,
                 death_signal=signal.SIGKILL,
-                inherited_fds=self.locks.fds_for(uuids),
+                inherited_fds=self.pool.inherited_fds(plan.gpus),
             )
         )
         self._logs.watch(plan.name, plan.log_file)
