@@ -17,9 +17,6 @@ from msgspec import Meta
 from dynamo_local.components.openai import params
 from dynamo_local.components.openai.errors import ApiError, bad_param
 
-COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions; /v1/chat/completions has none but the model's length."""
-
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1)]
@@ -133,7 +130,7 @@ def parse_chat(body: bytes) -> ParsedRequest:
 def parse_completion(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
     request = _convert(_decode(body), CompletionRequest, params.UNSUPPORTED_COMPLETION)
-    payload = _common_payload(request, request.max_tokens or COMPLETION_MAX_TOKENS)
+    payload = _common_payload(request, request.max_tokens)
     payload["prompt"] = _prompt(request.prompt)
     return _parsed(request, payload)
 

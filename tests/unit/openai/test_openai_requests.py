@@ -86,9 +86,9 @@ def test_the_newer_name_of_the_token_limit_wins():
     assert chat(max_tokens=3, max_completion_tokens=4).payload["max_tokens"] == 4
 
 
-def test_completions_have_openais_default_length():
-    """16 tokens, where chat has none."""
-    assert completion().payload["max_tokens"] == 16
+def test_a_limit_that_was_not_set_is_not_invented():
+    """The Processor knows what is left of the context, and OpenAI's 16 for completions."""
+    assert "max_tokens" not in completion().payload
     assert "max_tokens" not in chat().payload
 
 
