@@ -1,39 +1,55 @@
-"""What our arbiter answers beside circus's own commands, and which of those it refuses.
+"""What our arbiter answers beside circus's own commands (those it replaces or refuses are in `stock`).
 
 Imported on both sides: by the arbiter before its controller is made, and by `dynamo ctl`, because `circusctl`
 only knows the commands that its own process has imported (circus-facts).
+
+A command that takes time is a coroutine of the supervisor. Its answer is the coroutine's result, always: circus would
+answer "ok" at once unless the caller asked for `waiting`, and turn every exception into a bare "server error".
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Awaitable
+from typing import Any, ClassVar, Protocol
 
 from circus.commands.base import Command
-from circus.exc import MessageError
+from circus.exc import ArgumentError, MessageError
 
-REFUSED = {
-    "reload": "it would start a second copy of a GPU worker",
-    "reloadconfig": "it would drop every worker that was added since the start",
-    "incr": "each worker has its own GPUs and its own watcher",
-    "decr": "each worker has its own GPUs and its own watcher",
-    "restart": "it holds the arbiter's only slot until the slowest worker is gone, and cuts streams",
-    "start": "a worker is started on GPUs that the ledger chose",
-    "add": "a worker is started on GPUs that the ledger chose",
-    "set": "a worker's options come from its graph and configuration",
-    "kill": "it would end streams in mid-sentence",
-    "stats": "it stops the arbiter's loop while it samples every process (1.2 s at 256 workers)",
-    "dstats": "it stops the arbiter's loop while it samples every process",
-}
-"""circus's command -> why not. The answer names what to use instead."""
+from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, supervisor_of, text
+from dynamo_local.circus_plugins.stock import REFUSED, install_commands
+from dynamo_local.errors import DynamoError
 
-INSTEAD = {
-    "reload": "use `dynamo down` and `dynamo serve`",
-    "reloadconfig": "use `dynamo down` and `dynamo serve`",
-    "restart": "use `dynamo down` and `dynamo serve`",
-    "stats": "use `dynamo status`",
-    "dstats": "use `dynamo status`",
-    "kill": "use `dynamo down`",
-}
+FORCE = ("", "force", False, "even if it leaves the role without a ready worker")
+
+
+class Commanded(Protocol):
+    """The part of the supervisor that commands speak to. All raise `DynamoError`s fit for a person."""
+
+    def status(self) -> dict[str, Any]:
+        """The object of `dynamo status --json`."""
+        ...
+
+    def request_down(self, why: str, *, now: bool = False) -> int:
+        """Ask to leave; returns the arbiter's pid at once."""
+        ...
+
+    async def down(self, why: str) -> None:
+        """Ask to leave, and return when everything but the arbiter is gone."""
+        ...
+
+    async def scale(
+        self, component: str, target: str, *, force: bool, victim_policy: str | None, stimulus_id: str
+    ) -> dict[str, Any]:
+        """`{"component", "instructions": [{"kind", "watcher_name"}], "ready", "target"}`, once committed."""
+        ...
+
+    async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """`{"watcher_name", "state"}`, once committed."""
+        ...
+
+    async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """`{"workers": […]}`, once committed."""
+        ...
 
 
 class DynamoStatus(Command):  # type: ignore[misc]
@@ -52,7 +68,7 @@ class DynamoStatus(Command):  # type: ignore[misc]
 
     def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
         """`{"graph": {...}}`; never waits: loads are the last ones sampled."""
-        return {"graph": _supervisor(arbiter).status()}
+        return {"graph": _now(arbiter).status()}
 
     def console_msg(self, msg: dict[str, Any]) -> str:
         """One line a worker."""
@@ -79,39 +95,115 @@ class DynamoDown(Command):  # type: ignore[misc]
 
     def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
         """Answers at once; the arbiter is gone when its lock is free."""
-        return {"pid": _supervisor(arbiter).request_down("dynamo down", now=bool(props.get("now")))}
+        return {"pid": _now(arbiter).request_down("dynamo down", now=bool(props.get("now")))}
 
 
-def _supervisor(arbiter: Any) -> Any:
-    if arbiter.supervisor is None:
-        raise MessageError("the arbiter is starting or leaving; try again")
-    return arbiter.supervisor
+def _now(arbiter: Any) -> Commanded:
+    try:
+        return supervisor_of(arbiter)
+    except DynamoError as error:
+        raise MessageError(str(error)) from None
 
 
-class _Refused:
-    """Stands in for a circus command: same name and help, never executed."""
+class _Asked:
+    """A command that a coroutine of the supervisor carries out. No `Command` itself, else circus would register it."""
 
-    def __init__(self, original: Any) -> None:
-        self._original = original
+    name: ClassVar[str]
+    arguments: ClassVar[tuple[str, ...]]
+    """Property names of the words on circusctl's command line, all needed."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
+    def message(self, *args: Any, **opts: Any) -> Any:
+        """The request as circusctl sends it. Raises circus's `ArgumentError`, which circusctl prints."""
+        if len(args) != len(self.arguments):
+            wanted = " ".join(name.upper() for name in self.arguments)
+            raise ArgumentError(f"{self.name} takes {wanted}; got {len(args)} words")
+        return self.make_message(**dict(zip(self.arguments, args, strict=True)), **opts)  # type: ignore[attr-defined]
 
-    def validate(self, props: Any) -> None:
-        """Nothing to check: the answer is the same."""
+    def execute(self, arbiter: Any, props: Any) -> Any:
+        """A future of the reply."""
+        return answer(props, lambda: self._ask(arbiter, props))
 
-    def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
-        """Raise with the reason and what to do instead; circus sends it back as a refusal."""
-        name = self._original.name
-        instead = INSTEAD.get(name, "see `dynamo --help`")
-        raise MessageError(f"`{name}` is refused: {REFUSED[name]}; {instead}")
+    async def _ask(self, arbiter: Any, props: Any) -> dict[str, Any]:
+        stimulus_id = new_stimulus_id(self.name.removeprefix("dynamo_"))
+        result = await self.ask(supervisor_of(arbiter), props, stimulus_id)
+        return {**result, "stimulus_id": stimulus_id}
 
-
-def install_commands(commands: dict[str, Any]) -> None:
-    """Replace the commands that would harm a graph in a controller's table."""
-    for name in REFUSED:
-        if name in commands:
-            commands[name] = _Refused(commands[name])
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """Call the supervisor."""
+        raise NotImplementedError
 
 
-__all__ = ["REFUSED", "DynamoDown", "DynamoStatus", "install_commands"]
+class DynamoScale(_Asked, Command):  # type: ignore[misc]
+    """\
+    Add or remove workers: dynamo_scale VllmWorker +1
+    =================================================
+
+    The same as `dynamo scale`: `+1`, `-1`, `=3` or `3`. Answers once the intent is committed.
+    """
+
+    name = "dynamo_scale"
+    arguments = ("component", "target")
+    options: ClassVar[list[Any]] = [
+        FORCE,
+        ("", "victim_policy", None, "highest-suffix, least-loaded or coldest"),
+    ]
+
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """See `Commanded.scale`."""
+        return supervisor.scale(
+            text(props, "component"),
+            text(props, "target"),
+            force=flag(props, "force"),
+            victim_policy=None if props.get("victim_policy") is None else text(props, "victim_policy"),
+            stimulus_id=stimulus_id,
+        )
+
+
+class DynamoDrain(_Asked, Command):  # type: ignore[misc]
+    """\
+    Let one worker finish and leave: dynamo_drain dynamo_VllmWorker_1
+    =================================================================
+
+    The same as `dynamo drain`. `cancel` takes the drain back. Answers once the intent is committed.
+    """
+
+    name = "dynamo_drain"
+    arguments = ("name",)
+    options: ClassVar[list[Any]] = [FORCE, ("", "cancel", False, "take the drain back")]
+
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """See `Commanded.drain`."""
+        return supervisor.drain(
+            text(props, "name"), cancel=flag(props, "cancel"), force=flag(props, "force"), stimulus_id=stimulus_id
+        )
+
+
+class DynamoRestart(_Asked, Command):  # type: ignore[misc]
+    """\
+    Drain a worker (or each of a component) and start it again
+    ==========================================================
+
+    The same as `dynamo restart`. Clears a fault. Answers once the intent is committed.
+    """
+
+    name = "dynamo_restart"
+    arguments = ("name",)
+    options: ClassVar[list[Any]] = [FORCE, ("", "rolling", False, "one after the other")]
+
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """See `Commanded.restart`."""
+        return supervisor.restart(
+            text(props, "name"), rolling=flag(props, "rolling"), force=flag(props, "force"), stimulus_id=stimulus_id
+        )
+
+
+__all__ = [
+    "REFUSED",
+    "Commanded",
+    "DynamoDown",
+    "DynamoDrain",
+    "DynamoRestart",
+    "DynamoScale",
+    "DynamoStatus",
+    "install_commands",
+]

@@ -1,0 +1,90 @@
+"""How commands read what was sent and how they reply: typed, always, and without keeping anybody else waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from circus.commands import errors
+from circus.exc import MessageError
+
+from dynamo_local.errors import BadInput, DynamoError, NotRunning
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+
+_answering: set[asyncio.Task[dict[str, Any]]] = set()
+"""The loop holds tasks weakly only, and circus's callback does not hold them at all."""
+
+
+def answer(props: Any, work: Work) -> asyncio.Task[dict[str, Any]]:
+    """A future of the reply of `work`; it never raises. `waiting` makes circus reply when it is done, not before."""
+    props["waiting"] = True
+    task = asyncio.ensure_future(_reply(work()))
+    _answering.add(task)
+    task.add_done_callback(_answering.discard)
+    return task
+
+
+async def _reply(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    try:
+        result = await work
+        json.dumps(result)  # what cannot be encoded would fail in circus's callback, and nobody would get an answer
+        return result
+    except DynamoError as error:
+        return refusal(error)
+    except MessageError as error:  # circus's own word for bad input
+        return refusal(BadInput(str(error)))
+    except asyncio.CancelledError:
+        # The loop is being closed. A cancelled future would raise in circus's callback instead of answering.
+        return refusal(NotRunning("the arbiter is leaving"))
+    except Exception as error:  # a bug of ours: said to whoever asked, told in full in the log, and nobody else hurt
+        log.exception("a command failed")
+        return refusal(DynamoError(f"the arbiter failed at it: {type(error).__name__}: {error}; its log says more"))
+
+
+def refusal(error: DynamoError) -> dict[str, Any]:
+    """The reply that tells an error: circus's keys, and our type and exit code."""
+    bad = isinstance(error, BadInput)
+    return {
+        "status": "error",  # circus's ok() lets it override its own "ok"
+        "reason": str(error),
+        "errno": errors.MESSAGE_ERROR if bad else errors.COMMAND_ERROR,
+        "code": error.code,
+        "exit_code": error.exit_code,
+    }
+
+
+def supervisor_of(arbiter: Any) -> Any:
+    """The arbiter's supervisor; `NotRunning` where it has none yet, or no more."""
+    if arbiter.supervisor is None:
+        raise NotRunning("the arbiter is starting or leaving; try again")
+    return arbiter.supervisor
+
+
+def new_stimulus_id(verb: str) -> str:
+    """`scale:1f0c9a3e`: the thread from a command through the statefile to the event log."""
+    return f"{verb}:{secrets.token_hex(4)}"
+
+
+def text(props: Any, name: str) -> str:
+    """A property that must be a word; a number is one (`{"target": 3}`). `BadInput` says what came instead."""
+    value = props.get(name)
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+        raise BadInput(f"{name!r} must be a word, not {json.dumps(value)}")
+    return str(value)
+
+
+def flag(props: Any, name: str) -> bool:
+    """A property that must be true or false; absent is false. `"false"` is refused rather than taken as true."""
+    value = props.get(name, False)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise BadInput(f"{name!r} must be true or false, not {json.dumps(value)}")
+    return value

@@ -1,0 +1,223 @@
+"""circus's own commands, made safe: stock `circusctl` can neither cut a stream nor start a worker behind our back.
+
+Some do what their user means by our means (`stop` is a drain), the others are refused, naming our command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from circus.util import to_signum
+
+from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, refusal, supervisor_of, text
+from dynamo_local.core.secrets import mask_env
+from dynamo_local.core.types import NAME, WorkerState
+from dynamo_local.errors import BadInput, TimedOut
+
+GONE_POLL_S = 0.1
+GONE_TIMEOUT_S = 3600.0
+"""How long `--waiting` waits at most; each drain has a deadline of its own, past which the supervisor ends it."""
+
+
+class Refusal(NamedTuple):
+    """Why a command is refused, and what to use instead; `{name}` is the watcher that it was for."""
+
+    why: str
+    instead: str
+
+
+_OWN_GPUS = "each worker has its own GPUs and its own watcher"
+_LEDGER = "a worker is started on GPUs that the ledger chose"
+_DOWN_UP = "use `dynamo down` and `dynamo serve`"
+_STATUS = "use `dynamo status`"
+
+REFUSED: dict[str, Refusal] = {
+    "reload": Refusal("it would start a second copy of a GPU worker", _DOWN_UP),
+    "reloadconfig": Refusal("it would drop every worker that was added since the start", _DOWN_UP),
+    "incr": Refusal(_OWN_GPUS, "use `dynamo scale COMPONENT +1`"),
+    "decr": Refusal(_OWN_GPUS, "use `dynamo scale COMPONENT -1` or `dynamo drain {name}`"),
+    "add": Refusal(_LEDGER, "use `dynamo scale COMPONENT +1`"),
+    "start": Refusal(_LEDGER, "use `dynamo scale COMPONENT +1`, or `dynamo restart {name}` where it is faulted"),
+    "restart": Refusal("it cuts streams", "use `dynamo restart {name}`"),
+    "set": Refusal(
+        "a worker's options come from its graph and configuration",
+        "change those, then use `dynamo restart --rolling COMPONENT`",
+    ),
+    "kill": Refusal("it would end streams in mid-sentence", "use `dynamo drain {name}`"),
+    "stats": Refusal("it stops the arbiter's loop while it samples every process (1.2 s at 256 workers)", _STATUS),
+    "dstats": Refusal("it stops the arbiter's loop while it samples every process", _STATUS),
+    "ipython": Refusal("it would run a shell in the arbiter's own loop", _STATUS),
+}
+"""circus's command -> why not, and what instead."""
+
+LEAVE = frozenset({signal.SIGTERM, signal.SIGINT})
+"""Signals that ask a worker to leave: to send one is a drain."""
+
+HARMLESS = frozenset({signal.SIGCONT, signal.SIGWINCH, signal.SIGURG})
+"""Signals that end nobody, whether handled or not."""
+
+HANDLED = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+"""Signals that are passed to a worker that handles them; unhandled, they would end it. All others are refused."""
+
+Handler = Callable[[Any, Any, Any], Awaitable[dict[str, Any]]]
+"""`(arbiter, circus's own command, properties) -> reply`."""
+
+
+async def _quit(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    """`quit`, and `stop` without a name: `dynamo down`. With `--waiting`, until all but the arbiter is gone."""
+    supervisor, why = supervisor_of(arbiter), f"circusctl {original.name}"
+    if not flag(props, "wait_for_end"):
+        return {"pid": supervisor.request_down(why)}
+    await supervisor.down(why)  # not both: to ask a second time is to end at once
+    return {"pid": os.getpid()}
+
+
+async def _stop(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    if props.get("name") is None:
+        return await _quit(arbiter, original, props)
+    return await _drain(arbiter, original, props)
+
+
+async def _remove(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    if flag(props, "nostop"):
+        raise BadInput("`rm --nostop` is refused: nobody would know of the process, which keeps its GPUs")
+    return await _drain(arbiter, original, props)
+
+
+async def _drain(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    """One worker finishes and leaves. With `--waiting` the reply comes when it is gone."""
+    name = _worker_named(arbiter, text(props, "name"))
+    supervisor = supervisor_of(arbiter)
+    stimulus_id = new_stimulus_id(f"circusctl-{original.name}")
+    result = await supervisor.drain(name, cancel=False, force=False, stimulus_id=stimulus_id)
+    if flag(props, "wait_for_end"):
+        result = {**result, "state": await _until_gone(supervisor, name)}
+    return {**result, "stimulus_id": stimulus_id}
+
+
+async def _until_gone(supervisor: Any, name: str) -> str:
+    """The state in which it ended (`ready` if the drain was taken back). circus's own `stop --waiting` waits, too."""
+    leaving = {str(WorkerState.DRAINING), str(WorkerState.DRAIN_TIMED_OUT)}
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + GONE_TIMEOUT_S
+    while loop.time() < deadline_s:
+        row = next((row for row in supervisor.status()["workers"] if row["watcher_name"] == name), None)
+        if row is None:
+            return str(WorkerState.EXITED)
+        if row["state"] not in leaving:
+            return str(row["state"])
+        await asyncio.sleep(GONE_POLL_S)
+    raise TimedOut(f"{name} is still draining after {GONE_TIMEOUT_S:.0f} s; it goes on, see `dynamo status`")
+
+
+async def _signal(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    """Only what cannot harm: a plea to leave becomes a drain, and a worker's own signals reach it."""
+    name = _worker_named(arbiter, text(props, "name"))
+    signum = _signum(props)
+    if any(props.get(key) for key in ("children", "recursive", "childpid")):
+        raise BadInput(f"`signal {signum.name}` to {name}'s own children is refused: an engine's processes are its own")
+    watcher = original._get_watcher(arbiter, name)
+    if props.get("pid") not in (None, watcher.pid):
+        raise BadInput(f"{name} has pid {watcher.pid}, not {props['pid']}")
+    if signum in LEAVE:
+        return await _drain(arbiter, original, props)
+    if signum in HARMLESS or (signum in HANDLED and _handles(watcher.pid, signum)):
+        original.execute(arbiter, {"name": name, "signum": signum})
+        return {"watcher_name": name, "signal": signum.name}
+    raise BadInput(f"`signal {signum.name}` is refused: it would cut what {name} streams; use `dynamo drain {name}`")
+
+
+async def _get(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
+    """Options with secrets masked, as in `options` (lesson 11): circus would print the whole environment."""
+    found: dict[str, Any] = original.execute(arbiter, props)["options"]
+    return {"options": {key: mask_env(value or {}) if key == "env" else value for key, value in found.items()}}
+
+
+def _signum(props: Any) -> signal.Signals:
+    value = props.get("signum")
+    try:
+        return signal.Signals(to_signum(value))
+    except (ValueError, TypeError, AttributeError):  # circus looks an unknown name up in `signal`
+        raise BadInput(f"{value!r} is no signal") from None
+
+
+def _handles(pid: int | None, signum: signal.Signals) -> bool:
+    """The process has a handler for it (`SigCgt` of proc_pid_status(5)); False if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (signum - 1) & 1)
+
+
+def _worker_named(arbiter: Any, name: str) -> str:
+    """The worker's name as we spell it (circus's `list` lower-cases it). An unknown one is the supervisor's to tell."""
+    for row in supervisor_of(arbiter).status()["workers"]:
+        if row["watcher_name"].lower() == name.lower():
+            return str(row["watcher_name"])
+    if name.lower() in arbiter._watchers_names:
+        raise BadInput(f"{name} is no worker but part of the arbiter's own household; it leaves with `dynamo down`")
+    if not NAME.fullmatch(name):
+        raise BadInput(f"{name!r}: one worker's name is needed, not a pattern; `dynamo status` shows the names")
+    return name
+
+
+INSTEAD: dict[str, Handler] = {"quit": _quit, "stop": _stop, "rm": _remove, "signal": _signal, "get": _get}
+"""circus's command -> what it does with us."""
+
+
+class _Replaced:
+    """Stands in for a circus command: same name and help, our doing."""
+
+    def __init__(self, original: Any, handler: Handler) -> None:
+        self._original = original
+        self._handler = handler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def validate(self, props: Any) -> None:
+        """Nothing: the handler checks, and answers with a typed error."""
+
+    def execute(self, arbiter: Any, props: Any) -> Any:
+        """A future of the reply. `waiting` is how circus says when to reply; whether to wait is kept apart from it."""
+        asked = {**props, "wait_for_end": bool(props.get("waiting"))}
+        return answer(props, lambda: self._carry_out(arbiter, asked))
+
+    async def _carry_out(self, arbiter: Any, props: Any) -> dict[str, Any]:
+        return await self._handler(arbiter, self._original, props)
+
+
+class _Refused:
+    """Stands in for a circus command that is never executed."""
+
+    def __init__(self, original: Any, refused: Refusal) -> None:
+        self._original = original
+        self._refused = refused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def validate(self, props: Any) -> None:
+        """Nothing to check: the answer is the same."""
+
+    def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
+        """The reason, and what to do instead."""
+        why, instead = self._refused
+        instead = instead.format(name=props.get("name") or "NAME")
+        return refusal(BadInput(f"`{self._original.name}` is refused: {why}; {instead}"))
+
+
+def install_commands(commands: dict[str, Any]) -> None:
+    """Replace, in a controller's table, the commands that would harm a graph."""
+    for name, refused in REFUSED.items():
+        if name in commands:
+            commands[name] = _Refused(commands[name], refused)
+    for name, handler in INSTEAD.items():
+        commands[name] = _Replaced(commands[name], handler)
