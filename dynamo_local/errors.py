@@ -104,6 +104,12 @@ class WorkerDied(DynamoError):
     code = "worker_died"
 
 
+class DrainFinished(DynamoError):
+    """The drain cannot be taken back any more: the worker has finished its work and is going. Add a new one."""
+
+    code = "drain_finished"
+
+
 class InfraUnavailable(DynamoError):
     """etcd or NATS does not answer. Retry once it is back."""
 
@@ -127,6 +133,58 @@ class LeaseNotFound(DynamoError):
     """etcd does not know the lease: it was revoked, it expired, or etcd lost its data."""
 
     code = "lease_not_found"
+
+
+# --- workers come and go -----------------------------------------------------------------------
+
+
+class BadTarget(BadInput):
+    """A number of workers, or a change of it, that cannot be read or makes no sense here."""
+
+    code = "bad_target"
+
+
+class UnknownWorker(BadInput):
+    """No worker, or no component, of that name in this namespace; the message lists those there are."""
+
+    code = "unknown_worker"
+
+
+class TooManyWorkers(BadInput):
+    """More workers than the service's class allows (a frontend listens on one port)."""
+
+    code = "too_many_workers"
+
+
+class NotEnoughGpus(GpuError):
+    """Too few free GPUs for another worker now; the message says who holds them. Retry when some are free."""
+
+    code = "not_enough_gpus"
+    retryable = True
+
+
+class LastReadyWorker(DynamoError):
+    """Without this worker its component could serve nothing; only `--force` takes it away."""
+
+    code = "last_ready_worker"
+
+
+class WorkerFaulted(DynamoError):
+    """A worker failed too often; a person must look before more of its component are started."""
+
+    code = "worker_faulted"
+
+
+class DrainNotCancellable(DynamoError):
+    """The worker is not, or no longer, in a drain that can be taken back."""
+
+    code = "drain_not_cancellable"
+
+
+class NotRestartable(DynamoError):
+    """Nothing to restart under that name, or it is leaving for good."""
+
+    code = "not_restartable"
 
 
 # --- requests between components ---------------------------------------------------------------
@@ -170,6 +228,12 @@ class WorkerLost(RequestError):
 
     code = "worker_lost"
     retryable = True
+
+
+class EngineDead(WorkerLost):
+    """The worker's engine has ended by itself, and the worker goes with it."""
+
+    code = "engine_dead"
 
 
 class StreamGap(RequestError):

@@ -97,6 +97,17 @@ def _amount(value: int | Missing) -> str:
     return "memory unknown" if isinstance(value, Missing) else f"{value / 1024**3:.1f} GiB"
 
 
+@dataclass(frozen=True, slots=True)
+class GpuSnapshot:
+    """A ledger at one moment, as a value. `held` is by watcher name, `quarantined` and `taken` by UUID (and why)."""
+
+    devices: tuple[GpuDevice, ...] = ()
+    free: tuple[GpuDevice, ...] = ()
+    held: Mapping[str, tuple[GpuDevice, ...]] = field(default_factory=dict, hash=False)
+    quarantined: Mapping[str, str] = field(default_factory=dict, hash=False)
+    taken: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
 class GpuLedger:
     """The one place that hands out devices. Each method either completes or raises and changes nothing.
 
@@ -157,6 +168,10 @@ class GpuLedger:
         """What can be handed out now, by index."""
         gone = self._held_uuids() | self._quarantined.keys() | self.taken().keys()
         return tuple(device for uuid, device in self._devices.items() if uuid not in gone)
+
+    def snapshot(self) -> GpuSnapshot:
+        """All of it as a value that later changes do not touch."""
+        return GpuSnapshot(self.devices(), self.free(), self.holders(), self.quarantined(), self.taken())
 
     def allocate(self, watcher_name: str, count: int) -> tuple[GpuDevice, ...]:
         """The best-connected `count` free devices (see `topology.best_set`), now held by the watcher.
@@ -265,7 +280,12 @@ def plan_on(ledger: GpuLedger, asks: Sequence[GpuAsk]) -> dict[str, tuple[GpuDev
 
 def shortage(ledger: GpuLedger, asks: Sequence[GpuAsk]) -> str:
     """One line: what each service asked for, per worker, and who holds what."""
-    needed, free, total = sum(ask.gpu for ask in asks), len(ledger.free()), len(ledger.devices())
+    return shortage_in(ledger.snapshot(), asks)
+
+
+def shortage_in(gpus: GpuSnapshot, asks: Sequence[GpuAsk], promised: Mapping[str, int] | None = None) -> str:
+    """`shortage` of a snapshot. `promised` counts free devices by the worker that they are kept for."""
+    needed, free, total = sum(ask.gpu for ask in asks), len(gpus.free), len(gpus.devices)
     groups: dict[tuple[str, int], int] = {}
     for ask in asks:
         if ask.gpu:
@@ -276,9 +296,10 @@ def shortage(ledger: GpuLedger, asks: Sequence[GpuAsk]) -> str:
         for (service, gpu), workers in groups.items()
     ]
     parts = [f"too few GPUs: {needed} needed, {free} of {total} free", *wishes]
-    index = {device.uuid: device.index for device in ledger.devices()}
-    for name, held in ledger.holders().items():
+    index = {device.uuid: device.index for device in gpus.devices}
+    for name, held in gpus.held.items():
         parts += [f"GPU {device.index} ({device.uuid}) is held by {name}" for device in held]
-    parts += [f"GPU {index[uuid]} ({uuid}) is held by {who}" for uuid, who in ledger.taken().items()]
-    parts += [f"GPU {index[uuid]} ({uuid}) is quarantined: {why}" for uuid, why in ledger.quarantined().items()]
+    parts += [f"GPU {index[uuid]} ({uuid}) is held by {who}" for uuid, who in gpus.taken.items()]
+    parts += [f"GPU {index[uuid]} ({uuid}) is quarantined: {why}" for uuid, why in gpus.quarantined.items()]
+    parts += [f"{count} free kept for {who}" for who, count in (promised or {}).items()]
     return "; ".join(parts) + "; ask for less (`gpu` counts devices per worker) or free some"

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dynamo_local.core.types import Missing
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DynamoError
 
@@ -115,7 +116,7 @@ class DrainDeadlinePassed(Event):
     """Not gone within its drain deadline; its session is being ended."""
 
     deadline_s: float
-    requests_cut: int = 0
+    requests_cut: int | Missing = Missing("not counted")  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
