@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from dynamo_local.errors import DynamoError, NotRunning
+from dynamo_local.errors import EXIT_FAILED, DynamoError, NotRunning
 from dynamo_local.serve.paths import Paths
 
 DEFAULT_NAMESPACE = "dynamo"
@@ -69,5 +70,14 @@ def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties
         socket.close()
         context.term()
     if answer.get("status") != "ok":
-        raise DynamoError(str(answer.get("reason", "the arbiter refused without a reason")))
+        raise ArbiterRefused(answer)
     return answer
+
+
+class ArbiterRefused(DynamoError):
+    """The arbiter said no: its message and its exit code (`details["code"]` names its error's type)."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        reason = str(answer.get("reason") or "the arbiter refused without a reason")
+        super().__init__(reason, code=answer.get("code"))
+        self.exit_code = int(answer.get("exit_code", EXIT_FAILED))  # type: ignore[misc]  # of this one refusal

@@ -84,8 +84,38 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
         _of(load, "request_active_slots", "request_total_slots"),
         "-" if load is None else str(load["num_requests_waiting"]),
         "-" if load is None or not load["kv_total_blocks"] else f"{load['gpu_cache_usage_perc']:.0%}",
-        worker.get("reason") or "",
+        _note(worker),
     )
+
+
+def _note(worker: Mapping[str, Any]) -> str:
+    restarts = worker.get("restarts") or 0
+    parts = (
+        worker.get("reason") or "",
+        drain_note(worker.get("drain")),
+        f"{restarts} restart{'s' * (restarts != 1)}" if restarts else "",
+    )
+    return "; ".join(part for part in parts if part)
+
+
+def drain_note(drain: Mapping[str, Any] | None) -> str:
+    """`3 requests left (4120 tokens), about 12s, at most 9m48s`; "" if it does not drain. What is unknown is said so.
+
+    `eta_s` is the estimate, `deadline_s` the time after which its session is ended; both in seconds from now.
+    """
+    if drain is None:
+        return ""
+    requests, tokens = drain.get("left_requests"), drain.get("left_tokens")
+    left = "unknown what is left" if requests is None else f"{requests} request{'s' * (requests != 1)} left"
+    if tokens:
+        left += f" ({tokens} tokens)"
+    eta_s, deadline_s = drain.get("eta_s"), drain.get("deadline_s")
+    parts = (
+        left,
+        "" if eta_s is None else f"about {duration(eta_s)}",
+        "" if deadline_s is None else f"at most {duration(max(0.0, deadline_s))}",
+    )
+    return ", ".join(part for part in parts if part)
 
 
 def _of(load: Mapping[str, Any] | None, part: str, whole: str) -> str:
