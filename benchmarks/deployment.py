@@ -1,0 +1,124 @@
+"""A graph that runs for as long as a benchmark needs it: `dynamo serve` as a user starts it, in folders of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.processes import ROOT, clean_env, dynamo_command
+
+EXAMPLE = ROOT / "examples" / "llm"
+START_TIMEOUT_S = 60.0
+DOWN_TIMEOUT_S = 30.0
+CONTENT = re.compile(rb'"content":"[^"]')
+"""Text; the first event of a chat has a role and empty content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Private runtime, home and log folders: a benchmark neither sees nor disturbs the user's own graphs."""
+
+    root: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of every command on this deployment."""
+        return {**clean_env(), "XDG_RUNTIME_DIR": str(self.root / "run"), "HOME": str(self.root / "home")}
+
+
+@contextmanager
+def folders() -> Iterator[Folders]:
+    """Fresh folders, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="dyn-bench-") as name:
+        root = Path(name)
+        for part in ("run", "home"):
+            (root / part).mkdir(mode=0o700)
+        yield Folders(root)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A deployment that is ready."""
+
+    url: str
+    folders: Folders
+    status: Mapping[str, Any]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def pids(self) -> dict[str, int]:
+        """Name of the part -> pid: workers by component, then `arbiter`, `etcd` and `nats`."""
+        found = {worker["component"]: worker["pid"] for worker in self.status["workers"]}
+        found["arbiter"] = self.status["arbiter_pid"]
+        for child in psutil.Process(found["arbiter"]).children():
+            if (name := child.name()) in ("etcd", "nats-server"):
+                found[name.partition("-")[0]] = child.pid
+        return found
+
+
+@contextmanager
+def served(graph: str, config: Mapping[str, Any], *, cwd: Path = EXAMPLE) -> Iterator[Running]:
+    """The graph, detached, from ready to down. RuntimeError with the command's words where it does not start."""
+    with folders() as place:
+        file = place.root / "config.yaml"
+        file.write_text(yaml.safe_dump(dict(config)))
+        try:
+            run(place, "serve", graph, "-f", str(file), "--detach", cwd=cwd, timeout_s=START_TIMEOUT_S)
+            status = json.loads(run(place, "status", "--json"))
+            yield Running(status["frontend_url"], place, status)
+        finally:
+            down(place)
+
+
+def run(place: Folders, *words: str, cwd: Path = EXAMPLE, timeout_s: float = DOWN_TIMEOUT_S) -> str:
+    """What a `dynamo` command printed. RuntimeError with its stderr if it failed."""
+    done = subprocess.run(
+        dynamo_command(*words), cwd=cwd, env=place.env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"dynamo {words[0]} ended with exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def down(place: Folders) -> None:
+    """End whatever runs in these folders; nothing running is no error (exit code 3)."""
+    command = dynamo_command("down")
+    done = subprocess.run(
+        command, env=place.env, capture_output=True, text=True, timeout=DOWN_TIMEOUT_S, check=False
+    )
+    if done.returncode not in (0, 3):
+        raise RuntimeError(f"dynamo down ended with exit code {done.returncode}: {done.stderr.strip()}")
+
+
+def first_token(port: int, model: str) -> float:
+    """What `time.perf_counter()` is at the first streamed token of a chat. RuntimeError if none comes.
+
+    A plain socket: importing a client library would be most of what is measured.
+    """
+    body = json.dumps(
+        {"model": model, "stream": True, "max_tokens": 8, "messages": [{"role": "user", "content": "Hello."}]}
+    ).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", port), timeout=10.0) as connection:
+        connection.sendall(head + body)
+        seen = b""
+        while block := connection.recv(65536):
+            seen += block
+            if CONTENT.search(seen):
+                return time.perf_counter()
+    raise RuntimeError(f"the stream ended without a token: {seen[-500:]!r}")

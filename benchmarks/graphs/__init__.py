@@ -1,0 +1,1 @@
+"""Graphs that only benchmarks serve."""

@@ -1,0 +1,251 @@
+"""The load generator, in a process of its own: `python -m benchmarks.load`, a plan on stdin, results on stdout (JSON).
+
+It shares the cores with what it measures, so it is cheap: uvloop, plain sockets, one regular expression per read.
+Plans: `{"kind": "latency", …}` and `{"kind": "streams", …}`; the keyword arguments of the functions below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import uvloop
+
+from benchmarks.processes import ROOT, cpu_s, module_command, rss_mib
+
+LIMIT_S = 60.0
+_TEXT = re.compile(rb'"content":"([^"]*)"')
+_ID = re.compile(rb'"id":"chatcmpl-([0-9a-f]+)"')
+_CONTENT_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+_END = b"data: [DONE]\n\n"
+
+
+def generate(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry the plan out in another process. RuntimeError with its last words if it fails."""
+    done = subprocess.run(
+        module_command("benchmarks.load"),
+        input=json.dumps(plan),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S + 10.0,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the load generator failed: {done.stderr.strip()}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+# --- HTTP --------------------------------------------------------------------------------------
+
+
+def chat(number: int, max_tokens: int, *, stream: bool) -> bytes:
+    """One request, whole; each number gives another prompt."""
+    body: dict[str, Any] = {
+        "model": "sim-tiny",
+        "messages": [{"role": "user", "content": f"Request {number}: tell me a story of a worker and its arbiter."}],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    data = json.dumps(body).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+
+class Unary:
+    """One kept connection for answers that are not streamed."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def connect(cls, port: int) -> Unary:
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    async def ask(self, request: bytes) -> bytes:
+        """The answer's body. RuntimeError for any status but 200."""
+        self._writer.write(request)
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        found = _CONTENT_LENGTH.search(head)
+        assert found is not None, head
+        body = await self._reader.readexactly(int(found[1]))
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"{head.splitlines()[0].decode()}: {body[:300]!r}")
+        return body
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Stream(asyncio.Protocol):
+    """One request whose answer streams; `arrivals` are (time, characters of text so far).
+
+    The engine of these benchmarks writes one character per token.
+    """
+
+    def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
+        self._request, self._done = request, done
+        self._rest = b""
+        self.id: str | None = None
+        self.tokens = 0
+        self.arrivals: list[tuple[float, int]] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no asyncio.WriteTransport.
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.monotonic()
+        whole, separator, self._rest = (self._rest + data).rpartition(b"\n\n")
+        if not separator:
+            return
+        if self.id is None and (found := _ID.search(whole)) is not None:
+            self.id = found[1].decode()
+        if count := sum(map(len, _TEXT.findall(whole))):
+            self.tokens += count
+            self.arrivals.append((now_s, self.tokens))
+        if (whole + separator).endswith(_END):
+            self._finish(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(RuntimeError(f"the stream broke after {self.tokens} tokens: {exc or self._rest[-300:]!r}"))
+
+    def _finish(self, error: Exception | None) -> None:
+        if self._done.done():
+            return
+        if error is not None:
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+        self._transport.close()
+
+
+async def stream(port: int, request: bytes) -> Stream:
+    """Open, read to `[DONE]`, close."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    _, protocol = await loop.create_connection(lambda: Stream(request, done), "127.0.0.1", port)
+    await done
+    return protocol
+
+
+# --- plans -------------------------------------------------------------------------------------
+
+
+async def latency(port: int, rounds: int, requests: int, concurrency: int, sim: dict[str, Any]) -> dict[str, Any]:
+    """The same request through everything and to an engine in this process, in turn; then both at `concurrency`."""
+    from dynamo_local.engines.sim import InMemoryTransport, SimEngine, SimOptions
+
+    engine = SimEngine(SimOptions(**sim), transport=InMemoryTransport())
+    await engine.start()
+    connections = [await Unary.connect(port) for _ in range(concurrency)]
+    await _alternate(connections[0], engine, 50)
+    found = []
+    for _ in range(rounds):
+        http_s, stream_s, direct_s = await _alternate(connections[0], engine, requests, port)
+        found.append(
+            {
+                "http_s": http_s,
+                "first_token_s": stream_s,
+                "direct_s": direct_s,
+                "http_per_s": await _rate([_asker(connection) for connection in connections], requests),
+                "direct_per_s": await _rate([_direct(engine) for _ in connections], requests),
+            }
+        )
+    for connection in connections:
+        connection.close()
+    await engine.close()
+    return {"rounds": found}
+
+
+TOKENS_PER_REQUEST = 16
+
+
+async def _alternate(
+    connection: Unary, engine: Any, requests: int, port: int | None = None
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of each: a unary request, the first token of a streamed one, and the engine alone."""
+    http, first, alone = _asker(connection), [], _direct(engine)
+    took: tuple[list[float], list[float]] = ([], [])
+    for n in range(requests):
+        for times, ask in zip(took, (http, alone), strict=True):
+            begin_s = time.perf_counter()
+            await ask(n)
+            times.append(time.perf_counter() - begin_s)
+        if port is not None and n % 4 == 0:
+            begin_s = time.monotonic()
+            answer = await stream(port, chat(n, TOKENS_PER_REQUEST, stream=True))
+            first.append(answer.arrivals[0][0] - begin_s)
+    return took[0], first, took[1]
+
+
+def _asker(connection: Unary) -> Any:
+    async def ask(number: int) -> None:
+        await connection.ask(chat(number, TOKENS_PER_REQUEST, stream=False))
+
+    return ask
+
+
+def _direct(engine: Any) -> Any:
+    from dynamo_local.ports import EngineRequest, SamplingParams
+
+    sampling = SamplingParams(max_tokens=TOKENS_PER_REQUEST, ignore_eos=True)
+
+    async def ask(number: int) -> None:
+        prompt = [number % 1000, *range(40)]
+        async for _ in engine.generate(EngineRequest(str(number), prompt, sampling)):
+            pass
+
+    return ask
+
+
+async def _rate(askers: list[Any], requests: int) -> float:
+    """Requests per second with all askers at once."""
+
+    async def work(ask: Any) -> None:
+        for number in range(max(1, requests // len(askers))):
+            await ask(number)
+
+    begin_s = time.perf_counter()
+    await asyncio.gather(*(work(ask) for ask in askers))
+    return max(1, requests // len(askers)) * len(askers) / (time.perf_counter() - begin_s)
+
+
+async def streams(port: int, count: int, tokens: int, pids: dict[str, int]) -> dict[str, Any]:
+    """`count` streams at once to their ends, and what each process used meanwhile. The engine sets the pace."""
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
+    own_s, begin_s = time.process_time(), time.monotonic()
+    answers = await asyncio.gather(*(stream(port, chat(n, tokens, stream=True)) for n in range(count)))
+    wall_s = time.monotonic() - begin_s
+    cores = {name: (cpu_s(pid) - before[name]) / wall_s for name, pid in pids.items()}
+    cores["load generator"] = (time.process_time() - own_s) / wall_s
+    wrong = [answer.tokens for answer in answers if answer.tokens != tokens]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} of {count} streams did not have {tokens} tokens: {wrong[:5]}")
+    return {
+        "wall_s": wall_s,
+        "cores": cores,
+        "rss_mib": {name: rss_mib(pid) for name, pid in pids.items()},
+        "arrivals": {answer.id: answer.arrivals for answer in answers},
+    }
+
+
+async def _main() -> None:
+    plan = json.load(sys.stdin)
+    kinds = {"latency": latency, "streams": streams}
+    async with asyncio.timeout(LIMIT_S):
+        result = await kinds[plan.pop("kind")](**plan)
+    json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+    uvloop.run(_main())
