@@ -1,0 +1,377 @@
+"""`dynamo serve` as a user runs it: a real arbiter with real etcd, NATS and worker processes, in folders of its own.
+
+    with Served() as served:          # the shipped disaggregated graph on eight simulated GPUs
+        served.start()
+        served.status(), served.url, served.etcdctl("get", "--prefix", "dynamo/")
+
+Leaving the block takes the graph down and asserts that nothing is left: no process, file, socket or shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from openai import AsyncOpenAI
+
+from dynamo_local.cli.common import ask_arbiter
+from dynamo_local.components.tokenizer import Tokenizer, load_tokenizer
+from dynamo_local.engines.sim.tokens import expected_output
+from dynamo_local.serve.infra import find_server
+from dynamo_local.serve.paths import Paths
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "llm"
+MODEL = "sim-tiny"
+COMMAND_TIMEOUT_S = 30.0
+POLL_S = 0.02
+
+DISAGG = ("graphs.disagg:Frontend", "-f", "configs/disagg.yaml")
+AGG = ("graphs.agg:Frontend", "-f", "configs/agg.yaml")
+
+T = TypeVar("T")
+
+
+class Served:
+    """One namespace on this host. `words` follow `dynamo serve`; the frontend takes any free port.
+
+    `files` (relative name -> text) make a working folder of the test's own instead of `examples/llm`.
+    """
+
+    def __init__(
+        self,
+        *words: str,
+        target: Sequence[str] = DISAGG,
+        namespace: str = "dynamo",
+        env: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
+        beside: Served | None = None,
+    ) -> None:
+        self._own_folder = beside is None
+        # Short: a unix socket's path has 107 bytes, and pytest's folders alone have 80.
+        self.folder = beside.folder if beside else Path(tempfile.mkdtemp(prefix="dl-"))
+        self.namespace = namespace
+        self.cwd = EXAMPLE if files is None else self.folder / "app"
+        for name, text in (files or {}).items():
+            path = self.cwd / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        home, runtime = self.folder / "home", self.folder / "run"
+        home.mkdir(exist_ok=True)
+        runtime.mkdir(mode=0o700, exist_ok=True)
+        self.env = {
+            "PATH": os.environ["PATH"],
+            "LANG": "C.UTF-8",
+            "HOME": str(home),
+            "XDG_RUNTIME_DIR": str(runtime),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **(env or {}),
+        }
+        self._words = (*target, *words)
+        self.paths = Paths.of(namespace, self.env)
+        self._shared_memory = _shared_memory()
+        self._foreground: subprocess.Popen[str] | None = None
+
+    # --- commands --------------------------------------------------------------------------------
+
+    def cli(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S, **popen: Any) -> subprocess.CompletedProcess[str]:
+        """Run `dynamo WORDS` to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "dynamo_local.cli.main", *words],
+            cwd=self.cwd,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            **popen,
+        )
+
+    def serve_words(self, *more: str) -> tuple[str, ...]:
+        """The command line behind `dynamo`."""
+        namespace = () if self.namespace == "dynamo" else ("--namespace", self.namespace)
+        return ("serve", *self._words, "--Frontend.port=0", *namespace, *more)
+
+    def start(self) -> Self:
+        """`dynamo serve … --detach`, which must succeed."""
+        done = self.cli(*self.serve_words("--detach"))
+        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return self
+
+    def start_foreground(self, **env: str) -> subprocess.Popen[str]:
+        """`dynamo serve …`, ready; its output goes to `foreground_output`."""
+        with self._output_file.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dynamo_local.cli.main", *self.serve_words()],
+                cwd=self.cwd,
+                env={**self.env, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                text=True,
+                start_new_session=True,
+            )
+        self._foreground = process
+        until(lambda: process.poll() is not None or self._is_ready(), what=self.foreground_output)
+        assert process.poll() is None, self.foreground_output()
+        return process
+
+    def _is_ready(self) -> bool:
+        return self.paths.control_socket.exists() and self.cli_status().get("state") == "ready"
+
+    @property
+    def _output_file(self) -> Path:
+        return self.folder / "foreground.txt"
+
+    def foreground_output(self) -> str:
+        """What `start_foreground`'s process has printed so far, stdout and stderr together."""
+        return self._output_file.read_text()
+
+    def down(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """`dynamo down`, which must succeed."""
+        done = self.cli("down", "--namespace", self.namespace, *words)
+        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    # --- what is -----------------------------------------------------------------------------------
+
+    def cli_status(self) -> dict[str, Any]:
+        """`dynamo status --json`; empty where it fails."""
+        done = self.cli("status", "--json", "--namespace", self.namespace)
+        return json.loads(done.stdout) if done.returncode == 0 else {}
+
+    def status(self) -> dict[str, Any]:
+        """The object of `dynamo status --json`, asked without starting a process."""
+        graph: dict[str, Any] = ask_arbiter(self.paths, "dynamo_status")["graph"]
+        return graph
+
+    def worker(self, name: str) -> dict[str, Any]:
+        """One worker's part of the status, by its name without the namespace."""
+        return next(w for w in self.status()["workers"] if w["watcher_name"] == f"{self.namespace}_{name}")
+
+    def states(self) -> dict[str, str]:
+        """Watcher name without namespace -> state."""
+        return {w["watcher_name"].removeprefix(f"{self.namespace}_"): w["state"] for w in self.status()["workers"]}
+
+    def pids(self) -> dict[str, int]:
+        """Watcher name without namespace -> pid, of all workers that run."""
+        workers = self.status()["workers"]
+        return {w["watcher_name"].removeprefix(f"{self.namespace}_"): w["pid"] for w in workers if w["pid"]}
+
+    def server_pid(self, name: str) -> int | None:
+        """The pid of the embedded `etcd` or `nats`, as circus knows it."""
+        answer = ask_arbiter(self.paths, "list", name=f"{self.namespace}_{name}")
+        return next(iter(answer["pids"]), None)
+
+    @property
+    def url(self) -> str:
+        """Of the frontend, without `/v1`."""
+        return str(self.status()["frontend_url"])
+
+    def statefile(self) -> dict[str, Any]:
+        """Its content."""
+        content: dict[str, Any] = json.loads(self.paths.statefile.read_text())
+        return content
+
+    def log(self, name: str) -> str:
+        """What one process wrote, by its name without the namespace."""
+        return self.paths.log_file(f"{self.namespace}_{name}").read_text()
+
+    def etcdctl(self, *words: str) -> str:
+        """Run a stock etcdctl against the graph's etcd; its stdout."""
+        etcdctl = shutil.which("etcdctl") or str(find_server("etcd").path.with_name("etcdctl"))
+        done = subprocess.run(
+            [etcdctl, "--endpoints", self.status()["etcd_endpoints"], *words],
+            env={"ETCDCTL_API": "3", "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=True,
+        )
+        return done.stdout
+
+    def keys(self, prefix: str | None = None) -> list[str]:
+        """Keys in the registry, by default all of the namespace's."""
+        prefix = f"{self.namespace}/" if prefix is None else prefix
+        return self.etcdctl("get", "--prefix", prefix, "--keys-only").split()
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[AsyncOpenAI]:
+        """The `openai` package's client, without its retries: a test wants to see what happened."""
+        async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=40.0) as client:
+            yield client
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                if self.paths.control_socket.exists():
+                    self.down()
+                self.reap_foreground()
+                assert self.leftovers() == []
+            else:
+                self._add_logs(error)
+        finally:
+            self._kill_everything()
+            if self._own_folder:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def reap_foreground(self, timeout_s: float = COMMAND_TIMEOUT_S) -> int | None:
+        """The exit code of `start_foreground`'s process, once it has ended; None if there was none."""
+        return None if self._foreground is None else self._foreground.wait(timeout_s)
+
+    def leftovers(self) -> list[str]:
+        """What is of ours and still there, in words; our logs and lock files may stay."""
+        found = [f"process {pid}: {line}" for pid, line in self.processes()]
+        found += [f"statefile {self.paths.statefile}"] if self.paths.statefile.exists() else []
+        found += [f"runtime folder {self.paths.runtime}"] if self.paths.runtime.exists() else []
+        found += [f"file {path}" for path in self.paths.runtime.parent.glob("boot-*")]
+        mine = [self.paths.runtime] if not self._own_folder else [self.folder]
+        found += [f"socket {path}" for folder in mine for path in folder.rglob("*") if _is_socket(path)]
+        found += [f"shared memory {name}" for name in _shared_memory() - self._shared_memory]
+        return found
+
+    def processes(self) -> list[tuple[int, str]]:
+        """`(pid, command line)` of every live process that our folder's name gives away.
+
+        Of one namespace where the folder is shared: what names that namespace's files.
+        """
+        mark = os.fsencode(self.folder if self._own_folder else self.paths.runtime)
+        marks = {mark, os.fsencode(self.paths.statefile)}
+        found = []
+        for pid in _pids():
+            about = _about(pid)
+            if pid != os.getpid() and any(mark in about for mark in marks):
+                found.append((pid, _about(pid, "cmdline").replace(b"\0", b" ").decode("utf-8", "replace")))
+        return found
+
+    def _kill_everything(self) -> None:
+        for pid, _ in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if self._foreground is not None:
+            self._foreground.kill()
+            self._foreground.wait()
+        until(lambda: not self.processes(), what=self.processes)
+
+    def _add_logs(self, error: BaseException) -> None:
+        for path in sorted(self.paths.logs.glob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()[-25:]
+            if not path.stem.endswith("_etcd"):
+                error.add_note(f"--- {path.name}\n" + "\n".join(lines))
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _pids() -> Iterator[int]:
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            yield int(entry)
+
+
+def _about(pid: int, *files: str) -> bytes:
+    """Environment and command line of a process; empty for a zombie, a stranger's, or one that is gone."""
+    text = b""
+    for name in files or ("environ", "cmdline"):
+        try:
+            text += Path(f"/proc/{pid}/{name}").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return text
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], T], timeout_s: float = 15.0, *, what: Callable[[], object] | str = "") -> T:
+    """Wait for a condition and return its value; past the deadline an AssertionError with `what` was instead."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}"
+        time.sleep(POLL_S)
+    return value
+
+
+async def auntil(condition: Callable[[], T], timeout_s: float = 15.0, *, what: Callable[[], object] | str = "") -> T:
+    """`until` beside other tasks of the loop."""
+    return await asyncio.to_thread(until, condition, timeout_s, what=what)
+
+
+# --- what is right -------------------------------------------------------------------------------
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """The one of the shipped graph."""
+    return load_tokenizer(MODEL)
+
+
+def messages(prompt: str) -> list[dict[str, str]]:
+    """A chat of one user's message."""
+    return [{"role": "user", "content": prompt}]
+
+
+def expected(prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> tuple[str, str]:
+    """`(text, finish_reason)` that the simulated engine gives to a chat of that one message: the oracle."""
+    ids = tokenizer().encode_chat(messages(prompt))
+    tokens, reason = expected_output(ids, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    return tokenizer().decode(tokens), reason
+
+
+def asking(prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> dict[str, Any]:
+    """Arguments of `client.chat.completions.create`; `ignore_eos` streams `max_tokens` exactly."""
+    extra = {"extra_body": {"ignore_eos": True}} if ignore_eos else {}
+    return {"model": MODEL, "messages": messages(prompt), "max_tokens": max_tokens, **extra}
+
+
+async def stream_chat(
+    client: AsyncOpenAI,
+    prompt: str,
+    max_tokens: int,
+    *,
+    ignore_eos: bool = False,
+    started: asyncio.Event | None = None,
+) -> tuple[str, str | None]:
+    """`(text, finish_reason)` of one streamed chat; sets `started` at its first text."""
+    text, reason = "", None
+    stream = await client.chat.completions.create(**asking(prompt, max_tokens, ignore_eos=ignore_eos), stream=True)
+    async with stream:
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                reason = choice.finish_reason or reason
+                if text and started is not None:
+                    started.set()
+    return text, reason

@@ -1,0 +1,31 @@
+"""Graphs that run for the length of a module, for tests that leave them as they found them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fakes.served import AGG, Served
+
+
+@pytest.fixture(scope="module")
+def disagg() -> Iterator[Served]:
+    """The shipped disaggregated graph, detached: one prefill and one decode worker."""
+    with Served() as served:
+        yield served.start()
+
+
+@pytest.fixture(scope="module")
+def agg() -> Iterator[Served]:
+    """The shipped aggregated graph, detached."""
+    with Served(target=AGG) as served:
+        yield served.start()
+
+
+@pytest.fixture(scope="module")
+def two_by_two() -> Iterator[Served]:
+    """Two decode and two prefill workers."""
+    words = ("--VllmWorker.ServiceArgs.workers=2", "--PrefillWorker.ServiceArgs.workers", "2")
+    with Served(*words) as served:
+        yield served.start()

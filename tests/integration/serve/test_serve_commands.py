@@ -1,0 +1,226 @@
+"""`status`, `logs`, `ctl`, `down` and a second `serve`, as processes against a running graph."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_NOT_RUNNING
+from tests.fakes.served import AGG, DISAGG, Served, asking, expected, until
+
+pytestmark = pytest.mark.infra
+
+WORKERS = ["dynamo_Frontend", "dynamo_Processor", "dynamo_VllmWorker", "dynamo_PrefillWorker"]
+LOAD = {
+    "request_active_slots",
+    "request_total_slots",
+    "kv_active_blocks",
+    "kv_total_blocks",
+    "num_requests_waiting",
+    "gpu_cache_usage_perc",
+    "gpu_prefix_cache_hit_rate",
+}
+
+
+def test_status_as_json(disagg: Served) -> None:
+    """The object of the issue: who runs where, and per worker component, state, pid, GPUs, lease, uptime, load."""
+    until(lambda: disagg.worker("VllmWorker")["load"] and disagg.worker("PrefillWorker")["load"])
+
+    done = disagg.cli("status", "--json")
+
+    graph = json.loads(done.stdout)
+    for key in ("namespace", "run_id", "circus_endpoint", "etcd_endpoints", "nats_server", "frontend_url"):
+        assert isinstance(graph[key], str), key
+    assert [worker["watcher_name"] for worker in graph["workers"]] == WORKERS
+    for worker in graph["workers"]:
+        assert {"watcher_name", "component", "state", "pid", "gpus", "lease", "endpoints", "uptime_s", "load"} <= set(
+            worker
+        )
+        assert worker["state"] == "ready"
+        assert worker["uptime_s"] > 0
+    loads = {worker["component"]: worker["load"] for worker in graph["workers"]}
+    assert loads["Frontend"] is None
+    for component in ("VllmWorker", "PrefillWorker"):
+        assert LOAD <= set(loads[component]), component
+
+
+def test_status_as_a_table(disagg: Served) -> None:
+    """One line per worker, and the frontend's URL to copy."""
+    done = disagg.cli("status")
+
+    assert done.returncode == 0
+    assert disagg.url in done.stdout
+    for name in WORKERS:
+        assert any(line.startswith(name) and " ready " in line for line in done.stdout.splitlines()), done.stdout
+
+
+def test_status_is_quick(disagg: Served) -> None:
+    """Under 400 ms as a process (the best of three: others share the machine)."""
+    took_s = []
+    for _ in range(3):
+        began_s = time.perf_counter()
+        assert disagg.cli("status").returncode == 0
+        took_s.append(time.perf_counter() - began_s)
+
+    assert min(took_s) < 0.4, took_s
+
+
+def test_circusctl_lists_and_shows(disagg: Served) -> None:
+    """`dynamo ctl list|status|numprocesses|options`: one watcher per process, and one process per watcher."""
+    names = [*WORKERS, "dynamo_etcd", "dynamo_nats"]
+
+    listed = disagg.cli("ctl", "list").stdout
+    status = disagg.cli("ctl", "status").stdout
+    numbers = [disagg.cli("ctl", "numprocesses", name).stdout.strip() for name in names[:2]]
+    ours = disagg.cli("ctl", "dynamo_status").stdout
+    options = disagg.cli("ctl", "--namespace", "dynamo", "options", "dynamo_VllmWorker").stdout
+
+    assert set(listed.strip().split(",")) == {name.lower() for name in names}
+    assert {line.partition(":")[0]: line.rpartition(" ")[2] for line in status.splitlines()} == dict.fromkeys(
+        names, "active"
+    )
+    assert numbers == ["1", "1"]
+    assert f"dynamo_VllmWorker: ready pid={disagg.pids()['VllmWorker']}" in ours
+    assert "numprocesses: 1" in options
+
+
+def test_stock_circusctl_needs_nothing_of_ours(disagg: Served) -> None:
+    """`circusctl --endpoint … list|status|options|numprocesses` in a process that never heard of us."""
+    from circus.client import CircusClient
+
+    client = CircusClient(endpoint=disagg.paths.circus_endpoint, timeout=5.0)
+    try:
+        assert len(client.call({"command": "list", "properties": {}})["watchers"]) == 6
+        assert set(client.call({"command": "status", "properties": {}})["statuses"].values()) == {"active"}
+        number = client.call({"command": "numprocesses", "properties": {"name": "dynamo_Processor"}})
+        assert number["numprocesses"] == 1
+        options = client.call({"command": "options", "properties": {"name": "dynamo_Processor"}})
+        assert options["options"]["singleton"] is True
+    finally:
+        client.stop()
+
+
+def test_commands_that_would_harm_are_refused_and_nobody_is_hurt(disagg: Served) -> None:
+    """lesson 2, lesson 13, lesson 20: reload, restart, incr and kill say why not; all pids stay."""
+    before = disagg.pids()
+
+    for words in (
+        ("reload",),
+        ("restart", "dynamo_VllmWorker"),
+        ("incr", "dynamo_VllmWorker"),
+        ("kill", "dynamo_etcd"),
+    ):
+        done = disagg.cli("ctl", *words)
+        assert "refused" in done.stdout + done.stderr, (words, done)
+
+    assert disagg.pids() == before
+    assert set(disagg.states().values()) == {"ready"}
+
+
+def test_logs_of_all_and_of_one(disagg: Served) -> None:
+    """`dynamo logs` interleaves with prefixes; a name, with or without the namespace, chooses; a wrong one lists."""
+    everything = disagg.cli("logs", "--lines", "3").stdout
+    one = disagg.cli("logs", "VllmWorker").stdout
+    full = disagg.cli("logs", "dynamo_VllmWorker", "--namespace", "dynamo").stdout
+    wrong = disagg.cli("logs", "Vllm")
+
+    assert {line.split("]")[0].strip("[") for line in everything.splitlines()} >= {*WORKERS, "dynamo_etcd"}
+    assert one
+    assert one == full
+    assert all(line.startswith("[dynamo_VllmWorker] ") for line in one.splitlines())
+    assert "ready: lease" in one
+    assert (wrong.returncode, "VllmWorker" in wrong.stderr) == (EXIT_BAD_INPUT, True)
+
+
+def test_a_second_serve_says_who_runs_the_namespace(disagg: Served) -> None:
+    """Exit 4, naming the pid and what to do; the first graph does not notice."""
+    before = disagg.pids()
+
+    foreground = disagg.cli(*disagg.serve_words())
+    detached = disagg.cli(*disagg.serve_words("--detach"))
+
+    for done in (foreground, detached):
+        assert done.returncode == EXIT_BUSY, done
+        assert f"pid {disagg.status()['arbiter_pid']}" in done.stderr
+        assert "dynamo down" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert disagg.pids() == before
+
+
+def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
+    """`--dry-run` shows watchers, GPUs and environments, and starts nothing."""
+    before = disagg.processes()
+
+    done = disagg.cli(*disagg.serve_words("--dry-run", "--json", "--VllmWorker.ServiceArgs.workers=2"))
+
+    plan = json.loads(done.stdout)
+    assert [watcher["watcher_name"] for watcher in plan["watchers"]] == [
+        "dynamo_Frontend",
+        "dynamo_Processor",
+        "dynamo_VllmWorker",
+        "dynamo_VllmWorker_1",
+        "dynamo_PrefillWorker",
+    ]
+    assert len({tuple(watcher["gpu_uuids"]) for watcher in plan["watchers"] if watcher["gpus"]}) == 3
+    assert disagg.processes() == before
+
+
+async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
+    """lesson 10, lesson 19: a second namespace takes no port, socket, file or watcher of the first, nor removes any."""
+    before = disagg.paths.statefile.read_text(), disagg.pids()
+    # XDG_RUNTIME_DIR, HOME and all commands are those of the first graph.
+    with Served(target=AGG, namespace="other", beside=disagg) as other:
+        other.start()
+        assert other.url != disagg.url
+        assert set(other.pids()) == {"Frontend", "Processor", "VllmWorker"}
+        assert all(key.startswith("other/") for key in other.keys(""))
+        for served, word in ((disagg, "first"), (other, "second")):
+            async with served.client() as client:
+                answer = await client.chat.completions.create(**asking(f"I am the {word}.", 8))
+            assert answer.choices[0].message.content == expected(f"I am the {word}.", 8)[0]
+        assert json.loads(disagg.cli("status", "--json", "-n", "other").stdout)["namespace"] == "other"
+        assert "other_VllmWorker" in disagg.cli("ctl", "-n", "other", "status").stdout
+        assert "[other_VllmWorker]" in disagg.cli("logs", "-n", "other", "VllmWorker").stdout
+        assert other.down("--timeout", "20").stdout.splitlines()[-1] == "other: down"
+
+    assert (disagg.paths.statefile.read_text(), disagg.pids()) == before
+
+
+def test_commands_without_a_graph_say_so(disagg: Served) -> None:
+    """Each takes `--namespace` and, where nothing runs, exits 3 with one line."""
+    for words in (("status",), ("down",), ("ctl", "list"), ("logs",)):
+        done = disagg.cli(words[0], "--namespace", "nobody", *words[1:])
+        assert done.returncode == EXIT_NOT_RUNNING, (words, done)
+        assert "nobody" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_statefile_of_a_stranger_is_left_alone() -> None:
+    """lesson 10: leaving removes our own statefile, and only that: not the folder, not another namespace's."""
+    with Served(target=AGG, namespace="mine") as served:
+        folder = served.paths.statefile.parent
+        folder.mkdir(parents=True, mode=0o700)
+        stranger = folder / "theirs.json"
+        stranger.write_text('{"namespace": "theirs"}')
+        served.start()
+        assert served.paths.statefile.exists()
+        served.down()
+        left = stranger.read_text(), sorted(os.listdir(folder))
+
+    assert left[0] == '{"namespace": "theirs"}'
+    assert [name for name in left[1] if not name.endswith(".lock")] == ["theirs.json"]
+
+
+def test_a_graph_that_asks_for_too_many_gpus_is_refused_before_anything_starts() -> None:
+    """lesson 5, lesson 6: exit 2, naming what each service asked for per worker, and what there is."""
+    with Served("--VllmWorker.ServiceArgs.workers=9", target=DISAGG) as served:
+        done = served.cli(*served.serve_words("--detach"))
+
+        assert done.returncode == EXIT_BAD_INPUT
+        assert "VllmWorker" in done.stderr
+        assert "per worker" in done.stderr
+        assert "8" in done.stderr
+        assert served.leftovers() == []

@@ -1,0 +1,248 @@
+"""What a running graph writes down and where: etcd's keys, the statefile, environments; and what it must not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_local.serve.processes import start_time_s
+from dynamo_local.state import StateStore
+from tests.fakes.served import COMMAND_TIMEOUT_S, DISAGG, Served
+from tests.fakes.servers import RealEtcd, RealNats
+
+pytestmark = pytest.mark.infra
+
+SECRET = "hunter2-very-secret"
+PASSED = "passed-on-purpose"
+SECRET_ENV = {"SOME_SECRET_TOKEN": SECRET, "AWS_ACCESS_KEY_ID": SECRET, "WANTED_TOKEN": PASSED, "OMP_NUM_THREADS": "3"}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """The shipped graph, started by somebody whose environment holds secrets, one of them passed on."""
+    with Served("--pass-env", "WANTED_TOKEN", env=SECRET_ENV) as running:
+        yield running.start()
+
+
+# --- etcd ----------------------------------------------------------------------------------------
+
+
+def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
+    """`etcdctl get --prefix dynamo`: `{ns}/components/{Component}/{endpoint}:{lease hex}` with the seed's JSON."""
+    text = served.etcdctl("get", "--prefix", "dynamo/components/")
+    found = dict(zip(*[iter(text.splitlines())] * 2, strict=True))
+
+    endpoints = {key.removeprefix("dynamo/components/").rpartition(":")[0] for key in found}
+    assert endpoints == {
+        "Processor/chat/completions",
+        "Processor/completions",
+        "VllmWorker/generate",
+        "VllmWorker/load_metrics",
+        "PrefillWorker/status",
+        "PrefillWorker/load_metrics",
+    }
+    for key, value in found.items():
+        path, _, lease = key.rpartition(":")
+        component, _, endpoint = path.removeprefix("dynamo/components/").partition("/")
+        instance = json.loads(value)
+        subject = instance["transport"].pop("nats_tcp")
+        assert re.fullmatch(r"[0-9a-f]+", lease)
+        assert instance == {
+            "component": component,
+            "endpoint": endpoint,
+            "namespace": "dynamo",
+            "lease_id": int(lease, 16),
+            "transport": {},
+        }
+        assert re.fullmatch(rf"dynamo_{component.lower()}_[0-9a-f]{{8}}\.{endpoint}-{lease}", subject)
+
+
+def test_each_key_hangs_on_its_workers_lease(served: Served) -> None:
+    """etcd itself says that the lease of the status holds the worker's keys, with the TTL of ten seconds."""
+    worker = served.worker("VllmWorker")
+
+    lease = served.etcdctl("lease", "timetolive", worker["lease"], "--keys")
+
+    assert "granted with TTL(10s)" in lease
+    for key in worker["endpoints"]:
+        assert key in lease
+
+
+# --- the statefile -------------------------------------------------------------------------------
+
+
+def test_the_statefile_says_what_runs(served: Served) -> None:
+    """Keys of `statefile.md`: watchers, GPUs, pids with their start times, leases, endpoints, how to start one."""
+    state = served.statefile()
+    status = served.status()
+
+    assert (state["schema_version"], state["namespace"], state["run_id"]) == (1, "dynamo", status["run_id"])
+    assert state["circus_endpoint"] == served.paths.circus_endpoint == status["circus_endpoint"]
+    assert set(state["components"]) == {f"dynamo_{name}" for name in served.pids()}
+    for row in status["workers"]:
+        entry = state["components"][row["watcher_name"]]
+        assert (entry["pid"], entry["lease"], entry["endpoints"]) == (row["pid"], row["lease"], row["endpoints"])
+        assert entry["pid_start_time"] == pytest.approx(start_time_s(row["pid"]), abs=0.02)
+        assert (entry["state"], entry["component"], entry["cwd"]) == ("ready", row["component"], str(served.cwd))
+        assert entry["cmd"].endswith(f"serve_dynamo {DISAGG[0]} --service-name {row['component']}")
+
+
+def test_the_statefile_says_who_holds_which_gpu(served: Served) -> None:
+    """Decode and prefill hold one device each, the others none; eight are known."""
+    state = served.statefile()
+
+    resources = {name: entry["resources"] for name, entry in state["components"].items()}
+    assert resources["dynamo_Frontend"] == resources["dynamo_Processor"] == {}
+    held = [resources[f"dynamo_{name}"]["allocated_gpus"] for name in ("VllmWorker", "PrefillWorker")]
+    assert sorted(held) == [["0"], ["1"]]
+    assert state["environment"]["SYSTEM_RESOURCES"] == {"total_gpus": 8, "gpu_info": [str(n) for n in range(8)]}
+
+
+def test_the_product_reads_its_own_statefile(served: Served) -> None:
+    """The store's schema accepts it as it lies on disk."""
+    state = StateStore(served.paths.statefile).read()
+
+    assert {entry.state for entry in state.components.values()} == {"ready"}
+
+
+def test_files_are_the_users_alone(served: Served) -> None:
+    """Folders 0700; statefile, NATS token and logs 0600; sockets lie in a 0700 folder."""
+    paths = served.paths
+    folders = (paths.runtime.parent, paths.runtime, paths.statefile.parent, paths.logs)
+    files = (paths.statefile, paths.runtime / "nats" / "token", *paths.logs.glob("*.log"))
+
+    assert {str(path): _mode(path) for path in folders} == {str(path): 0o700 for path in folders}
+    assert {str(path): _mode(path) for path in files} == {str(path): 0o600 for path in files}
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# --- environments and secrets --------------------------------------------------------------------
+
+
+def test_workers_get_an_allow_list_of_the_environment(served: Served) -> None:
+    """lesson 11: a worker has what the list names and what was passed on purpose, not the caller's secrets."""
+    for name, pid in served.pids().items():
+        env = _environ(pid)
+        assert {"SOME_SECRET_TOKEN", "AWS_ACCESS_KEY_ID", "XDG_RUNTIME_DIR"}.isdisjoint(env), name
+        assert (env["WANTED_TOKEN"], env["OMP_NUM_THREADS"]) == (PASSED, "3"), name
+        assert (env["DYN_NAMESPACE"], env["GRPC_ENABLE_FORK_SUPPORT"]) == ("dynamo", "0"), name
+
+
+def test_a_worker_sees_its_own_device_only(served: Served) -> None:
+    """CUDA_VISIBLE_DEVICES is the device of the ledger, and empty where none was asked for."""
+    held = served.statefile()["components"]
+    for name, pid in served.pids().items():
+        uuids = held[f"dynamo_{name}"]["resources"].get("gpu_uuids", [])
+        assert _environ(pid)["CUDA_VISIBLE_DEVICES"] == ",".join(uuids), name
+
+
+def _environ(pid: int) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/environ").read_text()
+    return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
+
+
+def test_nothing_secret_is_shown_or_written(served: Served) -> None:
+    """lesson 11: neither the NATS token nor a secret of the environment is on argv, in logs, statefile or options."""
+    token = (served.paths.runtime / "nats" / "token").read_text().strip()
+    shown = {f"argv of {pid}": line for pid, line in served.processes()}
+    shown |= {path.name: path.read_text(errors="replace") for path in served.paths.logs.glob("*.log*")}
+    shown["statefile"] = served.paths.statefile.read_text()
+    for name in served.pids():
+        shown[f"options {name}"] = served.cli("ctl", "options", f"dynamo_{name}").stdout
+    shown["status"] = served.cli("status", "--json").stdout
+    shown["dry run"] = served.cli(*served.serve_words("--dry-run")).stdout
+    shown["keys"] = served.etcdctl("get", "--prefix", "")
+
+    assert len(shown) > 20
+    assert [where for where, text in shown.items() for secret in (token, SECRET, PASSED) if secret in text] == []
+    assert "WANTED_TOKEN=****" in shown["options VllmWorker"]
+
+
+def test_stock_circusctl_masks_options_too(served: Served) -> None:
+    """lesson 11: not through our command but circus's own, `circusctl --endpoint … options` and `get … env`."""
+    for words in (("options", "dynamo_VllmWorker"), ("get", "dynamo_VllmWorker", "env")):
+        shown = circusctl(served, *words).stdout
+        assert "WANTED_TOKEN" in shown
+        assert PASSED not in shown
+
+
+def circusctl(served: Served, *words: str) -> subprocess.CompletedProcess[str]:
+    """circus's own command line, as somebody who knows nothing of us runs it."""
+    binary = shutil.which("circusctl") or str(Path(sys.executable).with_name("circusctl"))
+    return subprocess.run(
+        [binary, "--endpoint", served.paths.circus_endpoint, *words],
+        env=served.env,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_embedded_servers_listen_on_loopback_only(served: Served) -> None:
+    """etcd and NATS, like the frontend, cannot be reached from the network."""
+    pids = [pid for name in ("etcd", "nats") if (pid := served.server_pid(name))] + [served.pids()["Frontend"]]
+
+    listening = {address for pid in pids for address in _listening(pid)}
+
+    assert len(pids) == 3
+    assert listening
+    assert {address for address in listening if not address.startswith(("0100007F", "unix"))} == set()
+
+
+def _listening(pid: int) -> Iterator[str]:
+    """Hexadecimal addresses of the process's listening TCP sockets, of proc_net_tcp(5); IPv6 ones included."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(link)
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                yield fields[1]
+
+
+# --- servers that are not ours -------------------------------------------------------------------
+
+
+def test_external_servers_are_used_and_left_without_a_key(etcd_server: RealEtcd, nats_server: RealNats) -> None:
+    """With ETCD_ENDPOINTS and NATS_SERVER nothing is embedded, credentials stay hidden, and no key is left."""
+    where = nats_server.url.removeprefix("nats://")
+    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": f"nats://{nats_server.token}@{where}"}
+    with Served(namespace="external", env=env) as served:
+        served.start()
+        keys = served.keys()
+        shown = json.dumps(
+            [served.status(), served.statefile(), served.cli("ctl", "options", "external_Frontend").stdout]
+        )
+        watchers = served.cli("ctl", "--namespace", "external", "list").stdout
+        logs = "".join(path.read_text() for path in served.paths.logs.glob("*.log"))
+        served.down()
+        left = _keys(etcd_server, "external/")
+
+    assert len(keys) > 6
+    assert nats_server.token not in shown + logs
+    assert nats_server.url in shown
+    assert "nats" not in watchers
+    assert left == ""
+
+
+def _keys(etcd: RealEtcd, prefix: str) -> str:
+    etcdctl = etcd.spec.binary.path.with_name("etcdctl")
+    words: list[Any] = [etcdctl, "--endpoints", etcd.endpoint, "get", "--prefix", prefix, "--keys-only"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True).stdout

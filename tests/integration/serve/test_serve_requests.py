@@ -1,0 +1,149 @@
+"""Requests through the shipped graphs, end to end, by the `openai` client: every text is held against the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx
+import pytest
+
+from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.runtime.nats import connect_nats
+from dynamo_local.runtime.requests import RequestPlane
+from tests.fakes.served import MODEL, Served, asking, auntil, expected, messages, stream_chat, tokenizer
+
+pytestmark = pytest.mark.infra
+
+STREAMS = 200
+
+
+async def test_chat_of_the_disaggregated_graph(disagg: Served) -> None:
+    """The `openai` client, not streaming: the right text, reason and usage."""
+    async with disagg.client() as client:
+        answer = await client.chat.completions.create(**asking("Tell me of the sea.", 32))
+
+    text, reason = expected("Tell me of the sea.", 32)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, reason)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 32
+
+
+async def test_streamed_chat_of_the_disaggregated_graph(disagg: Served) -> None:
+    """The `openai` client, streaming: the pieces make up the right text."""
+    async with disagg.client() as client:
+        assert await stream_chat(client, "Sing me a song.", 48) == expected("Sing me a song.", 48)
+
+
+async def test_chat_of_the_aggregated_graph(agg: Served) -> None:
+    """Without prefill workers, streaming and not."""
+    async with agg.client() as client:
+        answer = await client.chat.completions.create(**asking("Alone at last.", 32))
+        streamed = await stream_chat(client, "Alone at last, aloud.", 32)
+
+    assert answer.choices[0].message.content == expected("Alone at last.", 32)[0]
+    assert streamed == expected("Alone at last, aloud.", 32)
+
+
+async def test_completion_and_models(disagg: Served) -> None:
+    """`/v1/completions` and `/v1/models` answer in OpenAI's format."""
+    async with disagg.client() as client:
+        answer = await client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=8)
+        models = [model.id async for model in client.models.list()]
+
+    assert answer.usage is not None
+    assert (answer.object, answer.usage.completion_tokens, models) == ("text_completion", 8, [MODEL])
+
+
+async def test_prefill_really_happens_elsewhere(disagg: Served) -> None:
+    """A prompt above the threshold is computed by the prefill worker; the decode worker says why."""
+    prompt = "a prompt that is certainly longer than ten tokens, and that nobody has asked before this test"
+    before = await _prefills(disagg)
+    async with disagg.client() as client:
+        text = (await client.chat.completions.create(**asking(prompt, 16))).choices[0].message.content
+
+    assert text == expected(prompt, 16)[0]
+    length = len(tokenizer().encode_chat(messages(prompt)))
+    decision = rf"Remote prefill: True \(prefill length: {length}/{length}, prefill queue size: 0/2\)"
+    assert re.search(decision, disagg.log("VllmWorker")), disagg.log("VllmWorker")
+    assert await _prefills(disagg) == before + 1
+
+
+async def _prefills(served: Served) -> int:
+    """Entries that the prefill worker has finished, by its own count."""
+    facts = served.statefile()
+    kv = await EtcdStore.connect(facts["etcd_endpoints"])
+    nats = await connect_nats(facts["nats_server"], served.paths.runtime / "nats" / "token")
+    plane = RequestPlane(nats)
+    try:
+        await plane.start()
+        client = await plane.client(kv, served.namespace, "PrefillWorker", "status")
+        await auntil(client.instances)
+        stream = await client.call(None)
+        return sum([item["done"] async for item in stream])
+    finally:
+        await plane.close()
+        await nats.close()
+        await kv.close()
+
+
+async def test_200_concurrent_streams_are_all_right(disagg: Served) -> None:
+    """Each of 200 streams at once completes with its own text and nobody else's."""
+    await _many_streams(disagg)
+
+
+async def test_200_concurrent_streams_over_two_prefill_and_two_decode_workers(two_by_two: Served) -> None:
+    """The same with four engines: identities of handed-over KV are not mixed up, and all workers take part."""
+    await _many_streams(two_by_two)
+
+    for name in ("VllmWorker", "VllmWorker_1"):
+        assert "request " in two_by_two.log(name), f"{name} was never asked"
+
+
+async def _many_streams(served: Served) -> None:
+    prompts = [f"Stream number {n}: tell me a story about the number {n * n}." for n in range(STREAMS)]
+    async with served.client() as client:
+        answers = await asyncio.gather(*(stream_chat(client, prompt, 24) for prompt in prompts))
+
+    wrong = [prompt for prompt, answer in zip(prompts, answers, strict=True) if answer != expected(prompt, 24)]
+    assert wrong == []
+
+
+async def test_an_unknown_model_and_an_over_long_prompt_are_the_clients_errors(disagg: Served) -> None:
+    """404 and 400 in OpenAI's format through the whole graph, naming the parameter."""
+    async with httpx.AsyncClient(base_url=disagg.url) as http:
+        unknown = await http.post("/v1/chat/completions", json={**asking("hello", 4), "model": "gpt-7"})
+        too_long = await http.post("/v1/completions", json={"model": MODEL, "prompt": [300] * 200_000})
+
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+    assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_a_client_that_goes_away_frees_its_slot(disagg: Served) -> None:
+    """Closing a stream early cancels the work in the engine: nothing is left in flight."""
+    async with disagg.client() as client:
+        stream = await client.chat.completions.create(
+            **asking("I shall not wait for this.", 5000, ignore_eos=True), stream=True
+        )
+        async with stream:
+            async for _ in stream:
+                break
+
+        def idle() -> bool:
+            load = disagg.worker("VllmWorker")["load"]
+            return load is not None and load["request_active_slots"] == 0
+
+        await auntil(idle, 5.0, what=lambda: disagg.worker("VllmWorker"))
+
+
+async def test_frontend_metrics_count_the_requests(disagg: Served) -> None:
+    """`/metrics` carries Dynamo's names, and `/health` says ready."""
+    async with disagg.client() as client:
+        await client.chat.completions.create(**asking("Count me.", 4))
+    async with httpx.AsyncClient(base_url=disagg.url) as http:
+        metrics = (await http.get("/metrics")).text
+        health = await http.get("/health")
+
+    assert re.search(r"dynamo_frontend_requests_total\{.*\} [1-9]", metrics)
+    assert "dynamo_frontend_time_to_first_token_seconds_count" in metrics
+    assert (health.status_code, health.json()["status"]) == (200, "ready")
