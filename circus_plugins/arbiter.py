@@ -11,10 +11,7 @@ import asyncio
 import logging
 import os
 import shlex
-import signal
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
@@ -28,12 +25,10 @@ from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
 from dynamo_local.core.secrets import mask_env
+from dynamo_local.serve.host import ExitCallback, ProcessSpec
 from dynamo_local.serve.processes import set_parent_death_signal
 
 log = logging.getLogger(__name__)
-
-ExitCallback = Callable[[str, int, int], None]
-"""`(watcher name, pid, exit code)`; a negative code is a signal, as in `subprocess`."""
 
 
 class WorkerProcess(Process):  # type: ignore[misc]
@@ -79,32 +74,21 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
     Restarts are ours (back-off, GPU checks); circus has none (53 spawns in 10 s) and would hold its lock.
     """
 
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        *,
-        env: dict[str, str],
-        cwd: str,
-        log_file: Path,
-        graceful_timeout_s: float,
-        death_signal: int | None,
-        inherited_fds: Sequence[int] = (),
-    ) -> None:
-        self.argv = tuple(argv)
-        self.log_file = log_file
-        self.death_signal = death_signal
-        self.inherited_fds = tuple(inherited_fds)
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.argv = spec.argv
+        self.log_file = spec.log_file
+        self.death_signal = spec.death_signal
+        self.inherited_fds = spec.inherited_fds
         super().__init__(
-            name,
-            shlex.join(argv),
-            env=env,
-            working_dir=cwd,
+            spec.name,
+            shlex.join(spec.argv),
+            env=dict(spec.env),
+            working_dir=spec.cwd,
             singleton=True,
             respawn=False,
             copy_env=False,
             stop_children=False,  # it would SIGTERM an engine's own processes at once and break a drain
-            graceful_timeout=graceful_timeout_s,
+            graceful_timeout=spec.graceful_timeout_s,
             max_retry=1,
         )
 
@@ -185,25 +169,24 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             self.endpoint_owner,
         )
 
-    def add_worker(self, watcher: WorkerWatcher) -> None:
-        """Put a watcher under control without starting it. Raises KeyError if the name is taken."""
-        key = watcher.name.lower()
-        if key in self._watchers_names:
-            raise KeyError(watcher.name)
+    async def start_process(self, spec: ProcessSpec) -> int:
+        """See `ProcessHost`. KeyError if a watcher of that name has a live process."""
+        if not os.access(spec.argv[0], os.X_OK):
+            raise OSError(f"{spec.argv[0]} is not an executable file")
+        old = self._watchers_names.get(spec.name.lower())
+        if old is not None:
+            if old.pid is not None:
+                raise KeyError(spec.name)
+            await self.forget(spec.name)
+        watcher = WorkerWatcher(spec)
         watcher.initialize(self.evpub_socket, self.sockets, self)
         self.watchers.append(watcher)
-        self._watchers_names[key] = watcher
-
-    async def spawn(self, name: str) -> int:
-        """Start the watcher's process and return its pid; OSError says why it could not be started."""
-        watcher = self.get_watcher(name)
-        if not os.access(watcher.argv[0], os.X_OK):
-            raise OSError(f"{watcher.argv[0]} is not an executable file")
+        self._watchers_names[spec.name.lower()] = watcher
         await watcher._start()
         pid: int | None = watcher.pid
         if pid is None:
-            raise OSError(f"{name}: the process could not be started: {watcher.cmd}")
-        self._watch_exit(name, pid)
+            raise OSError(f"{spec.name}: the process could not be started: {watcher.cmd}")
+        self._watch_exit(spec.name, pid)
         return pid
 
     def _watch_exit(self, name: str, pid: int) -> None:
@@ -223,7 +206,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         watcher.reap_process(pid, None if code is None else _wait_status(code))
         watcher._status = "stopped"
         if self.on_exit is not None:
-            self.on_exit(watcher.name, pid, code if code is not None else 0)
+            self.on_exit(watcher.name, pid, code)
 
     def _forget_fd(self, pid: int) -> None:
         fd = self._exit_fds.pop(pid, None)
@@ -251,11 +234,12 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         """Replaces circus's, which respawns, kills surplus processes and takes the exclusive slot."""
         return asyncio.ensure_future(self.manage())
 
-    def remove(self, name: str) -> None:
-        """Drop a watcher whose process is gone."""
-        watcher = self._watchers_names.pop(name.lower())
-        self.watchers.remove(watcher)
-        watcher.notify_event("remove", {"time": time.time()})
+    async def forget(self, name: str) -> None:
+        """See `ProcessHost`."""
+        watcher = self._watchers_names.pop(name.lower(), None)
+        if watcher is not None:
+            self.watchers.remove(watcher)
+            watcher.notify_event("remove", {"time": time.time()})
 
     def stop(self) -> Any:
         """circusctl's `quit`: the same as `dynamo down`, never a kill of everything at once."""
@@ -298,15 +282,3 @@ def _zombie_children() -> set[int]:
         except OSError:
             continue
     return found
-
-
-def signal_process(watcher: WorkerWatcher, signum: signal.Signals) -> bool:
-    """Signal the main process only (the group would break an engine's drain); False if it is gone."""
-    pid = watcher.pid
-    if pid is None:
-        return False
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return False
-    return True

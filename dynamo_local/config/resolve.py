@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,11 +68,10 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         resources = parse_resources(args.resources, base=service.resources)
     except ValueError as error:
         raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}") from None
-    if workers > _max_workers(service):
+    limit = _max_workers(service)
+    if limit is not None and workers > limit:
         why = " (a frontend has one port)" if service.role is Role.FRONTEND else ""
-        raise ConfigError(
-            f"{where}.{SERVICE_ARGS}: workers is {workers}, but at most {_max_workers(service)} can run{why}"
-        )
+        raise ConfigError(f"{where}.{SERVICE_ARGS}: workers is {workers}, but at most {limit} can run{why}")
     return ServiceSpec(
         name=service.name,
         role=service.role,
@@ -85,13 +83,14 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         endpoints=tuple(service.endpoints),
         start_deadline_s=args.start_deadline_s,
         drain_deadline_s=args.drain_deadline_s,
+        max_workers=limit,
     )
 
 
-def _max_workers(service: DynamoService[Any]) -> float:
+def _max_workers(service: DynamoService[Any]) -> int | None:
     """The class's `max_workers`, where it has one; a frontend listens on one port."""
     limit = getattr(service.inner, "max_workers", 1 if service.role is Role.FRONTEND else None)
-    return math.inf if limit is None else int(limit)
+    return None if limit is None else int(limit)
 
 
 def _check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:

@@ -58,7 +58,8 @@ class ServiceSpec:
     """One service of a graph after decorators, YAML and command line were merged.
 
     `config` is the service's section without `ServiceArgs`, keys with underscores;
-    `drain_deadline_s`/`start_deadline_s` are None where the command line's default applies.
+    `drain_deadline_s`/`start_deadline_s` are None where the command line's default applies;
+    `max_workers` is None where the class sets no bound.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ServiceSpec:
     endpoints: tuple[str, ...] = ()
     start_deadline_s: float | None = None
     drain_deadline_s: float | None = None
+    max_workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import shutil
 import signal
 from pathlib import Path
 
-from dynamo_local.circus_plugins.arbiter import DynamoArbiter, WorkerWatcher
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import watcher_name
+from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.infra import EtcdSpec, NatsSpec, PortLease, find_server, prepare
 from dynamo_local.serve.paths import Paths
 from dynamo_local.serve.processes import kill_session, wait_exit
@@ -33,8 +33,9 @@ STOP_TIMEOUT_S = 5.0
 class EmbeddedServers:
     """Starts, watches and ends the servers that the user did not point us at."""
 
-    def __init__(self, arbiter: DynamoArbiter, paths: Paths, clock: Clock) -> None:
-        self._arbiter = arbiter
+    def __init__(self, host: ProcessHost, paths: Paths, clock: Clock) -> None:
+        self._host = host
+        self._pids: dict[str, int] = {}
         self._paths = paths
         self._clock = clock
         self._ports: list[PortLease] = []
@@ -77,8 +78,14 @@ class EmbeddedServers:
         prepare(spec)
         name = watcher_name(self._paths.namespace, kind)
         self._specs[name] = spec
-        self._arbiter.add_worker(
-            WorkerWatcher(
+        return name
+
+    async def spawn(self, name: str) -> int:
+        """Start (or start again) one server; returns its pid."""
+        self._started_s[name] = self._clock.now_s()
+        spec = self._specs[name]
+        self._pids[name] = await self._host.start_process(
+            ProcessSpec(
                 name,
                 spec.argv,
                 env=spec.env,
@@ -88,17 +95,13 @@ class EmbeddedServers:
                 death_signal=signal.SIGTERM,
             )
         )
-        return name
+        return self._pids[name]
 
-    async def spawn(self, name: str) -> int:
-        """Start (or start again) one server; returns its pid."""
-        self._started_s[name] = self._clock.now_s()
-        return await self._arbiter.spawn(name)
-
-    def exited(self, name: str, code: int) -> bool:
+    def exited(self, name: str, code: int | None) -> bool:
         """Told of every exit. False if it is none of ours; a server that dies unasked is started again."""
         if name not in self._specs:
             return False
+        self._pids.pop(name, None)
         if not self._leaving:
             ran_s = self._clock.now_s() - self._started_s[name]
             delay_s = RESTART_DELAY_S if ran_s > RAN_WELL_S else self._delays_s.get(name, RESTART_DELAY_S)
@@ -131,8 +134,7 @@ class EmbeddedServers:
             shutil.rmtree(self._paths.runtime / kind, ignore_errors=True)
 
     async def _end(self, name: str) -> None:
-        watcher = self._arbiter.get_watcher(name)
-        pid = watcher.pid
+        pid = self._pids.get(name)
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -140,5 +142,5 @@ class EmbeddedServers:
                 log.warning("%s (pid %d) ignored SIGTERM for %.0f s; killing it", name, pid, STOP_TIMEOUT_S)
             kill_session(pid)
             await wait_exit(pid, STOP_TIMEOUT_S)
-            await asyncio.sleep(0)  # let the pidfd callback reap it
-        self._arbiter.remove(name)
+            await asyncio.sleep(0)  # let the host's own exit callback reap it
+        await self._host.forget(name)

@@ -1,7 +1,7 @@
 """What the arbiter knows of its workers, and the one place where that changes.
 
-A change is an event, applied to the lifecycle table, committed to the statefile *before* anything acts on it
-(lesson: intent first), and told to whoever waits for it.
+A change is an event, applied to the lifecycle table, committed to the statefile *before* anything acts on it,
+appended to the event log, and told to whoever waits for it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,35 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynamo_local.clock import Clock
-from dynamo_local.core.lifecycle import WITHOUT_PROCESS, Event, apply
+from dynamo_local.core.fleet_view import Course
+from dynamo_local.core.gpus import GpuDevice
+from dynamo_local.core.lifecycle import Event, apply
+from dynamo_local.core.restarts import RestartHistory
 from dynamo_local.core.types import Load, WorkerState
+from dynamo_local.errors import StateError
+from dynamo_local.serve.events import EventLog, record_of
 from dynamo_local.serve.plan import WatcherPlan
 from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
-RUNNING = frozenset({WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING})
-
 
 @dataclass(slots=True)
 class Worker:
-    """One managed worker. `_s` times are of the arbiter's monotonic clock, `started_at` is seconds since 1970."""
+    """One managed worker. `_s` times are of the arbiter's monotonic clock, `started_at` is seconds since 1970.
+
+    `gpus` is what it holds now; `heard_s` is when it last answered the load request (None: never yet); `asked_s` is
+    when we (or a person) asked it to leave, None where its lease went away by itself; `served` says that this
+    process has been ready; `starts` counts the processes made, or about to be made, under this name.
+    """
 
     plan: WatcherPlan
     state: WorkerState
     since_s: float
+    gpus: tuple[GpuDevice, ...] = ()
     pid: int | None = None
     pid_start_time: float | None = None
     started_s: float | None = None
@@ -39,6 +49,13 @@ class Worker:
     reason: str | None = None
     exit_code: int | None = None
     load: Load | None = None
+    heard_s: float | None = None
+    asked_s: float | None = None
+    course: Course = Course.STEADY
+    served: bool = False
+    ready_s: float | None = None
+    starts: int = 0
+    history: RestartHistory = field(default_factory=RestartHistory)
 
     @property
     def name(self) -> str:
@@ -48,20 +65,47 @@ class Worker:
     def runs(self) -> bool:
         return self.pid is not None
 
+    @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return max(0, self.starts - 1)
 
-@dataclass(slots=True)
+    def process_began(self, pid: int, start_time: float | None, clock: Clock) -> None:
+        """Note what belongs to a new process."""
+        self.pid, self.pid_start_time = pid, start_time
+        self.started_s = clock.now_s()
+        self.started_at = clock.wall_s()
+        self.reason = self.asked_s = self.ready_s = self.heard_s = None
+        self.served = False
+
+    def process_ended(self, code: int | None) -> None:
+        """Forget what belonged to the process."""
+        self.pid = self.pid_start_time = self.started_s = self.started_at = None
+        self.lease = self.load = self.ready_s = None
+        self.endpoints, self.exit_code = (), code
+
+
 class Fleet:
-    """All workers of a namespace, by watcher name, in the order of the plan."""
+    """All workers of a namespace, by watcher name, in the order of the plan. `head` is the statefile without them."""
 
-    store: StateStore
-    clock: Clock
-    workers: dict[str, Worker] = field(default_factory=dict)
-    on_change: Callable[[], None] = lambda: None
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, head: State, store: StateStore, events: EventLog, clock: Clock) -> None:
+        self.head = head
+        self.store = store
+        self.events = events
+        self.clock = clock
+        self.workers: dict[str, Worker] = {}
+        self.on_trouble: Callable[[str], None] = log.warning
+        self.unwritten = False
+        self._changed = asyncio.Event()
+        self._writing = asyncio.Lock()
+
+    async def create(self) -> None:
+        """Write the statefile of a new run. Raises `StateError` if there is one."""
+        await asyncio.to_thread(self.store.create, self.head)
 
     def add(self, plan: WatcherPlan) -> Worker:
-        """A worker to be; pending, not yet in the statefile."""
-        worker = Worker(plan=plan, state=WorkerState.PENDING, since_s=self.clock.now_s())
+        """A worker to be, pending, with the plan's GPUs; in the statefile with its first event or `commit`."""
+        worker = Worker(plan=plan, state=WorkerState.PENDING, since_s=self.clock.now_s(), gpus=plan.gpus)
         self.workers[plan.name] = worker
         return worker
 
@@ -70,28 +114,92 @@ class Fleet:
 
         Raises `IllegalTransition`, with nothing changed, if any of them is illegal.
         """
+        if not events:
+            return
         after = {name: apply(self.workers[name].state, event) for name, event in events.items()}
-        for name, state in after.items():
-            worker = self.workers[name]
-            worker.state, worker.since_s = state, self.clock.now_s()
-        await self.commit(after)
+        records = []
+        for name, event in events.items():
+            worker, before = self.workers[name], self.workers[name].state
+            if after[name] is not before:
+                worker.state, worker.since_s = after[name], self.clock.now_s()
+            if worker.state is WorkerState.READY and not worker.served:
+                worker.served, worker.ready_s = True, self.clock.now_s()
+            record = record_of(
+                event,
+                watcher_name=name,
+                component=worker.plan.component,
+                before=before,
+                after=after[name],
+                time_s=self.clock.wall_s(),
+            )
+            records.append(record)
+        async with self._writing:  # first come, first written: the log is in the order of the events
+            await self.commit(after)
+            await self._log(records)
         self.notify()
 
+    async def _log(self, records: list[dict[str, Any]]) -> None:
+        try:
+            await asyncio.to_thread(self.events.append, records)
+        except StateError as error:
+            self.on_trouble(str(error))
+
     async def commit(self, names: Iterable[str]) -> None:
-        """Write these workers' entries: only the arbiter's fields; lease and endpoints are the worker's own."""
-        chosen = [self.workers[name] for name in names]
+        """Write these workers' entries: only the arbiter's fields; lease and endpoints are the worker's own.
+
+        A statefile that somebody broke is kept aside and written anew from memory; a full disk is told and tried
+        again with the next commit. Neither stops the arbiter.
+        """
+        chosen = list(self.workers) if self.unwritten else list(names)
 
         def write(state: State) -> None:
-            for worker in chosen:
-                _write_entry(state, worker)
+            for name in chosen:
+                worker = self.workers.get(name)
+                if worker is None:
+                    state.components.pop(name, None)
+                else:
+                    _write_entry(state, worker)
 
-        await self.store.aupdate(write)
+        try:
+            await self.store.aupdate(write)
+            self.unwritten = False
+        except StateError as error:
+            await self._rewrite(error)
+
+    async def _rewrite(self, why: StateError) -> None:
+        try:
+            aside = await asyncio.to_thread(self.store.rewrite, self.whole())
+        except StateError as error:
+            self.unwritten = True
+            self.on_trouble(f"the statefile cannot be written; it is tried again: {error}")
+        else:
+            self.unwritten = False
+            kept = f", kept as {aside}" if aside is not None else ""
+            self.on_trouble(f"the statefile was broken{kept}; written anew: {why}")
+
+    def whole(self) -> State:
+        """The statefile as it should be, from memory alone."""
+        state = self.head.model_copy(deep=True)
+        for worker in self.workers.values():
+            _write_entry(state, worker)
+            entry = state.components[worker.name]
+            entry.lease, entry.endpoints = worker.lease, list(worker.endpoints)
+        return state
+
+    async def drop(self, name: str) -> None:
+        """Forget a worker, in memory and in the statefile."""
+        self.workers.pop(name, None)
+        await self.commit([name])
+        self.notify()
 
     def notify(self) -> None:
         """Wake everybody who waits in `until`."""
         self._changed.set()
         self._changed = asyncio.Event()
-        self.on_change()
+
+    async def changed(self) -> None:
+        """Return at the next change of any worker."""
+        await self._changed.wait()
 
     async def until(self, done: Callable[[], bool], deadline_s: float | None = None) -> bool:
         """Wait for a condition on the fleet. True when it holds, False at the deadline (of the fleet's clock)."""
@@ -106,10 +214,6 @@ class Fleet:
                 return done()
         return True
 
-    def by_pid(self, pid: int) -> Worker | None:
-        """The worker whose process that is."""
-        return next((worker for worker in self.workers.values() if worker.pid == pid), None)
-
     def running(self) -> list[Worker]:
         """Those that have a process."""
         return [worker for worker in self.workers.values() if worker.runs]
@@ -121,10 +225,10 @@ def _write_entry(state: State, worker: Worker) -> None:
     if entry is None:
         entry = state.components[plan.name] = ComponentEntry(watcher_name=plan.name, component=plan.component)
     entry.cwd, entry.cmd = plan.cwd, shlex.join(plan.argv)
-    entry.role, entry.gpus_per_worker = plan.role, len(plan.gpus)
+    entry.role, entry.gpus_per_worker = plan.role, plan.gpus_per_worker
     entry.state, entry.reason = worker.state, worker.reason
     entry.pid, entry.pid_start_time = worker.pid, worker.pid_start_time
-    entry.started_at = worker.started_at
+    entry.started_at, entry.restarts = worker.started_at, worker.restarts
     entry.log_file = str(plan.log_file)
     entry.start_deadline_s, entry.drain_deadline_s = plan.start_deadline_s, plan.drain_deadline_s
     entry.resources = _resources(worker)
@@ -133,10 +237,9 @@ def _write_entry(state: State, worker: Worker) -> None:
 
 
 def _resources(worker: Worker) -> EntryResources:
-    """The GPUs that it holds: from before its process is made until the process is gone (lesson 4)."""
-    if not worker.plan.gpus or (worker.pid is None and worker.state in WITHOUT_PROCESS - {WorkerState.PENDING}):
+    if not worker.gpus:
         return EntryResources()
     return EntryResources(
-        allocated_gpus=[str(device.index) for device in worker.plan.gpus],
-        gpu_uuids=[device.uuid for device in worker.plan.gpus],
+        allocated_gpus=[str(device.index) for device in worker.gpus],
+        gpu_uuids=[device.uuid for device in worker.gpus],
     )

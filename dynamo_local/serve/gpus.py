@@ -60,6 +60,11 @@ class GpuPool:
         self.take(watcher_name, devices)
         return devices
 
+    def let_go(self, watcher_name: str, devices: Sequence[GpuDevice]) -> None:
+        """Undo an `allocate` whose worker was never started."""
+        self.ledger.release(watcher_name)
+        self._locks.release([device.uuid for device in devices])
+
     def inherited_fds(self, devices: Sequence[GpuDevice]) -> list[int]:
         """The locks' descriptors: the worker inherits them, so they hold as long as *it* lives."""
         return self._locks.fds_for([device.uuid for device in devices])

@@ -7,14 +7,13 @@ decode workers may still be waiting for. The servers go last, and are not this m
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 
-from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.clock import Clock
 from dynamo_local.core.lifecycle import NEXT, DrainDeadlinePassed, DrainRequested
 from dynamo_local.core.types import Role
 from dynamo_local.serve.fleet import Fleet, Worker
+from dynamo_local.serve.operations import send_signal
 from dynamo_local.serve.processes import kill_session
 from dynamo_local.serve.progress import View
 
@@ -30,9 +29,8 @@ KILLED_GONE_S = 10.0
 class Leaving:
     """Ends all workers of a fleet. `now` cuts the waiting short: whole sessions are killed."""
 
-    def __init__(self, fleet: Fleet, arbiter: DynamoArbiter, clock: Clock, now: asyncio.Event, view: View) -> None:
+    def __init__(self, fleet: Fleet, clock: Clock, now: asyncio.Event, view: View) -> None:
         self._fleet = fleet
-        self._arbiter = arbiter
         self._clock = clock
         self._now = now
         self._view = view
@@ -47,7 +45,8 @@ class Leaving:
         if not self._now.is_set():
             await self._fleet.apply({w.name: DrainRequested(stimulus_id="down", reason="down") for w in asked})
             for worker in workers:
-                _signal(worker, signal.SIGTERM)
+                if worker.pid is not None:
+                    send_signal(worker.pid, signal.SIGTERM)
         await asyncio.gather(*(self._until_gone(worker) for worker in workers))
 
     async def _until_gone(self, worker: Worker) -> None:
@@ -81,11 +80,3 @@ class Leaving:
             self._view.event(
                 f"{worker.name}: pid {pid} is still there {KILLED_GONE_S:g} s after SIGKILL (stuck driver?)"
             )
-
-
-def _signal(worker: Worker, signum: signal.Signals) -> None:
-    if worker.pid is not None:
-        try:
-            os.kill(worker.pid, signum)
-        except ProcessLookupError:
-            return  # it left by itself a moment ago; its exit is on the way to us

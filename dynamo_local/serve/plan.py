@@ -29,6 +29,7 @@ class WatcherPlan:
     cwd: str
     env: Mapping[str, str]
     gpus: tuple[GpuDevice, ...]
+    gpus_per_worker: int
     log_file: Path
     start_deadline_s: float
     drain_deadline_s: float
@@ -120,6 +121,7 @@ class WorkerPlanner:
             cwd=str(self.cwd),
             env=self._env(spec, name, gpus),
             gpus=tuple(gpus),
+            gpus_per_worker=spec.resources.gpu,
             log_file=self.paths.log_file(name),
             start_deadline_s=spec.start_deadline_s or self.settings.start_deadline_s,
             drain_deadline_s=spec.drain_deadline_s or self.settings.drain_deadline_s,

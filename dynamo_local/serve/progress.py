@@ -26,7 +26,12 @@ class Row:
 
 
 class View(Protocol):
-    """Where the supervisor tells what happens. Calls are cheap and never raise."""
+    """Where the supervisor tells what happens. Calls are cheap and never raise.
+
+    `wants_logs` says whether `log_line` does anything: the files need not be read otherwise.
+    """
+
+    wants_logs: bool
 
     def rows(self, title: str, rows: Sequence[Row]) -> None:
         """The processes as they are now."""
@@ -56,7 +61,7 @@ class PlainView:
 
     def __init__(self, stream: TextIO | None = None, *, logs: bool = True) -> None:
         self._stream = stream or sys.stdout
-        self._logs = logs
+        self.wants_logs = logs
         self._told: dict[str, str] = {}
 
     def _write(self, text: str) -> None:
@@ -74,7 +79,7 @@ class PlainView:
         self._write(text)
 
     def log_line(self, name: str, line: str, names: Sequence[str]) -> None:
-        if self._logs:
+        if self.wants_logs:
             self._write(f"[{name}] {line}")
 
     def ready(self, facts: dict[str, Any]) -> None:
@@ -89,6 +94,8 @@ class PlainView:
 
 class TerminalView:
     """A live table while things start or leave; coloured, prefixed log lines otherwise."""
+
+    wants_logs = True
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -141,6 +148,8 @@ class TerminalView:
 
 class BootReport:
     """JSON lines in a private file, by which a detached arbiter tells `dynamo serve --detach` how it goes."""
+
+    wants_logs = False
 
     def __init__(self, path: Path) -> None:
         self._plain = PlainView(logs=False)

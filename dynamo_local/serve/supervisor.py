@@ -1,47 +1,50 @@
 """The arbiter's mind: brings a deployment up, watches it, answers for it, and takes it down again.
 
 One asyncio loop, which nothing here may block: files, NVML and fsync go through threads, etcd and NATS through
-async clients, waits have deadlines. Decisions are the lifecycle table's and the plan's; this carries them out.
+async clients, waits have deadlines. Decisions are the lifecycle table's, the plan's and `core`'s; the parts
+(`operations`, `registrations`, `sampling`, `leaving`) carry them out; this composes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
-import signal
-from collections.abc import Awaitable
-from pathlib import Path
+from collections.abc import Awaitable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
-from dynamo_local.circus_plugins.arbiter import DynamoArbiter, WorkerWatcher
+from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.clock import Clock
-from dynamo_local.core.lifecycle import LeaseRevoked, ProcessExited, Registered, Spawned, SpawnFailed, SpawnRequested
-from dynamo_local.core.types import WorkerState
-from dynamo_local.errors import DynamoError, InfraUnavailable, StartTimedOut, WorkerDied
-from dynamo_local.ports import DeleteEvent, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
+from dynamo_local.core.types import Role, WorkerState
+from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
 from dynamo_local.serve.embedded import EmbeddedServers
-from dynamo_local.serve.fleet import RUNNING, Fleet, Worker
+from dynamo_local.serve.events import EventLog, event_log_path
+from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.leaving import Leaving
-from dynamo_local.serve.logs import Interleaver, rotate, tail
-from dynamo_local.serve.plan import Deployment, WatcherPlan
-from dynamo_local.serve.processes import become_subreaper, kill_session, start_time_s
+from dynamo_local.serve.links import Links
+from dynamo_local.serve.logs import Interleaver, rotate
+from dynamo_local.serve.operations import Operations
+from dynamo_local.serve.plan import Deployment
+from dynamo_local.serve.processes import become_subreaper, start_time_s
 from dynamo_local.serve.progress import Row, View
+from dynamo_local.serve.registrations import Registrations
+from dynamo_local.serve.sampling import Sampling
+from dynamo_local.serve.scaling import Scaler
 from dynamo_local.state import Environment, State, StateStore, SystemResources
 
 log = logging.getLogger(__name__)
 
-INFRA_TIMEOUT_S = 30.0
 LOG_POLL_S = 0.15
 ROTATE_EVERY_S = 30.0
-SAMPLE_EVERY_S = 1.0
+HEALTH_EVERY_S = 2.0
+NOTES_KEPT = 20
 
 
 class Supervisor:
-    """One run of one namespace. `start`, then `run` until it is asked to leave; `down` is idempotent."""
+    """One run of one namespace. `start`, then wait until it is asked to leave, then `leave`."""
 
     def __init__(
         self,
@@ -53,24 +56,46 @@ class Supervisor:
         clock: Clock,
         view: View,
     ) -> None:
+        namespace = deployment.graph.namespace
         self.deployment = deployment
         self.arbiter = arbiter
-        self.store = store
         self.pool = pool
         self.clock = clock
         self.view = view
-        self.fleet = Fleet(store, clock)
-        self.servers = EmbeddedServers(arbiter, deployment.paths, clock)
-        self.kv: KeyValueStore | None = None
-        self.nats: Any = None
         self.state = "starting"
-        self.facts: dict[str, str] = {}
         self.notes: list[str] = []
+        self.fleet = Fleet(_head(deployment), store, EventLog(event_log_path(deployment.paths.logs)), clock)
+        self.fleet.on_trouble = self._trouble
+        self.links = Links(namespace, deployment.run_id)
+        self.servers = EmbeddedServers(arbiter, deployment.paths, clock)
+        self.registrations = Registrations(namespace, self.fleet, self.links)
+        self.sampling = Sampling(namespace, self.fleet, self.links, clock)
+        self.operations = Operations(
+            self.fleet,
+            arbiter,
+            pool,
+            deployment.planner,
+            self.links,
+            clock,
+            background=self._background,
+            tell=self._trouble,
+        )
+        self.operations.on_failure = self._failed
+        self.scaler = Scaler(
+            self.fleet,
+            pool,
+            deployment.planner,
+            self.operations,
+            clock,
+            background=self._background,
+            tell=self._trouble,
+        )
         self._started_s = clock.now_s()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._logs = Interleaver(from_end=True)
-        self._death: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
-        self._asked_down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[DynamoError] = loop.create_future()
+        self._asked_down: asyncio.Future[str] = loop.create_future()
         self._now = asyncio.Event()
         self._gone = asyncio.Event()
         arbiter.supervisor = self
@@ -85,139 +110,70 @@ class Supervisor:
         """
         become_subreaper()
         await self.arbiter.start()
-        env, pending = await self._start_infra()
+        servers = self._choose_servers()
+        await self.fleet.create()
         for plan in self.deployment.workers:
-            self._add(plan, env)
-        await self.fleet.apply({name: SpawnRequested(stimulus_id="serve") for name in self.fleet.workers})
-        await asyncio.gather(*pending, *(self._spawn(name) for name in self.fleet.workers))
+            self.pool.take(plan.name, plan.gpus)
+            self.fleet.add(plan)
+            self._logs.watch(plan.name, plan.log_file)
+        # All at once: order governs readiness, not spawning. Whoever needs a server waits for it.
+        await asyncio.gather(
+            *(self.servers.spawn(name) for name in servers), self.operations.start(list(self.fleet.workers), "serve")
+        )
         self._background(self._show())
-        await self._until_ready(self._connect(env))
-        await self._until_ready(self._all_ready())
+        await self._unless_stopped(self._connect())
+        await self._unless_stopped(self._all_ready())
         self.state = "ready"
         self.view.ready(self._ready_facts())
 
-    async def _start_infra(self) -> tuple[dict[str, str], list[Awaitable[int]]]:
-        """Choose or prepare etcd and NATS. Their addresses are known before they run, so nobody waits here."""
-        pending: list[Awaitable[int]] = []
+    def _choose_servers(self) -> list[str]:
+        """Prepare etcd and NATS where the user has none. Their addresses are known before they run: nobody waits."""
+        names = []
         etcd, nats = self.deployment.etcd_endpoints, self.deployment.nats_server
+        env = {}
         if etcd is None:
             name, spec = self.servers.start_etcd()
             etcd = spec.endpoint
-            pending.append(self._spawn_server(name))
-        env = {"ETCD_ENDPOINTS": etcd}
+            names.append(name)
         if nats is None:
             name, nats_spec = self.servers.start_nats()
             nats = nats_spec.url
             env["DYN_NATS_TOKEN_FILE"] = str(nats_spec.token_file)
-            pending.append(self._spawn_server(name))
-        env["NATS_SERVER"] = nats
+            names.append(name)
+        elif token_file := self.deployment.planner.base_env.get("DYN_NATS_TOKEN_FILE"):
+            env["DYN_NATS_TOKEN_FILE"] = token_file
+        self.operations.env = {**env, "ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats}
+        self.fleet.head.etcd_endpoints = etcd
+        self.fleet.head.nats_server = _without_credentials(nats)
+        self.fleet.head.nats_token_file = env.get("DYN_NATS_TOKEN_FILE")
         for origin in self.servers.origins:
             self.view.event(origin)
-        self.facts |= {"etcd_endpoints": etcd, "nats_server": _without_credentials(nats)}
-        await self._write_head(env)
-        return env, pending
+        for name in names:
+            self._logs.watch(name, self.deployment.paths.log_file(name))
+        return names
 
-    async def _spawn_server(self, name: str) -> int:
-        self._logs.watch(name, self.deployment.paths.log_file(name))
-        return await self.servers.spawn(name)
-
-    async def _write_head(self, env: dict[str, str]) -> None:
-        deployment = self.deployment
-        state = State(
-            namespace=deployment.graph.namespace,
-            run_id=deployment.run_id,
-            circus_endpoint=deployment.paths.circus_endpoint,
-            arbiter_pid=os.getpid(),
-            arbiter_start_time=start_time_s(os.getpid()),
-            etcd_endpoints=self.facts["etcd_endpoints"],
-            nats_server=self.facts["nats_server"],
-            nats_token_file=env.get("DYN_NATS_TOKEN_FILE"),
-            runtime_dir=str(deployment.paths.runtime),
-            target=deployment.graph.target,
-            gpus=deployment.gpus_option,
-            environment=Environment(
-                DYNAMO_SERVICE_CONFIG=deployment.state_config_json,
-                SYSTEM_RESOURCES=SystemResources(
-                    total_gpus=len(deployment.gpus), gpu_info=[str(device.index) for device in deployment.gpus]
-                ),
-            ),
-        )
-        await asyncio.to_thread(self.store.create, state)
-
-    def _add(self, plan: WatcherPlan, env: dict[str, str]) -> None:
-        """A watcher for the worker. It inherits its GPUs' locks: they stay taken as long as *it* lives."""
-        self.pool.take(plan.name, plan.gpus)
-        self.fleet.add(plan)
-        self.arbiter.add_worker(
-            WorkerWatcher(
-                plan.name,
-                plan.argv,
-                env={**plan.env, **env},
-                cwd=plan.cwd,
-                log_file=plan.log_file,
-                graceful_timeout_s=plan.drain_deadline_s,
-                death_signal=signal.SIGKILL,
-                inherited_fds=self.pool.inherited_fds(plan.gpus),
-            )
-        )
-        self._logs.watch(plan.name, plan.log_file)
-
-    async def _spawn(self, name: str) -> None:
-        worker = self.fleet.workers[name]
-        try:
-            pid = await self.arbiter.spawn(name)
-        except OSError as error:
-            worker.reason = str(error)
-            await self.fleet.apply({name: SpawnFailed(stimulus_id="spawn", reason=str(error))})
-            self._report_death(worker, f"{name} cannot be started: {error}")
-            return
-        worker.pid, worker.pid_start_time = pid, start_time_s(pid)
-        worker.started_s, worker.started_at = self.clock.now_s(), self.clock.wall_s()
-        await self.fleet.apply({name: Spawned(stimulus_id="spawn", pid=pid, pid_start_time=worker.pid_start_time)})
-
-    async def _connect(self, env: dict[str, str]) -> None:
-        from dynamo_local.runtime.etcd import EtcdStore
-        from dynamo_local.runtime.load import LoadSampler
-        from dynamo_local.runtime.nats import connect_nats
-        from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
-        from dynamo_local.serve.infra import probe_etcd, probe_nats
-
-        token_file = Path(env["DYN_NATS_TOKEN_FILE"]) if "DYN_NATS_TOKEN_FILE" in env else None
-        token = token_file.read_text().strip() if token_file else None
-        await asyncio.gather(
-            probe_etcd(env["ETCD_ENDPOINTS"], INFRA_TIMEOUT_S), probe_nats(env["NATS_SERVER"], token, INFRA_TIMEOUT_S)
-        )
-        self.kv = await EtcdStore.connect(env["ETCD_ENDPOINTS"])
-        self.nats = await connect_nats(
-            env["NATS_SERVER"], token_file, name=f"{self.deployment.graph.namespace}-arbiter"
-        )
-        namespace = self.deployment.graph.namespace
-        self._background(self._follow_registrations())
-        self._background(self._sample_load(LoadSampler(self.nats, namespace)))
-        queue = JetStreamPrefillQueue(self.nats, namespace, self.deployment.run_id)
-        await queue.start(purge_stale=True)  # lesson 18: a stale queue from the last run jams the next
-        await queue.close()
+    async def _connect(self) -> None:
+        prefill = any(spec.role is Role.PREFILL for spec in self.deployment.graph.services)
+        await self.links.connect(self.operations.env, prefill_queue=prefill)
+        self._background(self.registrations.follow())
+        self._background(self.sampling.run())
+        self._background(self._watch_health())
 
     async def _all_ready(self) -> None:
-        """Each worker ready within its own start deadline."""
-        for worker in list(self.fleet.workers.values()):
-            deadline_s = self._started_s + worker.plan.start_deadline_s
+        def ready() -> bool:
+            return all(worker.state is WorkerState.READY for worker in self.fleet.workers.values())
 
-            def ready(worker: Worker = worker) -> bool:
-                return worker.state is WorkerState.READY
+        longest_s = max((plan.start_deadline_s for plan in self.deployment.workers), default=0.0)
+        if not await self.fleet.until(ready, self._started_s + longest_s + HEALTH_EVERY_S):
+            late = [worker.name for worker in self.fleet.workers.values() if worker.state is not WorkerState.READY]
+            raise StartTimedOut(f"not ready in time: {', '.join(late)}")
 
-            if not await self.fleet.until(ready, deadline_s):
-                raise StartTimedOut(
-                    f"{worker.name} was not ready within {worker.plan.start_deadline_s:g} s (it is "
-                    f"{worker.state}); the end of its log, {worker.plan.log_file}:\n{_quoted_tail(worker.plan)}"
-                )
-
-    async def _until_ready(self, work: Awaitable[None]) -> None:
-        """Do `work`, unless a worker dies or somebody asks us to leave first."""
+    async def _unless_stopped(self, work: Awaitable[None]) -> None:
+        """Do `work`, unless a worker fails or somebody asks us to leave first."""
         task = asyncio.ensure_future(work)
         racing: set[asyncio.Future[Any]] = {task, self._death, self._asked_down}
         await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
+        if task.done() and not self._death.done():
             await task
             return
         task.cancel()
@@ -229,96 +185,40 @@ class Supervisor:
 
     # --- watching ------------------------------------------------------------------------------
 
-    async def _follow_registrations(self) -> None:
-        """A worker's last key, `{ns}/workers/{watcher}:{lease}`, says that all of its endpoints are registered."""
-        assert self.kv is not None
-        prefix = f"{self.deployment.graph.namespace}/workers/"
-        async for event in self.kv.watch_prefix(prefix):
-            await self._registration(prefix, event)
-
-    async def _registration(self, prefix: str, event: WatchEvent) -> None:
-        if isinstance(event, SnapshotEvent):
-            for kv in event.kvs:
-                await self._registered(*_split_key(prefix, kv.key), json.loads(kv.value))
-        elif isinstance(event, PutEvent):
-            await self._registered(*_split_key(prefix, event.kv.key), json.loads(event.kv.value))
-        elif isinstance(event, DeleteEvent):
-            await self._deregistered(*_split_key(prefix, event.key))
-
-    async def _registered(self, name: str, lease: str, facts: dict[str, Any]) -> None:
-        worker = self.fleet.workers.get(name)
-        if worker is None or worker.pid is None or worker.pid != facts.get("pid"):
-            return  # a key of a worker that is gone, until its lease is
-        worker.lease, worker.endpoints = lease, tuple(facts.get("endpoints", ()))
-        if url := facts.get("frontend_url"):
-            self.facts["frontend_url"] = url
-        if worker.state in (WorkerState.STARTING, WorkerState.READY):
-            await self.fleet.apply({name: Registered(stimulus_id=f"etcd:{lease}", lease=lease)})
-
-    async def _deregistered(self, name: str, lease: str) -> None:
-        """The key is gone while the process lives: its lease was revoked, so it is draining."""
-        worker = self.fleet.workers.get(name)
-        if worker is not None and worker.lease == lease and worker.runs and worker.state in RUNNING:
-            worker.lease, worker.endpoints = None, ()
-            await self.fleet.apply({name: LeaseRevoked(stimulus_id=f"etcd:{lease}", lease=lease)})
-
-    def _on_exit(self, name: str, pid: int, code: int) -> None:
-        """From the arbiter, within milliseconds of an exit."""
-        kill_session(pid)  # what an engine left behind in its session: orphans keep VRAM (lesson 3)
+    def _on_exit(self, name: str, pid: int, code: int | None) -> None:
         if not self.servers.exited(name, code):
-            self._background(self._worker_exited(name, pid, code))
+            self.operations.exited(name, pid, code)
 
-    async def _worker_exited(self, name: str, pid: int, code: int) -> None:
-        worker = self.fleet.workers[name]
-        if worker.pid != pid:
-            return
-        leaving = worker.state in (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
-        lease = worker.lease
-        worker.pid = worker.pid_start_time = worker.started_s = worker.started_at = worker.load = worker.lease = None
-        worker.endpoints, worker.exit_code = (), code
-        worker.reason = None if leaving and code == 0 else _how_it_ended(code)
-        await self.fleet.apply({name: ProcessExited(stimulus_id=f"exit:{pid}", exit_code=code)})
-        if lease is not None and self.kv is not None:
-            try:
-                await self.kv.revoke(int(lease, 16))  # else it is routed to until the lease's TTL
-            except InfraUnavailable as error:
-                log.warning("%s: its lease %s could not be revoked (%s); it expires by itself", name, lease, error)
-        if not leaving:
-            self._report_death(worker, f"{name} {worker.reason} while {self.state}")
-
-    def _report_death(self, worker: Worker, what: str) -> None:
-        message = f"{what}; the end of its log, {worker.plan.log_file}:\n{_quoted_tail(worker.plan)}"
-        self.notes.append(f"{worker.name}: {worker.reason}")
+    def _failed(self, worker: Worker, message: str) -> None:
+        """A worker failed. While we start, that ends the start; later it is told, and the policy acts."""
         if self.state == "starting":
             if not self._death.done():
-                self._death.set_result(WorkerDied(message))
+                late = worker.state is WorkerState.START_TIMED_OUT
+                self._death.set_result(StartTimedOut(message) if late else WorkerDied(message))
         else:
+            self.notes = [*self.notes, f"{worker.name} {worker.reason}"][-NOTES_KEPT:]
             self.view.event(message)
 
-    async def _sample_load(self, sampler: Any) -> None:
-        """One scatter request a second for all workers; a worker that does not answer has no load, not zero."""
-        next_s = self.clock.now_s()
+    def _trouble(self, message: str) -> None:
+        log.warning("%s", message)
+        self.notes = [*self.notes, message][-NOTES_KEPT:]
+        self.view.event(message)
+
+    async def _watch_health(self) -> None:
         while True:
-            next_s = max(next_s + SAMPLE_EVERY_S, self.clock.now_s())
-            await self.clock.sleep_until(next_s)
-            try:
-                reports = await sampler.sample(expected=len(self.fleet.running()))
-            except DynamoError as error:
-                log.debug("no load sample: %s", error)
-                reports = {}
-            for worker in self.fleet.workers.values():
-                report = reports.get(worker.name)
-                worker.load = report.load if report is not None else None
+            await self.clock.sleep_until(self.clock.now_s() + HEALTH_EVERY_S)
+            await self.operations.check_health()
 
     async def _show(self) -> None:
         """Progress, log lines and rotation: reading files only, in a thread."""
         rotated_s = self.clock.now_s()
         while True:
             await self.clock.sleep_until(self.clock.now_s() + LOG_POLL_S)
-            for name, line in await asyncio.to_thread(lambda: list(self._logs.poll())):
-                self.view.log_line(name, line, self._logs.names)
+            if self.view.wants_logs:
+                for name, line in await asyncio.to_thread(lambda: list(self._logs.poll())):
+                    self.view.log_line(name, line, self._logs.names)
             if self.state != "ready":
-                self.show_rows()
+                self._show_rows()
             if self.clock.now_s() - rotated_s > ROTATE_EVERY_S:
                 rotated_s = self.clock.now_s()
                 await asyncio.to_thread(self._rotate_logs)
@@ -327,22 +227,12 @@ class Supervisor:
         for name in self._logs.names:
             rotate(self.deployment.paths.log_file(name))
 
-    def show_rows(self) -> None:
-        """Tell the view how things stand."""
+    def _show_rows(self) -> None:
         now_s = self.clock.now_s()
-        rows = [
-            Row(
-                name=worker.name,
-                state=str(worker.state),
-                gpus=",".join(str(device.index) for device in worker.plan.gpus),
-                since_s=now_s - worker.since_s,
-                note=_in_flight(worker),
-            )
-            for worker in self.fleet.workers.values()
-        ]
-        self.view.rows(self.state, rows)
+        workers = self.fleet.workers.values()
+        self.view.rows(self.state, [_row(worker, now_s) for worker in workers])
 
-    def _background(self, work: Any) -> None:
+    def _background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -351,22 +241,50 @@ class Supervisor:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the arbiter's %s failed: %s", task.get_coro(), error, exc_info=error)
-            self.notes.append(f"arbiter: {type(error).__name__}: {error}")
+            self._trouble(f"arbiter: {type(error).__name__}: {error}")
+
+    # --- commands ------------------------------------------------------------------------------
+
+    async def scale(
+        self, component: str, target: str, *, force: bool, victim_policy: str | None, stimulus_id: str
+    ) -> dict[str, Any]:
+        """`dynamo scale`: returns once the intent is committed."""
+        self._check_running()
+        return await self.scaler.scale(
+            component, target, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id
+        )
+
+    async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """`dynamo drain NAME [--cancel]`."""
+        self._check_running()
+        return await self.scaler.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
+
+    async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """`dynamo restart NAME|COMPONENT`."""
+        self._check_running()
+        return await self.scaler.restart(name_or_component, rolling_=rolling, force=force, stimulus_id=stimulus_id)
+
+    def _check_running(self) -> None:
+        if self.state != "ready":
+            raise DynamoError(f"the graph is {self.state}; nothing can be changed now, see `dynamo status`")
 
     # --- answering -----------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """The object of `dynamo status --json`. Never waits."""
         now_s = self.clock.now_s()
+        head = self.fleet.head
         return {
-            "namespace": self.deployment.graph.namespace,
-            "run_id": self.deployment.run_id,
+            "namespace": head.namespace,
+            "run_id": head.run_id,
             "state": self.state,
             "arbiter_pid": os.getpid(),
-            "circus_endpoint": self.deployment.paths.circus_endpoint,
-            "etcd_endpoints": self.facts.get("etcd_endpoints"),
-            "nats_server": self.facts.get("nats_server"),
-            "frontend_url": self.facts.get("frontend_url"),
+            "circus_endpoint": head.circus_endpoint,
+            "etcd_endpoints": head.etcd_endpoints,
+            "nats_server": head.nats_server,
+            "frontend_url": self.registrations.frontend_url,
+            "prefill_queue": self.sampling.queue.as_json() if self.links.queue is not None else None,
+            "quarantined_gpus": self.pool.ledger.quarantined(),
             "notes": self.notes[-5:],
             "workers": [_worker_status(worker, now_s) for worker in self.fleet.workers.values()],
         }
@@ -374,7 +292,7 @@ class Supervisor:
     def _ready_facts(self) -> dict[str, Any]:
         return {
             "namespace": self.deployment.graph.namespace,
-            "frontend_url": self.facts.get("frontend_url"),
+            "frontend_url": self.registrations.frontend_url,
             "seconds": round(self.clock.now_s() - self._started_s, 3),
         }
 
@@ -402,8 +320,9 @@ class Supervisor:
         if not self._asked_down.done():
             self._asked_down.set_result("the run ended")
         self.state = "leaving"
+        self.operations.leaving = True
         try:
-            await Leaving(self.fleet, self.arbiter, self.clock, self._now, self.view).end_workers()
+            await Leaving(self.fleet, self.clock, self._now, self.view).end_workers()
         finally:
             await self._let_go()
 
@@ -411,16 +330,15 @@ class Supervisor:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._show_rows()
         for name in list(self.fleet.workers):
-            self.arbiter.remove(name)
-        if self.nats is not None:
-            from dynamo_local.runtime.nats import close_quietly
-
-            await close_quietly(self.nats)
-        if self.kv is not None:
-            await self.kv.close()
+            await self.arbiter.forget(name)
+        await self.links.close()
         await self.servers.stop()
-        await asyncio.to_thread(self.store.remove_if_owned, self.deployment.run_id)
+        try:
+            await asyncio.to_thread(self.fleet.store.remove_if_owned, self.deployment.run_id)
+        except DynamoError as error:
+            log.warning("the statefile was not removed: %s", error)
         self._gone.set()
 
 
@@ -431,9 +349,24 @@ class InterruptedStart(DynamoError):
     exit_code = 130
 
 
-def _split_key(prefix: str, key: str) -> tuple[str, str]:
-    name, _, lease = key.removeprefix(prefix).rpartition(":")
-    return name, lease
+def _head(deployment: Deployment) -> State:
+    """The statefile of a new run, before there is a worker in it."""
+    return State(
+        namespace=deployment.graph.namespace,
+        run_id=deployment.run_id,
+        circus_endpoint=deployment.paths.circus_endpoint,
+        arbiter_pid=os.getpid(),
+        arbiter_start_time=start_time_s(os.getpid()),
+        runtime_dir=str(deployment.paths.runtime),
+        target=deployment.graph.target,
+        gpus=deployment.gpus_option,
+        environment=Environment(
+            DYNAMO_SERVICE_CONFIG=deployment.state_config_json,
+            SYSTEM_RESOURCES=SystemResources(
+                total_gpus=len(deployment.gpus), gpu_info=[str(device.index) for device in deployment.gpus]
+            ),
+        ),
+    )
 
 
 def _without_credentials(url: str) -> str:
@@ -441,36 +374,30 @@ def _without_credentials(url: str) -> str:
     return scheme + separator + rest.rpartition("@")[2]
 
 
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with code {code} unasked"
-
-
-def _quoted_tail(plan: WatcherPlan) -> str:
-    lines = tail(plan.log_file)
-    return "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
-
-
-def _in_flight(worker: Worker) -> str:
-    if worker.load is None or not worker.load.request_active_slots:
-        return worker.reason or ""
-    return f"{worker.load.request_active_slots} in flight"
+def _row(worker: Worker, now_s: float) -> Row:
+    active = worker.load.request_active_slots if worker.load is not None else 0
+    return Row(
+        name=worker.name,
+        state=str(worker.state),
+        gpus=",".join(str(device.index) for device in worker.gpus),
+        since_s=now_s - worker.since_s,
+        note=f"{active} in flight" if active else worker.reason or "",
+    )
 
 
 def _worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
-    load = worker.load
     return {
         "watcher_name": worker.name,
         "component": worker.plan.component,
         "role": str(worker.plan.role),
         "state": str(worker.state),
         "pid": worker.pid,
-        "gpus": [str(device.index) for device in worker.plan.gpus],
+        "gpus": [str(device.index) for device in worker.gpus],
         "lease": worker.lease,
         "endpoints": list(worker.endpoints),
         "uptime_s": None if worker.started_s is None else round(now_s - worker.started_s, 3),
+        "restarts": worker.restarts,
         "reason": worker.reason,
         "log_file": str(worker.plan.log_file),
-        "load": None if load is None else {name: getattr(load, name) for name in type(load).__slots__},
+        "load": None if worker.load is None else asdict(worker.load),
     }

@@ -16,7 +16,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from dynamo_local.circus_plugins.arbiter import DynamoArbiter, WorkerWatcher
+from dynamo_local.circus_plugins.arbiter import DynamoArbiter
+from dynamo_local.serve.host import ProcessSpec
 from dynamo_local.serve.processes import is_alive, start_time_s, wait_exit
 
 PYTHON = sys.executable
@@ -34,10 +35,10 @@ class Harness:
 
     async def run(self, name: str, code: str, *, death_signal: int | None = signal.SIGKILL) -> int:
         """Start `python -c code` under a new watcher; its pid."""
-        self.arbiter.add_worker(
-            WorkerWatcher(
+        return await self.arbiter.start_process(
+            ProcessSpec(
                 name,
-                [PYTHON, "-c", code],
+                (PYTHON, "-c", code),
                 env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush"},
                 cwd=str(self.folder),
                 log_file=self.folder / f"{name}.log",
@@ -45,7 +46,6 @@ class Harness:
                 death_signal=death_signal,
             )
         )
-        return await self.arbiter.spawn(name)
 
     async def ask(self, command: str, **properties: object) -> dict[str, object]:
         """One command over the endpoint, as circusctl sends it."""

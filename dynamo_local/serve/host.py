@@ -1,0 +1,46 @@
+"""What the supervisor needs of whoever runs its processes: our own arbiter, or somebody's stock circusd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+ExitCallback = Callable[[str, int, int | None], None]
+"""`(watcher name, pid, exit code)`; a negative code is a signal, None where nobody could collect it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to be: in a session of its own, writing to its own log file.
+
+    `death_signal` is sent by the kernel when the host dies (None: the process outlives it);
+    `inherited_fds` stay open in the process (the GPUs' locks).
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    log_file: Path
+    graceful_timeout_s: float = 30.0
+    death_signal: int | None = None
+    inherited_fds: tuple[int, ...] = field(default=())
+
+
+class ProcessHost(Protocol):
+    """Starts processes as watchers and tells of their exits. Ending them is the supervisor's, by pid and session."""
+
+    on_exit: ExitCallback | None
+
+    async def start_process(self, spec: ProcessSpec) -> int:
+        """A watcher of that name with its one process; the pid. OSError says why it could not be started.
+
+        A watcher of that name whose process is gone is replaced.
+        """
+        ...
+
+    async def forget(self, name: str) -> None:
+        """Drop the watcher of a process that is gone; an unknown name is no error."""
+        ...

@@ -1,0 +1,412 @@
+"""What is done to one worker: start it, ask it to leave, take that back, end it, and deal with its exit.
+
+Each step is an event that is committed before it is acted on. Steps of one worker are in order; those of different
+workers do not wait for each other: two drains of minutes block nobody (lesson 13). *Which* steps, is `core`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from dynamo_local.clock import Clock
+from dynamo_local.core import drains
+from dynamo_local.core.fleet_view import Course
+from dynamo_local.core.lifecycle import (
+    BackoffElapsed,
+    BackoffStarted,
+    DrainCancelled,
+    DrainDeadlinePassed,
+    Event,
+    Faulted,
+    HealthFailed,
+    ProcessExited,
+    Removed,
+    RestartRequested,
+    Spawned,
+    SpawnFailed,
+    SpawnRequested,
+    StartDeadlinePassed,
+)
+from dynamo_local.core.restarts import Fault, RestartHistory, after_exit
+from dynamo_local.core.types import WorkerState
+from dynamo_local.errors import DynamoError, GpuError, InfraUnavailable, RequestError
+from dynamo_local.serve.fleet import Fleet, Worker
+from dynamo_local.serve.gpus import GpuPool
+from dynamo_local.serve.host import ProcessHost, ProcessSpec
+from dynamo_local.serve.links import Links
+from dynamo_local.serve.logs import tail
+from dynamo_local.serve.plan import WatcherPlan, WorkerPlanner
+from dynamo_local.serve.processes import kill_session, start_time_s
+
+log = logging.getLogger(__name__)
+
+HEALTH_BOUND_S = 30.0
+"""A worker that answers no load request for so long, while etcd and NATS do, is hung."""
+INFRA_POLL_S = 0.25
+GPU_POLL_S = 0.5
+CONTROL_TIMEOUT_S = 2.0
+NAMED_REQUESTS = 20
+HUNG = "is hung: it has answered nothing for"
+LEFT = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
+
+
+class Operations:
+    """The hands of the supervisor. `env` (etcd, NATS) is added to every worker's environment."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        host: ProcessHost,
+        pool: GpuPool,
+        planner: WorkerPlanner,
+        links: Links,
+        clock: Clock,
+        *,
+        background: Callable[[Coroutine[Any, Any, Any]], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.fleet = fleet
+        self.env: dict[str, str] = {}
+        self.leaving = False
+        self.on_failure: Callable[[Worker, str], None] = lambda worker, message: None
+        self._host = host
+        self._pool = pool
+        self._planner = planner
+        self._links = links
+        self._clock = clock
+        self._background = background
+        self._tell = tell
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    # --- starting ------------------------------------------------------------------------------
+
+    async def start(self, names: Iterable[str], stimulus_id: str) -> None:
+        """Make the processes of pending workers, all at once. Failures are the workers' states, not exceptions."""
+        names = list(names)
+        for name in names:
+            self.fleet.workers[name].starts += 1
+        await self.fleet.apply({name: SpawnRequested(stimulus_id=stimulus_id) for name in names})
+        await asyncio.gather(*(self._spawn(self.fleet.workers[name], stimulus_id) for name in names))
+
+    async def start_when_possible(self, worker: Worker, stimulus_id: str) -> None:
+        """Start a pending worker as soon as it has its GPUs: those it lacks are taken when they are free."""
+        needed = worker.plan.gpus_per_worker
+        while len(worker.gpus) < needed:
+            if self.leaving or worker.state is not WorkerState.PENDING or not self._is_current(worker):
+                return
+            if not await self._try_allocate(worker):
+                await self._clock.sleep_until(self._clock.now_s() + GPU_POLL_S)
+        if worker.state is WorkerState.PENDING and self._is_current(worker):
+            await self.start([worker.name], stimulus_id)
+
+    async def _try_allocate(self, worker: Worker) -> bool:
+        await self._pool.refresh()
+        try:
+            devices = self._pool.allocate(worker.name, worker.plan.gpus_per_worker)
+        except GpuError as error:
+            log.debug("%s waits for GPUs: %s", worker.name, error)
+            return False
+        self.assign(worker, devices)
+        await self.fleet.commit([worker.name])
+        return True
+
+    def assign(self, worker: Worker, devices: tuple[Any, ...]) -> None:
+        """Plan the worker anew on these devices: its environment pins it to them."""
+        worker.gpus = devices
+        worker.plan = self._planner.plan(self._planner.graph.service(worker.plan.component), worker.name, devices)
+
+    def _is_current(self, worker: Worker) -> bool:
+        return self.fleet.workers.get(worker.name) is worker
+
+    async def _spawn(self, worker: Worker, stimulus_id: str) -> None:
+        async with self._locks[worker.name]:
+            try:
+                pid = await self._host.start_process(self._spec(worker))
+            except OSError as error:
+                worker.reason = f"could not be started: {error}"
+                await self.fleet.apply({worker.name: SpawnFailed(stimulus_id=stimulus_id, reason=str(error))})
+                self._background(self._after_failure(worker, 0.0))
+                return
+            worker.process_began(pid, start_time_s(pid), self._clock)
+            event = Spawned(stimulus_id=stimulus_id, pid=pid, pid_start_time=worker.pid_start_time)
+            await self.fleet.apply({worker.name: event})
+        self._background(self._watch_start(worker, pid))
+
+    def _spec(self, worker: Worker) -> ProcessSpec:
+        plan = worker.plan
+        return ProcessSpec(
+            name=plan.name,
+            argv=plan.argv,
+            env={**plan.env, **self.env},
+            cwd=plan.cwd,
+            log_file=plan.log_file,
+            graceful_timeout_s=plan.drain_deadline_s,
+            death_signal=signal.SIGKILL,
+            inherited_fds=tuple(self._pool.inherited_fds(worker.gpus)),
+        )
+
+    async def _watch_start(self, worker: Worker, pid: int) -> None:
+        """Past its start deadline a worker is ended, and the failure named with the tail of its log."""
+        deadline_s = self._clock.now_s() + worker.plan.start_deadline_s
+
+        def settled() -> bool:
+            return worker.pid != pid or worker.state is not WorkerState.STARTING
+
+        if await self.fleet.until(settled, deadline_s) or self.leaving:
+            return
+        worker.reason = f"was not ready within {worker.plan.start_deadline_s:g} s"
+        event = StartDeadlinePassed(stimulus_id="start-deadline", deadline_s=worker.plan.start_deadline_s)
+        await self.fleet.apply({worker.name: event})
+        kill_session(pid)
+
+    # --- leaving -------------------------------------------------------------------------------
+
+    async def ask_to_leave(self, worker: Worker, stimulus_id: str) -> None:
+        """Out of routing, by the sign that fits its role; the drain is committed already. Bounded by a deadline."""
+        async with self._locks[worker.name]:
+            if worker.asked_s is None:
+                worker.asked_s = self._clock.now_s()
+            sign = drains.how(worker.plan.role, registered=worker.lease is not None, etcd_ok=self._links.connected)
+            revoked = sign is drains.LeaveBy.REVOKE_LEASE and await self._revoked(worker)
+            if not revoked and worker.pid is not None:
+                send_signal(worker.pid, signal.SIGTERM)
+        self._background(self._watch_drain(worker, stimulus_id))
+
+    async def _revoked(self, worker: Worker) -> bool:
+        try:
+            await self._links.revoke(worker.lease or "0")
+        except InfraUnavailable as error:
+            log.warning("%s: its lease cannot be revoked (%s); asking it by SIGTERM", worker.name, error)
+            return False
+        return True
+
+    async def _watch_drain(self, worker: Worker, stimulus_id: str) -> None:
+        """At its deadline the whole session is ended, and the requests that this cut are counted and named."""
+        pid, asked_s = worker.pid, worker.asked_s
+
+        def settled() -> bool:
+            return worker.pid != pid or worker.asked_s != asked_s or worker.state is not WorkerState.DRAINING
+
+        if pid is None or asked_s is None:
+            return
+        deadline_s = asked_s + drains.leave_deadline_s(worker.plan.drain_deadline_s, served=worker.served)
+        while not await self.fleet.until(settled, deadline_s):
+            later_s = asked_s + drains.leave_deadline_s(worker.plan.drain_deadline_s, served=worker.served)
+            if later_s <= deadline_s:
+                await self._cut(worker, pid, stimulus_id)
+                return
+            deadline_s = later_s  # it registered in the moment that it was asked: it may hold requests
+
+    async def _cut(self, worker: Worker, pid: int, stimulus_id: str) -> None:
+        requests = await self._in_flight(worker.name)
+        waited_s = self._clock.now_s() - (worker.asked_s or self._clock.now_s())
+        worker.reason = f"was not gone {waited_s:.0f} s after it was asked to leave; {len(requests)} requests were cut"
+        event = DrainDeadlinePassed(stimulus_id=stimulus_id, deadline_s=waited_s, requests_cut=len(requests))
+        if worker.pid != pid or worker.state is not WorkerState.DRAINING:
+            return  # it left, or its drain was taken back, while we asked
+        await self.fleet.apply({worker.name: event})
+        more = f" and {len(requests) - NAMED_REQUESTS} more" if len(requests) > NAMED_REQUESTS else ""
+        named = f": {', '.join(requests[:NAMED_REQUESTS])}{more}" if requests else ""
+        self._tell(f"{worker.name} {worker.reason}{named}")
+        kill_session(pid)
+
+    async def _in_flight(self, name: str) -> list[str]:
+        try:
+            answer = await self.control(name, "status")
+        except (RequestError, InfraUnavailable):
+            return []
+        return [str(request) for request in answer.get("requests", ())]
+
+    async def call_back(self, worker: Worker, stimulus_id: str) -> None:
+        """Take a drain back: the same process registers again. Raises what the worker answers if it is too late."""
+        async with self._locks[worker.name]:
+            try:
+                await self.control(worker.name, "cancel_drain")
+            except (RequestError, DynamoError) as error:
+                log.warning("%s: its drain could not be taken back: %s", worker.name, error)
+                raise
+            worker.asked_s = worker.reason = None
+            worker.course = Course.STEADY
+            if worker.state is WorkerState.DRAINING:  # its registration may have been seen before its answer
+                await self.fleet.apply({worker.name: DrainCancelled(stimulus_id=stimulus_id)})
+
+    async def control(self, name: str, op: str, **args: Any) -> dict[str, Any]:
+        """Ask a worker's control endpoint; raises `RequestError` kinds, `NatsUnavailable`."""
+        from dynamo_local.runtime.control import ControlClient
+
+        client = ControlClient(self._links.nats, self._planner.graph.namespace)
+        answer: dict[str, Any] = await client.call(name, op, timeout_s=CONTROL_TIMEOUT_S, **args)
+        return answer
+
+    # --- exits ---------------------------------------------------------------------------------
+
+    def exited(self, name: str, pid: int, code: int | None) -> None:
+        """From the host, within milliseconds of an exit."""
+        kill_session(pid)  # what an engine left behind in its session keeps VRAM (lesson 3)
+        worker = self.fleet.workers.get(name)
+        if worker is not None and worker.pid == pid:
+            self._background(self._exited(worker, pid, code))
+
+    async def _exited(self, worker: Worker, pid: int, code: int | None) -> None:
+        left, lease = worker.state in LEFT, worker.lease
+        ran_s = 0.0 if worker.ready_s is None else self._clock.now_s() - worker.ready_s
+        if not left and worker.state in (WorkerState.STARTING, WorkerState.READY):
+            worker.reason = how_it_ended(code)
+        elif left and code not in (0, None) and worker.state is WorkerState.DRAINING:
+            worker.reason = f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
+        worker.process_ended(code)
+        await self.fleet.apply({worker.name: ProcessExited(stimulus_id=f"exit:{pid}", exit_code=code)})
+        await self._links.try_revoke(lease, worker.name)
+        if left:
+            await self._gone(worker)
+        elif worker.course is Course.LEAVING:
+            await self.fleet.apply({worker.name: Removed(stimulus_id=f"exit:{pid}")})
+            await self.remove(worker)
+        else:
+            await self._after_failure(worker, ran_s)
+
+    async def _gone(self, worker: Worker) -> None:
+        """A worker that left: it is started again if that was the intent, else its entry goes, or is the template."""
+        hung = worker.asked_s is None and (worker.reason or "").startswith(HUNG)
+        again = worker.course in (Course.RESTARTING, Course.RETURNING) or hung
+        if again and not self.leaving:
+            await self.revive(worker, "restart" if not hung else "health")
+        else:
+            await self.remove(worker)
+
+    async def remove(self, worker: Worker) -> None:
+        """No process any more: its GPUs go back, a suffixed entry goes with it, the bare one stays as a template."""
+        await self.free_gpus(worker)
+        await self._host.forget(worker.name)
+        worker.course = Course.STEADY
+        if worker.name != self.bare_name(worker) and not self.leaving:
+            await self.fleet.drop(worker.name)
+        self.fleet.notify()
+
+    def bare_name(self, worker: Worker) -> str:
+        """The name of its component's template."""
+        return f"{self._planner.graph.namespace}_{worker.plan.component}"
+
+    async def free_gpus(self, worker: Worker) -> None:
+        """Give its devices back once their memory is returned; those that never are, are quarantined and told of."""
+        if worker.gpus:
+            devices = worker.gpus
+            for trouble in await self._pool.give_back(worker.name, devices, self._clock):
+                self._tell(trouble)
+            worker.gpus = ()
+            await self.fleet.commit([worker.name])
+            self.fleet.notify()
+
+    # --- failing and starting again ------------------------------------------------------------
+
+    async def _after_failure(self, worker: Worker, ran_s: float) -> None:
+        """Restart with back-off, or give up: `core.restarts` decides."""
+        self.on_failure(worker, f"{worker.name} {worker.reason}; {log_tail(worker.plan)}")
+        if self.leaving:
+            return
+        worker.history, verdict = after_exit(
+            worker.history,
+            now_s=self._clock.now_s(),
+            ran_s=ran_s,
+            infra_ok=self._links.answer,
+            unit=random.random(),
+            why=worker.reason or "it failed",
+        )
+        if isinstance(verdict, Fault):
+            worker.reason = verdict.reason
+            await self.fleet.apply({worker.name: Faulted(stimulus_id="restart-policy", reason=verdict.reason)})
+            await self.free_gpus(worker)
+            self._tell(f"{worker.name} is faulted: {worker.reason}; `dynamo restart {worker.name}` tries again")
+            return
+        until_s = self._clock.now_s() + verdict.delay_s
+        await self.fleet.apply({worker.name: BackoffStarted(stimulus_id="restart-policy", delay_s=verdict.delay_s)})
+        await self._clock.sleep_until(until_s)
+        await self._start_again(worker)
+
+    async def _start_again(self, worker: Worker) -> None:
+        while not self._links.answer:  # restarts wait for etcd and NATS
+            await self._clock.sleep_until(self._clock.now_s() + INFRA_POLL_S)
+        if await self._pool.returned(worker.gpus, self._clock):
+            await self.free_gpus(worker)  # never returned: quarantined, and others are looked for
+        while len(worker.gpus) < worker.plan.gpus_per_worker and self._backs_off(worker):
+            if not await self._try_allocate(worker):
+                await self._clock.sleep_until(self._clock.now_s() + GPU_POLL_S)
+        if self._backs_off(worker):
+            worker.starts += 1
+            await self.fleet.apply({worker.name: BackoffElapsed(stimulus_id="restart-policy")})
+            await self._spawn(worker, "restart-policy")
+
+    def _backs_off(self, worker: Worker) -> bool:
+        """Nobody restarted, removed or ended it meanwhile."""
+        return self._is_current(worker) and worker.state is WorkerState.BACKING_OFF and not self.leaving
+
+    async def revive(self, worker: Worker, stimulus_id: str) -> None:
+        """Start a worker that has no process again, under its name."""
+        worker.course = Course.STEADY
+        await self.fleet.apply({worker.name: RestartRequested(stimulus_id=stimulus_id)})
+        await self.bring_back(worker, stimulus_id)
+
+    async def bring_back(self, worker: Worker, stimulus_id: str) -> None:
+        """Start a worker whose restart is committed, with the configuration of now; its failures are forgotten."""
+        worker.history = RestartHistory()
+        if await self._pool.returned(worker.gpus, self._clock):
+            await self.free_gpus(worker)
+        self.assign(worker, worker.gpus)
+        await self.start_when_possible(worker, stimulus_id)
+
+    # --- health --------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Treat as crashed whoever has been silent for the bound while etcd and NATS answered."""
+        now_s = self._clock.now_s()
+        for worker in self.fleet.running():
+            if worker.heard_s is None or self.leaving:
+                continue
+            silent_s = now_s - worker.heard_s
+            if silent_s > HEALTH_BOUND_S:
+                await self._hung(worker, f"{HUNG} {silent_s:.0f} s")
+
+    async def _hung(self, worker: Worker, reason: str) -> None:
+        event: Event
+        if worker.state is WorkerState.READY:
+            event = HealthFailed(stimulus_id="health", reason=reason)
+        elif worker.state is WorkerState.DRAINING and worker.asked_s is None:
+            event = DrainDeadlinePassed(stimulus_id="health", deadline_s=HEALTH_BOUND_S)
+        else:
+            return  # a start has its own deadline, and so has a drain that was asked for
+        pid, worker.reason = worker.pid, reason
+        await self.fleet.apply({worker.name: event})
+        await self._links.try_revoke(worker.lease, worker.name)
+        if pid is not None:
+            kill_session(pid)
+
+
+def send_signal(pid: int, signum: signal.Signals) -> None:
+    """To the main process only (the group would break an engine's drain); one that left a moment ago is no error."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        log.debug("pid %d was gone before %s", pid, signum.name)
+
+
+def how_it_ended(code: int | None) -> str:
+    """In words."""
+    if code is None:
+        return "ended unasked"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code} unasked"
+
+
+def log_tail(plan: WatcherPlan) -> str:
+    """The end of a worker's log, quoted."""
+    lines = tail(plan.log_file)
+    quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
+    return f"the end of its log, {plan.log_file}:\n{quoted}"

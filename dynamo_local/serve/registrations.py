@@ -1,0 +1,88 @@
+"""What the registry says of our workers: who is ready, under which lease, and who has left it.
+
+A worker's last key, `{ns}/workers/{watcher}:{lease}`, says that all of its endpoints are registered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from dynamo_local.core.lifecycle import DrainCancelled, LeaseRevoked, Registered
+from dynamo_local.core.types import WorkerState
+from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent, WatchEvent
+from dynamo_local.serve.fleet import Fleet
+from dynamo_local.serve.links import Links
+
+log = logging.getLogger(__name__)
+
+
+class Registrations:
+    """Follows the registry and tells the fleet."""
+
+    def __init__(self, namespace: str, fleet: Fleet, links: Links) -> None:
+        self._prefix = f"{namespace}/workers/"
+        self._fleet = fleet
+        self._links = links
+        self.frontend_url: str | None = None
+
+    async def follow(self) -> None:
+        """For ever; survives restarts of etcd, and says on `links` whether etcd answers."""
+        async for event in self._links.kv.watch_prefix(self._prefix, self._lost):
+            self._links.etcd_answers = True
+            await self._apply(event)
+
+    def _lost(self) -> None:
+        self._links.etcd_answers = False
+        log.warning("etcd does not answer; what is known of the workers may be stale until it does")
+
+    async def _apply(self, event: WatchEvent) -> None:
+        if isinstance(event, SnapshotEvent):
+            for kv in event.kvs:
+                await self._registered(kv.key, kv.value)
+        elif isinstance(event, PutEvent):
+            await self._registered(event.kv.key, event.kv.value)
+        elif isinstance(event, DeleteEvent):
+            await self._deregistered(event.key)
+
+    def _split(self, key: str) -> tuple[str, str]:
+        name, _, lease = key.removeprefix(self._prefix).rpartition(":")
+        return name, lease
+
+    async def _registered(self, key: str, value: bytes) -> None:
+        name, lease = self._split(key)
+        facts = _parsed(key, value)
+        worker = self._fleet.workers.get(name)
+        if worker is None or worker.pid is None or worker.pid != facts.get("pid"):
+            return  # a key of a worker that is gone, until its lease is
+        worker.lease, worker.endpoints = lease, tuple(facts.get("endpoints", ()))
+        self.frontend_url = facts.get("frontend_url", self.frontend_url)
+        event = Registered(stimulus_id=f"etcd:{lease}", lease=lease)
+        if worker.state is WorkerState.DRAINING and worker.asked_s is None:
+            # Its lease had only expired (it was stopped, or etcd was away): it has come back by itself.
+            await self._fleet.apply({name: DrainCancelled(stimulus_id=f"etcd:{lease}")})
+        elif worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING):
+            await self._fleet.apply({name: event})
+
+    async def _deregistered(self, key: str) -> None:
+        """The key is gone while the process lives: nothing is routed to it any more."""
+        name, lease = self._split(key)
+        worker = self._fleet.workers.get(name)
+        if worker is None or worker.lease != lease or not worker.runs:
+            return
+        worker.lease, worker.endpoints = None, ()
+        if worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING):
+            worker.reason = worker.reason or "its lease was revoked or has expired"
+            await self._fleet.apply({name: LeaseRevoked(stimulus_id=f"etcd:{lease}", lease=lease)})
+
+
+def _parsed(key: str, value: bytes) -> dict[str, Any]:
+    try:
+        facts = json.loads(value)
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        log.warning("the registry's key %s holds no JSON object; ignored", key)
+        return {}
+    return facts
