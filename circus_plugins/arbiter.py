@@ -126,6 +126,17 @@ class WorkerController(Controller):  # type: ignore[misc]
     def _init_syshandler(self) -> None:
         self.sys_hdl = _NoSignals(self)
 
+    def handle_message(self, raw_msg: list[bytes]) -> None:
+        """Answer what is no command, too: circus raises on an empty message, or JSON that is no object.
+
+        That leaves its socket's other messages unread until the next one comes (edge-triggered).
+        """
+        try:
+            super().handle_message(raw_msg)
+        except Exception as error:
+            log.warning("a message that is no command: %r (%s: %s)", raw_msg, type(error).__name__, error)
+            self.send_error(None, raw_msg[0], raw_msg[-1], "this is no command")
+
 
 class DynamoArbiter(Arbiter):  # type: ignore[misc]
     """The arbiter of one namespace. `supervisor` is whoever answers our commands (`serve.supervisor`)."""
