@@ -73,7 +73,7 @@ async def _quit(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
     supervisor, why = supervisor_of(arbiter), f"circusctl {original.name}"
     if not flag(props, "wait_for_end"):
         return {"pid": supervisor.request_down(why)}
-    await supervisor.down(why)  # not both: to ask a second time is to end at once
+    await supervisor.down(why)
     return {"pid": os.getpid()}
 
 

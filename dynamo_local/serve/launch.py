@@ -183,7 +183,7 @@ async def _run(deployment: Deployment, pool: GpuPool, view: View) -> int:
     supervisor = Supervisor(
         deployment, arbiter=arbiter, store=StateStore(paths.statefile), pool=pool, clock=AsyncioClock(), view=view
     )
-    _handle_signals(supervisor.request_down, view)
+    _handle_signals(supervisor.signalled, view)
     code = EXIT_OK
     try:
         await supervisor.start()
@@ -200,7 +200,7 @@ async def _run(deployment: Deployment, pool: GpuPool, view: View) -> int:
     return code
 
 
-def _handle_signals(ask: Callable[[str], int], view: View) -> None:
+def _handle_signals(ask: Callable[[str], None], view: View) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, ask, "Ctrl-C")
     loop.add_signal_handler(signal.SIGTERM, ask, "SIGTERM")

@@ -97,6 +97,7 @@ class Supervisor:
         self._death: asyncio.Future[DynamoError] = loop.create_future()
         self._asked_down: asyncio.Future[str] = loop.create_future()
         self._now = asyncio.Event()
+        self._signalled = False
         self._gone = asyncio.Event()
         arbiter.supervisor = self
         arbiter.on_exit = self._on_exit
@@ -299,12 +300,17 @@ class Supervisor:
     # --- leaving -------------------------------------------------------------------------------
 
     def request_down(self, why: str, *, now: bool = False) -> int:
-        """Ask to leave; a second time, or with `now`, to end at once. Returns our pid."""
-        if now or self._asked_down.done():
+        """Ask to leave, however often; with `now`, to end at once, cutting what streams. Returns our pid."""
+        if now:
             self._now.set()
         if not self._asked_down.done():
             self._asked_down.set_result(why)
         return os.getpid()
+
+    def signalled(self, why: str) -> None:
+        """A signal asks us to leave; the second ends at once. `dynamo down` has `--now` for that instead."""
+        self.request_down(why, now=self._signalled)
+        self._signalled = True
 
     async def wait_down_request(self) -> str:
         """Who asked us to leave."""
