@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Served:
-    """One namespace on this host. `words` follow `dynamo serve`; the frontend takes any free port.
+    """One namespace on this host. `words` follow `dynamo serve`; the `frontend`, if there is one, takes any free port.
 
     `files` (relative name -> text) make a working folder of the test's own instead of `examples/llm`.
     """
@@ -60,6 +60,7 @@ class Served:
         env: Mapping[str, str] | None = None,
         files: Mapping[str, str] | None = None,
         beside: Served | None = None,
+        frontend: bool = True,
     ) -> None:
         self._own_folder = beside is None
         # Short: a unix socket's path has 107 bytes, and pytest's folders alone have 80.
@@ -81,7 +82,7 @@ class Served:
             "PYTHONDONTWRITEBYTECODE": "1",
             **(env or {}),
         }
-        self._words = (*target, *words)
+        self._words = (*target, *words, *(("--Frontend.port=0",) if frontend else ()))
         self.paths = Paths.of(namespace, self.env)
         self._shared_memory = _shared_memory()
         self._foreground: subprocess.Popen[str] | None = None
@@ -105,7 +106,7 @@ class Served:
     def serve_words(self, *more: str) -> tuple[str, ...]:
         """The command line behind `dynamo`."""
         namespace = () if self.namespace == "dynamo" else ("--namespace", self.namespace)
-        return ("serve", *self._words, "--Frontend.port=0", *namespace, *more)
+        return ("serve", *self._words, *namespace, *more)
 
     def start(self) -> Self:
         """`dynamo serve … --detach`, which must succeed."""
@@ -113,11 +114,12 @@ class Served:
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return self
 
-    def start_foreground(self, **env: str) -> subprocess.Popen[str]:
-        """`dynamo serve …`, ready; its output goes to `foreground_output`."""
+    def popen(self, *words: str, **env: str) -> subprocess.Popen[str]:
+        """`dynamo WORDS` in a session of its own; its output goes to `foreground_output`."""
+        assert self._foreground is None or self._foreground.poll() is not None, "one at a time"
         with self._output_file.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "dynamo_local.cli.main", *self.serve_words()],
+            self._foreground = subprocess.Popen(
+                [sys.executable, "-m", "dynamo_local.cli.main", *words],
                 cwd=self.cwd,
                 env={**self.env, **env},
                 stdin=subprocess.DEVNULL,
@@ -126,7 +128,11 @@ class Served:
                 text=True,
                 start_new_session=True,
             )
-        self._foreground = process
+        return self._foreground
+
+    def start_foreground(self, **env: str) -> subprocess.Popen[str]:
+        """`dynamo serve …`, ready."""
+        process = self.popen(*self.serve_words(), **env)
         until(lambda: process.poll() is not None or self._is_ready(), what=self.foreground_output)
         assert process.poll() is None, self.foreground_output()
         return process
@@ -139,7 +145,7 @@ class Served:
         return self.folder / "foreground.txt"
 
     def foreground_output(self) -> str:
-        """What `start_foreground`'s process has printed so far, stdout and stderr together."""
+        """What `popen`'s process has printed so far, stdout and stderr together."""
         return self._output_file.read_text()
 
     def down(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -238,7 +244,7 @@ class Served:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def reap_foreground(self, timeout_s: float = COMMAND_TIMEOUT_S) -> int | None:
-        """The exit code of `start_foreground`'s process, once it has ended; None if there was none."""
+        """The exit code of `popen`'s process, once it has ended; None if there was none."""
         return None if self._foreground is None else self._foreground.wait(timeout_s)
 
     def leftovers(self) -> list[str]:
@@ -280,7 +286,7 @@ class Served:
     def _add_logs(self, error: BaseException) -> None:
         for path in sorted(self.paths.logs.glob("*.log")):
             lines = path.read_text(errors="replace").splitlines()[-25:]
-            if not path.stem.endswith("_etcd"):
+            if not path.stem.endswith(("_etcd", "_nats")):
                 error.add_note(f"--- {path.name}\n" + "\n".join(lines))
 
 

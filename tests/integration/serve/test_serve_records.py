@@ -30,7 +30,8 @@ SECRET_ENV = {"SOME_SECRET_TOKEN": SECRET, "AWS_ACCESS_KEY_ID": SECRET, "WANTED_
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """The shipped graph, started by somebody whose environment holds secrets, one of them passed on."""
-    with Served("--pass-env", "WANTED_TOKEN", env=SECRET_ENV) as running:
+    words = ("--pass-env", "WANTED_TOKEN", "--VllmWorker.ServiceArgs.envs.MY_MARK=here")
+    with Served(*words, env=SECRET_ENV) as running:
         yield running.start()
 
 
@@ -139,6 +140,21 @@ def test_workers_get_an_allow_list_of_the_environment(served: Served) -> None:
         assert {"SOME_SECRET_TOKEN", "AWS_ACCESS_KEY_ID", "XDG_RUNTIME_DIR"}.isdisjoint(env), name
         assert (env["WANTED_TOKEN"], env["OMP_NUM_THREADS"]) == (PASSED, "3"), name
         assert (env["DYN_NAMESPACE"], env["GRPC_ENABLE_FORK_SUPPORT"]) == ("dynamo", "0"), name
+
+
+def test_envs_of_a_service_reach_its_workers_only(served: Served) -> None:
+    """lesson 22: `ServiceArgs.envs` has an effect; lesson 21: overriding it keeps the service's `resources`."""
+    marks = {name: _environ(pid).get("MY_MARK") for name, pid in served.pids().items()}
+
+    assert marks == {"Frontend": None, "Processor": None, "VllmWorker": "here", "PrefillWorker": None}
+    assert served.worker("VllmWorker")["gpus"] != []
+
+
+def test_all_workers_are_spawned_at_once(served: Served) -> None:
+    """lesson 23: order governs readiness, not spawning; nothing sleeps for somebody else to be there."""
+    started = [entry["started_at"] for entry in served.statefile()["components"].values()]
+
+    assert max(started) - min(started) < 0.5
 
 
 def test_a_worker_sees_its_own_device_only(served: Served) -> None:

@@ -78,7 +78,7 @@ async def _prefills(served: Served) -> int:
     try:
         await plane.start()
         client = await plane.client(kv, served.namespace, "PrefillWorker", "status")
-        await auntil(client.instances)
+        await client.wait_for_instances(5.0)
         stream = await client.call(None)
         return sum([item["done"] async for item in stream])
     finally:

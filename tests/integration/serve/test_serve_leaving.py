@@ -1,0 +1,219 @@
+"""Leaving, in the foreground by signals and detached by `dynamo down`: what streams is finished, then nothing is left.
+
+`Served` itself asserts at the end of each test that no process, file, socket or shared memory of ours is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from dynamo_local.errors import EXIT_OK, EXIT_TIMED_OUT
+from tests.fakes.served import AGG, Served, asking, auntil, expected, stream_chat, until
+
+pytestmark = pytest.mark.infra
+
+CUT = (openai.APIError, httpx.HTTPError)
+"""How a stream that is cut ends for a client of the `openai` package."""
+
+SLOW_START = """\
+import asyncio
+from dynamo_local.sdk import async_on_start, endpoint, service
+
+
+@service(name="Slow")
+class Slow:
+    @async_on_start
+    async def start(self):
+        print("waiting for ever", flush=True)
+        await asyncio.Event().wait()
+"""
+
+
+@asynccontextmanager
+async def _streaming(served: Served, prompt: str, tokens: int) -> AsyncIterator[asyncio.Task[tuple[str, str | None]]]:
+    """A stream of exactly so many tokens (about 6 ms each) that has begun."""
+    async with served.client() as client:
+        started = asyncio.Event()
+        stream = asyncio.create_task(stream_chat(client, prompt, tokens, ignore_eos=True, started=started))
+        waiting = asyncio.create_task(started.wait())
+        await asyncio.wait({stream, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        assert not stream.done(), stream
+        try:
+            yield stream
+        finally:
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+
+
+# --- in the foreground ---------------------------------------------------------------------------
+
+
+async def test_ctrl_c_lets_a_stream_finish() -> None:
+    """SIGINT: nothing new is taken, the stream in flight completes with its right text, exit 0."""
+    with Served() as served:
+        process = served.start_foreground()
+        async with _streaming(served, "Finish your sentence.", 250) as stream:
+            process.send_signal(signal.SIGINT)
+            await auntil(lambda: served.states()["Frontend"] == "draining", what=served.foreground_output)
+            with pytest.raises(CUT):
+                async with served.client() as client:
+                    await client.chat.completions.create(**asking("Too late.", 4))
+            assert await stream == expected("Finish your sentence.", 250, ignore_eos=True)
+        assert served.reap_foreground() == EXIT_OK
+        output = served.foreground_output()
+
+    assert "leaving (Ctrl-C)" in output
+    assert "[dynamo_VllmWorker] " in output, "logs are interleaved with prefixes"
+
+
+async def test_a_second_ctrl_c_ends_at_once() -> None:
+    """The stream would go on for minutes; the second SIGINT cuts it, and all is gone within moments."""
+    with Served() as served:
+        process = served.start_foreground()
+        async with _streaming(served, "Never finish.", 50_000) as stream:
+            process.send_signal(signal.SIGINT)
+            await auntil(lambda: served.states()["Frontend"] == "draining", what=served.foreground_output)
+            began_s = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            code = await asyncio.to_thread(served.reap_foreground)
+            with pytest.raises(CUT):
+                await stream
+
+        assert code == EXIT_OK
+        assert time.monotonic() - began_s < 5.0
+
+
+async def test_sigterm_under_a_service_manager(notify_socket: tuple[str, socket.socket]) -> None:
+    """SIGTERM like Ctrl-C; `Type=notify` sees READY=1 once requests are served, then STOPPING=1 (sd_notify(3))."""
+    address, manager = notify_socket
+    with Served(target=AGG) as served:
+        process = served.start_foreground(NOTIFY_SOCKET=address)
+        assert manager.recv(100) == b"READY=1"
+        async with _streaming(served, "Terminate politely.", 150) as stream:
+            process.send_signal(signal.SIGTERM)
+            assert (await asyncio.to_thread(manager.recv, 100)) == b"STOPPING=1"
+            assert await stream == expected("Terminate politely.", 150, ignore_eos=True)
+        assert served.reap_foreground() == EXIT_OK
+        assert all("NOTIFY_SOCKET" not in line for _, line in served.processes())
+
+
+@pytest.fixture
+def notify_socket(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """What systemd gives to a service of `Type=notify`: an address, and our end of it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        address = f"\0dynamo-test-{os.getpid()}"
+        manager.bind(address)
+        manager.settimeout(20.0)
+        yield address.replace("\0", "@"), manager
+
+
+def test_sighup_is_refused_and_hurts_nobody() -> None:
+    """lesson 20: no reload, no second copy of a GPU worker; the reason is shown, all pids stay."""
+    with Served(target=AGG) as served:
+        process = served.start_foreground()
+        before = served.pids(), served.server_pid("etcd"), served.server_pid("nats")
+
+        process.send_signal(signal.SIGHUP)
+
+        until(lambda: "SIGHUP is refused" in served.foreground_output(), what=served.foreground_output)
+        assert (served.pids(), served.server_pid("etcd"), served.server_pid("nats")) == before
+        assert set(served.states().values()) == {"ready"}
+        process.send_signal(signal.SIGINT)
+        assert served.reap_foreground() == EXIT_OK
+
+
+def test_ctrl_c_during_the_start_leaves_nothing() -> None:
+    """A worker whose start hook never ends: SIGINT ends the start with 130."""
+    with Served(target=("app:Slow",), files={"app.py": SLOW_START}, frontend=False) as served:
+        process = served.popen(*served.serve_words())
+        until(lambda: served.paths.control_socket.exists() and "Slow" in served.pids(), what=served.foreground_output)
+
+        process.send_signal(signal.SIGINT)
+
+        assert served.reap_foreground() == 130
+        assert "left before it was ready" in served.foreground_output()
+
+
+# --- dynamo down ---------------------------------------------------------------------------------
+
+
+async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None:
+    """lesson 13: while workers drain, `status` and `ctl` answer at once; `down` returns when all is gone."""
+    with Served() as served:
+        served.start()
+        async with _streaming(served, "Down, but not out.", 400) as stream:
+            down = asyncio.create_task(asyncio.to_thread(served.down))
+            await auntil(lambda: served.states()["Frontend"] == "draining")
+            began_s = time.monotonic()
+            status = await asyncio.to_thread(served.cli, "status", "--json")
+            listed = await asyncio.to_thread(served.cli, "ctl", "list")
+            took_s = time.monotonic() - began_s
+            assert not stream.done(), "the stream was to outlast the commands"
+            assert await stream == expected("Down, but not out.", 400, ignore_eos=True)
+            done = await down
+            assert served.leftovers() == []
+
+    assert json.loads(status.stdout)["state"] == "leaving"
+    assert "dynamo_vllmworker" in listed.stdout
+    assert took_s < 1.5
+    assert done.stdout.splitlines()[-1] == "dynamo: down"
+
+
+async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
+    """`--timeout` gives up waiting (exit 5) and cuts nothing; nor does asking again; `--now` ends at once."""
+    with Served() as served:
+        served.start()
+        async with _streaming(served, "Go on and on.", 50_000) as stream:
+            first = await asyncio.to_thread(served.cli, "down", "--timeout", "0.3")
+            second = await asyncio.to_thread(served.cli, "down", "--timeout", "0.3")
+            alive = not stream.done()
+            began_s = time.monotonic()
+            await asyncio.to_thread(served.down, "--now")
+            took_s = time.monotonic() - began_s
+            with pytest.raises(CUT):
+                await stream
+
+    assert (first.returncode, second.returncode) == (EXIT_TIMED_OUT, EXIT_TIMED_OUT)
+    assert "dynamo down --now" in first.stderr
+    assert alive, "a second `dynamo down` cut a stream"
+    assert took_s < 5.0
+
+
+def test_a_drain_deadline_ends_what_does_not_end_by_itself() -> None:
+    """lesson 12: a worker that ignores SIGTERM is killed, with its children, at its own deadline."""
+    stubborn = """\
+import signal, subprocess, sys
+from dynamo_local.sdk import async_on_start, on_shutdown, service
+
+
+@service(name="Stubborn")
+class Stubborn:
+    @async_on_start
+    async def start(self):
+        subprocess.Popen(["sleep", "1000"])
+
+    @on_shutdown
+    async def stop(self):
+        import asyncio
+        await asyncio.Event().wait()
+"""
+    with Served("--drain-deadline=1", target=("app:Stubborn",), files={"app.py": stubborn}, frontend=False) as served:
+        served.start()
+        began_s = time.monotonic()
+        served.down()
+
+        assert 1.0 <= time.monotonic() - began_s < 6.0
+        assert served.leftovers() == []
