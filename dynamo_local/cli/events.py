@@ -85,7 +85,14 @@ def in_words(record: Record) -> str:
 
 def _fact(key: str, value: object) -> str:
     if key == "exit_code" and isinstance(value, int) and value < 0:
-        return f"killed by {signal.Signals(-value).name}"
+        return f"killed by {_signal_name(-value)}"
     if key.endswith("_s") and isinstance(value, (int, float)):
         return f"{key.removesuffix('_s').replace('_', ' ')} {value:g} s"
     return f"{key.replace('_', ' ')} {value}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name in Python
+        return f"signal {number}"

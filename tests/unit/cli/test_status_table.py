@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from dynamo_local.cli.status import duration, render
+from dynamo_local.cli.status import drain_note, duration, render
 
 GRAPH = {
     "namespace": "dynamo",
@@ -64,3 +66,35 @@ def test_a_worker_without_load_shows_a_dash_and_not_zero() -> None:
 def test_durations_are_short_and_unambiguous(seconds: float | None, text: str) -> None:
     """Two units at most."""
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("drain", "text"),
+    [
+        (None, ""),
+        (
+            {"left_requests": 3, "left_tokens": 4120, "eta_s": 12.3, "deadline_s": 588},
+            "3 requests left (4120 tokens), about 12s, at most 9m48s",
+        ),
+        (
+            {"left_requests": 1, "left_tokens": 7, "eta_s": None, "deadline_s": -2},
+            "1 request left (7 tokens), at most 0s",
+        ),
+        ({"left_requests": 0, "left_tokens": 0, "eta_s": 0.0, "deadline_s": None}, "0 requests left, about 0s"),
+        (
+            {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": 60},
+            "unknown what is left, at most 1m00s",
+        ),
+    ],
+)
+def test_a_draining_worker_says_what_is_left(drain: dict[str, Any] | None, text: str) -> None:
+    """Missing is not zero: unknown is said, an estimate that cannot be had is left out."""
+    assert drain_note(drain) == text
+
+
+def test_the_note_joins_reason_drain_and_restarts() -> None:
+    """All that one wants to know of a worker in trouble, in one column."""
+    left = {"left_requests": 2, "left_tokens": None, "eta_s": None, "deadline_s": None}
+    worker = {**GRAPH["workers"][0], "state": "draining", "reason": "scale -1", "drain": left, "restarts": 1}
+    line = render({**GRAPH, "workers": [worker]}).splitlines()[-1]
+    assert line.endswith("scale -1; 2 requests left; 1 restart")

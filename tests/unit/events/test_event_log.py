@@ -169,9 +169,7 @@ def test_a_link_in_its_place_is_not_followed(path: Path, tmp_path: Path) -> None
 def test_appends_from_several_threads_are_whole_and_numbered_once(path: Path) -> None:
     """The supervisor appends in threads."""
     log = EventLog(path, max_bytes=20_000, kept=3)
-    threads = [
-        threading.Thread(target=lambda: [log.append([record(), record()]) for _ in range(20)]) for _ in range(5)
-    ]
+    threads = [threading.Thread(target=lambda: [log.append([record(), record()]) for _ in range(20)]) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -256,7 +254,5 @@ def test_null_fields_of_an_event_are_kept_as_null(path: Path) -> None:
     event = ProcessExited(stimulus_id="exit:1", exit_code=None)
     EventLog(path).append([record_of(event, watcher_name=NAME, component="C", time_s=0.0, **states)])
     assert read(path)[0]["exit_code"] is None
-    spawned = record_of(
-        Spawned(stimulus_id="s", pid=1), watcher_name=NAME, component="C", time_s=0.0, **states
-    )
+    spawned = record_of(Spawned(stimulus_id="s", pid=1), watcher_name=NAME, component="C", time_s=0.0, **states)
     assert (spawned["pid"], spawned["pid_start_time"]) == (1, None)
