@@ -159,10 +159,21 @@ class Wait:
             outcome = want.judge(row)
             if outcome is None:
                 self._progress(name, row)
-                continue
-            del self._open[name]
-            self.outcomes[name] = outcome
-            self._tell(f"{name}: {outcome.text}")
+            else:
+                self._end(name, outcome)
+        self._stop_waiting_in_line()
+
+    def _end(self, name: str, outcome: Outcome) -> None:
+        del self._open[name]
+        self.outcomes[name] = outcome
+        self._tell(f"{name}: {outcome.text}")
+
+    def _stop_waiting_in_line(self) -> None:
+        """A restart takes one after the other and stops where one is faulted: those behind it are waited for no more."""
+        failed = next((name for name, outcome in self.outcomes.items() if outcome.failed), None)
+        in_line = [want for want in self._open.values() if want.goal is Goal.RESTARTED and not want.moved]
+        for want in in_line if failed is not None else ():
+            self._end(want.name, Outcome(f"still has its old process: {failed} failed first", failed=True))
 
     def _progress(self, name: str, row: Mapping[str, Any] | None) -> None:
         state, line, now_s = row["state"] if row else "", _doing(row), self._now_s()

@@ -329,6 +329,20 @@ def test_a_restart_that_fails_is_told(
     assert told in capsys.readouterr().err
 
 
+def test_a_restart_that_stops_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The workers behind the one that failed keep what they run; the arbiter does not go on to them."""
+    a, b = NAME, f"{NAME}_1"
+    looks = [
+        [status_row(a, "ready", pid=1), status_row(b, "ready", pid=2)],
+        [status_row(a, "faulted", pid=None), status_row(b, "ready", pid=2)],
+    ]
+    ScriptedArbiter({"workers": [a, b]}, looks).install(monkeypatch)
+    assert dynamo(monkeypatch, "restart", "VllmWorker", "--wait") == EXIT_FAILED
+    assert f"{b} still has its old process: {a} failed first" in capsys.readouterr().err
+
+
 def test_past_its_time_the_wait_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
