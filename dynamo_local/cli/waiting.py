@@ -58,10 +58,11 @@ class Goal(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How it ended, in words that follow the worker's name."""
+    """How it ended, in words that follow the worker's name; `show_log` where its log says why."""
 
     text: str
     failed: bool = False
+    show_log: bool = False
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class Want:
         if self.goal is Goal.GONE:
             return self._judge_gone(row)
         if row is None:
-            return Outcome("was removed before it was ready", failed=True)
+            return Outcome("was removed before it was ready", failed=True, show_log=True)
         self.moved = self.moved or row["state"] != self.state or row["pid"] != self.pid
         if row["state"] == "ready":
             if self.goal is Goal.READY or row["pid"] != self.pid:
@@ -93,7 +94,7 @@ class Want:
             return Outcome("serves on: its restart was taken back", failed=True) if self.moved else None
         if row["state"] in FAILED and (self.moved or self.goal is Goal.READY):
             reason = f" ({row['reason']})" if row.get("reason") else ""
-            return Outcome(f"is {row['state']}{reason}", failed=True)
+            return Outcome(f"is {row['state']}{reason}", failed=True, show_log=True)
         if row["state"] == "exited" and self.goal is Goal.READY:
             return Outcome("was taken back before it was ready", failed=True)
         return None
@@ -169,7 +170,7 @@ class Wait:
         self._tell(f"{name}: {outcome.text}")
 
     def _stop_waiting_in_line(self) -> None:
-        """A restart takes one after the other and stops where one is faulted: those behind it are waited for no more."""
+        """A restart goes one by one and stops where one is faulted: those behind it are waited for no more."""
         failed = next((name for name, outcome in self.outcomes.items() if outcome.failed), None)
         in_line = [want for want in self._open.values() if want.goal is Goal.RESTARTED and not want.moved]
         for want in in_line if failed is not None else ():
@@ -189,6 +190,8 @@ class Wait:
             raise WorkerDied("\n".join(self._failure(paths, name, failures[name]) for name in failures))
 
     def _failure(self, paths: Paths, name: str, outcome: Outcome) -> str:
+        if not outcome.show_log:
+            return f"{name} {outcome.text}"
         path = Path(self._logs.get(name) or paths.log_file(name))
         quoted = "".join(f"\n  | {line}" for line in tail(path)) or "\n  | (it wrote nothing)"
         return f"{name} {outcome.text}; the end of its log, {path}:{quoted}"

@@ -340,7 +340,7 @@ def test_a_restart_that_stops_is_not_waited_for(
     ]
     ScriptedArbiter({"workers": [a, b]}, looks).install(monkeypatch)
     assert dynamo(monkeypatch, "restart", "VllmWorker", "--wait") == EXIT_FAILED
-    assert f"{b} still has its old process: {a} failed first" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"\n{b} still has its old process: {a} failed first\n")
 
 
 def test_past_its_time_the_wait_says_how_far_it_is(
