@@ -231,9 +231,9 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         circus's `waitpid(-1)` would take those codes away.
         """
         ours = {pid for watcher in self.watchers for pid in watcher.processes}
-        for pid in _zombie_children() - ours:
+        for pid in _children() - ours:
             try:
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(pid, os.WNOHANG)  # one that lives is left alone
             except ChildProcessError:
                 continue
 
@@ -277,19 +277,14 @@ def _wait_status(code: int) -> int:
     return -code if code < 0 else code << 8
 
 
-def _zombie_children() -> set[int]:
+def _children() -> set[int]:
+    """Pids of all our children, dead or alive.
+
+    Which are dead is not asked of /proc/PID/stat: with 64 workers that was 0.13 % of a core, for ever (benchmarks).
+    """
     me = os.getpid()
     try:
         with open(f"/proc/{me}/task/{me}/children") as file:
-            children = [int(pid) for pid in file.read().split()]
+            return {int(pid) for pid in file.read().split()}
     except OSError:
         return set()
-    found = set()
-    for pid in children:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    found.add(pid)
-        except OSError:
-            continue
-    return found

@@ -66,12 +66,13 @@ class Follower:
     def lines(self) -> list[str]:
         """Lines completed since the last call; a half-written last line waits."""
         try:
+            # Most have grown by nothing: opening 66 files for that, 7 times a second, was 0.3 % of a core (benchmarks).
+            size = os.stat(self.path).st_size
+            if size < self.offset:
+                self.offset, self._rest = 0, b""
+            if size == self.offset:
+                return []
             with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < self.offset:
-                    self.offset, self._rest = 0, b""
-                if size == self.offset:
-                    return []
                 file.seek(self.offset)
                 block = file.read()
         except FileNotFoundError:
