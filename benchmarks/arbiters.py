@@ -1,0 +1,132 @@
+"""The processes that `arbiter_idle` measures: `python -m benchmarks.arbiters ours|circus …`, and the workers' stand-in.
+
+Both arbiters supervise `sleep`: 64 real workers would take 4 GB and say nothing more about who watches them.
+*ours* is the process of `dynamo serve` itself, its whole command line, with only the workers' argv replaced. What real
+workers would send it comes from one stand-in: a registration for each, with its real pid, in etcd, and an answer
+for each to the load request once a second. So everything runs that runs in production: the etcd watch, load sampling,
+following 66 log files, statefile, control endpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NAMESPACE = "bench"
+ANSWER_TIMEOUT_S = 30.0
+
+
+def sleeper() -> tuple[str, str]:
+    """A process that costs nothing. FileNotFoundError where there is none."""
+    path = shutil.which("sleep")
+    if path is None:
+        raise FileNotFoundError("no `sleep` on PATH")
+    return path, "86400"
+
+
+def ours(words: Sequence[str]) -> None:
+    """`dynamo serve WORDS…`, with workers that only sleep."""
+    from dynamo_local.cli.main import main
+    from dynamo_local.serve import launch
+
+    plan_deployment = launch.plan_deployment
+
+    def with_sleepers(*args: Any) -> Any:
+        deployment, *rest = plan_deployment(*args)
+        workers = tuple(dataclasses.replace(worker, argv=sleeper()) for worker in deployment.workers)
+        return dataclasses.replace(deployment, workers=workers), *rest
+
+    launch.plan_deployment = with_sleepers
+    sys.argv = ["dynamo", "serve", *words]
+    main()
+
+
+async def stand_in(statefile: Path, watchers: int) -> None:
+    """Register each worker and answer for its load until standard input closes. TimeoutError if they do not come."""
+    from dynamo_local.core.types import Load
+    from dynamo_local.runtime.etcd import EtcdStore
+    from dynamo_local.runtime.lease import LeaseKeeper
+    from dynamo_local.runtime.load import LoadPublisher
+    from dynamo_local.runtime.nats import close_quietly, connect_nats
+
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        state = await _spawned(statefile, watchers)
+    kv = await EtcdStore.connect_when_up(state["etcd_endpoints"], ANSWER_TIMEOUT_S)
+    nats = await connect_nats(state["nats_server"], Path(state["nats_token_file"]), name="stand-in")
+    keeper = LeaseKeeper(kv, is_draining=_never)
+    lease = await keeper.start()
+    load = Load(request_total_slots=256, kv_total_blocks=14766)
+    never = asyncio.Event()
+    publishers = []
+    for name, entry in state["components"].items():
+        publisher = LoadPublisher(nats, NAMESPACE, entry["component"], name, lambda: lease, lambda: load, never.wait)
+        await publisher.start()
+        publishers.append(publisher)
+        value = json.dumps({"pid": entry["pid"], "endpoints": [f"{NAMESPACE}/{name}/generate"]}).encode()
+        await kv.put(f"{NAMESPACE}/workers/{name}:{lease:x}", value, lease)
+    await asyncio.to_thread(sys.stdin.read)
+    for publisher in publishers:
+        await publisher.close()
+    await keeper.close()
+    await close_quietly(nats)
+    await kv.close()
+
+
+async def _never() -> bool:
+    return False
+
+
+async def _spawned(statefile: Path, watchers: int) -> dict[str, Any]:
+    """The statefile once every worker in it has a pid."""
+    while True:
+        if statefile.exists():
+            state: dict[str, Any] = json.loads(statefile.read_text())
+            entries = state["components"].values()
+            if len(entries) == watchers and all(entry.get("pid") for entry in entries):
+                return state
+        await asyncio.sleep(0.05)
+
+
+async def circus(folder: Path, watchers: int) -> None:
+    """A plain circus arbiter, as it comes, until standard input closes. Says `ready` on standard output."""
+    from circus.arbiter import Arbiter
+    from circus.watcher import Watcher
+    from tornado.ioloop import IOLoop
+
+    path, seconds = sleeper()
+    arbiter = Arbiter(
+        [Watcher(f"{NAMESPACE}_Worker_{n}", path, args=[seconds], singleton=True) for n in range(watchers)],
+        f"ipc://{folder}/ctl",
+        f"ipc://{folder}/pub",
+        check_delay=1.0,
+        multicast_endpoint=None,
+        loop=IOLoop.current(),
+    )
+    await arbiter.start()
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await arbiter.stop()
+
+
+def main() -> None:
+    """One of the three."""
+    if sys.argv[1] == "ours":
+        ours(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("circus", "stand-in"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("watchers", type=int)
+    options = parser.parse_args()
+    asyncio.run((circus if options.what == "circus" else stand_in)(options.path, options.watchers))
+
+
+if __name__ == "__main__":
+    main()
