@@ -58,6 +58,9 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
     if graph.get("frontend_url"):
         head.append(f"frontend  {graph['frontend_url']}")
     head.append(f"etcd      {graph['etcd_endpoints']}   nats {graph['nats_server']}")
+    head += _queue(graph.get("prefill_queue"))
+    for uuid, why in (graph.get("quarantined_gpus") or {}).items():
+        head.append(f"GPU       {uuid} is quarantined: {why}")
     for note in graph.get("notes", ()):
         head.append(f"note      {note}")
     rows = [COLUMNS, *(_row(worker) for worker in graph["workers"])]
@@ -69,6 +72,15 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
             cells[2] = click.style(cells[2], fg=STATE_COLOURS.get(row[2], "red"))
         lines.append("  ".join(cells).rstrip())
     return "\n".join([*head, "", *lines])
+
+
+def _queue(queue: Mapping[str, Any] | None) -> list[str]:
+    """The prefill queue's line; entries that were given up are what a person must look at."""
+    if queue is None:
+        return []
+    shown = {name: "-" if value is None else value for name, value in queue.items()}
+    dead = f", {shown['dead_letters']} given up (dead letters)" if queue["dead_letters"] else ""
+    return [f"prefill   {shown['pending']} waiting, {shown['outstanding']} outstanding{dead}"]
 
 
 def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:

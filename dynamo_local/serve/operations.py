@@ -401,7 +401,8 @@ def how_it_ended(code: int | None) -> str:
     if code is None:
         return "ended unasked"
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        named = -code in signal.Signals.__members__.values()
+        return f"was killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
     return f"exited with code {code} unasked"
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.clock import Clock
-from dynamo_local.core.types import Role, WorkerState
+from dynamo_local.core import drains
+from dynamo_local.core.types import Missing, Role, WorkerState
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
 from dynamo_local.serve.embedded import EmbeddedServers
 from dynamo_local.serve.events import EventLog, event_log_path
@@ -391,6 +392,23 @@ def _row(worker: Worker, now_s: float) -> Row:
     )
 
 
+def _drain_status(worker: Worker, now_s: float) -> dict[str, Any] | None:
+    """What a draining worker has left, and how long it may and will probably take, seconds from now."""
+    if worker.state is not WorkerState.DRAINING:
+        return None
+    allowed_s = drains.leave_deadline_s(worker.plan.drain_deadline_s, served=worker.served)
+    deadline_s = None if worker.asked_s is None else round(worker.asked_s + allowed_s - now_s, 3)
+    left = drains.left(worker.load if worker.load is not None else Missing("not sampled"))
+    if isinstance(left, Missing):
+        return {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": deadline_s}
+    return {
+        "left_requests": left.running + left.waiting,
+        "left_tokens": left.tokens,
+        "eta_s": None if isinstance(left.eta_s, Missing) else left.eta_s,
+        "deadline_s": deadline_s,
+    }
+
+
 def _worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
     return {
         "watcher_name": worker.name,
@@ -404,6 +422,7 @@ def _worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "uptime_s": None if worker.started_s is None else round(now_s - worker.started_s, 3),
         "restarts": worker.restarts,
         "reason": worker.reason,
+        "drain": _drain_status(worker, now_s),
         "log_file": str(worker.plan.log_file),
         "load": None if worker.load is None else asdict(worker.load),
     }

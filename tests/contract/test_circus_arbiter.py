@@ -125,21 +125,6 @@ async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harne
         assert "refused" in str(answer["reason"])
 
 
-async def test_commands_work_while_a_stop_waits(harness: Harness) -> None:
-    """Lesson 13: circus refuses everything with errno 5 while one slow stop runs; ours does not."""
-    await harness.run(
-        "ns_A",
-        "import signal,time; signal.signal(signal.SIGTERM, lambda *a: None); print('up', flush=True)\n"
-        "while 1: time.sleep(1)",
-    )
-    await written(harness.folder / "ns_A.log")
-    stopping = asyncio.ensure_future(harness.ask("stop", name="ns_A", waiting=True))
-    for n in range(20):
-        await harness.run(f"ns_B_{n}", "pass")
-    assert len((await harness.ask("list"))["watchers"]) == 21
-    stopping.cancel()
-
-
 async def test_sighup_does_not_start_a_second_copy(harness: Harness) -> None:
     """Lesson 20: HUP is not circus's to handle; its handlers are not installed."""
     before = signal.getsignal(signal.SIGHUP)
