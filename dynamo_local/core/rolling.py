@@ -4,7 +4,7 @@ It needs no spare GPU: a worker's devices are its own again. Always one after th
 
 The last ready worker of a component is restarted, with a warning and without `--force`: a restart comes back, that is
 what was asked for, and a component of one worker (each frontend) could not be restarted otherwise. But as long as a
-sibling is on its way, the restart waits for it: the gap is never wider than it must be.
+sibling is on its way, the restart waits for it (unless forced): the gap is never wider than it must be.
 
 Where the new process is faulted the sequence stops: the siblings go on serving with the old configuration.
 """
@@ -31,6 +31,7 @@ class RestartPlan:
     todo: tuple[tuple[str, int], ...]
     begun: frozenset[str] = frozenset()
     bring_back: frozenset[str] = frozenset()
+    force: bool = False
     done: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -60,7 +61,7 @@ class Stopped:
 Step = BeginDrain | Revive | Wait | Done | Stopped
 
 
-def plan_restart(view: FleetView, target: str, *, stimulus_id: str) -> RestartPlan:
+def plan_restart(view: FleetView, target: str, *, stimulus_id: str, force: bool = False) -> RestartPlan:
     """A plan for the worker, or all workers of the component, of that name.
 
     Of a component: what does not serve first (a fault is cleared, capacity comes before it goes), then by the highest
@@ -88,7 +89,7 @@ def plan_restart(view: FleetView, target: str, *, stimulus_id: str) -> RestartPl
     )
     todo = tuple((w.name, w.starts) for w in chosen)
     bring_back = frozenset(w.name for w in chosen if w.state is S.EXITED and not w.counts)
-    return RestartPlan(stimulus_id, todo, bring_back=bring_back, warnings=warnings)
+    return RestartPlan(stimulus_id, todo, bring_back=bring_back, force=force, warnings=warnings)
 
 
 def next_step(view: FleetView, plan: RestartPlan) -> tuple[Step, RestartPlan]:
@@ -139,7 +140,7 @@ def _old_process(view: FleetView, worker: WorkerView, plan: RestartPlan) -> Step
     if not worker.ready:
         return Wait(worker.name, f"it is {worker.state}")
     siblings = [w for w in view.of(worker.component) if w.name != worker.name]
-    if not any(w.ready for w in siblings):
+    if not plan.force and not any(w.ready for w in siblings):
         coming = next((w for w in siblings if w.on_its_way), None)
         if coming is not None:
             return Wait(coming.name, f"{worker.name} is the last ready worker until {coming.name} is ready")

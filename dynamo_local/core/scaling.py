@@ -238,7 +238,7 @@ def _fewer(
     have = view.capacity(component)
     if count > have:
         raise BadTarget(
-            f"{component} has {have} workers (leaving and faulted ones not counted): {count} cannot be taken"
+            f"{count} workers cannot be taken from {component}: it has {have} (leaving and faulted ones do not count)"
         )
     first = arrivals(view.on_their_way(component))[:count]
     then = victims(view.ready(component), policy)[: count - len(first)]
@@ -249,7 +249,8 @@ def _fewer(
 
 def _take(worker: WorkerView, reason: str) -> Instruction:
     """How this one goes. One that is called back from a drain may serve already: it is drained again."""
-    if worker.ready or worker.course is Course.RETURNING:
+    returns = worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING
+    if worker.ready or returns:
         return BeginDrain(worker.name, reason)
     return TakeBack(worker.name, f"{reason}: it was {worker.state}")
 

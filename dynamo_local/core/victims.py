@@ -21,8 +21,10 @@ class VictimPolicy(enum.StrEnum):
     """The least prefix cache lost, see `cache_at_stake`."""
 
 
-def parse_policy(text: str) -> VictimPolicy:
-    """Raises `BadTarget` that lists the policies."""
+def parse_policy(text: str | None) -> VictimPolicy:
+    """The policy of that name, the default for None. Raises `BadTarget` that lists the policies."""
+    if text is None:
+        return VictimPolicy.HIGHEST_SUFFIX
     try:
         return VictimPolicy(text)
     except ValueError:

@@ -1,0 +1,183 @@
+"""What holds for every fleet and every change: a decision is whole, reaches its number, and keeps its promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo_local.core.fleet_view import Course, FleetView, WorkerView
+from dynamo_local.core.instructions import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack, after
+from dynamo_local.core.scaling import Change, decide, decide_cancel, decide_drain, parse_target
+from dynamo_local.core.types import WorkerState as S
+from dynamo_local.core.victims import VictimPolicy, victims
+from dynamo_local.errors import BadTarget, LastReadyWorker, NotEnoughGpus
+from tests.fakes.fleet_views import DECODE, NO_LOAD, PREFILL, load, lower_names, on_ledger, worker
+
+COURSES = {
+    S.DRAINING: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
+    S.DRAIN_TIMED_OUT: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
+    S.EXITED: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
+    S.CRASHED: [Course.STEADY, Course.LEAVING],
+    S.START_TIMED_OUT: [Course.STEADY, Course.LEAVING],
+}
+LOADS = st.one_of(
+    st.just(NO_LOAD),
+    st.builds(load, st.integers(0, 50), active=st.integers(0, 3), hits=st.sampled_from([0.0, 0.25, 0.5])),
+)
+CHANGES = st.one_of(
+    st.integers(-6, 6).filter(bool).map(lambda n: Change(n, relative=True)),
+    st.integers(0, 8).map(lambda n: Change(n, relative=False)),
+)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> FleetView:
+    """Up to six decode and three prefill workers in any state, on ten devices."""
+    workers: list[WorkerView] = []
+    for template, most in ((DECODE, 6), (PREFILL, 3)):
+        for n in sorted(draw(st.sets(st.integers(0, most), max_size=most))):
+            state = draw(st.sampled_from(list(S)))
+            course = draw(st.sampled_from(COURSES.get(state, [Course.STEADY])))
+            more: dict[str, Any] = {"load": draw(LOADS), "since_s": float(draw(st.integers(0, 5)))}
+            if state is S.DRAINING and course is not Course.RETURNING:
+                more["served"] = draw(st.booleans())
+            workers.append(worker(n, f"{state}/{course}", template, **more))
+    return on_ledger(workers, 10, (DECODE, PREFILL))
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "force": st.booleans(),
+        "victim_policy": st.sampled_from(list(VictimPolicy)),
+        "by_person": st.booleans(),
+        "wait_for_gpus": st.booleans(),
+    }
+)
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(view=fleets(), change=CHANGES, options=OPTIONS)
+def test_a_decision_reaches_its_number_or_changes_nothing(
+    view: FleetView, change: Change, options: dict[str, Any]
+) -> None:
+    """All or nothing; every instruction is legal for its worker; the same fleet gives the same answer."""
+    decision = decide(view, "VllmWorker", change, stimulus_id="t", **options)
+    assert decision == decide(view, "VllmWorker", change, stimulus_id="t", **options) or decision.refused is not None
+    if decision.refused is not None:
+        assert decision.instructions == ()
+        return
+    have = view.capacity("VllmWorker")
+    then = after(view, decision.instructions, 9.0)
+    assert then.capacity("VllmWorker") == have + change.delta(have)
+    names = [instruction.name for instruction in decision.instructions]
+    assert len(names) == len(set(names))
+    assert (
+        decide(then, "VllmWorker", Change(have + change.delta(have), relative=False), stimulus_id="t").or_raise() == ()
+    )
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(view=fleets(), change=CHANGES, options=OPTIONS)
+def test_an_unforced_decision_keeps_who_serves(view: FleetView, change: Change, options: dict[str, Any]) -> None:
+    """A ready worker if there is one, else one on its way; for both components."""
+    options["force"] = False
+    decision = decide(view, "VllmWorker", change, stimulus_id="t", **options)
+    then = after(view, decision.instructions, 9.0)
+    for component in ("VllmWorker", "PrefillWorker"):
+        assert bool(then.ready(component)) == bool(view.ready(component))
+        assert bool(then.capacity(component)) >= bool(view.capacity(component))
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(view=fleets(), n=st.integers(0, 6), cancel=st.booleans())
+def test_named_decisions_touch_that_worker_alone(view: FleetView, n: int, cancel: bool) -> None:
+    """Siblings stay as they are, entries that waited for its devices apart."""
+    chosen = next((w for w in view.workers if w.n == n), None)
+    if chosen is None:
+        return
+    decision = (decide_cancel if cancel else decide_drain)(view, chosen.name, stimulus_id="t")
+    for instruction in decision.instructions:
+        other = view.worker(instruction.name)
+        assert other.name == chosen.name or (cancel and isinstance(instruction, TakeBack) and other.state is S.PENDING)
+    then = after(view, decision.instructions, 9.0)
+    if not cancel and decision.refused is None:
+        assert not any(w.counts for w in then.workers if w.name == chosen.name)
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(view=fleets(), count=st.integers(1, 6), options=OPTIONS)
+def test_new_workers_get_the_lowest_names_and_devices_that_nobody_waits_for(
+    view: FleetView, count: int, options: dict[str, Any]
+) -> None:
+    """Every lower name has an entry that is not to be started; what is kept for others is not given out."""
+    decision = decide(view, "VllmWorker", Change(count, relative=True), stimulus_id="t", **options)
+    entries = {w.name: w for w in view.workers}
+    starts = [each for each in decision.instructions if isinstance(each, SpawnWorker | Revive)]
+    started = {each.name for each in starts}
+    for start in starts:
+        assert isinstance(start, Revive) == (start.name in entries)
+        for name, entry in lower_names(view, "VllmWorker", start.name):
+            assert name in started or (entry is not None and entry.state is not S.FAULTED)
+    immediate = sum(not start.waits for start in starts)
+    assert immediate <= max(0, len(view.gpus.free) - sum(view.promised().values()))
+    if not options["wait_for_gpus"]:
+        assert immediate == len(starts)
+    if isinstance(decision.refused, NotEnoughGpus):
+        assert count > len(view.gpus.free) - sum(view.promised().values())
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(view=fleets(), count=st.integers(1, 6))
+def test_drains_are_taken_back_before_anything_is_started(view: FleetView, count: int) -> None:
+    """As many as there are, the latest first."""
+    decision = decide(view, "VllmWorker", Change(count, relative=True), stimulus_id="t")
+    if decision.refused is not None:
+        return
+    back = [view.worker(each.name) for each in decision.instructions if isinstance(each, CancelDrain)]
+    could = [w for w in view.of("VllmWorker") if w.cancellable]
+    assert len(back) == min(count, len(could))
+    assert [w.since_s for w in back] == sorted((w.since_s for w in could), reverse=True)[: len(back)]
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(view=fleets(), count=st.integers(1, 6), policy=st.sampled_from(list(VictimPolicy)))
+def test_nothing_ready_goes_while_something_is_on_its_way(view: FleetView, count: int, policy: VictimPolicy) -> None:
+    """And refusals of fewer workers have one of two reasons."""
+    decision = decide(view, "VllmWorker", Change(-count, relative=True), stimulus_id="t", victim_policy=policy)
+    if decision.refused is not None:
+        assert isinstance(decision.refused, BadTarget | LastReadyWorker)
+        return
+    went = {each.name for each in decision.instructions}
+    ready = [name for name in went if view.worker(name).ready]
+    if ready:
+        assert {w.name for w in view.on_their_way("VllmWorker")} <= went
+    expected = victims(view.ready("VllmWorker"), policy)[: len(ready)]
+    assert {w.name for w in expected} == set(ready)
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(workers=st.integers(2, 6), fewer=st.integers(1, 5), policy=st.sampled_from(list(VictimPolicy)))
+def test_down_and_up_again_brings_the_same_workers_back(workers: int, fewer: int, policy: VictimPolicy) -> None:
+    """Every drain is taken back, nothing is started."""
+    view = on_ledger([worker(n, "ready") for n in range(workers)], workers)
+    if fewer >= workers:
+        return
+    down = decide(view, "VllmWorker", Change(-fewer, relative=True), stimulus_id="t", victim_policy=policy)
+    assert all(isinstance(each, BeginDrain) for each in down.or_raise())
+    lower = after(view, down.instructions, 1.0)
+    up = decide(lower, "VllmWorker", Change(fewer, relative=True), stimulus_id="t")
+    assert {each.name for each in up.or_raise()} == {each.name for each in down.instructions}
+    assert all(isinstance(each, CancelDrain) for each in up.instructions)
+
+
+@given(text=st.text(alphabet="+-=0123456789 x.٣", max_size=6))
+def test_a_target_is_read_or_refused_and_nothing_else(text: str) -> None:
+    """No other exception, and what was read is what was written."""
+    try:
+        change = parse_target(text)
+    except BadTarget:
+        return
+    assert abs(change.count) == int(text.strip().lstrip("+-="))
+    assert change.relative == (text.strip()[0] in "+-")
