@@ -1,0 +1,1 @@
+"""What decides how many workers there are, and what carries such decisions out."""
