@@ -32,8 +32,9 @@ class Worker:
     """One managed worker. `_s` times are of the arbiter's monotonic clock, `started_at` is seconds since 1970.
 
     `gpus` is what it holds now; `heard_s` is when it last answered the load request (None: never yet); `asked_s` is
-    when we (or a person) asked it to leave, None where its lease went away by itself; `served` says that this
-    process has been ready; `starts` counts the processes made, or about to be made, under this name.
+    when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone` says that it did,
+    unasked; `served` says that this process has been ready; `starts` counts the processes made, or about to be made,
+    under this name.
     """
 
     plan: WatcherPlan
@@ -51,6 +52,7 @@ class Worker:
     load: Load | None = None
     heard_s: float | None = None
     asked_s: float | None = None
+    lease_gone: bool = False
     course: Course = Course.STEADY
     served: bool = False
     ready_s: float | None = None
@@ -76,7 +78,7 @@ class Worker:
         self.started_s = clock.now_s()
         self.started_at = clock.wall_s()
         self.reason = self.asked_s = self.ready_s = self.heard_s = None
-        self.served = False
+        self.served = self.lease_gone = False
 
     def process_ended(self, code: int | None) -> None:
         """Forget what belonged to the process."""
@@ -226,7 +228,7 @@ def _write_entry(state: State, worker: Worker) -> None:
         entry = state.components[plan.name] = ComponentEntry(watcher_name=plan.name, component=plan.component)
     entry.cwd, entry.cmd = plan.cwd, shlex.join(plan.argv)
     entry.role, entry.gpus_per_worker = plan.role, plan.gpus_per_worker
-    entry.state, entry.reason = worker.state, worker.reason
+    entry.state, entry.reason = _state_in_file(worker), worker.reason
     entry.pid, entry.pid_start_time = worker.pid, worker.pid_start_time
     entry.started_at, entry.restarts = worker.started_at, worker.restarts
     entry.log_file = str(plan.log_file)
@@ -234,6 +236,16 @@ def _write_entry(state: State, worker: Worker) -> None:
     entry.resources = _resources(worker)
     if worker.pid is None:
         entry.lease, entry.endpoints = None, []
+
+
+def _state_in_file(worker: Worker) -> WorkerState:
+    """As it is, but `draining` only where that is somebody's intent.
+
+    The worker reads it there to tell a revoked lease from one that expired while it was stopped: our guess, made
+    from nothing but the missing key, would be taken for an order, and the worker would leave instead of coming back.
+    """
+    guessed = worker.lease_gone and worker.asked_s is None and worker.state is WorkerState.DRAINING
+    return WorkerState.READY if guessed else worker.state
 
 
 def _resources(worker: Worker) -> EntryResources:

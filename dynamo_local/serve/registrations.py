@@ -61,6 +61,7 @@ class Registrations:
         event = Registered(stimulus_id=f"etcd:{lease}", lease=lease)
         if worker.state is WorkerState.DRAINING and worker.asked_s is None:
             # Its lease had only expired (it was stopped, or etcd was away): it has come back by itself.
+            worker.lease_gone, worker.reason = False, None
             await self._fleet.apply({name: DrainCancelled(stimulus_id=f"etcd:{lease}")})
         elif worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING):
             await self._fleet.apply({name: event})
@@ -73,6 +74,7 @@ class Registrations:
             return
         worker.lease, worker.endpoints = None, ()
         if worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING):
+            worker.lease_gone = worker.state is not WorkerState.DRAINING
             worker.reason = worker.reason or "its lease was revoked or has expired"
             await self._fleet.apply({name: LeaseRevoked(stimulus_id=f"etcd:{lease}", lease=lease)})
 
