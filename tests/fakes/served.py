@@ -272,6 +272,10 @@ class Served:
                 found.append((pid, _about(pid, "cmdline").replace(b"\0", b" ").decode("utf-8", "replace")))
         return found
 
+    def pids_of(self, word: str) -> list[int]:
+        """Pids of our live processes on whose command line the word is."""
+        return [pid for pid, line in self.processes() if word in line]
+
     def _kill_everything(self) -> None:
         for pid, _ in self.processes():
             try:
