@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from dynamo_local.errors import EXIT_FAILED, DynamoError, NotRunning
 from dynamo_local.serve.paths import Paths
 
 DEFAULT_NAMESPACE = "dynamo"
+
+LOOK_EVERY_S = 0.5
+"""How often a client without an answer looks whether the arbiter still lives."""
 
 namespace_option = click.option(
     "--namespace",
@@ -44,7 +48,7 @@ def find_paths(namespace: str | None) -> Paths:
 def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties: Any) -> dict[str, Any]:
     """Send one circus command and return its answer.
 
-    Raises `NotRunning` if nobody listens or nobody answers within the timeout, `DynamoError` if it refuses.
+    Raises `NotRunning` if the arbiter is gone or does not answer within the timeout, `DynamoError` if it refuses.
     Plain pyzmq: circus's client pulls in tornado and psutil, a third of `dynamo status`'s time.
     """
     if not paths.control_socket.exists():
@@ -60,11 +64,7 @@ def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties
         socket.connect(paths.circus_endpoint)
         call_id = uuid.uuid4().hex
         socket.send(json.dumps({"id": call_id, "command": command, "properties": properties}).encode())
-        if not socket.poll(int(timeout_s * 1000)):
-            raise NotRunning(
-                f"the arbiter of {paths.namespace!r} did not answer within {timeout_s:.0f} s "
-                f"on {paths.control_socket}; if it was killed, `dynamo serve` cleans up after it"
-            )
+        _wait_answer(socket, paths, timeout_s)
         answer: dict[str, Any] = json.loads(socket.recv())
     finally:
         socket.close()
@@ -72,6 +72,27 @@ def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties
     if answer.get("status") != "ok":
         raise ArbiterRefused(answer)
     return answer
+
+
+def _wait_answer(socket: Any, paths: Paths, timeout_s: float) -> None:
+    """Return when there is something to read. A killed arbiter leaves its socket, but not its lock: said at once."""
+    deadline_s = time.monotonic() + timeout_s
+    while not socket.poll(int(min(timeout_s, LOOK_EVERY_S) * 1000)):
+        if not _is_held(paths):
+            raise NotRunning(
+                f"the arbiter of {paths.namespace!r} has been killed: it left {paths.control_socket}; "
+                "`dynamo serve` cleans up after it"
+            )
+        if time.monotonic() >= deadline_s:
+            raise NotRunning(
+                f"the arbiter of {paths.namespace!r} did not answer within {timeout_s:.0f} s on {paths.control_socket}"
+            )
+
+
+def _is_held(paths: Paths) -> bool:
+    from dynamo_local.serve.lock import is_held  # not needed where the answer comes at once
+
+    return is_held(paths.lock)
 
 
 class ArbiterRefused(DynamoError):
