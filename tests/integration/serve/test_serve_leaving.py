@@ -58,6 +58,16 @@ async def _streaming(served: Served, prompt: str, tokens: int) -> AsyncIterator[
             await asyncio.gather(stream, return_exceptions=True)
 
 
+async def _until_refused(client: openai.AsyncOpenAI) -> None:
+    """Ask until nothing new is taken: what was on its way when the drain began is still served."""
+    async with asyncio.timeout(5.0):
+        while True:
+            try:
+                await client.chat.completions.create(**asking("Too late.", 4))
+            except CUT:
+                return
+
+
 # --- in the foreground ---------------------------------------------------------------------------
 
 
@@ -68,10 +78,7 @@ async def test_ctrl_c_lets_a_stream_finish() -> None:
         async with served.client() as late, _streaming(served, "Finish your sentence.", 300) as stream:
             process.send_signal(signal.SIGINT)
             await auntil(lambda: served.states()["Frontend"] == "draining", what=served.foreground_output)
-            with pytest.raises(CUT):
-                async with asyncio.timeout(5.0):
-                    while True:  # what was on its way when the drain began is still served
-                        await late.chat.completions.create(**asking("Too late.", 4))
+            await _until_refused(late)
             assert not stream.done()
             assert await stream == expected("Finish your sentence.", 300, ignore_eos=True)
         assert served.reap_foreground() == EXIT_OK
