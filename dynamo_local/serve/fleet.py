@@ -194,14 +194,14 @@ class Fleet:
         for name in state.components.keys() - self.workers.keys():
             del state.components[name]
         for name, worker in list(self.workers.items()):
-            new = name not in state.components
             _write_entry(state, worker)
-            if new:
-                _write_lease(state, worker)
+            if worker.state is WorkerState.READY and state.components[name].lease is None:
+                _write_lease(state, worker)  # the worker wrote it into a file that is lost
 
     async def _rewrite(self, why: StateError) -> None:
         try:
-            aside = await asyncio.to_thread(self.store.rewrite, self.whole())
+            # The whole is taken in the thread: what changed since the failed commit is in it.
+            aside = await asyncio.to_thread(lambda: self.store.rewrite(self.whole()))
         except StateError as error:
             self.unwritten = True
             self.on_trouble(f"the statefile cannot be written; it is tried again: {error}")

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dynamo_local.core.types import WorkerState
+from dynamo_local.serve.fleet import Worker
 from tests.simulation.process import Fate, SimProcess
 from tests.simulation.shell import Shell, check_sufficient
 from tests.simulation.world import Broken, SimLoop, World, graph, simulated_system
 
 SETTLES_WITHIN_S = 1_500.0
 """Virtual. The longest that anything may take: restarts with all their back-offs, drains, a GPU's memory."""
-QUIET = (WorkerState.READY, WorkerState.FAULTED, WorkerState.EXITED)
+QUIET = (WorkerState.READY, WorkerState.FAULTED)
 
 
 @dataclass
@@ -116,19 +117,22 @@ class Scenario:
             await asyncio.sleep(2.5)
             self.shell.check()
             workers = self.shell.fleet.workers.values()
-            still = still + 1 if all(w.state in QUIET or self._starved(w) for w in workers) else 0
+            still = still + 1 if all(self._rests(worker) for worker in workers) else 0
         self._check_wanted()
         self._check_registered()
         self._check_statefile()
 
+    def _rests(self, worker: Worker) -> bool:
+        """Nothing is under way with it. One that exited waits for its GPUs' memory, then its entry goes."""
+        if worker.state is WorkerState.EXITED:
+            return not worker.gpus and worker.name.count("_") == 1
+        return worker.state in QUIET or self._starved(worker)
+
     def _states(self) -> dict[str, str]:
         return {w.name: f"{w.state}/{w.course}" for w in self.shell.fleet.workers.values()}
 
-    def _starved(self, worker: object) -> bool:
+    def _starved(self, worker: Worker) -> bool:
         """It waits for GPUs which will not come: what was never returned is quarantined."""
-        from dynamo_local.serve.fleet import Worker
-
-        assert isinstance(worker, Worker)
         needs = worker.plan.gpus_per_worker
         return (
             worker.state in (WorkerState.PENDING, WorkerState.BACKING_OFF)
@@ -144,10 +148,7 @@ class Scenario:
             gone, over = self.shell.wanted - starved - serving, serving - self.shell.wanted
             raise Broken(f"wanted and not there: {gone or 'none'}; there and not wanted: {over or 'none'}")
         for worker in workers.values():
-            bare = worker.name.count("_") == 1
-            if worker.state is WorkerState.EXITED and not bare:
-                raise Broken(f"{worker.name} has exited and its entry is still there")
-            if worker.state in (WorkerState.EXITED, WorkerState.FAULTED) and worker.gpus:
+            if worker.state is WorkerState.FAULTED and worker.gpus:
                 raise Broken(f"{worker.name} is {worker.state} and holds {worker.gpus}")
 
     def _check_registered(self) -> None:

@@ -245,12 +245,10 @@ class Shell:
                     raise Broken(f"{name}, the last ready {worker.plan.component}, was taken without --force")
 
     def _left(self, name: str, event: ProcessExited) -> None:
-        """A lease revoked from outside is an order to leave, which a worker follows; it is not started again."""
+        """A lease revoked from outside is an order to leave: however it ends then, it is not started again."""
         pid = int(event.stimulus_id.partition(":")[2])
-        process = self.world.processes[pid]
         if pid in self.world.revoked_outside and self.fleet.workers[name].course is Course.STEADY:
-            if process.left_in_order:
-                self.wanted.discard(name)
+            self.wanted.discard(name)
 
     def check(self) -> None:
         """What holds at every moment."""
