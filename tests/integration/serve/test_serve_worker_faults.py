@@ -177,10 +177,15 @@ async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back()
         await auntil(lambda: served.states().get(name, "exited") == "exited", 5.0, what=served.states)
         assert "gone" in served.log(name).splitlines()[-1]
         workers = served.keys("dynamo/components/VllmWorker/generate")
-        entry = served.statefile()["components"].get(f"dynamo_{name}")
+        await auntil(lambda: _freed(served, name), 10.0, what=served.statefile)
 
     assert len(workers) == 1, workers
-    assert entry is None or (entry.get("lease"), entry.get("pid"), entry["resources"]) == (None, None, {})
+
+
+def _freed(served: Served, name: str) -> bool:
+    """The statefile holds no GPU, lease or pid for the worker: once its device's memory was seen to be free."""
+    entry = served.statefile()["components"].get(f"dynamo_{name}")
+    return entry is None or (entry.get("lease"), entry.get("pid"), entry["resources"]) == (None, None, {})
 
 
 def _streaming_worker(served: Served) -> str | None:
