@@ -1,4 +1,4 @@
-"""A start that was broken off is closed like any other: whatever had been made is ended, whatever had not is no error."""
+"""A start that was broken off is closed like any other: what had been made is ended, what had not is no error."""
 
 from __future__ import annotations
 
