@@ -28,9 +28,9 @@ SETTLE_S = 1.0
 
 
 def run(short: bool) -> Report:
-    """CPU and memory of both, and how long `dynamo status` takes with so many workers."""
+    """CPU and memory of both. Windows are whole seconds: both arbiters wake once a second."""
     report = Report("arbiter_idle")
-    windows, window_s = (3, 1.5) if short else (6, 10.0)
+    windows, window_s = (3, 2.0) if short else (6, 10.0)
     with ExitStack() as stack:
         place = stack.enter_context(folders())
         plain = stack.enter_context(_plain_circus(place.root))

@@ -27,7 +27,7 @@ from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.leaving import Leaving
 from dynamo_local.serve.links import Links
 from dynamo_local.serve.logs import Interleaver, rotate
-from dynamo_local.serve.operations import Operations
+from dynamo_local.serve.operations import Operations, log_tail
 from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.processes import become_subreaper, start_time_s
 from dynamo_local.serve.progress import Row, View
@@ -196,10 +196,21 @@ class Supervisor:
         if self.state == "starting":
             if not self._death.done():
                 late = worker.state is WorkerState.START_TIMED_OUT
-                self._death.set_result(StartTimedOut(message) if late else WorkerDied(message))
+                self._death.set_result(StartTimedOut(self._late(worker)) if late else WorkerDied(message))
         else:
             self.notes = [*self.notes, f"{worker.name} {worker.reason}"][-NOTES_KEPT:]
             self.view.event(message)
+
+    def _late(self, worker: Worker) -> str:
+        """Who was late, and the log of whom it waited for: a worker that waits for another has nothing to say."""
+        workers = list(self.fleet.workers.values())
+        ready = {other.plan.component for other in workers if other.state is WorkerState.READY}
+        culprit = worker
+        while waited := set(self.deployment.graph.service(culprit.plan.component).depends) - ready:
+            culprit = next((other for other in workers if other.plan.component in waited), culprit)
+            ready |= waited  # each is looked at once, also where two wait for each other
+        waits = "" if culprit is worker else f": it waits for {culprit.name}"
+        return f"{worker.name} {worker.reason}{waits}; {log_tail(culprit.plan)}"
 
     def _trouble(self, message: str) -> None:
         log.warning("%s", message)
