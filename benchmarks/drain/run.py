@@ -51,7 +51,9 @@ class Shape:
 
 
 LONG = Shape()
-SHORT = Shape(actions=40, answer_max=300, others_every=3, ramp_s=3.0, prefill_every_s=4.0, processor_every_s=8.0)
+SHORT = Shape(
+    actions=40, thinning=3, answer_max=300, others_every=3, ramp_s=3.0, prefill_every_s=4.0, processor_every_s=8.0
+)
 
 
 def config(shape: Shape, profile: Path, notes: Path) -> dict[str, Any]:
