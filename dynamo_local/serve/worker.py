@@ -84,6 +84,7 @@ class WorkerProcess:
         self._instance: Any = None
         self._servers: list[EndpointServer] = []
         self._registered = False
+        self._lease_gone = False
         self._lease_watch: asyncio.Task[None] | None = None
 
     # --- life ----------------------------------------------------------------------------------
@@ -141,9 +142,8 @@ class WorkerProcess:
         self.hurried = True
         await self._drain.close()
         if self._lease is not None:
-            with contextlib.suppress(DynamoError, TimeoutError):  # whoever finds us dead revokes it too
-                async with asyncio.timeout(LAST_REVOKE_S):
-                    await self._lease.revoke(LAST_REVOKE_S)
+            # Whoever finds us dead revokes it too.
+            await _bounded("giving the lease back", self._give_lease_back(LAST_REVOKE_S), LAST_REVOKE_S)
 
     async def _shut_down(self) -> None:
         timeout_s = HURRIED_TIMEOUT_S if self.hurried else HOOKS_TIMEOUT_S
@@ -151,10 +151,19 @@ class WorkerProcess:
         if self._instance is not None:
             for hook in self.service.on_shutdown:
                 await _bounded(f"the shutdown hook {hook}", _call_hook(self._instance, hook), timeout_s)
+        if self._lease is not None and self._lease.lease_id and not self._lease_gone:
+            await _bounded("giving the lease back", self._give_lease_back(LAST_REVOKE_S), 2 * LAST_REVOKE_S)
         self._entry.touch()
         await self._entry.flush(ENTRY_TIMEOUT_S)
         await self._entry.close()
         await _bounded("closing the connections", self._stack.aclose(), timeout_s)
+
+    async def _give_lease_back(self, timeout_s: float) -> None:
+        """Return once etcd has none of our keys any more. Raises `EtcdUnavailable`: it expires by itself then."""
+        assert self._lease is not None
+        await self._lease.revoke(timeout_s)
+        self._lease_gone, self._registered = True, False
+        self._entry.touch()
 
     # --- starting ------------------------------------------------------------------------------
 
@@ -330,10 +339,9 @@ class WorkerProcess:
     async def deregister(self) -> None:
         self._registered = False
         self._entry.touch(resumed=False)
-        assert self._lease is not None
         while True:
             try:
-                await self._lease.revoke(REVOKE_TIMEOUT_S)
+                await self._give_lease_back(REVOKE_TIMEOUT_S)
             except EtcdUnavailable as error:
                 log.warning("the lease cannot be revoked, trying again: %s", error)
             else:
@@ -356,9 +364,9 @@ class WorkerProcess:
         for server in self._servers:
             server.resume_accepting()
         # The drain may have been stopped halfway: old keys must not outlive it, nobody would serve their subjects.
-        await self._lease.revoke(RESUME_TIMEOUT_S)
+        await self._give_lease_back(RESUME_TIMEOUT_S)
         await self._lease.reinstate(RESUME_TIMEOUT_S)
-        self._registered = True
+        self._lease_gone, self._registered = False, True
         self._entry.touch(resumed=True)
         self._follow_lease()
         self._draining.clear()
@@ -415,9 +423,9 @@ class WorkerProcess:
         }
 
     def _held_lease(self) -> str | None:
-        """In hex; None before it is granted, and once it is to be given back."""
-        leaving = self._drain.phase in (Phase.DRAINING, Phase.LEAVING) and not self._registered
-        return None if self._lease is None or not self._lease.lease_id or leaving else lease_hex(self._lease.lease_id)
+        """In hex; None before it is granted, and once it was given back."""
+        lease = self._lease
+        return None if lease is None or not lease.lease_id or self._lease_gone else lease_hex(lease.lease_id)
 
     def _truth(self) -> Entry:
         lease = self._held_lease()
@@ -474,5 +482,7 @@ async def _bounded(what: str, work: Awaitable[None], timeout_s: float) -> None:
             await work
     except TimeoutError:
         log.error("%s took more than %g s; left behind", what, timeout_s)
+    except DynamoError as error:
+        log.warning("%s: %s", what, error)
     except Exception:  # the component's code, or a connection that is gone
         log.exception("%s failed", what)

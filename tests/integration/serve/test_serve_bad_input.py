@@ -15,7 +15,8 @@ from dynamo_local.errors import EXIT_BAD_INPUT
 from tests.fakes.bad_inputs import BAD_INPUTS, TARGET, BadInput
 from tests.fakes.served import COMMAND_TIMEOUT_S, Served
 
-pytestmark = pytest.mark.infra
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
+"""All cases are run by one fixture, whose time counts as that of the first test."""
 
 AT_ONCE = 2
 DETACHED = BAD_INPUTS[::12]
