@@ -124,7 +124,9 @@ def http_request(ask: Ask) -> bytes:
         "stream": True,
     }
     data = json.dumps(body).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    )
     return head + b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 

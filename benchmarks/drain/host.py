@@ -113,7 +113,7 @@ class Host:
 
     async def _until(self, done: Callable[[dict[str, Row]], bool], timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
-            while not done(await self.workers()):
+            while not done(await self.workers()):  # noqa: ASYNC110  # another process's state: only asking helps
                 await asyncio.sleep(POLL_S)
 
     # --- what nobody asked for -----------------------------------------------------------------

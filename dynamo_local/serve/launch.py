@@ -16,6 +16,7 @@ from pathlib import Path
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config import Config, load_config, resolve
 from dynamo_local.core.gpus import plan_on
+from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
@@ -120,6 +121,8 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         lease_ttl_s=_lease_ttl_s(environ),
         pass_env=(*config.host.pass_env, *options.pass_env),
         pin_gpus=not pinning_disabled(environ),
+        health_bound_s=config.host.health_bound_s,
+        restart=RestartPolicy(**config.host.restart.model_dump()),
     )
 
 
