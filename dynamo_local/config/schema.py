@@ -77,6 +77,29 @@ class RestartConfig(BaseModel):
         return self
 
 
+def _underscored(value: Any) -> Any:
+    """Keys in either spelling, as everywhere."""
+    if not isinstance(value, dict):
+        return value
+    return {key.replace("-", "_") if isinstance(key, str) else key: item for key, item in value.items()}
+
+
+class CircusdConfig(BaseModel):
+    """What the words of `dynamo serve` say, for the plugin under somebody's stock circusd (`docs/circusd.md`)."""
+
+    model_config = _STRICT
+
+    graph: str
+    """`graphs.disagg:Frontend`"""
+    working_dir: Path = Path(".")
+    """Where the graph's modules are, and where the workers run; relative to the YAML's own folder."""
+    namespace: str | None = None
+    """None: the graph's own."""
+    start_deadline_s: Seconds | None = None
+    drain_deadline_s: Seconds | None = None
+    """Of the services that have none in their `ServiceArgs`; None: as for `dynamo serve`."""
+
+
 class HostConfig(BaseModel):
     """What belongs to the machine. None where the environment or a default decides."""
 
@@ -98,7 +121,11 @@ class HostConfig(BaseModel):
     """Names or globs of variables that workers inherit beyond the allow-list of `core.secrets`."""
     health_bound_s: Seconds = 30.0
     """A worker that answers nothing for so long, while etcd and NATS do, is hung and treated as crashed."""
-    restart: RestartConfig = RestartConfig()
+    restart: Annotated[RestartConfig, BeforeValidator(_underscored, json_schema_input_type=RestartConfig)] = (
+        RestartConfig()
+    )
+    circusd: Annotated[CircusdConfig | None, BeforeValidator(_underscored)] = None
+    """Read by `[plugin:dynamo]` of a `circus.ini` only."""
 
 
 class ServiceArgs(BaseModel):

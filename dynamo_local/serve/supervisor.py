@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.clock import Clock
 from dynamo_local.core import drains
 from dynamo_local.core.types import Missing, Role, WorkerState
@@ -24,6 +23,7 @@ from dynamo_local.serve.embedded import EmbeddedServers
 from dynamo_local.serve.events import EventLog, event_log_path
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
+from dynamo_local.serve.host import SupervisedHost
 from dynamo_local.serve.leaving import Leaving
 from dynamo_local.serve.links import Links
 from dynamo_local.serve.logs import Interleaver, rotate
@@ -51,7 +51,7 @@ class Supervisor:
         self,
         deployment: Deployment,
         *,
-        arbiter: DynamoArbiter,
+        arbiter: SupervisedHost,
         store: StateStore,
         pool: GpuPool,
         clock: Clock,

@@ -14,13 +14,13 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamo_local.core.types import Load, WorkerState, lease_hex, watcher_name
-from dynamo_local.errors import DynamoError
-from dynamo_local.ports import EndpointClient
+from dynamo_local.errors import DynamoError, EtcdUnavailable
+from dynamo_local.ports import EndpointClient, KeyValue
 from dynamo_local.runtime.control import ControlClient
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.runtime.load import LoadSampler
@@ -83,12 +83,11 @@ class WorkerUnderTest:
 
     async def registered(self) -> str:
         """The lease (hex) of its ready key, once that is there."""
-        prefix = f"{self.host.namespace}/workers/{self.name}:"
+        prefix = f"workers/{self.name}:"
 
         async def there() -> str | None:
             assert self.process.returncode is None, f"exit {self.process.returncode}"
-            kvs, _ = await self.host.kv.get_prefix(prefix)
-            return next((kv.key.removeprefix(prefix) for kv in kvs), None)
+            return next((key.removeprefix(prefix) for key in await self.host.keys(prefix)), None)
 
         return await self.host.until(there, what=f"{self.name} is registered")
 
@@ -215,11 +214,19 @@ class WorkerHost:
         return {name: report.load for name, report in (await self.sampler.sample(1.0, alive)).items()}
 
     async def keys(self, prefix: str = "") -> list[str]:
-        """All keys of the namespace under the prefix, without the namespace."""
-        kvs, _ = await self.kv.get_prefix(f"{self.namespace}/{prefix}")
+        """All keys of the namespace under the prefix, without the namespace; waits for an etcd that comes back."""
+
+        async def answer() -> tuple[list[KeyValue], int] | None:
+            with suppress(EtcdUnavailable):
+                return await self.kv.get_prefix(f"{self.namespace}/{prefix}")
+            return None
+
+        kvs, _ = await self.until(answer, what="etcd answers")
         return [kv.key.removeprefix(f"{self.namespace}/") for kv in kvs]
 
-    async def until(self, condition: Callable[[], Awaitable[T]], timeout_s: float = WAIT_S, *, what: str = "") -> T:
+    async def until(
+        self, condition: Callable[[], Awaitable[T | None]], timeout_s: float = WAIT_S, *, what: str = ""
+    ) -> T:
         """The condition's first true value; past the timeout an AssertionError with `what` and the logs."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while not (value := await condition()):
