@@ -97,7 +97,7 @@ class Host:
         reply = await self.ask("dynamo_scale", component=component, target="+1")
         [instruction] = reply["instructions"]
         name, took_back = instruction["watcher_name"], instruction["kind"] == "cancel_drain"
-        await self._until(lambda rows: rows[name]["state"] == "ready", READY_TIMEOUT_S)
+        await self._until(lambda rows: rows[name]["state"] == "ready" and rows[name]["lease"], READY_TIMEOUT_S)
         up = Up(component, name, took_back, asked_s, time.monotonic(), policy)
         self._facts.ups.append(up)
         return up
@@ -111,7 +111,7 @@ class Host:
         if up.took_back:
             down.taken_back_s = up.ready_s
 
-    async def _until(self, done: Callable[[dict[str, Row]], bool], timeout_s: float) -> None:
+    async def _until(self, done: Callable[[dict[str, Row]], object], timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             while not done(await self.workers()):  # noqa: ASYNC110  # another process's state: only asking helps
                 await asyncio.sleep(POLL_S)

@@ -16,7 +16,7 @@ TOKENS = (20, 60, 150)
 """Of the load's streams, in turn: some end in a tenth of a second, some outlast whatever is done meanwhile."""
 
 
-def command(served: Served, name: str, **properties: Any) -> dict[str, Any]:
+def command(served: Served, name: str, /, **properties: Any) -> dict[str, Any]:
     """`dynamo_NAME` over the control endpoint, as `dynamo NAME` sends it. Raises `ArbiterRefused`."""
     return ask_arbiter(served.paths, f"dynamo_{name}", COMMAND_TIMEOUT_S, **properties)
 
