@@ -128,7 +128,7 @@ class Operations:
             except OSError as error:
                 worker.reason = f"could not be started: {error}"
                 await self.fleet.apply({worker.name: SpawnFailed(stimulus_id=stimulus_id, reason=str(error))})
-                self._background(self._after_failure(worker, 0.0))
+                self._background(self._after_failure(worker, 0.0, self._clock.now_s()))
                 return
             worker.process_began(pid, start_time_s(pid), self._clock)
             event = Spawned(stimulus_id=stimulus_id, pid=pid, pid_start_time=worker.pid_start_time)
@@ -253,8 +253,8 @@ class Operations:
             self._background(self._exited(worker, pid, code))
 
     async def _exited(self, worker: Worker, pid: int, code: int | None) -> None:
-        left, lease = worker.state in LEFT, worker.lease
-        ran_s = 0.0 if worker.ready_s is None else self._clock.now_s() - worker.ready_s
+        left, lease, ended_s = worker.state in LEFT, worker.lease, self._clock.now_s()
+        ran_s = 0.0 if worker.ready_s is None else ended_s - worker.ready_s
         if not left and worker.state in (WorkerState.STARTING, WorkerState.READY):
             worker.reason = how_it_ended(code)
         elif left and code not in (0, None) and worker.state is WorkerState.DRAINING:
@@ -268,7 +268,9 @@ class Operations:
             await self.fleet.apply({worker.name: Removed(stimulus_id=f"exit:{pid}")})
             await self.remove(worker)
         else:
-            await self._after_failure(worker, ran_s)
+            if worker.state is WorkerState.START_TIMED_OUT:
+                await self.free_gpus(worker)  # it may have died of its devices: the next start looks for any
+            await self._after_failure(worker, ran_s, ended_s)
 
     async def _gone(self, worker: Worker) -> None:
         """A worker that left: it is started again if that was the intent, else its entry goes, or is the template."""
@@ -302,8 +304,8 @@ class Operations:
 
     # --- failing and starting again ------------------------------------------------------------
 
-    async def _after_failure(self, worker: Worker, ran_s: float) -> None:
-        """Restart with back-off, or give up: `core.restarts` decides."""
+    async def _after_failure(self, worker: Worker, ran_s: float, ended_s: float) -> None:
+        """Restart with back-off, counted from the end of the process, or give up: `core.restarts` decides."""
         self.on_failure(worker, f"{worker.name} {worker.reason}; {log_tail(worker.plan)}")
         if self.leaving:
             return
@@ -322,9 +324,8 @@ class Operations:
             await self.free_gpus(worker)
             self._tell(f"{worker.name} is faulted: {worker.reason}; `dynamo restart {worker.name}` tries again")
             return
-        until_s = self._clock.now_s() + verdict.delay_s
         await self.fleet.apply({worker.name: BackoffStarted(stimulus_id="restart-policy", delay_s=verdict.delay_s)})
-        await self._clock.sleep_until(until_s)
+        await self._clock.sleep_until(ended_s + verdict.delay_s)
         await self._start_again(worker)
 
     async def _start_again(self, worker: Worker) -> None:

@@ -8,11 +8,12 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dynamo_local.serve.processes import is_alive
-from tests.fakes.scaled import ascale, command, events, kinds, settled
+from tests.fakes.scaled import ascale, events, kinds, settled
 from tests.fakes.served import Served, auntil, until
 
 pytestmark = pytest.mark.infra
@@ -42,9 +43,9 @@ CONFIG = """\
 Host:
   gpus: sim:4
   health-bound-s: 3
-  restart: {first-s: 0.2, max-s: 0.4, failures-max: 3, window-s: 60}
+  restart: {first-s: 0.2, max-s: 0.4, failures-max: 5, window-s: 60}
 Flaky:
-  ServiceArgs: {workers: 2, start-deadline-s: 4}
+  ServiceArgs: {workers: 2, start-deadline-s: 8}
 """
 
 
@@ -91,15 +92,20 @@ async def test_a_start_past_its_deadline_is_ended_and_told_with_its_log(flaky: S
     before = flaky.pids()
     (flaky.cwd / "hang").touch()
     done = await asyncio.to_thread(flaky.cli, "scale", "Flaky", "+1", "--wait")
-    await auntil(lambda: flaky.worker("Flaky_2")["pid"] is None, 5.0, what=flaky.states)
-    row = flaky.worker("Flaky_2")
+    row = await auntil(lambda: _without_gpu(flaky, "Flaky_2"), what=flaky.status)
     (flaky.cwd / "hang").unlink()
 
     assert done.returncode == 1, done.stdout
     assert "I am dynamo_Flaky_2" in done.stderr
-    assert "was not ready within 4 s" in row["reason"]
+    assert (row["state"], row["pid"]) == ("backing_off", None)
+    assert "was not ready within 8 s" in row["reason"]
     assert "StartDeadlinePassed" in kinds(events(flaky, "Flaky_2"))
     assert {name: pid for name, pid in flaky.pids().items() if name in before} == before
+
+
+def _without_gpu(served: Served, name: str) -> dict[str, Any] | None:
+    row = served.worker(name)
+    return row if row["state"] == "backing_off" and row["gpus"] == [] else None
 
 
 async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
@@ -119,10 +125,10 @@ async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
 
 
 async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Served) -> None:
-    """Its lease is revoked, not left to its TTL of ten seconds; the next process follows after the back-off and at most
-    20 ms (the best of three: others share the machine); siblings live on."""
+    """Its lease is revoked, not left to its TTL of ten seconds; the next process follows the back-off within a
+    moment (`benchmarks.drain` measures it: 20 ms); siblings live on."""
     sibling, over_s = flaky.pids()["Flaky"], []
-    for _ in range(2):
+    for _ in range(4):
         seen, row = len(events(flaky)), flaky.worker("Flaky_1")
         killed_s = time.monotonic()
         os.kill(row["pid"], signal.SIGKILL)
@@ -134,8 +140,8 @@ async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Ser
         delay_s = next(r["delay_s"] for r in events(flaky)[seen:] if r["event"] == "BackoffStarted")
         over_s.append(times["Spawned"] - times["ProcessExited"] - delay_s)
 
-    assert forgotten_s < 5.0
-    assert min(over_s) < 0.05, over_s
+    assert forgotten_s < 2.0
+    assert min(over_s) < 0.1, over_s
     assert flaky.pids()["Flaky"] == sibling
     assert flaky.worker("Flaky_1")["restarts"] >= 2
 
@@ -153,7 +159,7 @@ async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(f
     (flaky.cwd / "break").unlink()
     restart = await asyncio.to_thread(flaky.cli, "restart", "dynamo_Flaky_1", "--wait")
 
-    assert "3 failures within 60 s" in row["reason"]
+    assert "5 failures within 60 s" in row["reason"]
     assert "dynamo restart dynamo_Flaky_1" in notes
     assert capacity == [], "a faulted worker counts for nothing"
     assert "I am broken by design" in flaky.log("Flaky_1")
@@ -204,7 +210,7 @@ async def test_failures_while_nats_is_away_do_not_count(flaky: Served) -> None:
     """Each death with NATS away waits for it and is followed by a start; more of them than the policy allows is no
     fault."""
     seen = len(events(flaky))
-    for _ in range(4):
+    for _ in range(6):
         nats = await auntil(lambda: flaky.server_pid("nats"))
         os.kill(nats, signal.SIGKILL)
         os.kill(flaky.pids()["Flaky_1"], signal.SIGKILL)
@@ -212,7 +218,7 @@ async def test_failures_while_nats_is_away_do_not_count(flaky: Served) -> None:
         await auntil(lambda: flaky.states()["Flaky_1"] == "ready", 20.0, what=flaky.states)
 
     deaths = [record for record in events(flaky)[seen:] if record["event"] == "ProcessExited"]
-    assert len(deaths) >= 4
+    assert len(deaths) >= 6
     assert "Faulted" not in kinds(events(flaky)[seen:])
 
 
