@@ -13,16 +13,24 @@ from filelock import FileLock, Timeout
 
 from dynamo_local.errors import NamespaceBusy
 
+GUARDIAN = "the guardian, ending what a killed arbiter left behind"
+"""How a guardian at work describes itself."""
+GUARDIAN_PATIENCE_S = 15.0
+
 
 def _info_file(lock: Path) -> Path:
     return lock.with_suffix(".owner")
 
 
 def acquire(lock: Path, namespace: str, what: str) -> FileLock:
-    """Take the namespace or raise `NamespaceBusy`, which says who runs it. `what` describes us to others."""
+    """Take the namespace or raise `NamespaceBusy`, which says who runs it. `what` describes us to others.
+
+    A guardian at work is waited for: it is done in a moment.
+    """
     held = FileLock(lock, mode=0o600)
+    patience_s = GUARDIAN_PATIENCE_S if GUARDIAN in holder(lock) and what != GUARDIAN else 0.0
     try:
-        held.acquire(timeout=0)
+        held.acquire(timeout=patience_s, poll_interval=0.02)
     except Timeout:
         raise NamespaceBusy(
             f"namespace {namespace!r} is run by {holder(lock)}; use `dynamo status -n {namespace}`, "
