@@ -23,12 +23,12 @@ from benchmarks.processes import ROOT, cpu_s, module_command, rss_mib
 WATCHERS = 64
 CPU_TARGET_PERCENT = 1.0
 MEMORY_TARGET_MIB = 96.0
-SETTLE_S = 2.0
+SETTLE_S = 1.0
 """After the start: imports, garbage and buffers of the start are not idling."""
 
 
 def run(short: bool) -> Report:
-    """CPU and memory of both, and how long `dynamo status` takes with so many workers."""
+    """CPU and memory of both. Windows are whole seconds: both arbiters wake once a second."""
     report = Report("arbiter_idle")
     windows, window_s = (3, 2.0) if short else (6, 10.0)
     with ExitStack() as stack:
@@ -68,7 +68,10 @@ def _our_arbiter(place: Folders) -> Iterator[int]:
     command = module_command("benchmarks.arbiters", "ours", *words)
     env = {**place.env, "PYTHONPATH": str(ROOT)}
     log = place.root / "arbiter.out"
-    with log.open("w") as output, subprocess.Popen(command, cwd=EXAMPLE, env=env, stdout=output, stderr=output) as arbiter:
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, cwd=EXAMPLE, env=env, stdout=output, stderr=output) as arbiter,
+    ):
         try:
             with _stand_in(place) as stand_in:
                 _until_ready(place, {log: arbiter, place.root / "stand-in.err": stand_in})
@@ -95,7 +98,9 @@ def _stand_in(place: Folders) -> Iterator[subprocess.Popen[str]]:
 def _plain_circus(root: Path) -> Iterator[int]:
     folder = root / "circus"
     folder.mkdir()
-    with _until_closed(module_command("benchmarks.arbiters", "circus", str(folder), str(WATCHERS)), folder / "err") as p:
+    with _until_closed(
+        module_command("benchmarks.arbiters", "circus", str(folder), str(WATCHERS)), folder / "err"
+    ) as p:
         assert p.stdout is not None
         if p.stdout.readline().strip() != "ready":
             raise RuntimeError(f"circus did not start: {(folder / 'err').read_text()}")

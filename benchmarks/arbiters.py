@@ -15,6 +15,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def ours(words: Sequence[str]) -> None:
         workers = tuple(dataclasses.replace(worker, argv=sleeper()) for worker in deployment.workers)
         return dataclasses.replace(deployment, workers=workers), *rest
 
-    launch.plan_deployment = with_sleepers
+    launch.plan_deployment = with_sleepers  # type: ignore[assignment]
     sys.argv = ["dynamo", "serve", *words]
     main()
 
@@ -56,17 +57,15 @@ async def stand_in(statefile: Path, watchers: int) -> None:
     from dynamo_local.runtime.load import LoadPublisher
     from dynamo_local.runtime.nats import close_quietly, connect_nats
 
-    async with asyncio.timeout(ANSWER_TIMEOUT_S):
-        state = await _spawned(statefile, watchers)
+    state = await asyncio.to_thread(_spawned, statefile, watchers)
     kv = await EtcdStore.connect_when_up(state["etcd_endpoints"], ANSWER_TIMEOUT_S)
     nats = await connect_nats(state["nats_server"], Path(state["nats_token_file"]), name="stand-in")
     keeper = LeaseKeeper(kv, is_draining=_never)
     lease = await keeper.start()
     load = Load(request_total_slots=256, kv_total_blocks=14766)
-    never = asyncio.Event()
     publishers = []
     for name, entry in state["components"].items():
-        publisher = LoadPublisher(nats, NAMESPACE, entry["component"], name, lambda: lease, lambda: load, never.wait)
+        publisher = LoadPublisher(nats, NAMESPACE, entry["component"], name, lambda: lease, lambda: load, _no_change)
         await publisher.start()
         publishers.append(publisher)
         value = json.dumps({"pid": entry["pid"], "endpoints": [f"{NAMESPACE}/{name}/generate"]}).encode()
@@ -83,15 +82,21 @@ async def _never() -> bool:
     return False
 
 
-async def _spawned(statefile: Path, watchers: int) -> dict[str, Any]:
-    """The statefile once every worker in it has a pid."""
-    while True:
+async def _no_change() -> None:
+    await asyncio.Event().wait()
+
+
+def _spawned(statefile: Path, watchers: int) -> dict[str, Any]:
+    """The statefile once every worker in it has a pid. TimeoutError if that does not come."""
+    deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+    while time.monotonic() < deadline_s:
         if statefile.exists():
             state: dict[str, Any] = json.loads(statefile.read_text())
             entries = state["components"].values()
             if len(entries) == watchers and all(entry.get("pid") for entry in entries):
                 return state
-        await asyncio.sleep(0.05)
+        time.sleep(0.05)
+    raise TimeoutError(f"{statefile} did not show {watchers} workers with pids within {ANSWER_TIMEOUT_S:g} s")
 
 
 async def circus(folder: Path, watchers: int) -> None:

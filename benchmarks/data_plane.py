@@ -1,29 +1,28 @@
 """What one hop costs: a handler in another process, over NATS and loopback TCP, beside calling it directly.
 
-    python benchmarks/data_plane.py [--json] [--stock-loop] [--requests 2000]
-
-Both ways run in the same run, on the same machine, with the same handler. `added` is the difference.
-Token latency is measured between the worker's `yield` and the caller's loop body (CLOCK_MONOTONIC is one
-clock for all processes of a host).
+Both ways run in turn in one run, with the same handler; `added` is the difference of a round. Token latency is
+measured between the worker's `yield` and the caller's loop body (CLOCK_MONOTONIC is one clock for all processes of a
+host). The long form measures asyncio's own event loop too; the product runs on uvloop.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from benchmarks.harness import Report, percentile
+from benchmarks.processes import ROOT, module_command
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
 from dynamo_local.runtime.nats import close_quietly, connect_nats
@@ -65,16 +64,49 @@ class OneInstance:
 Call = Callable[[dict[str, Any]], Awaitable[AsyncIterator[Any]]]
 
 
-def summary(values_s: Sequence[float]) -> dict[str, float]:
+Round = dict[str, float]
+"""Figure -> value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much one round does."""
+
+    rounds: int
+    requests: int
+    items: int
+    seconds: float
+
+
+SHORT = Sizes(rounds=2, requests=300, items=20_000, seconds=0.5)
+LONG = Sizes(rounds=5, requests=2000, items=200_000, seconds=3.0)
+
+
+def run(short: bool) -> Report:
+    """One hop and the direct call."""
+    report = Report("data_plane")
+    sizes = SHORT if short else LONG
+    _report(report, "", _measure(sizes, stock_loop=False))
+    if not short:
+        _report(report, "asyncio's loop, ", _measure(sizes, stock_loop=True))
+    return report
+
+
+def _report(report: Report, prefix: str, rounds: list[tuple[Round, Round]]) -> None:
+    for name in rounds[0][0]:
+        unit = "ms" if " p" in name else "cores" if "CPU" in name else "1/s"
+        if unit == "ms":
+            report.add(f"{prefix}{name}: added", unit, (hop[name] - direct[name] for hop, direct in rounds))
+        report.add(f"{prefix}{name}: hop", unit, (hop[name] for hop, _ in rounds))
+        report.add(f"{prefix}{name}: direct", unit, (direct[name] for _, direct in rounds))
+
+
+def latencies(what: str, values_s: list[float]) -> Round:
     """p50 and p99 in milliseconds."""
-    ordered = sorted(values_s)
-    return {
-        "p50_ms": round(statistics.median(ordered) * 1e3, 4),
-        "p99_ms": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e3, 4),
-    }
+    return {f"{what} p{share * 100:.0f}": percentile(values_s, share) * 1e3 for share in (0.5, 0.99)}
 
 
-async def request_latency(call: Call, requests: int) -> dict[str, float]:
+async def request_latency(call: Call, requests: int) -> Round:
     """One request after the other, one item each."""
     took = []
     for _ in range(requests):
@@ -82,7 +114,7 @@ async def request_latency(call: Call, requests: int) -> dict[str, float]:
         async for _ in await call({"count": 1}):
             pass
         took.append(time.perf_counter() - start)
-    return summary(took)
+    return latencies("request", took)
 
 
 async def requests_per_s(call: Call, requests: int, concurrency: int = 64) -> float:
@@ -95,7 +127,7 @@ async def requests_per_s(call: Call, requests: int, concurrency: int = 64) -> fl
 
     start = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(concurrency)))
-    return round(requests // concurrency * concurrency / (time.perf_counter() - start))
+    return requests // concurrency * concurrency / (time.perf_counter() - start)
 
 
 async def items_per_s(call: Call, items: int) -> float:
@@ -103,10 +135,10 @@ async def items_per_s(call: Call, items: int) -> float:
     start = time.perf_counter()
     async for _ in await call({"count": items}):
         pass
-    return round(items / (time.perf_counter() - start))
+    return items / (time.perf_counter() - start)
 
 
-async def token_latency(call: Call, streams: int, tokens: int, interval_s: float) -> dict[str, float]:
+async def token_latency(call: Call, streams: int, tokens: int, interval_s: float) -> Round:
     """Streams side by side at a decode worker's pace: from the worker's `yield` to the caller's loop body."""
     took: list[float] = []
 
@@ -117,27 +149,27 @@ async def token_latency(call: Call, streams: int, tokens: int, interval_s: float
     cpu, start = time.process_time(), time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(streams)))
     wall = time.perf_counter() - start
+    what = f"token of {streams} stream{'s' if streams > 1 else ''}"
     return {
-        **summary(took),
-        "tokens_per_s": round(len(took) / wall),
-        "caller_cpu_share": round((time.process_time() - cpu) / wall, 3),
+        **latencies(what, took),
+        f"{what}: tokens/s": len(took) / wall,
+        f"{what}: CPU of the caller": (time.process_time() - cpu) / wall,
     }
 
 
-async def measure(call: Call, requests: int) -> dict[str, Any]:
-    """All figures of one way to call. The first requests warm the connection up."""
-    await request_latency(call, 200)
+async def one_round(call: Call, sizes: Sizes) -> Round:
+    """All figures of one way to call."""
     return {
-        "request": await request_latency(call, requests),
-        "requests_per_s": await requests_per_s(call, requests),
-        "items_per_s_one_stream": await items_per_s(call, 200_000),
-        "token_one_stream": await token_latency(call, 1, 400, 0.005),
-        f"token_{STREAMS}_streams": await token_latency(call, STREAMS, 75, 1 / TOKENS_PER_S_EACH),
+        **await request_latency(call, sizes.requests),
+        "requests/s, 64 callers": await requests_per_s(call, sizes.requests),
+        "items/s, one stream": await items_per_s(call, sizes.items),
+        **await token_latency(call, 1, int(sizes.seconds / 0.005), 0.005),
+        **await token_latency(call, STREAMS, int(sizes.seconds * TOKENS_PER_S_EACH), 1 / TOKENS_PER_S_EACH),
     }
 
 
-async def caller(url: str, token_file: Path, requests: int) -> dict[str, Any]:
-    """Measure the hop and the direct call."""
+async def caller(url: str, token_file: Path, sizes: Sizes) -> list[tuple[Round, Round]]:
+    """(hop, direct) of each round. The first requests warm the connection up."""
 
     async def direct(payload: dict[str, Any]) -> AsyncIterator[Any]:
         return handler(payload, RequestContext("direct"))
@@ -146,15 +178,11 @@ async def caller(url: str, token_file: Path, requests: int) -> dict[str, Any]:
     dispatcher = Dispatcher(nats, AsyncioClock())
     await dispatcher.start()
     client = NatsEndpointClient(dispatcher, OneInstance(), "Worker", "generate")
-    hop, plain = await measure(client.call, requests), await measure(direct, requests)
+    await request_latency(client.call, 200)
+    rounds = [(await one_round(client.call, sizes), await one_round(direct, sizes)) for _ in range(sizes.rounds)]
     await dispatcher.close()
     await close_quietly(nats)
-    added = {
-        key: {p: round(hop[key][p] - plain[key][p], 4) for p in ("p50_ms", "p99_ms")}
-        for key in hop
-        if isinstance(hop[key], dict)
-    }
-    return {"loop": type(asyncio.get_running_loop()).__module__, "direct": plain, "hop": hop, "added": added}
+    return rounds
 
 
 async def worker(url: str, token_file: Path) -> None:
@@ -168,54 +196,44 @@ async def worker(url: str, token_file: Path) -> None:
     await close_quietly(nats)
 
 
-def run(stock_loop: bool, requests: int) -> dict[str, Any]:
+def _measure(sizes: Sizes, *, stock_loop: bool) -> list[tuple[Round, Round]]:
     """Start NATS and a worker process, measure, end both."""
-    runner = asyncio.run if stock_loop else uvloop.run
-    with tempfile.TemporaryDirectory() as folder:
-        port = PortLease()
-        spec = NatsSpec(find_server("nats-server"), Path(folder) / "nats", port.port, os.urandom(16).hex())
-        prepare(spec)
-        quiet = subprocess.DEVNULL
-        with subprocess.Popen(spec.argv, env=spec.env, stdin=quiet, stdout=quiet, stderr=quiet) as nats:
+    with tempfile.TemporaryDirectory(prefix="dyn-bench-") as folder, _nats(Path(folder)) as spec:
+        words = [spec.url, str(spec.token_file), *(["--stock-loop"] if stock_loop else [])]
+        with subprocess.Popen(
+            module_command("benchmarks.data_plane", *words), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as server:
+            assert server.stdin is not None
+            assert server.stdout is not None
             try:
-                asyncio.run(probe_nats(spec.url, spec.token, 10.0))
-                argv = [sys.executable, __file__, "--worker", spec.url, str(spec.token_file)]
-                if stock_loop:
-                    argv.append("--stock-loop")
-                with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-                    assert server.stdin is not None
-                    assert server.stdout is not None
-                    try:
-                        server.stdout.readline()
-                        return runner(caller(spec.url, spec.token_file, requests))
-                    finally:
-                        server.stdin.close()
-                        server.wait(10)
+                if not server.stdout.readline():
+                    raise RuntimeError("the worker's process ended before it was ready; its words are on stderr")
+                rounds: list[tuple[Round, Round]] = _runner(stock_loop)(caller(spec.url, spec.token_file, sizes))
+                return rounds
             finally:
-                nats.terminate()
-                port.close()
+                server.stdin.close()
+                server.wait(10)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument("--stock-loop", action="store_true", help="asyncio's own event loop instead of uvloop")
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--worker", nargs=2, metavar=("URL", "TOKEN_FILE"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        url, token_file = arguments.worker
-        (asyncio.run if arguments.stock_loop else uvloop.run)(worker(url, Path(token_file)))
-        return
-    result = run(arguments.stock_loop, arguments.requests)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    print(f"event loop: {result['loop']}")
-    for way in ("direct", "hop", "added"):
-        for name, value in result[way].items():
-            print(f"{way:7} {name:24} {value}")
+@contextmanager
+def _nats(folder: Path) -> Iterator[NatsSpec]:
+    """A NATS server of our own."""
+    port = PortLease()
+    spec = NatsSpec(find_server("nats-server"), folder / "nats", port.port, os.urandom(16).hex())
+    prepare(spec)
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(spec.argv, env=spec.env, stdin=quiet, stdout=quiet, stderr=quiet) as nats:
+        try:
+            asyncio.run(probe_nats(spec.url, spec.token, 10.0))
+            yield spec
+        finally:
+            nats.terminate()
+            port.close()
+
+
+def _runner(stock_loop: bool) -> Callable[..., Any]:
+    return asyncio.run if stock_loop else uvloop.run
 
 
 if __name__ == "__main__":
-    main()
+    _runner("--stock-loop" in sys.argv)(worker(sys.argv[1], Path(sys.argv[2])))

@@ -97,9 +97,7 @@ def run(place: Folders, *words: str, cwd: Path = EXAMPLE, timeout_s: float = DOW
 def down(place: Folders) -> None:
     """End whatever runs in these folders; nothing running is no error (exit code 3)."""
     command = dynamo_command("down")
-    done = subprocess.run(
-        command, env=place.env, capture_output=True, text=True, timeout=DOWN_TIMEOUT_S, check=False
-    )
+    done = subprocess.run(command, env=place.env, capture_output=True, text=True, timeout=DOWN_TIMEOUT_S, check=False)
     if done.returncode not in (0, 3):
         raise RuntimeError(f"dynamo down ended with exit code {done.returncode}: {done.stderr.strip()}")
 

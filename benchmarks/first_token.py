@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from benchmarks.deployment import DOWN_TIMEOUT_S, EXAMPLE, Folders, down, first_token, folders, run as dynamo
+from benchmarks.deployment import DOWN_TIMEOUT_S, EXAMPLE, Folders, down, first_token, folders
+from benchmarks.deployment import run as dynamo
 from benchmarks.harness import Report, at_most
 from benchmarks.processes import dynamo_command
 

@@ -29,10 +29,11 @@ GRAPHS = Path(__file__).parent
 ONE_CHARACTER = {"token_low": 67, "token_high": 68}
 """The engine writes only "a": what arrived can be counted in characters, however tokens were put together."""
 FAST = {**ONE_CHARACTER, "speed": 1e6}
-PACED = {**ONE_CHARACTER, "speed": 0.55}
-"""The H200 profile, slowed down: 64 streams make about 5,600 tokens/s, 128 about 8,700."""
-TOKENS_PER_S_EACH = {1: 120, 64: 88, 128: 68}
-"""About; decides how long a number of streams runs."""
+PACED = {**ONE_CHARACTER, "speed": 0.6}
+"""The H200 profile, slowed down until 64 streams make somewhat more than the target asks for."""
+STREAMS = (1, 64, 128, 256)
+TOKENS = 300
+"""Per stream, in both forms: a longer context makes the engine slower, so other lengths would not compare."""
 
 Arrivals = dict[str, list[tuple[float, int]]]
 
@@ -40,10 +41,12 @@ Arrivals = dict[str, list[tuple[float, int]]]
 def run(short: bool) -> Report:
     """Requests, then tokens."""
     report = Report("frontend")
+    sizes = {"rounds": 3, "requests": 80} if short else {"rounds": 5, "requests": 400}
     with two_cores() as cores:
         report.notes.append(f"everything, the load generator included, on cores {', '.join(map(str, cores))}")
-        _requests(report, rounds=3 if short else 5, requests=100 if short else 400)
-        _tokens(report, rounds=1 if short else 3, seconds=2.5 if short else 6.0)
+        _requests(report, "request", "graphs.agg:Frontend", **sizes)
+        _requests(report, "request with remote prefill", "graphs.disagg:Frontend", **sizes)
+        _tokens(report, STREAMS[:3] if short else STREAMS, rounds=1 if short else 5)
     return report
 
 
@@ -59,74 +62,64 @@ def two_cores() -> Iterator[list[int]]:
         os.sched_setaffinity(0, before)
 
 
-def config(sim: dict[str, Any], envs: dict[str, str]) -> dict[str, Any]:
-    """The aggregated graph's configuration."""
-    return {
-        "Host": {"gpus": "sim:1"},
+def config(sim: dict[str, Any], envs: dict[str, str], *, prefill: bool = False) -> dict[str, Any]:
+    """The graph's configuration; with `prefill`, every prompt is prefilled by the PrefillWorker."""
+    sections: dict[str, Any] = {
+        "Host": {"gpus": "sim:2"},
         "Frontend": {"port": 0},
         "VllmWorker": {"sim": sim, "ServiceArgs": {"envs": envs}},
     }
+    if prefill:
+        sections["VllmWorker"]["remote-prefill"] = True
+        sections["PrefillWorker"] = {"sim": sim}
+    return sections
 
 
 # --- requests ----------------------------------------------------------------------------------
 
 
-def _requests(report: Report, rounds: int, requests: int) -> None:
-    with served("graphs.agg:Frontend", config(FAST, {})) as graph:
-        found = generate(
-            {
-                "kind": "latency",
-                "port": graph.port,
-                "rounds": rounds,
-                "requests": requests,
-                "concurrency": CONNECTIONS,
-                "sim": FAST,
-            }
-        )["rounds"]
+def _requests(report: Report, what: str, graph: str, rounds: int, requests: int) -> None:
+    with served(graph, config(FAST, {}, prefill="disagg" in graph)) as running:
+        plan = {"rounds": rounds, "requests": requests, "concurrency": CONNECTIONS, "sim": FAST}
+        found = generate({"kind": "latency", "port": running.port, **plan})["rounds"]
     added = [[http - direct for http, direct in zip(r["http_s"], r["direct_s"], strict=True)] for r in found]
-    what = f"request of {TOKENS_PER_REQUEST} tokens"
-    for share, target in ((0.5, at_most(ADDED_TARGET_MS)), (0.99, None)):
-        name = f"p{share * 100:.0f}"
-        report.add(f"{what}: added, {name}", "ms", (percentile(values, share) * 1e3 for values in added), target)
+    target = at_most(ADDED_TARGET_MS) if what == "request" else None
+    for name, share, bound in (("p50", 0.5, target), ("p99", 0.99, None)):
+        report.add(f"{what}: added, {name}", "ms", (percentile(values, share) * 1e3 for values in added), bound)
     report.add(f"{what}: engine alone, p50", "ms", (percentile(r["direct_s"], 0.5) * 1e3 for r in found))
-    report.add("first token of a stream, p50", "ms", (percentile(r["first_token_s"], 0.5) * 1e3 for r in found))
-    report.add(f"requests/s, {CONNECTIONS} connections", "1/s", (r["http_per_s"] for r in found))
-    report.add("requests/s, engine alone", "1/s", (r["direct_per_s"] for r in found))
+    report.add(f"{what}: first token streamed, p50", "ms", (percentile(r["first_token_s"], 0.5) * 1e3 for r in found))
+    report.add(f"{what}: requests/s, {CONNECTIONS} connections", "1/s", (r["http_per_s"] for r in found))
+    if what == "request":
+        report.add(f"{what}: requests/s, engine alone", "1/s", (r["direct_per_s"] for r in found))
+        report.notes.append(f"a request has {TOKENS_PER_REQUEST} tokens, and is not streamed unless it says so")
 
 
 # --- tokens ------------------------------------------------------------------------------------
 
 
-def _tokens(report: Report, rounds: int, seconds: float) -> None:
+def _tokens(report: Report, counts: Sequence[int], rounds: int) -> None:
     with tempfile.TemporaryDirectory(prefix="dyn-bench-") as name:
         stamps = Path(name)
         envs = {"BENCH_STAMPS": name}
         with served("graphs.stamped:Frontend", config(PACED, envs), cwd=GRAPHS) as graph:
             pids = graph.pids()
-            _streams(graph, 1, 1.0, stamps, pids)  # connections, code paths: warm
-            for count in TOKENS_PER_S_EACH:
-                found = [_streams(graph, count, seconds, stamps, pids) for _ in range(rounds)]
+            _streams(graph, 16, 30, stamps, pids)  # connections, code paths: warm
+            for count in counts:
+                found = [_streams(graph, count, TOKENS, stamps, pids) for _ in range(rounds)]
                 _report_streams(report, count, found)
                 if count == 64:
                     _report_processes(report, found)
 
 
-def _streams(graph: Running, count: int, seconds: float, stamps: Path, pids: dict[str, int]) -> dict[str, Any]:
-    """One round: rates in the time in which all streams run, each token's way, each process's share."""
-    tokens = int(TOKENS_PER_S_EACH[count] * seconds)
+def _streams(graph: Running, count: int, tokens: int, stamps: Path, pids: dict[str, int]) -> dict[str, Any]:
+    """One round: rates at both ends, each token's way, each process's share."""
     result = generate({"kind": "streams", "port": graph.port, "count": count, "tokens": tokens, "pids": pids})
     arrivals: Arrivals = {name: [(at, n) for at, n in pairs] for name, pairs in result["arrivals"].items()}
     made = {name: yield_times((stamps / name).read_bytes()) for name in arrivals}
-    begin_s, end_s = max(times[0] for times in made.values()), min(times[-1] for times in made.values())
-    length_s = end_s - begin_s
     return {
-        "offered_per_s": sum(begin_s < at <= end_s for times in made.values() for at in times) / length_s,
-        "delivered_per_s": sum(
-            n for pairs in arrivals.values() for at, n in increments(pairs) if begin_s < at <= end_s
-        )
-        / length_s,
+        "offered_per_s": sum(rate([(at, n) for n, at in enumerate(times, 1)]) for times in made.values()),
+        "delivered_per_s": sum(rate(pairs) for pairs in arrivals.values()),
         "added_s": [way for name, pairs in arrivals.items() for way in ways(made[name], pairs)],
-        "reads": sum(map(len, arrivals.values())),
         "cores": result["cores"],
         "rss_mib": result["rss_mib"],
     }
@@ -136,6 +129,12 @@ def yield_times(stamps: bytes) -> list[float]:
     """Seconds at which each token was yielded, from the worker's notes (pairs of time and number of tokens)."""
     values = array("d", stamps)
     return [at for at, count in zip(values[::2], values[1::2], strict=True) for _ in range(int(count))]
+
+
+def rate(points: Sequence[tuple[float, int]]) -> float:
+    """Tokens per second from the first to the last of (time, tokens so far)."""
+    (begin_s, first), (end_s, last) = points[0], points[-1]
+    return (last - first) / (end_s - begin_s)
 
 
 def increments(arrivals: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:

@@ -221,7 +221,7 @@ def table(outcome: Outcome) -> str:
     head = f"{outcome.name}  ({outcome.took_s:.1f} s, load before {outcome.load_before})"
     if outcome.report is None:
         return f"{head}\n  could not run: {outcome.error}"
-    rows = [("", "min", "median", "max", "unit", "target", "")]
+    rows: list[tuple[str, ...]] = [("", "min", "median", "max", "unit", "target", "")]
     rows += [_row(figure) for figure in outcome.report.figures]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join([head, *(_line(row, widths) for row in rows), *(f"  * {note}" for note in outcome.report.notes)])
@@ -241,8 +241,8 @@ def _row(figure: Figure) -> tuple[str, ...]:
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    numbers = (1, 2, 3)
-    cells = [cell.rjust(width) if i in numbers else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+    numbers = range(1, 4)
+    cells = [cell.rjust(widths[i]) if i in numbers else cell.ljust(widths[i]) for i, cell in enumerate(row)]
     return ("  " + "  ".join(cells)).rstrip()
 
 

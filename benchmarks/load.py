@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import uvloop
@@ -241,7 +241,7 @@ async def streams(port: int, count: int, tokens: int, pids: dict[str, int]) -> d
 
 async def _main() -> None:
     plan = json.load(sys.stdin)
-    kinds = {"latency": latency, "streams": streams}
+    kinds: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {"latency": latency, "streams": streams}
     async with asyncio.timeout(LIMIT_S):
         result = await kinds[plan.pop("kind")](**plan)
     json.dump(result, sys.stdout)

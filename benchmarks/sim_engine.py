@@ -1,7 +1,6 @@
 """What the simulated engine costs: CPU per token in real time, and how fast it is on a virtual clock.
 
-    python benchmarks/sim_engine.py [--seconds 5] [--json]
-    python benchmarks/sim_engine.py --trace conversation_trace.jsonl.gz   (Mooncake's format; scheduler only)
+    python -m benchmarks.sim_engine TRACE    (Mooncake's format, .jsonl or .jsonl.gz; the scheduler alone)
 
 Targets: 5,000 tokens/s through one engine in real time under 15 % of a core; the Mooncake conversation trace
 (12,031 requests, 4.1 M tokens) well under the 20 s that `dynamo simulate` has for it.
@@ -16,8 +15,8 @@ import heapq
 import json
 import time
 from pathlib import Path
-from typing import Any
 
+from benchmarks.harness import Report, at_most
 from dynamo_local.clock import run_virtual
 from dynamo_local.engines.sim import InMemoryTransport, ProfileModel, SimEngine, SimOptions, SimScheduler
 from dynamo_local.engines.sim.requests import Finished, SchedulerConfig, SimRequest, Tokens
@@ -25,6 +24,24 @@ from dynamo_local.ports import EngineRequest, SamplingParams
 
 PROMPT_TOKENS = 512
 STREAMS = 64
+CPU_TARGET_PERCENT = 15.0
+
+
+def run(short: bool) -> Report:
+    """Real time, and two ways to run on a virtual clock."""
+    report = Report("sim_engine")
+    seconds, rounds = (0.5, 1) if short else (5.0, 3)
+    quiet = SimOptions(coalesce_passes=True)
+    real = [asyncio.run(_load(SimOptions(), seconds)) for _ in range(rounds)]
+    each = [run_virtual(_load(SimOptions(), seconds * 4)) for _ in range(rounds)]
+    runs = [run_virtual(_load(quiet, seconds * 20)) for _ in range(rounds)]
+    what = f"real time, {STREAMS} streams"
+    report.add(f"{what}: tokens/s", "1/s", (r["tokens"] / r["clock_s"] for r in real))
+    percent = (5000 / (r["tokens"] / r["cpu_s"]) * 100 for r in real)
+    report.add(f"{what}: CPU at 5,000 tokens/s", "% core", percent, at_most(CPU_TARGET_PERCENT))
+    report.add("virtual clock, every pass: tokens per CPU second", "1/s", (r["tokens"] / r["cpu_s"] for r in each))
+    report.add("virtual clock, quiet runs: tokens per CPU second", "1/s", (r["tokens"] / r["cpu_s"] for r in runs))
+    return report
 
 
 async def _stream(engine: SimEngine, number: int, tokens: int) -> int:
@@ -62,9 +79,6 @@ async def _load(options: SimOptions, seconds: float) -> dict[str, float]:
         "cpu_s": time.process_time() - cpu_s,
     }
     await engine.close()
-    took["tokens_per_clock_s"] = took["tokens"] / took["clock_s"]
-    took["tokens_per_cpu_s"] = took["tokens"] / took["cpu_s"]
-    took["cpu_share_at_5000_tokens_per_s"] = 5000 / took["tokens_per_cpu_s"]
     return took
 
 
@@ -120,26 +134,14 @@ def replay(trace: Path, engines: int, block_size: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long each measurement lasts on its own clock")
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format")
+    """Replay one trace."""
+    parser = argparse.ArgumentParser(description="Replay a trace through simulated schedulers")
+    parser.add_argument("trace", type=Path, help="in Mooncake's format")
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result: dict[str, Any] = {}
-    result["real_time"] = asyncio.run(_load(SimOptions(), args.seconds))
-    result["virtual_each_pass"] = run_virtual(_load(SimOptions(), args.seconds * 4))
-    result["virtual_coalesced"] = run_virtual(_load(SimOptions(coalesce_passes=True), args.seconds * 20))
-    if args.trace:
-        result["trace"] = replay(args.trace, args.engines, args.block_size)
-    if args.json:
-        print(json.dumps(result, indent=2))
-        return
-    for name, values in result.items():
-        print(name)
-        for key, value in values.items():
-            print(f"  {key:32} {value:12,.3f}")
+    options = parser.parse_args()
+    for key, value in replay(options.trace, options.engines, options.block_size).items():
+        print(f"{key:32} {value:12,.3f}")
 
 
 if __name__ == "__main__":

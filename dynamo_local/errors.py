@@ -104,12 +104,6 @@ class WorkerDied(DynamoError):
     code = "worker_died"
 
 
-class DrainFinished(DynamoError):
-    """The drain cannot be taken back any more: the worker has finished its work and is going. Add a new one."""
-
-    code = "drain_finished"
-
-
 class InfraUnavailable(DynamoError):
     """etcd or NATS does not answer. Retry once it is back."""
 

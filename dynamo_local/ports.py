@@ -171,7 +171,7 @@ class Engine(Protocol):
         """Stream the outputs; closing the iterator aborts the request and frees its blocks.
 
         Raises `InvalidRequest` (too long for the model), `KvTransferError` (the hand-off's identity is
-        unknown, wrong or expired) or `EngineError`.
+        unknown, wrong or expired), `EngineError`, or `EngineDead` once the engine has ended by itself.
         """
         ...
 
@@ -183,6 +183,10 @@ class Engine(Protocol):
 
     def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
         """The share (0..1) of this prompt whose KV blocks are cached now; 0.0 where it cannot be known."""
+        ...
+
+    async def wait_failed(self) -> None:
+        """Raise `EngineDead` as soon as the engine has ended by itself; return once it was closed."""
         ...
 
     async def wait_handoffs(self) -> None:

@@ -17,20 +17,23 @@ from dynamo_local.components import Frontend, Processor, VllmWorker
 from dynamo_local.engines.sim import SimEngine
 from dynamo_local.ports import EngineOutput, EngineRequest
 
-Frontend.link(Processor).link(VllmWorker)
+Frontend.link(Processor).link(VllmWorker)  # type: ignore[attr-defined]
 
 _generate = SimEngine.generate
+STAMPS = Path(os.environ.get("BENCH_STAMPS", "."))
 
 
 async def _stamped(engine: SimEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
     stamps = array("d")
-    async for output in _generate(engine, request):
-        stamps.append(time.monotonic())
-        stamps.append(len(output.token_ids))
-        yield output
-    # The Frontend's request id, without what the worker adds to make it the engine's own.
-    name = request.request_id.rpartition("-")[0]
-    Path(os.environ["BENCH_STAMPS"], name).write_bytes(stamps.tobytes())
+    try:
+        async for output in _generate(engine, request):
+            stamps.append(time.monotonic())
+            stamps.append(len(output.token_ids))
+            yield output
+    finally:
+        # The Frontend's request id, without what the worker adds to make it the engine's own.
+        name = request.request_id.rpartition("-")[0]
+        (STAMPS / name).write_bytes(stamps.tobytes())
 
 
-SimEngine.generate = _stamped  # type: ignore[method-assign]
+SimEngine.generate = _stamped  # type: ignore[method-assign,assignment]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +108,26 @@ def _detach() -> int:
                 start_new_session=True,
                 close_fds=True,
             )
-        return _follow(child, report, errors)
+        with _passed_on(child):
+            return _follow(child, report, errors)
     finally:
         report.unlink(missing_ok=True)
         errors.unlink(missing_ok=True)
+
+
+@contextmanager
+def _passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whoever interrupts us while we wait means the start: it leaves, and we tell how that ended."""
+
+    def pass_on(signum: int, _frame: Any) -> None:
+        child.send_signal(signum)
+
+    before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _follow(child: subprocess.Popen[bytes], report: Path, errors: Path) -> int:
@@ -135,8 +153,10 @@ def _follow(child: subprocess.Popen[bytes], report: Path, errors: Path) -> int:
     if failure is not None:
         click.echo(f"dynamo: {failure['message']}", err=True)
         return int(failure["exit_code"])
-    click.echo(f"dynamo: the arbiter ended before it was ready:\n{errors.read_text()}", err=True)
-    return child.returncode or EXIT_FAILED
+    code = child.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    click.echo(f"dynamo: the arbiter {how} before it was ready\n{errors.read_text()}".rstrip(), err=True)
+    return code if code > 0 else EXIT_FAILED
 
 
 def _records(file: Any) -> Iterator[dict[str, Any]]:

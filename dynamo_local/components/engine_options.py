@@ -54,8 +54,12 @@ def _vocab_size(model: str) -> int | None:
 
 
 async def start_engine(kind: str, model: str, max_model_len: int | None, options: Mapping[str, Any]) -> Engine:
-    """A started engine. Raises `ConfigError` for options that cannot be used."""
+    """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind."""
     engine = make_engine(kind, sim_options(model, max_model_len, options))
-    await engine.start()
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
     log.info("engine ready: %s", engine.info)
     return engine

@@ -76,6 +76,7 @@ class RequestObserver:
         self._ended = False
         series.inflight.inc()
         series.queued.inc()
+        metrics.queued += 1
 
     def on_prompt(self, prompt_tokens: int) -> None:
         """The Processor has told the prompt's length; recorded once, and only for requests that get tokens."""
@@ -93,6 +94,7 @@ class RequestObserver:
         self._tokens += count
         if self._last_s is None:
             series.queued.dec()
+            self._metrics.queued -= 1
             series.ttft.observe(now_s - self._started_s)
             if self._prompt_tokens is not None:
                 series.isl.observe(self._prompt_tokens)
@@ -115,6 +117,7 @@ class RequestObserver:
         series.inflight.dec()
         if self._last_s is None:
             series.queued.dec()
+            self._metrics.queued -= 1
         else:
             series.osl.observe(self._tokens)
         series.duration.observe(now_s - self._started_s)
@@ -129,6 +132,8 @@ class HttpMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._series: dict[str, _Series] = {}
+        self.queued = 0
+        """Requests of all models that still wait for their first token."""
         model = ["model"]
         self.requests = Counter(
             f"{PREFIX}_requests",

@@ -57,7 +57,7 @@ class PrefillCounts:
 
 
 class Prefiller:
-    """Pulls and serves entries until told to stop. Without the process around it.
+    """Pulls and serves entries: `pull` until told to stop, then `finish`; or `pull` again, if the stop is taken back.
 
     An entry is pulled only when a pass is free; the next may be pulled while the decode side takes over the KV.
     """
@@ -69,7 +69,7 @@ class Prefiller:
         self._queue = queue
         self._replies = replies
         self._free_passes = asyncio.Semaphore(max_concurrent_prefills)
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[None], str] = {}
         self.computing = 0
         self.counts = PrefillCounts()
 
@@ -78,21 +78,33 @@ class Prefiller:
         """Entries pulled and not yet finished, hand-offs included."""
         return len(self._serving)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set and everything pulled is finished; then return when all KV was taken over."""
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Of the entries in hand."""
+        return tuple(self._serving.values())
+
+    async def pull(self, stop: asyncio.Event) -> None:
+        """Pull until `stop` has been set, even if it was cleared at once. What is in hand goes on."""
         stopped = asyncio.create_task(stop.wait(), name="prefill stop")
         try:
-            while not stop.is_set():
+            while not stopped.done():
                 await self._pull_one(stop, stopped)
         finally:
             stopped.cancel()
             await asyncio.wait([stopped])
-            if not stop.is_set():  # we are being cancelled: what is pulled goes back to the queue
-                for task in self._serving:
-                    task.cancel()
-            while self._serving:
-                await asyncio.wait(tuple(self._serving))
+
+    async def finish(self) -> None:
+        """Return when nothing is in hand and all KV was taken over. Cancelled, it leaves everything going on."""
+        while self._serving:
+            await asyncio.wait(tuple(self._serving))
         await self._engine.wait_handoffs()
+
+    async def give_back(self) -> None:
+        """What is in hand goes back to the queue, for another worker. Returns when the queue knows."""
+        for task in self._serving:
+            task.cancel()
+        while self._serving:
+            await asyncio.wait(tuple(self._serving))
 
     async def _pull_one(self, stop: asyncio.Event, stopped: asyncio.Task[bool]) -> None:
         """Wait for a free pass and for an entry, or for the stop."""
@@ -100,7 +112,8 @@ class Prefiller:
             return
         pulled: PulledTask | None = None
         try:
-            if stop.is_set():  # it came while we waited: even a pull that is cancelled at once may take an entry
+            # It came while we waited: even a pull that is cancelled at once may take an entry.
+            if stop.is_set() or stopped.done():
                 return
             pulled = await _first(self._queue.pull(PULL_TIMEOUT_S), stopped)
         except InfraUnavailable as error:
@@ -114,8 +127,8 @@ class Prefiller:
                 self._free_passes.release()
         if pulled is not None:
             task = asyncio.create_task(self._serve(pulled), name=f"prefill {pulled.task.request_id}")
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+            self._serving[task] = pulled.task.request_id
+            task.add_done_callback(self._serving.pop)
 
     async def _serve(self, pulled: PulledTask) -> None:
         """One entry to its end. Nothing is raised: every outcome is an answer to the queue, or a log line."""

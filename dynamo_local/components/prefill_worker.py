@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from dynamo_local.components.engine_options import check_sim_options, start_engine
 from dynamo_local.components.model import TINY_MODEL
+from dynamo_local.ports import Engine
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown, service
-from dynamo_local.sdk.context import current_context
-
-log = logging.getLogger(__name__)
+from dynamo_local.sdk.context import Work, current_context
 
 
 class PrefillWorkerConfig(BaseModel):
@@ -42,14 +40,17 @@ class PrefillWorkerConfig(BaseModel):
 class PrefillWorker:
     """Prefill worker of a disaggregated graph. Its only work comes through the prefill queue."""
 
+    def __init__(self) -> None:
+        self._engine: Engine | None = None  # a start that is broken off is stopped like any other
+        self._pulling: asyncio.Task[None] | None = None
+
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then pull."""
         from dynamo_local.components.prefill import Prefiller
 
-        context = current_context()
+        self._context = context = current_context()
         config: PrefillWorkerConfig = context.settings
-        self._draining = context.draining
         self._engine = await start_engine(config.engine, config.model, config.max_model_len, config.sim)
         self._prefiller = Prefiller(
             self._engine,
@@ -58,16 +59,21 @@ class PrefillWorker:
             max_concurrent_prefills=config.max_concurrent_prefills,
         )
         context.set_load_source(self._engine.load, self._engine.load_changed)
-        context.on_drain(self._drained)
-        self._run = asyncio.create_task(self._prefiller.run(context.draining), name="prefill queue")
-        self._run.add_done_callback(_complain)
+        context.set_work_source(lambda: Work(self._prefiller.request_ids, self._prefiller.in_hand))
+        context.vital(self._engine.wait_failed(), "the engine")
+        context.on_drain(self._finished)
+        context.on_resume(self._resumed)
+        self._pull()
+
+    def _pull(self) -> None:
+        self._pulling = self._context.vital(self._prefiller.pull(self._context.draining), "pulling prefills")
 
     @endpoint()
     async def status(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """What this worker is at: makes it visible, and `prefill_workers` countable, in etcd."""
         counts = self._prefiller.counts
         return {
-            "state": "draining" if self._draining.is_set() else "ready",
+            "state": "draining" if self._context.draining.is_set() else "ready",
             "computing": self._prefiller.computing,
             "in_hand": self._prefiller.in_hand,
             "done": counts.done,
@@ -76,18 +82,26 @@ class PrefillWorker:
             "given_back": counts.given_back,
         }
 
-    async def _drained(self) -> None:
+    async def _finished(self) -> None:
         """What was pulled is finished, and its KV taken over."""
-        await self._run
+        await self._until_pull_ended()
+        await self._prefiller.finish()
+
+    async def _resumed(self) -> None:
+        """The drain was taken back: pull again. What was in hand has gone on all the time."""
+        await self._until_pull_ended()
+        self._pull()
+
+    async def _until_pull_ended(self) -> None:
+        if self._pulling is not None:
+            await asyncio.wait([self._pulling])
 
     @on_shutdown
     async def stop(self) -> None:
         """End the engine; entries that are still in hand go back to the queue."""
-        self._run.cancel()
-        await asyncio.wait([self._run])
-        await self._engine.close()
-
-
-def _complain(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("the prefill loop ended: this worker does no more work", exc_info=error)
+        if self._pulling is not None:
+            self._pulling.cancel()
+            await self._until_pull_ended()
+            await self._prefiller.give_back()
+        if self._engine is not None:
+            await self._engine.close()

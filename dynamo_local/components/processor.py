@@ -69,6 +69,9 @@ class Processor:
 
     worker = depends(VllmWorker)
 
+    def __init__(self) -> None:
+        self._stack = contextlib.AsyncExitStack()  # a start that is broken off is stopped like any other
+
     @async_on_start
     async def start(self) -> None:
         """Load the tokenizer (off the loop: it is megabytes of JSON) and begin to watch workers and models."""
@@ -85,11 +88,13 @@ class Processor:
         client = await context.endpoint_client(self.worker.component, "generate")
         clock = AsyncioClock()
         self._view = LoadView(context.nats, context.namespace, self.worker.component, clock)
+        self._stack.push_async_callback(self._view.close)
         if config.router == "least-loaded":
             await self._view.start()
         picker = make_picker(config.router, config.router_seed)
         models = ModelsView(context.namespace, name)
-        self._follow = asyncio.create_task(models.follow(context.kv), name="model cards")
+        follow = asyncio.create_task(models.follow(context.kv), name="model cards")
+        self._stack.push_async_callback(_end, follow)
         dispatcher = Dispatcher(
             client, picker, lambda ids: samples(self._view, clock, ids), max_tries=config.max_tries, clock=clock
         )
@@ -98,9 +103,7 @@ class Processor:
     @on_shutdown
     async def stop(self) -> None:
         """End the watches."""
-        self._follow.cancel()
-        await asyncio.wait([self._follow])
-        await self._view.close()
+        await self._stack.aclose()
 
     @endpoint(name="chat/completions")
     async def chat_completions(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
@@ -121,3 +124,8 @@ def _remaining_s() -> float | None:
     """What is left of the caller's deadline; it goes on to the worker."""
     request = current_request()
     return request.remaining_s() if request is not None else None
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

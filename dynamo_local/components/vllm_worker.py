@@ -78,6 +78,9 @@ class VllmWorker:
 
     prefill_worker = depends(PrefillWorker, optional=True)
 
+    def __init__(self) -> None:
+        self._stack = contextlib.AsyncExitStack()  # a start that is broken off is stopped like any other
+
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then say that the model is served."""
@@ -85,9 +88,9 @@ class VllmWorker:
 
         context = current_context()
         config: VllmWorkerConfig = context.settings
-        self._stack = contextlib.AsyncExitStack()
         self._engine = await start_engine(config.engine, config.model, config.max_model_len, config.sim)
         self._stack.push_async_callback(self._engine.close)
+        context.vital(self._engine.wait_failed(), "the engine")
         self._remote = None
         if config.remote_prefill and self.prefill_worker is None:
             log.warning("remote-prefill is on, but the graph has no prefill worker: every prefill is local")

@@ -55,6 +55,29 @@ def _names(value: Any) -> Any:
     return tuple(items)
 
 
+def _underscored(value: Any) -> Any:
+    """Keys in either spelling, as everywhere."""
+    if not isinstance(value, dict):
+        return value
+    return {key.replace("-", "_") if isinstance(key, str) else key: item for key, item in value.items()}
+
+
+class CircusdConfig(BaseModel):
+    """What the words of `dynamo serve` say, for the plugin under somebody's stock circusd (`docs/circusd.md`)."""
+
+    model_config = _STRICT
+
+    graph: str
+    """`graphs.disagg:Frontend`"""
+    working_dir: Path = Path(".")
+    """Where the graph's modules are, and where the workers run; relative to the YAML's own folder."""
+    namespace: str | None = None
+    """None: the graph's own."""
+    start_deadline_s: Seconds | None = None
+    drain_deadline_s: Seconds | None = None
+    """Of the services that have none in their `ServiceArgs`; None: as for `dynamo serve`."""
+
+
 class HostConfig(BaseModel):
     """What belongs to the machine. None where the environment or a default decides."""
 
@@ -74,6 +97,8 @@ class HostConfig(BaseModel):
     ] = None
     pass_env: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = ()
     """Names or globs of variables that workers inherit beyond the allow-list of `core.secrets`."""
+    circusd: Annotated[CircusdConfig | None, BeforeValidator(_underscored)] = None
+    """Read by `[plugin:dynamo]` of a `circus.ini` only."""
 
 
 class ServiceArgs(BaseModel):

@@ -7,11 +7,23 @@ sets it before the component's class is instantiated; tests set a fake one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dynamo_local.core.types import Load
 from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a component has in hand beside its endpoints' streams: requests that it took in by other ways.
+
+    `requests` are their ids; `pulled` counts those of them that came out of a queue.
+    """
+
+    requests: tuple[str, ...] = ()
+    pulled: int = 0
 
 
 class PrefillReplies(Protocol):
@@ -29,7 +41,7 @@ class WorkerContext(Protocol):
     """The worker's side of the runtime, as a component sees it.
 
     `settings` is the validated configuration model of the service (None if it declared none).
-    `draining` is set from the moment on which the worker takes nothing new.
+    `draining` is set from the moment on which the worker takes nothing new, and cleared when the drain was taken back.
     """
 
     namespace: str
@@ -50,12 +62,29 @@ class WorkerContext(Protocol):
         """Await `callback` when endpoints have stopped taking new requests, before the worker exits.
 
         Callbacks run side by side; each returns when the component's own work (HTTP connections,
-        pulled queue entries, KV hand-offs) is finished.
+        pulled queue entries, KV hand-offs) is finished. It is cancelled when the drain is taken back: so it only
+        waits, and gives nothing up. What closes for good belongs into an `on_shutdown` hook.
         """
         ...
 
-    def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]]) -> None:
-        """`source` is published once a second, and soon after `changed()` returns."""
+    def on_resume(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Await `callback` when a drain was taken back: `draining` is clear, the worker is registered again."""
+        ...
+
+    def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]] | None = None) -> None:
+        """`source` is published once a second, and soon after `changed()` returns.
+
+        Without a source of its own a worker publishes how many requests its endpoints have in flight.
+        """
+        ...
+
+    def set_work_source(self, source: Callable[[], Work]) -> None:
+        """What `status` shows of the component's own work, beside the streams of its endpoints."""
+        ...
+
+    def vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run `work` beside everything else. If it raises, the worker is of no use any more: its process ends
+        at once, with a non-zero exit code and the reason in its log. Returning, or being cancelled, is fine."""
         ...
 
     async def register_key(self, prefix: str, value: bytes) -> None:

@@ -22,6 +22,7 @@ from dynamo_local.core.types import GraphSpec, WorkerState
 from dynamo_local.errors import ConfigError, DynamoError, NamespaceBusy, NotRunning
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.gpus import GpuPool
+from dynamo_local.serve.host import AdoptingHost
 from dynamo_local.serve.infra import EtcdSpec, NatsSpec, ServerBinary
 from dynamo_local.serve.paths import Paths
 from dynamo_local.serve.plan import Deployment, WatcherPlan, WorkerPlanner
@@ -217,6 +218,7 @@ class Adoption:
     found: Found
     deployment: Deployment
     supervisor: Supervisor
+    host: AdoptingHost
     _ended: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -249,7 +251,7 @@ class Adoption:
         pid = self.found.pids.get(plan.name)
         if pid is not None:
             try:
-                supervisor.arbiter.adopt_process(supervisor.operations.spec(worker), pid)
+                self.host.adopt_process(supervisor.operations.spec(worker), pid)
             except ProcessLookupError:
                 pid = None  # it has ended since we looked
         if pid is None:
@@ -271,7 +273,7 @@ class Adoption:
         supervisor = self.supervisor
         if pid is not None:
             try:
-                supervisor.arbiter.adopt_process(supervisor.servers.process_spec(name, spec), pid)
+                self.host.adopt_process(supervisor.servers.process_spec(name, spec), pid)
             except ProcessLookupError:
                 pid = None
         supervisor.servers.adopt(name, spec, pid)

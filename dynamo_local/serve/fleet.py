@@ -228,7 +228,9 @@ class Fleet:
             if left_s is not None and left_s <= 0:
                 return False
             try:
-                await asyncio.wait_for(changed.wait(), left_s)
+                # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the change.
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
             except TimeoutError:
                 return done()
         return True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 ExitCallback = Callable[[str, int, int | None], None]
 """`(watcher name, pid, exit code)`; a negative code is a signal, None where nobody could collect it."""
@@ -43,4 +43,29 @@ class ProcessHost(Protocol):
 
     async def forget(self, name: str) -> None:
         """Drop the watcher of a process that is gone; an unknown name is no error."""
+        ...
+
+
+class SupervisedHost(ProcessHost, Protocol):
+    """A host with a control endpoint: our own arbiter, or the plugin under somebody's stock circusd.
+
+    `supervisor` is whoever answers the commands (`circus_plugins.commands.Commanded`).
+    """
+
+    supervisor: Any
+
+    def start(self) -> Awaitable[Any]:
+        """Make everything ready to start processes and to answer commands."""
+        ...
+
+    async def close(self) -> None:
+        """Close the endpoint. All processes must be gone."""
+        ...
+
+
+class AdoptingHost(SupervisedHost, Protocol):
+    """A host that can take over processes which a killed predecessor started."""
+
+    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+        """A watcher for a process that runs already; `ProcessLookupError` if it has just ended."""
         ...

@@ -23,6 +23,7 @@ from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve import lock
 from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
 from dynamo_local.serve.gpus import GpuPool
+from dynamo_local.serve.host import SupervisedHost
 from dynamo_local.serve.inventory import open_inventory, pinning_disabled
 from dynamo_local.serve.notify import notify
 from dynamo_local.serve.paths import Paths
@@ -159,27 +160,53 @@ def _lease_ttl_s(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
+MakeHost = Callable[[Deployment], SupervisedHost]
+"""Called on the running loop."""
+
+
+def own_arbiter(deployment: Deployment) -> SupervisedHost:
+    """The arbiter of `dynamo serve`: this process itself."""
+    from dynamo_local.circus_plugins.arbiter import DynamoArbiter
+
+    paths = deployment.paths
+    return DynamoArbiter(endpoint=paths.circus_endpoint, pubsub_endpoint=f"ipc://{paths.events_socket}")
+
+
 def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
     """Run the graph in this process until it has left; the exit code. Raises before anything starts."""
+    detached = boot_report is not None
+    return serve_with(
+        options,
+        f"`dynamo serve {options.target}` {'detached' if detached else 'in the foreground'}",
+        lambda paths: open_view(detached=detached, boot_report=boot_report or paths.boot_report),
+        own_arbiter,
+    )
+
+
+def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], View], make_host: MakeHost) -> int:
+    """`serve` with another view, or another host. `who` is how the namespace's lock names us to others."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
     from dynamo_local.serve.adoption import settle
 
     request = understand(options, os.environ, Path.cwd())
-    detached = boot_report is not None
     request.paths.prepare()
-    view = open_view(detached=detached, boot_report=boot_report or request.paths.boot_report)
-    what = f"`dynamo serve {options.target}` {'detached' if detached else 'in the foreground'}"
-    with closing(view), _exclusive(request.paths, what) as tenure:
+    with _exclusive(request.paths, who) as tenure:
         _log_to(request.paths.log_file(f"{request.graph.namespace}_arbiter"))
-        found = settle(request.paths, adopt=options.adopt, replace=options.replace, tell=_tell(view))
-        tenure.ours = found is None
-        request.paths.prepare()
-        if found is not None and options.on_arbiter_death is None:
-            keep = found.state.on_arbiter_death == "keep"
-            request = replace(request, settings=replace(request.settings, keep_on_arbiter_death=keep))
-        deployment, pool = plan_deployment(request, os.environ, found)
-        with closing(pool):
-            return asyncio.run(_run(deployment, pool, view, found, tenure))
+        with closing(make_view(request.paths)) as view:
+            found = settle(request.paths, adopt=options.adopt, replace=options.replace, tell=_tell(view))
+            tenure.ours = found is None
+            request.paths.prepare()
+            for socket in (request.paths.control_socket, request.paths.events_socket):
+                socket.unlink(missing_ok=True)  # a killed arbiter's
+            if found is not None and options.on_arbiter_death is None:
+                request = _with_policy(request, keep=found.state.on_arbiter_death == "keep")
+            deployment, pool = plan_deployment(request, os.environ, found)
+            with closing(pool):
+                return asyncio.run(_run(deployment, pool, view, make_host, found, tenure))
+
+
+def _with_policy(request: Request, *, keep: bool) -> Request:
+    return replace(request, settings=replace(request.settings, keep_on_arbiter_death=keep))
 
 
 def _tell(view: View) -> Callable[[str], None]:
@@ -213,18 +240,15 @@ def _log_to(path: Path) -> None:
     path.touch(mode=0o600)
 
 
-async def _run(deployment: Deployment, pool: GpuPool, view: View, found: Found | None, tenure: Tenure) -> int:
-    from dynamo_local.circus_plugins.arbiter import DynamoArbiter
+async def _run(
+    deployment: Deployment, pool: GpuPool, view: View, make_host: MakeHost, found: Found | None, tenure: Tenure
+) -> int:
     from dynamo_local.serve.supervisor import Supervisor
     from dynamo_local.state import StateStore
 
-    paths = deployment.paths
-    for socket in (paths.control_socket, paths.events_socket):
-        socket.unlink(missing_ok=True)  # a killed arbiter's
-    arbiter = DynamoArbiter(endpoint=paths.circus_endpoint, pubsub_endpoint=f"ipc://{paths.events_socket}")
-    supervisor = Supervisor(
-        deployment, arbiter=arbiter, store=StateStore(paths.statefile), pool=pool, clock=AsyncioClock(), view=view
-    )
+    arbiter = make_host(deployment)
+    store = StateStore(deployment.paths.statefile)
+    supervisor = Supervisor(deployment, arbiter=arbiter, store=store, pool=pool, clock=AsyncioClock(), view=view)
     _handle_signals(supervisor.signalled, view)
     code = EXIT_OK
     try:

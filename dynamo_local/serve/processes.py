@@ -19,14 +19,14 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a preexec f
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def set_parent_death_signal(signum: int, parent: int) -> None:
+def set_parent_death_signal(signum: int, parent: int | None = None) -> None:
     """Ask the kernel to send us `signum` when the parent dies. Its thread counts: fork from the main thread.
 
     A `parent` that died before the kernel was asked would never be noticed: then we end at once.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
+    if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signum)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dynamo_local.core.lifecycle import DrainCancelled, LeaseRevoked, Registered
 from dynamo_local.core.types import WorkerState
+from dynamo_local.errors import EtcdUnavailable
 from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.links import Links
@@ -27,14 +28,21 @@ class Registrations:
         self._fleet = fleet
         self._links = links
         self.frontend_url: str | None = None
-        self.seen = asyncio.Event()
-        """Set once the whole registry has been looked through."""
+        self._seen = asyncio.Event()
 
     async def follow(self) -> None:
         """For ever; survives restarts of etcd, and says on `links` whether etcd answers."""
         async for event in self._links.kv.watch_prefix(self._prefix, self._lost):
             self._links.etcd_answers = True
             await self._apply(event)
+
+    async def looked_through(self, timeout_s: float) -> None:
+        """Return once the whole registry has been looked through. Raises `EtcdUnavailable`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._seen.wait()
+        except TimeoutError:
+            raise EtcdUnavailable(f"etcd did not list its keys within {timeout_s:g} s; try again") from None
 
     def _lost(self) -> None:
         self._links.etcd_answers = False
@@ -44,7 +52,7 @@ class Registrations:
         if isinstance(event, SnapshotEvent):
             for kv in event.kvs:
                 await self._registered(kv.key, kv.value)
-            self.seen.set()
+            self._seen.set()
         elif isinstance(event, PutEvent):
             await self._registered(event.kv.key, event.kv.value)
         elif isinstance(event, DeleteEvent):

@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.core import rolling, scaling
-from dynamo_local.core.fleet_view import FleetView, Template, WorkerView
+from dynamo_local.core.fleet_view import Course, FleetView, Template, WorkerView
 from dynamo_local.core.instructions import (
     BeginDrain,
     CancelDrain,
@@ -130,11 +130,11 @@ class Scaler:
         self, target: str, *, rolling_: bool = False, force: bool = False, stimulus_id: str
     ) -> dict[str, Any]:
         """Drain one worker, start it with the configuration of now, then the next; needs no spare GPU."""
-        plan = rolling.plan_restart(self.view(), target, stimulus_id=stimulus_id)
+        plan = rolling.plan_restart(self.view(), target, stimulus_id=stimulus_id, force=force)
         for warning in plan.warnings:
             self._tell(warning)
         self._background(self._restart(plan))
-        return {"workers": [name for name, _ in plan.todo], "warnings": list(plan.warnings), "force": force}
+        return {"workers": [name for name, _ in plan.todo], "warnings": list(plan.warnings)}
 
     async def _restart(self, plan: rolling.RestartPlan) -> None:
         while True:
@@ -226,7 +226,13 @@ class Scaler:
             self._tell(f"the drain of {worker.name} came to its end before it was taken back ({error}); it starts anew")
 
     async def _call_back(self, worker: Worker, stimulus_id: str) -> None:
-        await self._operations.call_back(worker, stimulus_id)
+        """A person waits for this answer: where it is no, the worker just leaves, and nothing is started instead."""
+        try:
+            await self._operations.call_back(worker, stimulus_id)
+        except DynamoError:
+            if worker.course is Course.RETURNING:
+                worker.course = Course.STEADY
+            raise
 
 
 def _view_of(worker: Worker) -> WorkerView:

@@ -44,7 +44,8 @@ def _run(target: str, service_name: str) -> int:
     import uvloop
 
     from dynamo_local.sdk.loader import load_graph
-    from dynamo_local.serve.worker import Identity, WorkerProcess
+    from dynamo_local.serve.worker import WorkerProcess
+    from dynamo_local.serve.worker_context import Identity
 
     graph = load_graph(target, base_dir=Path.cwd())
     service = graph.services.get(service_name)
@@ -52,7 +53,25 @@ def _run(target: str, service_name: str) -> int:
         raise ConfigError(f"{target} has no service {service_name!r}; it has: {', '.join(graph.services)}")
     worker = WorkerProcess(graph, service, Identity.of(os.environ, service_name))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(worker.run()) or 0
+        try:
+            code = runner.run(worker.run())
+        except DynamoError as error:
+            log.error("%s", error)
+            code = error.exit_code
+        except Exception:
+            log.exception("the worker failed")  # the user's code or ours: its traceback belongs in the log
+            code = EXIT_FAILED
+        if worker.hurried:
+            _end_now(code)
+        return code
+
+
+def _end_now(code: int) -> None:
+    """Python would first wait for every thread, also for one that is still reading a model."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

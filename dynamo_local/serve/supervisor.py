@@ -14,13 +14,12 @@ import os
 from collections.abc import Awaitable, Coroutine
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.clock import Clock
 from dynamo_local.core import drains
 from dynamo_local.core.types import Missing, Role, WorkerState
-from dynamo_local.errors import DynamoError, EtcdUnavailable, StartTimedOut, WorkerDied
+from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.adoption import Adoption, Found
 from dynamo_local.serve.embedded import EmbeddedServers
@@ -28,10 +27,11 @@ from dynamo_local.serve.events import EventLog, event_log_path
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.guarding import Guarding
+from dynamo_local.serve.host import AdoptingHost, SupervisedHost
 from dynamo_local.serve.leaving import Leaving
 from dynamo_local.serve.links import INFRA_TIMEOUT_S, Links
 from dynamo_local.serve.logs import Interleaver, rotate
-from dynamo_local.serve.operations import Operations
+from dynamo_local.serve.operations import Operations, log_tail
 from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.processes import become_subreaper, start_time_s
 from dynamo_local.serve.progress import Row, View
@@ -55,7 +55,7 @@ class Supervisor:
         self,
         deployment: Deployment,
         *,
-        arbiter: DynamoArbiter,
+        arbiter: SupervisedHost,
         store: StateStore,
         pool: GpuPool,
         clock: Clock,
@@ -143,7 +143,7 @@ class Supervisor:
     async def _take_back(self, found: Found) -> None:
         """Until the very end the run is our predecessor's: its guardian watches, and a failure of ours ends nothing."""
         self.state = "adopting"
-        adoption = Adoption(found, self.deployment, self)
+        adoption = Adoption(found, self.deployment, self, cast(AdoptingHost, self.arbiter))  # only ours is asked to
         self.fleet.head = found.state.model_copy(update={"components": {}, **_arbiter_facts(self.deployment)})
         adoption.restore()
         for name in (*self.fleet.workers, *self.servers.names):
@@ -151,17 +151,11 @@ class Supervisor:
         self.operations.env = adoption.env
         self._background(self._show())
         await self._unless_stopped(self._connect())
-        await self._unless_stopped(self._registry_seen())
+        await self._unless_stopped(self.registrations.looked_through(INFRA_TIMEOUT_S))
         await adoption.resume()
         await self.guarding.replace()
         self.fleet.head.on_arbiter_death = _policy(self.deployment)
         await self._record_servers()
-
-    async def _registry_seen(self) -> None:
-        try:
-            await asyncio.wait_for(self.registrations.seen.wait(), INFRA_TIMEOUT_S)
-        except TimeoutError:
-            raise EtcdUnavailable(f"etcd did not list its keys within {INFRA_TIMEOUT_S:g} s; try again") from None
 
     async def _record_servers(self) -> None:
         """Their pids may change with every restart; an adoption needs those of now."""
@@ -236,10 +230,21 @@ class Supervisor:
         if self.state == "starting":
             if not self._death.done():
                 late = worker.state is WorkerState.START_TIMED_OUT
-                self._death.set_result(StartTimedOut(message) if late else WorkerDied(message))
+                self._death.set_result(StartTimedOut(self._late(worker)) if late else WorkerDied(message))
         else:
             self.notes = [*self.notes, f"{worker.name} {worker.reason}"][-NOTES_KEPT:]
             self.view.event(message)
+
+    def _late(self, worker: Worker) -> str:
+        """Who was late, and the log of whom it waited for: a worker that waits for another has nothing to say."""
+        workers = list(self.fleet.workers.values())
+        ready = {other.plan.component for other in workers if other.state is WorkerState.READY}
+        culprit = worker
+        while waited := set(self.deployment.graph.service(culprit.plan.component).depends) - ready:
+            culprit = next((other for other in workers if other.plan.component in waited), culprit)
+            ready |= waited  # each is looked at once, also where two wait for each other
+        waits = "" if culprit is worker else f": it waits for {culprit.name}"
+        return f"{worker.name} {worker.reason}{waits}; {log_tail(culprit.plan)}"
 
     def _trouble(self, message: str) -> None:
         log.warning("%s", message)

@@ -1,368 +1,452 @@
-"""One worker process: etcd lease, endpoints, the component itself, and leaving without losing a request.
+"""One worker process, from its start to its exit.
 
-connect -> grant a lease -> make the component, run its start hooks -> wait for what it depends on
--> serve its endpoints on NATS -> register them in etcd -> ready
--> (SIGTERM, or the lease is revoked) deregister -> take nothing new -> finish -> shut down -> exit 0
+connect -> serve the control endpoint -> grant a lease -> make the component, run its start hooks
+-> wait for what it depends on -> serve its endpoints on NATS -> register them in etcd -> ready
+-> (SIGTERM, the lease is revoked, or a message) drain: `worker_drain`; it can be taken back -> shut down -> exit 0
+
+Asked to leave while it starts, it leaves at once. When something vital fails, its engine first of all, it ends
+at once with exit code 1: whoever supervises it decides what follows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from dynamo_local.clock import AsyncioClock
-from dynamo_local.core.types import Load, WorkerState, instance_key, lease_hex
-from dynamo_local.errors import ConfigError, DynamoError, InvalidRequest, StartTimedOut, StateError
-from dynamo_local.ports import EndpointClient, PrefillQueue
+from dynamo_local.core.types import Load, instance_key, lease_hex
+from dynamo_local.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    DynamoError,
+    EtcdUnavailable,
+    InvalidRequest,
+    LeaseNotFound,
+    StartTimedOut,
+)
+from dynamo_local.runtime.control import ControlServer
 from dynamo_local.runtime.discovery import instance_to_value, make_instance, subject_for
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.runtime.lease import LeaseKeeper
 from dynamo_local.runtime.load import LoadPublisher
 from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
-from dynamo_local.runtime.prefill_replies import PrefillReplies
 from dynamo_local.runtime.requests import DependencyClient, EndpointServer, Handler, RequestContext, RequestPlane
 from dynamo_local.sdk import dynamo_context
 from dynamo_local.sdk.context import set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings
-from dynamo_local.state import State, StateStore
+from dynamo_local.serve.worker_context import Connections, Context, Identity, run_all
+from dynamo_local.serve.worker_drain import Drain, Phase
+from dynamo_local.serve.worker_entry import Entry, EntryWriter
+from dynamo_local.state import StateStore
 
 log = logging.getLogger("dynamo_local.worker")
 
-LINGER_S = 0.25
-"""After deregistering, requests that were already on their way are served this long; later ones are refused and go
-to another worker. Clients see a deregistration within 50 ms."""
 CONNECT_TIMEOUT_S = 60.0
+REVOKE_TIMEOUT_S = 5.0
+RESUME_TIMEOUT_S = 5.0
+ENTRY_TIMEOUT_S = 2.0
+HOOKS_TIMEOUT_S = 30.0
+"""For the component's shutdown hooks after a drain, and for closing what we opened."""
+HURRIED_TIMEOUT_S = 5.0
+"""The same where the worker was asked to leave, or failed, before it was ready."""
+LAST_REVOKE_S = 0.5
+"""When the engine has died: out of routing if etcd answers at once, but the process goes in any case."""
 LOAD_ENDPOINT = "load_metrics"
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start."""
-
-    namespace: str
-    component: str
-    watcher_name: str
-    run_id: str
-    statefile: Path
-    etcd_endpoints: str
-    nats_server: str
-    nats_token_file: Path | None
-    lease_ttl_s: int
-    start_deadline_s: float
-
-    @classmethod
-    def of(cls, env: Mapping[str, str], component: str) -> Identity:
-        """Raises `ConfigError` naming the first variable that is missing: workers are started by `dynamo serve`."""
-
-        def need(name: str) -> str:
-            try:
-                return env[name]
-            except KeyError:
-                raise ConfigError(f"{name} is not set; workers are started by `dynamo serve`") from None
-
-        token = env.get("DYN_NATS_TOKEN_FILE")
-        return cls(
-            namespace=need("DYN_NAMESPACE"),
-            component=component,
-            watcher_name=need("DYN_WATCHER_NAME"),
-            run_id=need("DYN_RUN_ID"),
-            statefile=Path(need("DYN_STATEFILE")),
-            etcd_endpoints=need("ETCD_ENDPOINTS"),
-            nats_server=need("NATS_SERVER"),
-            nats_token_file=Path(token) if token else None,
-            lease_ttl_s=int(env.get("DYN_LEASE_TTL_S", "10")),
-            start_deadline_s=float(env.get("DYN_START_DEADLINE_S", "300")),
-        )
+SHOWN_REQUESTS = 100
 
 
 class WorkerProcess:
-    """The process's one worker. It is also the component's `sdk.context.WorkerContext`."""
+    """The process's one worker. `hurried`: it must end without waiting for its threads."""
 
     def __init__(self, graph: LoadedGraph, service: DynamoService[Any], identity: Identity) -> None:
         self.graph = graph
         self.service = service
         self.identity = identity
-        self.namespace = identity.namespace
-        self.component = identity.component
-        self.watcher_name = identity.watcher_name
-        self.run_id = identity.run_id
-        self.settings = load_settings(service)
-        self.clock = AsyncioClock()
-        self.draining = asyncio.Event()
-        self.kv: Any = None
-        self.nats: Any = None
-        self._store = StateStore(identity.statefile, run_id=identity.run_id)
-        self._plane: Any = None
-        self._lease: Any = None
+        self.hurried = False
+        self._settings = load_settings(service)
+        self._waiting_for = "starting"
+        self._draining = asyncio.Event()
+        self._drain: Drain = None  # type: ignore[assignment]  # made by `run`: it belongs to its loop
+        self._failed: asyncio.Future[BaseException] = None  # type: ignore[assignment]
+        store = StateStore(identity.statefile, run_id=identity.run_id)
+        self._entry = EntryWriter(store, identity.watcher_name, self._truth)
+        self._stack = contextlib.AsyncExitStack()
+        self._lease: LeaseKeeper | None = None
+        self._context: Context | None = None
+        self._instance: Any = None
         self._servers: list[EndpointServer] = []
-        self._keys: list[tuple[str, bytes]] = []
-        self._facts: dict[str, str] = {}
-        self._load: tuple[Callable[[], Load], Callable[[], Awaitable[None]]] | None = None
-        self._on_drain: list[Callable[[], Awaitable[None]]] = []
-        self._closers: list[Callable[[], Awaitable[None]]] = []
-        self._leave: asyncio.Future[str] | None = None
         self._registered = False
-
-    # --- the component's context (sdk.context.WorkerContext) -----------------------------------
-
-    @property
-    def lease_id(self) -> int:
-        return int(self._lease.lease_id)
-
-    def on_drain(self, callback: Callable[[], Awaitable[None]]) -> None:
-        self._on_drain.append(callback)
-
-    def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]]) -> None:
-        self._load = (source, changed)
-
-    async def register_key(self, prefix: str, value: bytes) -> None:
-        """Before the worker is ready the key waits: a model must not be listed before it can be asked."""
-        if self._registered:
-            await self._register_key(prefix, value)
-        else:
-            self._keys.append((prefix, value))
-
-    async def announce(self, **facts: str) -> None:
-        self._facts.update(facts)
-        if url := facts.get("frontend_url"):
-            await self._commit(partial(_set_frontend_url, url=url))
-
-    async def endpoint_client(self, component: str, endpoint: str) -> EndpointClient:
-        client: EndpointClient = await self._plane.client(self.kv, self.namespace, component, endpoint)
-        return client
-
-    async def prefill_queue(self) -> PrefillQueue:
-        queue = JetStreamPrefillQueue(self.nats, self.namespace, self.run_id)
-        await queue.start()
-        self._closers.append(queue.close)
-        return queue
-
-    async def prefill_replies(self) -> PrefillReplies:
-        replies = PrefillReplies(self.nats, self.namespace)
-        await replies.start()
-        self._closers.append(replies.close)
-        return replies
+        self._lease_gone = False
+        self._lease_watch: asyncio.Task[None] | None = None
 
     # --- life ----------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Live, and return the exit code."""
+        """Live, and return the exit code. Raises what the start failed with, after everything was closed."""
         loop = asyncio.get_running_loop()
-        self._leave = loop.create_future()
-        loop.add_signal_handler(signal.SIGTERM, self._ask_to_leave, "SIGTERM")
-        loop.add_signal_handler(signal.SIGINT, self._ask_to_leave, "SIGINT")
+        self._failed = loop.create_future()
+        self._drain = Drain(self)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._drain.begin, signum.name)
+        self.hurried = True
         try:
-            async with asyncio.timeout(self.identity.start_deadline_s):
-                instance = await self._start()
-        except TimeoutError:
-            raise StartTimedOut(f"not ready within {self.identity.start_deadline_s:g} s: {self._waiting_for}") from None
-        why = await self._leave
-        log.info("leaving: %s", why)
-        await self._drain()
-        await self._shut_down(instance)
-        log.info("gone")
-        return 0
+            if await self._come_up():
+                self.hurried = False
+                ends: set[asyncio.Future[Any]] = {self._drain.left, self._failed}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                await self._give_up()
+                return EXIT_FAILED
+        finally:
+            if not self._failed.done():
+                await self._shut_down()
+        log.info("gone: %s", self._drain.reason)
+        return EXIT_OK
 
-    _waiting_for = "starting"
+    async def _come_up(self) -> bool:
+        """True once ready; False if the worker is to leave, or has failed, before that."""
+        deadline_s = self.identity.start_deadline_s
+        starting = asyncio.create_task(self._start(), name="start")
+        racing: set[asyncio.Future[Any]] = {starting, self._drain.left, self._failed}
+        await asyncio.wait(racing, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        timed_out = not any(future.done() for future in racing)
+        starting.cancel()
+        await asyncio.wait({starting}, timeout=HURRIED_TIMEOUT_S)
+        error = starting.exception() if starting.done() and not starting.cancelled() else None
+        if isinstance(error, LeaseNotFound) and self._lease is not None and self._lease.revoked.is_set():
+            self._drain.begin("its lease was revoked")
+        if self._drain.left.done() or self._failed.done():
+            log.info("leaving before it was ready: %s", self._drain.reason)
+            return False
+        if timed_out:
+            raise StartTimedOut(f"not ready within {deadline_s:g} s: {self._waiting_for}")
+        if error is not None:
+            raise error
+        return self._drain.started()
 
-    async def _start(self) -> Any:
-        identity = self.identity
-        self._waiting_for = f"etcd at {identity.etcd_endpoints}"
-        self.kv = await EtcdStore.connect_when_up(identity.etcd_endpoints, CONNECT_TIMEOUT_S)
+    def _fail(self, what: str, error: BaseException) -> None:
+        if not self._failed.done():
+            log.critical("%s failed, so this worker ends: %s", what, error, exc_info=error)
+            self._failed.set_result(error)
+
+    async def _give_up(self) -> None:
+        """The engine is dead, so nothing can be finished: out of routing, and go. Callers see their streams break."""
+        self.hurried = True
+        await self._drain.close()
+        if self._lease is not None:
+            # Whoever finds us dead revokes it too.
+            await _bounded("giving the lease back", self._give_lease_back(LAST_REVOKE_S), LAST_REVOKE_S)
+
+    async def _shut_down(self) -> None:
+        timeout_s = HURRIED_TIMEOUT_S if self.hurried else HOOKS_TIMEOUT_S
+        await self._drain.close()
+        if self._instance is not None:
+            for hook in self.service.on_shutdown:
+                await _bounded(f"the shutdown hook {hook}", _call_hook(self._instance, hook), timeout_s)
+        if self._lease is not None and self._lease.lease_id and not self._lease_gone:
+            await _bounded("giving the lease back", self._give_lease_back(LAST_REVOKE_S), 2 * LAST_REVOKE_S)
+        self._entry.touch()
+        await self._entry.flush(ENTRY_TIMEOUT_S)
+        await self._entry.close()
+        await _bounded("closing the connections", self._stack.aclose(), timeout_s)
+
+    async def _give_lease_back(self, timeout_s: float) -> None:
+        """Return once etcd has none of our keys any more. Raises `EtcdUnavailable`: it expires by itself then."""
+        assert self._lease is not None
+        await self._lease.revoke(timeout_s)
+        self._lease_gone, self._registered = True, False
+        self._entry.touch()
+
+    # --- starting ------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        connections = await self._connect()
+        self._context = context = Context(
+            self.identity,
+            connections,
+            self._settings,
+            draining=self._draining,
+            stack=self._stack,
+            on_fatal=self._fail,
+            on_facts=self._entry.touch,
+        )
+        set_current_context(context)
+        dynamo_context.update(self._dynamo_context(context))
+        clients = self._clients(connections)
+        self._instance = self.service.create(clients)
+        self._waiting_for = f"{self.service.name}'s start hooks"
+        for hook in self.service.on_start:
+            await getattr(self._instance, hook)()
+        for attribute, client in clients.items():
+            if client is not None and not self.service.depends[attribute].optional:
+                self._waiting_for = f"a worker of {client.component}"
+                await client.wait_ready(self.identity.start_deadline_s)
+        self._waiting_for = "its registration"
+        await self._serve(context)
+        await self._register(context)
+        endpoints = ", ".join(self.service.endpoints) or "none"
+        log.info("ready: lease %s, endpoints %s", lease_hex(context.lease_id), endpoints)
+
+    async def _connect(self) -> Connections:
+        """NATS first: from then on the control endpoint answers."""
+        identity, push = self.identity, self._stack.push_async_callback
         self._waiting_for = "NATS"
-        self.nats = await connect_nats(
+        nats = await connect_nats(
             identity.nats_server,
             identity.nats_token_file,
             name=identity.watcher_name,
             timeout_s=CONNECT_TIMEOUT_S,
             on_closed=self._nats_closed,
         )
-        self._plane = RequestPlane(self.nats)
-        await self._plane.start()
-        self._lease = LeaseKeeper(
-            self.kv, ttl_s=identity.lease_ttl_s, is_draining=self._is_draining, on_regrant=self._on_regrant
+        push(close_quietly, nats)
+        ops = {"status": self._op_status, "drain": self._op_drain, "cancel_drain": self._op_cancel_drain}
+        control = ControlServer(nats, identity.namespace, identity.watcher_name, ops)
+        push(control.close)
+        await control.start()
+        self._waiting_for = f"etcd at {identity.etcd_endpoints}"
+        kv = await EtcdStore.connect_when_up(identity.etcd_endpoints, CONNECT_TIMEOUT_S)
+        push(kv.close)
+        plane = RequestPlane(nats)
+        push(plane.close)
+        await plane.start()
+        self._lease = lease = LeaseKeeper(
+            kv, ttl_s=identity.lease_ttl_s, is_draining=self._is_draining, on_regrant=self._on_regrant
         )
-        await self._lease.start()
-        await self._commit(self._write_identity)
-        set_current_context(self)
-        dynamo_context.update(self._dynamo_context())
-        clients = self._clients()
-        instance = self.service.create(clients)
-        self._waiting_for = f"{self.component}'s start hooks"
-        for hook in self.service.on_start:
-            await getattr(instance, hook)()
-        for attribute, client in clients.items():
-            if client is not None and not self.service.depends[attribute].optional:
-                self._waiting_for = f"a worker of {client.component}"
-                await client.wait_ready(identity.start_deadline_s)
-        await self._serve(instance)
-        await self._register()
-        log.info("ready: lease %s, endpoints %s", lease_hex(self.lease_id), ", ".join(self.service.endpoints) or "none")
-        return instance
+        push(lease.close)
+        await lease.start()
+        self._follow_lease()
+        push(self._follow_lease_no_more)
+        # The first key is watched, so that a revoke is seen at once also during a long start; and whoever wants
+        # to revoke it finds the lease by the worker's name.
+        about = json.dumps({"pid": os.getpid(), "run_id": identity.run_id}).encode()
+        await lease.register(partial(lease_key, identity.namespace, identity.watcher_name), lambda _lease: about)
+        self._entry.touch()
+        return Connections(kv, nats, plane, lease)
 
     async def _nats_closed(self) -> None:
         """The client ended for good (the server threw us out): without it no request reaches us, so leave."""
-        self._ask_to_leave("the connection to NATS was ended for good")
+        self._drain.begin("the connection to NATS was ended for good")
 
-    def _ask_to_leave(self, why: str) -> None:
-        assert self._leave is not None
-        if not self._leave.done():
-            self._leave.set_result(why)
-
-    def _dynamo_context(self) -> dict[str, Any]:
+    def _dynamo_context(self, context: Context) -> dict[str, Any]:
         """What Dynamo's graphs expect to find in `dynamo_context`."""
         return {
-            "runtime": self,
-            "component": self.component,
-            "namespace": self.namespace,
+            "runtime": context,
+            "component": context.component,
+            "namespace": context.namespace,
             "service_name": self.service.name,
             "endpoints": list(self.service.endpoints),
             "lease": self._lease,
         }
 
-    def _clients(self) -> dict[str, DependencyClient | None]:
+    def _clients(self, connections: Connections) -> dict[str, DependencyClient | None]:
         """Clients for the component's `depends(...)`, by attribute; None for an optional one that does not run."""
+
+        def client_of(other: DynamoService[Any]) -> DependencyClient:
+            methods = {declared.method: name for name, declared in other.endpoints.items()}
+            return DependencyClient(connections.plane, connections.kv, self.identity.namespace, other.name, methods)
+
         bindings = self.graph.bindings(self.service.name)
-        return {attribute: None if other is None else self._client_of(other) for attribute, other in bindings.items()}
+        return {attribute: None if other is None else client_of(other) for attribute, other in bindings.items()}
 
-    def _client_of(self, other: DynamoService[Any]) -> DependencyClient:
-        methods = {declared.method: name for name, declared in other.endpoints.items()}
-        return DependencyClient(self._plane, self.kv, self.namespace, other.name, methods)
-
-    async def _serve(self, instance: Any) -> None:
+    async def _serve(self, context: Context) -> None:
         """Take requests on NATS before registering: whoever sees the key may send at once."""
-        handlers = {name: getattr(instance, declared.method) for name, declared in self.service.endpoints.items()}
-        if self._load is not None and LOAD_ENDPOINT not in handlers:
-            handlers[LOAD_ENDPOINT] = self._load_metrics
+        handlers = {name: getattr(self._instance, declared.method) for name, declared in self.service.endpoints.items()}
+        if self.service.endpoints and context.load_source is not None:
+            handlers.setdefault(LOAD_ENDPOINT, self._load_metrics)
         for name, handler in handlers.items():
             model = self.service.request_model(name) if name in self.service.endpoints else None
-            server = EndpointServer(self.nats, subject=self._subject(name), handler=_adapt(handler, model), name=name)
+            subject = self._subject(name, context.lease_id)
+            server = EndpointServer(context.nats, subject=subject, handler=_adapt(handler, model), name=name)
+            self._stack.push_async_callback(server.close)
             await server.start()
             self._servers.append(server)
-        if self._load is not None:
-            publisher = LoadPublisher(
-                self.nats, self.namespace, self.component, self.watcher_name, lambda: self.lease_id, *self._load
-            )
-            await publisher.start()
-            self._closers.append(publisher.close)
+        publisher = LoadPublisher(
+            context.nats,
+            context.namespace,
+            context.component,
+            context.watcher_name,
+            lambda: context.lease_id,
+            self._load,
+            context.load_changed,
+        )
+        self._stack.push_async_callback(publisher.close)
+        await publisher.start()
 
-    async def _load_metrics(self, _request: Any) -> dict[str, Any]:
-        assert self._load is not None
-        load = self._load[0]()
-        return {name: getattr(load, name) for name in Load.__slots__}
-
-    def _subject(self, endpoint: str) -> str:
-        return subject_for(self.namespace, self.component, endpoint, self.lease_id)
-
-    async def _register(self) -> None:
+    async def _register(self, context: Context) -> None:
         """Endpoints, then the component's own keys, and last the one that tells the arbiter: ready."""
+        lease = self._lease
+        assert lease is not None
         for server in self._servers:
-            await self._lease.register(
-                partial(instance_key, self.namespace, self.component, server.name), partial(self._value, server.name)
-            )
-        for prefix, value in self._keys:
-            await self._register_key(prefix, value)
+            key = partial(instance_key, context.namespace, context.component, server.name)
+            await lease.register(key, partial(self._value, server.name))
+        await context.register_waiting_keys()
         self._registered = True
-        await self._commit(self._write_endpoints)
-        await self._lease.register(self._ready_key, self._ready_value)
-        watch = asyncio.ensure_future(self._watch_lease())
-        self._closers.append(partial(_cancel, watch))
+        self._entry.touch()
+        await self._entry.flush(ENTRY_TIMEOUT_S)  # whoever is told "ready" finds the endpoints in the statefile
+        await lease.register(partial(ready_key, context.namespace, context.watcher_name), self._ready_value)
 
-    async def _register_key(self, prefix: str, value: bytes) -> None:
-        await self._lease.register(lambda lease: f"{prefix}:{lease_hex(lease)}", lambda _lease: value)
+    def _subject(self, endpoint: str, lease: int) -> str:
+        return subject_for(self.identity.namespace, self.identity.component, endpoint, lease)
 
     def _value(self, endpoint: str, lease: int) -> bytes:
-        return instance_to_value(make_instance(self.namespace, self.component, endpoint, lease))
-
-    def _ready_key(self, lease: int) -> str:
-        return f"{self.namespace}/workers/{self.watcher_name}:{lease_hex(lease)}"
+        return instance_to_value(make_instance(self.identity.namespace, self.identity.component, endpoint, lease))
 
     def _ready_value(self, lease: int) -> bytes:
-        return json.dumps({"pid": os.getpid(), "endpoints": self._endpoint_keys(lease), **self._facts}).encode()
+        facts = self._context.facts if self._context is not None else {}
+        return json.dumps({"pid": os.getpid(), "endpoints": self._endpoint_keys(lease), **facts}).encode()
 
     def _endpoint_keys(self, lease: int) -> list[str]:
-        return [instance_key(self.namespace, self.component, server.name, lease) for server in self._servers]
+        identity = self.identity
+        return [instance_key(identity.namespace, identity.component, server.name, lease) for server in self._servers]
 
-    async def _watch_lease(self) -> None:
+    # --- the lease -----------------------------------------------------------------------------
+
+    def _follow_lease(self) -> None:
+        if self._lease_watch is None or self._lease_watch.done():
+            self._lease_watch = asyncio.create_task(self._until_revoked(), name="lease watch")
+
+    async def _follow_lease_no_more(self) -> None:
+        if self._lease_watch is not None:
+            self._lease_watch.cancel()
+            await asyncio.wait({self._lease_watch})
+
+    async def _until_revoked(self) -> None:
+        assert self._lease is not None
         await self._lease.revoked.wait()
-        self._ask_to_leave("the lease was revoked")
-
-    async def _on_regrant(self, lease: int) -> None:
-        """etcd lost our lease; a new one was granted. Serve its subjects before its keys say so."""
-        log.warning("etcd lost the lease; registering again under %s", lease_hex(lease))
-        for server in self._servers:
-            await server.rebind(subject_for(self.namespace, self.component, server.name, lease))
-        await self._commit(self._write_identity)
-        if self._registered:
-            await self._commit(self._write_endpoints)
-
-    # --- the statefile -------------------------------------------------------------------------
-
-    async def _commit(self, change: Callable[[State], None]) -> None:
-        """Our entry is for people and for the arbiter's successor: a broken file must not end a serving worker."""
-        try:
-            await self._store.aupdate(change)
-        except StateError as error:
-            log.warning("the statefile was not updated: %s", error)
-
-    def _write_identity(self, state: State) -> None:
-        entry = state.components.get(self.watcher_name)
-        if entry is not None:
-            entry.endpoints = []
-            entry.pid, entry.lease = os.getpid(), lease_hex(self.lease_id)
-
-    def _write_endpoints(self, state: State) -> None:
-        entry = state.components.get(self.watcher_name)
-        if entry is not None:
-            entry.lease, entry.endpoints = lease_hex(self.lease_id), self._endpoint_keys(self.lease_id)
+        self._drain.begin("its lease was revoked")
 
     async def _is_draining(self) -> bool:
-        try:
-            state = await asyncio.to_thread(self._store.read)
-        except StateError:
-            return False
-        entry = state.components.get(self.watcher_name)
-        return entry is not None and entry.state is WorkerState.DRAINING
+        return self._drain.phase in (Phase.DRAINING, Phase.LEAVING) or await self._entry.drains()
 
-    # --- leaving -------------------------------------------------------------------------------
-
-    async def _drain(self) -> None:
-        """Out of routing first; then take nothing new; then finish everything that was taken."""
-        try:
-            await self._lease.revoke()
-        except DynamoError as error:
-            log.warning("the lease could not be revoked (%s); it expires by itself", error)
-        self.draining.set()
+    async def _on_regrant(self, lease: int) -> None:
+        """There is a new lease. Serve its subjects before its keys say so."""
+        if self._drain.phase is Phase.READY:
+            log.warning("etcd lost the lease; registering again under %s", lease_hex(lease))
         for server in self._servers:
-            server.stop_accepting(LINGER_S)
-        await asyncio.gather(
-            *(callback() for callback in self._on_drain), *(_until_idle(server) for server in self._servers)
+            await server.rebind(self._subject(server.name, lease))
+        self._entry.touch()
+
+    # --- draining, and taking it back (worker_drain.Steps) -----------------------------------------
+
+    async def deregister(self) -> None:
+        self._registered = False
+        self._entry.touch(resumed=False)
+        while True:
+            try:
+                await self._give_lease_back(REVOKE_TIMEOUT_S)
+            except EtcdUnavailable as error:
+                log.warning("the lease cannot be revoked, trying again: %s", error)
+            else:
+                return
+
+    def stop_accepting(self, linger_s: float) -> None:
+        self._draining.set()
+        for server in self._servers:
+            server.stop_accepting(linger_s)
+
+    async def finish(self) -> None:
+        assert self._context is not None
+        idle = [partial(_until_idle, server) for server in self._servers]
+        await run_all("the drain", [*self._context.drain_callbacks(), *idle])
+
+    async def resume(self) -> None:
+        """Accept, then register under a new lease, then let the component go on."""
+        assert self._lease is not None
+        assert self._context is not None
+        for server in self._servers:
+            server.resume_accepting()
+        # The drain may have been stopped halfway: old keys must not outlive it, nobody would serve their subjects.
+        await self._give_lease_back(RESUME_TIMEOUT_S)
+        await self._lease.reinstate(RESUME_TIMEOUT_S)
+        self._lease_gone, self._registered = False, True
+        self._entry.touch(resumed=True)
+        self._follow_lease()
+        self._draining.clear()
+        await self._context.resume()
+
+    # --- what others may ask -------------------------------------------------------------------
+
+    def _load(self) -> Load:
+        source = self._context.load_source if self._context is not None else None
+        return source() if source is not None else Load(request_active_slots=self._streams())
+
+    def _streams(self) -> int:
+        return sum(server.in_flight for server in self._servers)
+
+    async def _load_metrics(self, _request: Any) -> dict[str, Any]:
+        load = self._load()
+        return {name: getattr(load, name) for name in Load.__slots__}
+
+    async def _op_status(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+        return self._status()
+
+    async def _op_drain(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._drain.begin(str(args.get("reason") or "asked to by a message"))
+        return self._status()
+
+    async def _op_cancel_drain(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+        await self._drain.cancel()
+        return self._status()
+
+    def _status(self) -> dict[str, Any]:
+        """`requests` are at most 100 of the `in_flight`; `pulled` of them came out of a queue. None is "unknown"."""
+        identity, context = self.identity, self._context
+        requests = [request_id for server in self._servers for request_id in server.in_flight_ids()]
+        pulled, load = 0, None
+        if context is not None:
+            work = context.work_source()
+            requests += work.requests
+            pulled = work.pulled
+            load = context.load_source() if context.load_source is not None else None
+        return {
+            "state": str(self._drain.phase),
+            "reason": self._drain.reason,
+            "waiting_for": self._waiting_for if self._drain.phase is Phase.STARTING else None,
+            "watcher_name": identity.watcher_name,
+            "component": identity.component,
+            "run_id": identity.run_id,
+            "pid": os.getpid(),
+            "lease": self._held_lease(),
+            "in_flight": len(requests),
+            "requests": requests[:SHOWN_REQUESTS],
+            "pulled": pulled,
+            "remaining_tokens": None if load is None else load.remaining_tokens,
+            "itl_ms": None if load is None else load.itl_ms,
+        }
+
+    def _held_lease(self) -> str | None:
+        """In hex; None before it is granted, and once it was given back."""
+        lease = self._lease
+        return None if lease is None or not lease.lease_id or self._lease_gone else lease_hex(lease.lease_id)
+
+    def _truth(self) -> Entry:
+        lease = self._held_lease()
+        context = self._context
+        return Entry(
+            pid=os.getpid(),
+            lease=lease,
+            endpoints=tuple(self._endpoint_keys(int(lease, 16))) if lease is not None and self._registered else (),
+            draining=self._drain.reason if self._drain.phase is Phase.DRAINING and not self._registered else None,
+            frontend_url=None if context is None else context.facts.get("frontend_url"),
         )
 
-    async def _shut_down(self, instance: Any) -> None:
-        for hook in self.service.on_shutdown:
-            result = getattr(instance, hook)()
-            if asyncio.iscoroutine(result):
-                await result
-        for close in reversed(self._closers):
-            await close()
-        for server in self._servers:
-            await server.close()
-        await self._lease.close()
-        await self._plane.close()
-        await close_quietly(self.nats)
-        await self.kv.close()
+
+def lease_key(namespace: str, watcher_name: str, lease: int) -> str:
+    """`dynamo/leases/dynamo_VllmWorker:694d967da694ea1a`: there from the grant of the lease to its end."""
+    return f"{namespace}/leases/{watcher_name}:{lease_hex(lease)}"
+
+
+def ready_key(namespace: str, watcher_name: str, lease: int) -> str:
+    """`dynamo/workers/dynamo_VllmWorker:694d967da694ea1a`: the worker is ready, all its endpoints are registered."""
+    return f"{namespace}/workers/{watcher_name}:{lease_hex(lease)}"
 
 
 def _adapt(handler: Callable[..., Any], model: Any) -> Handler:
@@ -385,10 +469,20 @@ async def _until_idle(server: EndpointServer) -> None:
         log.info("%s: %d requests left", server.name, server.in_flight)
 
 
-async def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
+async def _call_hook(instance: Any, hook: str) -> None:
+    result = getattr(instance, hook)()
+    if asyncio.iscoroutine(result):
+        await result
 
 
-def _set_frontend_url(state: State, url: str) -> None:
-    state.frontend_url = url
+async def _bounded(what: str, work: Awaitable[None], timeout_s: float) -> None:
+    """The process is going: what fails or takes too long is logged, and left behind."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except TimeoutError:
+        log.error("%s took more than %g s; left behind", what, timeout_s)
+    except DynamoError as error:
+        log.warning("%s: %s", what, error)
+    except Exception:  # the component's code, or a connection that is gone
+        log.exception("%s failed", what)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from dynamo_local.errors import RequestCancelled, WorkerLost, to_wire
 from dynamo_local.runtime.prefill_replies import ExpectedReply
 from dynamo_local.runtime.requests.frames import decode_value, encode_value
 from dynamo_local.sdk import DynamoService
-from dynamo_local.sdk.context import set_current_context
+from dynamo_local.sdk.context import Work, set_current_context
 from tests.fakes.endpoints import FakeEndpointClient
 from tests.fakes.etcd import FakeEtcd
 from tests.fakes.prefill_queue import FakePrefillQueue, FakeQueueServer
@@ -82,13 +82,27 @@ class FakeWorkerContext:
         self.load_source: Callable[[], Load] | None = None
         self.replies = FakePrefillReplies(cluster.switchboard, f"replies.{lease_id}")
         self._cluster = cluster
+        self.work_source: Callable[[], Work] = Work
+        self.vital_tasks: list[asyncio.Task[None]] = []
         self._drain_callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._resume_callbacks: list[Callable[[], Awaitable[None]]] = []
 
     def on_drain(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._drain_callbacks.append(callback)
 
-    def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]]) -> None:
+    def on_resume(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self._resume_callbacks.append(callback)
+
+    def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]] | None = None) -> None:
         self.load_source = source
+
+    def set_work_source(self, source: Callable[[], Work]) -> None:
+        self.work_source = source
+
+    def vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self.vital_tasks.append(task)
+        return task
 
     async def register_key(self, prefix: str, value: bytes) -> None:
         key = f"{prefix}:{self.lease_id:x}"
@@ -111,6 +125,9 @@ class FakeWorkerContext:
 
     async def run_drain_callbacks(self) -> None:
         await asyncio.gather(*(callback() for callback in self._drain_callbacks))
+
+    async def run_resume_callbacks(self) -> None:
+        await asyncio.gather(*(callback() for callback in self._resume_callbacks))
 
 
 class FakeWorker:

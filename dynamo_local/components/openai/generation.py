@@ -54,7 +54,7 @@ class Activity:
     """How many requests are in the house: for the limit, and for a drain to wait for."""
 
     def __init__(self) -> None:
-        self._open = 0
+        self._open: set[str] = set()
         self._admitted = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,7 +62,12 @@ class Activity:
     @property
     def open(self) -> int:
         """Exchanges of generating requests, those still sending their body included."""
-        return self._open
+        return len(self._open)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Those of the open exchanges, in no order; the workers know the requests by the same ids."""
+        return tuple(self._open)
 
     @property
     def admitted(self) -> int:
@@ -70,14 +75,14 @@ class Activity:
         return self._admitted
 
     @contextmanager
-    def exchange(self) -> Iterator[None]:
-        self._open += 1
+    def exchange(self, request_id: str) -> Iterator[None]:
+        self._open.add(request_id)
         self._idle.clear()
         try:
             yield
         finally:
-            self._open -= 1
-            if self._open == 0:
+            self._open.discard(request_id)
+            if not self._open:
                 self._idle.set()
 
     @contextmanager
@@ -134,7 +139,7 @@ class GenerationRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
         request_id = uuid.uuid4().hex
-        with self._deps.activity.exchange():
+        with self._deps.activity.exchange(request_id):
             try:
                 await self._serve(scope, receive, reply, request_id)
             except ClientGone:

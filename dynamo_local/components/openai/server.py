@@ -122,6 +122,11 @@ class HttpServer:
         if not self._server.listening.is_set():
             raise StartTimedOut(f"the HTTP server at {self.url} did not start within {START_TIMEOUT_S:g} s")
 
+    async def wait_failed(self) -> None:
+        """Raise what the server failed with, as soon as it has; return once it was stopped."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
     async def stop(self) -> None:
         """Stop accepting, close idle connections, let answers under way finish; cut what is left after a bound."""
         if self._task is None:

@@ -33,7 +33,7 @@ from dynamo_local.engines.sim.requests import (
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
 from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest, pull_request_of
-from dynamo_local.errors import ConfigError, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class SimEngine:
         self._kicked = False
         self._turn_s = 0.0
         self._changed: asyncio.Event | None = None
+        self._death: str | None = None
         self._count = 0
 
     # --- life ----------------------------------------------------------------------------------
@@ -219,6 +220,8 @@ class SimEngine:
         stream = self._streams[internal_id] = _Stream(request, tokens, pull)
         if hold:
             self._handed_over[internal_id] = digest.hex()
+        if self._count == options.fail_after_requests:
+            self._fail(RuntimeError(f"its option fail_after_requests is {self._count}"))
         return internal_id, stream
 
     def _check(self, request: EngineRequest) -> None:
@@ -249,6 +252,8 @@ class SimEngine:
             self._kick()
 
     def _running_scheduler(self) -> SimScheduler:
+        if self._death is not None:
+            raise EngineDead(self._death)
         if self._scheduler is None:
             raise EngineError("the engine does not run: it was closed, or not started")
         return self._scheduler
@@ -285,6 +290,12 @@ class SimEngine:
         self._pump()
         keys = block_keys(prompt_token_ids, self.options.block_size)
         return self._scheduler.matched_tokens(keys) / len(prompt_token_ids)
+
+    async def wait_failed(self) -> None:
+        while self._scheduler is not None:
+            await self.load_changed()
+        if self._death is not None:
+            raise EngineDead(self._death)
 
     async def wait_handoffs(self) -> None:
         while self._scheduler is not None and self._scheduler.num_held:
@@ -338,8 +349,9 @@ class SimEngine:
         """A bug, or a performance model that raises: no stream may wait for ever."""
         logger.error("the simulated engine failed", exc_info=error)
         self._scheduler = None
+        self._death = f"the simulated engine failed: {type(error).__name__}: {error}"
         for stream in self._streams.values():
-            stream.error = EngineError(f"the simulated engine failed: {type(error).__name__}: {error}")
+            stream.error = EngineDead(self._death)
             stream.wake()
         self._notify()
 
@@ -348,9 +360,7 @@ class SimEngine:
         scheduler = self._scheduler
         if scheduler is None:
             return None
-        now_s = self._now_s()
-        if due_s is not None and due_s > now_s:
-            now_s = due_s
+        now_s = self._now_s() if due_s is None else max(due_s, self._now_s())
         while True:
             events = scheduler.advance(now_s)
             if events:

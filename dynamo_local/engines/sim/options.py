@@ -52,6 +52,8 @@ class SimOptions:
     kv_pull_timeout_s: float = 10.0
     """Past this a pull that has not ended is a `KvTransferError`."""
     engine_id: str | None = None
+    fail_after_requests: int | None = None
+    """The engine dies as soon as so many requests have come: for tests of what follows."""
     coalesce_passes: bool = False
     """Wake once per run of quiet passes, not once per pass: for virtual clocks (tokens of a run come together)."""
 
@@ -68,7 +70,7 @@ class SimOptions:
             "kv_bytes_per_token",
         ):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "1 or more")
-        for name in ("num_gpu_blocks", "max_model_len"):
+        for name in ("num_gpu_blocks", "max_model_len", "fail_after_requests"):
             value = getattr(self, name)
             _require(name, value, value is None or value >= 1, "1 or more")
         for name in ("start_up_s", "kv_transfer_latency_s"):

@@ -58,6 +58,16 @@ async def _streaming(served: Served, prompt: str, tokens: int) -> AsyncIterator[
             await asyncio.gather(stream, return_exceptions=True)
 
 
+async def _until_refused(client: openai.AsyncOpenAI) -> None:
+    """Ask until nothing new is taken: what was on its way when the drain began is still served."""
+    async with asyncio.timeout(5.0):
+        while True:
+            try:
+                await client.chat.completions.create(**asking("Too late.", 4))
+            except CUT:
+                return
+
+
 # --- in the foreground ---------------------------------------------------------------------------
 
 
@@ -65,13 +75,12 @@ async def test_ctrl_c_lets_a_stream_finish() -> None:
     """SIGINT: nothing new is taken, the stream in flight completes with its right text, exit 0."""
     with Served() as served:
         process = served.start_foreground()
-        async with _streaming(served, "Finish your sentence.", 250) as stream:
+        async with served.client() as late, _streaming(served, "Finish your sentence.", 300) as stream:
             process.send_signal(signal.SIGINT)
             await auntil(lambda: served.states()["Frontend"] == "draining", what=served.foreground_output)
-            with pytest.raises(CUT):
-                async with served.client() as client:
-                    await client.chat.completions.create(**asking("Too late.", 4))
-            assert await stream == expected("Finish your sentence.", 250, ignore_eos=True)
+            await _until_refused(late)
+            assert not stream.done()
+            assert await stream == expected("Finish your sentence.", 300, ignore_eos=True)
         assert served.reap_foreground() == EXIT_OK
         output = served.foreground_output()
 
@@ -154,7 +163,7 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
     """lesson 13: while workers drain, `status` and `ctl` answer at once; `down` returns when all is gone."""
     with Served() as served:
         served.start()
-        async with _streaming(served, "Down, but not out.", 400) as stream:
+        async with _streaming(served, "Down, but not out.", 600) as stream:
             down = asyncio.create_task(asyncio.to_thread(served.down))
             await auntil(lambda: served.states()["Frontend"] == "draining")
             began_s = time.monotonic()
@@ -162,13 +171,13 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
             listed = await asyncio.to_thread(served.cli, "ctl", "list")
             took_s = time.monotonic() - began_s
             assert not stream.done(), "the stream was to outlast the commands"
-            assert await stream == expected("Down, but not out.", 400, ignore_eos=True)
+            assert await stream == expected("Down, but not out.", 600, ignore_eos=True)
             done = await down
             assert served.leftovers() == []
 
     assert json.loads(status.stdout)["state"] == "leaving"
     assert "dynamo_vllmworker" in listed.stdout
-    assert took_s < 1.5
+    assert took_s < 3.0
     assert done.stdout.splitlines()[-1] == "dynamo: down"
 
 

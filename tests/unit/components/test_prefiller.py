@@ -56,7 +56,11 @@ class Bench:
         self.replies = FakePrefillReplies(switchboard, "prefill")
         self.stop = asyncio.Event()
         self.subject = Prefiller(self.engine, self.queue, self.replies, **options)  # type: ignore[arg-type]
-        self.task = asyncio.create_task(self.subject.run(self.stop))
+        self.task = asyncio.create_task(self._pull_and_finish())
+
+    async def _pull_and_finish(self) -> None:
+        await self.subject.pull(self.stop)
+        await self.subject.finish()
 
     async def ask(self, request_id: str, payload: dict[str, Any] | None = None) -> None:
         request = EngineRequest(request_id, [1, 2, 3], SamplingParams(max_tokens=9, min_tokens=4))
@@ -250,6 +254,33 @@ async def test_an_idle_worker_drains_at_once(bench: Bench) -> None:
     await asyncio.wait_for(bench.task, 0.5)
 
 
+async def test_a_drain_that_is_taken_back_loses_nothing_and_pulls_again(bench: Bench) -> None:
+    """What was computed goes on meanwhile; the next entry waits in the queue until the worker pulls again."""
+    bench.engine.gate.clear()
+    with bench.decode.expect("r0") as first, bench.decode.expect("r1") as second:
+        await bench.ask("r0")
+        await bench.ask("r1")
+        await until(lambda: bench.engine.running == 1)
+        bench.stop.set()
+        await until(lambda: (bench.subject.request_ids, bench.engine.running) == (("r0",), 1))
+        bench.task.cancel()  # the drain is cancelled while it waits for what is in hand
+        await asyncio.wait([bench.task])
+        bench.stop.clear()
+        bench.task = asyncio.create_task(bench._pull_and_finish())
+        bench.engine.gate.set()
+        assert await first.wait(5)
+        assert await second.wait(5)
+    assert (bench.subject.counts.done, bench.subject.counts.given_back) == (2, 0)
+
+
+async def test_a_stop_that_is_taken_back_at_once_still_ends_the_pull(bench: Bench) -> None:
+    """Whoever resumes starts a pull of its own: the old one must not go on beside it, nor spin."""
+    await asyncio.sleep(0.01)
+    bench.stop.set()
+    bench.stop.clear()
+    await asyncio.wait_for(bench.task, 0.5)
+
+
 async def test_a_cancelled_worker_gives_back_what_it_holds() -> None:
     """A worker that must go now leaves its entry to the others at once, not after ack_wait."""
     bench = Bench(ack_wait_s=60.0)
@@ -258,6 +289,7 @@ async def test_a_cancelled_worker_gives_back_what_it_holds() -> None:
     await until(lambda: bench.engine.running == 1)
     bench.task.cancel()
     await asyncio.wait([bench.task])
+    await bench.subject.give_back()
     again = await FakePrefillQueue(bench.queue.server).pull(2.0)
     assert again is not None
     assert again.task.attempt == 2

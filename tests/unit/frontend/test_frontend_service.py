@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +13,10 @@ import pytest
 from dynamo_local.components.frontend import Frontend, FrontendConfig
 from dynamo_local.components.models_view import ModelCard
 from dynamo_local.components.openai.server import bind_socket
-from dynamo_local.core.types import Role
+from dynamo_local.core.types import Load, Role
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import KeyValue, PutEvent, SnapshotEvent, WatchEvent
-from dynamo_local.sdk.context import set_current_context
+from dynamo_local.sdk.context import Work, set_current_context
 from tests.fakes.processor import FakeEndpoint, answer, last, text
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -36,6 +36,15 @@ class FakeContext:
 
     def on_drain(self, callback: Callable[[], Awaitable[None]]) -> None:
         self.callbacks.append(callback)
+
+    def set_load_source(self, source: Callable[[], Load]) -> None:
+        self.load = source
+
+    def set_work_source(self, source: Callable[[], Work]) -> None:
+        self.work = source
+
+    def vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        return asyncio.create_task(work, name=name)
 
     async def announce(self, **facts: str) -> None:
         self.announced.update(facts)
@@ -77,7 +86,8 @@ def test_the_service_is_declared_as_the_graph_needs_it():
 
 
 async def test_from_start_to_drain_to_stop(context: Callable[..., FakeContext]):
-    """The URL is announced once connections are taken; the drain waits for the stream, then the port is closed."""
+    """The URL is announced once connections are taken; a drain waits for the streams, and may be taken back: the port
+    is closed at the stop, and not before."""
     gate = asyncio.Event()
     made = context()
     chat = FakeEndpoint([[text("a")], gate, [last()]])
@@ -92,19 +102,30 @@ async def test_from_start_to_drain_to_stop(context: Callable[..., FakeContext]):
             assert plain.json()["choices"][0]["text"] == "plain"
             running = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
             await chat.called.wait()
+            assert made.load() == Load(request_active_slots=0, request_total_slots=1024, num_requests_waiting=1)
+            assert [len(made.work().requests), made.work().pulled] == [1, 0]
             made.draining.set()
             (drain,) = made.callbacks
             draining = asyncio.create_task(drain())
-            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 503
+            refused = await client.post("/v1/chat/completions", json=CHAT)
+            assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+            assert int(refused.headers["retry-after"]) > 0
             assert not draining.done()
             gate.set()
             assert (await running).status_code == 200
             await draining
+            assert (await client.get("/health")).status_code == 503
+            made.draining.clear()
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.post("/v1/completions", json={"model": "m", "prompt": "Hi"})).status_code == 200
+            await served.stop()
             with pytest.raises(httpx.ConnectError):
                 await client.get("/live")
     finally:
         await served.stop()
-    assert not [task for task in asyncio.all_tasks() if task.get_name() in ("models-view", "http-server")]
+    assert not [
+        task for task in asyncio.all_tasks() if task.get_name() in ("models-view", "http-server", "the HTTP server")
+    ]
 
 
 async def test_a_port_in_use_fails_the_start(context: Callable[..., FakeContext]):

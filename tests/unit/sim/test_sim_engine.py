@@ -20,7 +20,7 @@ from dynamo_local.engines.sim import (
     expected_output,
     expected_tokens,
 )
-from dynamo_local.errors import ConfigError, EngineError, InvalidRequest
+from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest, SamplingParams
 
 PERF = FixedModel(prefill_ms_per_token=1, decode_ms=10)
@@ -325,7 +325,7 @@ async def test_a_loop_that_was_busy_catches_up_without_drift() -> None:
 
 @pytest.mark.parametrize("prompt", [[1], [1, 2]])
 def test_a_failure_inside_reaches_every_stream(prompt: list[int]) -> None:
-    """A bug in the model is an `EngineError` at once, not a stream that never ends; in the first pass or later."""
+    """A bug in the model is an `EngineDead` at once, not a stream that never ends; in the first pass or later."""
 
     class Broken(FixedModel):
         def decode_s(self, batch: int, active_kv_tokens: int, mean_context: float) -> float:
@@ -334,8 +334,44 @@ def test_a_failure_inside_reaches_every_stream(prompt: list[int]) -> None:
     async def main() -> None:
         sim = SimEngine(SimOptions(), transport=InMemoryTransport(), perf_model=Broken())
         await sim.start()
-        with pytest.raises(EngineError, match="ArithmeticError: boom"):
+        with pytest.raises(EngineDead, match="ArithmeticError: boom"):
             await collect(sim, request(prompt, 5))
+        with pytest.raises(EngineDead, match="ArithmeticError: boom"):
+            await sim.wait_failed()
         await sim.close()
+
+    run_virtual(main())
+
+
+def test_an_engine_can_be_made_to_die_at_a_certain_request() -> None:
+    """`fail_after_requests`: that request and those that run fail with it, and nothing is taken any more."""
+
+    async def main() -> None:
+        sim = SimEngine(SimOptions(fail_after_requests=2), transport=InMemoryTransport(), perf_model=FixedModel())
+        await sim.start()
+        watch = asyncio.create_task(sim.wait_failed())
+        first = asyncio.create_task(collect(sim, request([1], 500)))
+        await asyncio.sleep(0.1)
+        assert not watch.done()
+        for task in (asyncio.create_task(collect(sim, request([2], 5))), first, watch):
+            with pytest.raises(EngineDead, match="fail_after_requests"):
+                await task
+        with pytest.raises(EngineDead):
+            await collect(sim, request([3]))
+        await sim.close()
+
+    run_virtual(main())
+
+
+def test_an_engine_that_is_closed_has_not_failed() -> None:
+    """Whoever watches for its death is let go."""
+
+    async def main() -> None:
+        sim = engine()
+        await sim.start()
+        watch = asyncio.create_task(sim.wait_failed())
+        await asyncio.sleep(0)
+        await sim.close()
+        await watch
 
     run_virtual(main())

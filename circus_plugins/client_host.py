@@ -1,0 +1,256 @@
+"""Runs our processes as watchers of somebody else's circusd, through its commands alone (`ProcessHost`).
+
+What differs from our own arbiter, and how it is met:
+
+* circusd refuses commands while another one runs: they are tried again (`circus_client`).
+* It polls once per `check_delay`: an exit is seen by a pidfd instead, and its code is read from the zombie that
+  circusd has not collected yet.
+* It stops a watcher by SIGTERM, all at once on `quit`: our watchers' stop signal is SIGCONT, which does nothing, so
+  that the supervisor ends them in its order. See `docs/circusd.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamo_local.circus_plugins import exec_worker
+from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdBusy, CircusdError
+from dynamo_local.circus_plugins.tickets import Claim, Offer, Tickets
+from dynamo_local.serve.host import ExitCallback, ProcessSpec
+from dynamo_local.serve.processes import kill_session
+
+log = logging.getLogger(__name__)
+
+START_PATIENCE_S = 120.0
+"""How long a start waits for circusd's slot; past it the restart policy decides when to try again."""
+FORGET_PATIENCE_S = 2.0
+"""A removal that waits longer goes on in the background: nothing depends on it but the list of watchers."""
+REMOVE_PATIENCE_S = 3600.0
+CLOSE_PATIENCE_S = 10.0
+STOP_SIGNAL = signal.SIGCONT
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process that this host started. `pidfd` is readable once it has ended."""
+
+    pid: int
+    pidfd: int
+
+
+class CircusClientHost:
+    """A `ProcessHost`. `socket` is where new processes fetch their tickets; `leave_bound_s` bounds circusd's patience.
+
+    `circusd_pid` must be the parent of what circusd starts: a process that asks for a death signal gets it when that
+    one dies. `start` before use, `close` after.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        socket: Path,
+        circusd_pid: int,
+        leave_bound_s: float = 0.0,
+        reply_timeout_s: float = 30.0,
+    ) -> None:
+        self.on_exit: ExitCallback | None = None
+        self.circusd_endpoint = endpoint
+        self.circusd_pid = circusd_pid
+        self.hurried = False
+        """circusd stops us: it holds its slot until we are gone, so that nothing can be removed any more."""
+        self._tickets = Tickets(socket, parent=circusd_pid)
+        self._leave_bound_s = leave_bound_s
+        self._reply_timeout_s = reply_timeout_s
+        self._connection: CircusClient | None = None
+        self._running: dict[str, Running] = {}
+        self._removals: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def circusd(self) -> CircusClient:
+        """The connection; only between `start` and `close`."""
+        assert self._connection is not None, "the host is not started"
+        return self._connection
+
+    async def start(self) -> None:
+        """Connect and listen. Raises `CircusdSilent` if there is no circusd."""
+        self._connection = CircusClient(self.circusd_endpoint, reply_timeout_s=self._reply_timeout_s)
+        await self.circusd.call("numwatchers")
+        self._tickets.open()
+
+    async def close(self) -> None:
+        """Finish removals, within a bound; then let go. Processes that still run go on."""
+        if self._removals and not self.hurried:
+            await asyncio.wait(self._removals.values(), timeout=CLOSE_PATIENCE_S)
+        for task in list(self._removals.values()):
+            task.cancel()
+        await asyncio.gather(*self._removals.values(), return_exceptions=True)
+        for running in self._running.values():
+            asyncio.get_running_loop().remove_reader(running.pidfd)
+            os.close(running.pidfd)
+        self._running.clear()
+        await self._tickets.close()
+        if self._connection is not None:
+            await self._connection.close()
+
+    # --- starting --------------------------------------------------------------------------------
+
+    async def start_process(self, spec: ProcessSpec) -> int:
+        """See `ProcessHost`. KeyError if a process of that name runs."""
+        if not os.access(spec.argv[0], os.X_OK):
+            raise OSError(f"{spec.argv[0]} is not an executable file")
+        if spec.name in self._running:
+            raise KeyError(spec.name)
+        await self._stop_removing(spec.name)
+        offer = self._tickets.offer(spec)
+        try:
+            claim = await self._started(offer)
+        except BaseException as error:
+            _end_unwanted(offer)
+            if isinstance(error, CircusdError):
+                raise OSError(str(error)) from error
+            raise
+        finally:
+            self._tickets.withdraw(offer)
+        # From here to the caller nothing is awaited: it knows the pid before it hears of an exit.
+        self._running[spec.name] = Running(claim.pid, claim.pidfd)
+        asyncio.get_running_loop().add_reader(claim.pidfd, self._exited, spec.name)
+        return claim.pid
+
+    async def _started(self, offer: Offer) -> Claim:
+        spec = offer.spec
+        try:
+            reply = await self._add(spec)
+        except CircusdError as error:
+            if "already exist" not in str(error):
+                raise
+            await self._make_room(spec.name)
+            reply = await self._add(spec)
+        if not reply.get("started"):
+            raise OSError(f"{spec.name}: circusd could not start a process; its log says why")
+        try:
+            async with asyncio.timeout(self._reply_timeout_s):
+                return await offer.claimed
+        except TimeoutError:
+            raise OSError(f"{spec.name}: the process that circusd started never came for its ticket") from None
+
+    async def _add(self, spec: ProcessSpec) -> dict[str, Any]:
+        options = {
+            "respawn": False,  # restarts are ours: back-off, GPU checks
+            "singleton": True,
+            "numprocesses": 1,
+            "max_retry": 1,
+            "copy_env": False,
+            "env": {},
+            "working_dir": "/",
+            "stop_signal": int(STOP_SIGNAL),
+            "stop_children": False,
+            "graceful_timeout": max(spec.graceful_timeout_s, self._leave_bound_s),
+        }
+        return await self.circusd.exclusive(
+            "add",
+            patience_s=START_PATIENCE_S,
+            name=spec.name,
+            cmd=shlex.quote(sys.executable),
+            args=self._args(spec.name),
+            options=options,
+            start=True,
+            waiting=True,  # the reply comes after the spawn, and names its pid
+        )
+
+    def _args(self, name: str) -> list[str]:
+        return ["-I", "-S", str(Path(exec_worker.__file__).resolve()), str(self._tickets.path), name]
+
+    async def _make_room(self, name: str) -> None:
+        """Remove a watcher of that name if it is ours and has no process (a killed plugin's); else OSError."""
+        options = (await self.circusd.call("options", name=name)).get("options", {})
+        if options.get("args") != self._args(name):
+            raise OSError(f"circusd has another watcher named {name}; rename it, or give the graph another namespace")
+        pids = (await self.circusd.call("list", name=name)).get("pids")
+        if pids:
+            raise OSError(f"circusd's watcher {name} still has a process (pid {pids[0]}), which is not ours to end")
+        await self._remove(name, START_PATIENCE_S)
+
+    # --- exits -----------------------------------------------------------------------------------
+
+    def _exited(self, name: str) -> None:
+        running = self._running.pop(name)
+        code = exit_code_of_zombie(running.pid)
+        asyncio.get_running_loop().remove_reader(running.pidfd)
+        os.close(running.pidfd)
+        if self.on_exit is not None:
+            self.on_exit(name, running.pid, code)
+
+    # --- removing --------------------------------------------------------------------------------
+
+    async def forget(self, name: str) -> None:
+        """See `ProcessHost`. Where circusd is busy the removal goes on in the background."""
+        await self._stop_removing(name)
+        if self.hurried:
+            log.info("%s stays in circusd's list, stopped, until the next start", name)
+            return
+        try:
+            await self._remove(name, FORGET_PATIENCE_S)
+        except CircusdBusy:
+            self._removals[name] = self._in_background(name, self._remove(name, REMOVE_PATIENCE_S))
+        except CircusdError as error:
+            log.warning("%s could not be removed from circusd: %s", name, error)
+
+    async def _remove(self, name: str, patience_s: float) -> None:
+        if name in self._running:
+            raise KeyError(name)  # circusd would stop it
+        try:
+            await self.circusd.exclusive("rm", patience_s=patience_s, name=name, waiting=True)
+        except CircusdError as error:
+            if "not found" not in str(error):
+                raise
+
+    def _in_background(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        def done(task: asyncio.Task[None]) -> None:
+            if self._removals.get(name) is task:
+                del self._removals[name]
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.warning("%s could not be removed from circusd: %s", name, error)
+
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(done)
+        return task
+
+    async def _stop_removing(self, name: str) -> None:
+        """A removal that comes late must not hit a new watcher of that name. What is sent already comes before it."""
+        task = self._removals.pop(name, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _end_unwanted(offer: Offer) -> None:
+    """A start was given up: a process that came all the same must not live on without an owner."""
+    if offer.claimed.done() and not offer.claimed.cancelled() and offer.claimed.exception() is None:
+        claim = offer.claimed.result()
+        kill_session(claim.pid)
+        os.close(claim.pidfd)
+    else:
+        offer.claimed.cancel()
+
+
+def exit_code_of_zombie(pid: int) -> int | None:
+    """How a process ended that its parent has not collected yet: a negative code is a signal; None if it has.
+
+    The last field of proc_pid_stat(5), readable to its own user. We are not the parent: `waitpid` is circusd's.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    return None

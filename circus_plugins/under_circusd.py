@@ -1,0 +1,186 @@
+"""What our own arbiter does beside running processes, done by a process under somebody else's circusd.
+
+* It answers our commands on the namespace's own control endpoint: `dynamo status|scale|drain|restart|down` work.
+* It hears of circusd's commands for our watchers by its event stream: `circusctl stop NAME` becomes a drain.
+* SIGTERM is circusd's `quit` (or `stop` of the plugin): leave, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from tornado.ioloop import IOLoop
+
+from dynamo_local.circus_plugins.answers import new_stimulus_id, refusal
+from dynamo_local.circus_plugins.arbiter import WorkerController
+from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdError
+from dynamo_local.circus_plugins.client_host import CircusClientHost
+from dynamo_local.circus_plugins.commands import Commanded
+from dynamo_local.errors import BadInput, DynamoError
+
+log = logging.getLogger(__name__)
+
+READY_PATIENCE_S = 600.0
+"""circusd starts its watchers one after the other, with its `warmup_delay`, and refuses everything meanwhile."""
+QUIT_GRACE_S = 0.25
+"""`quit` stops all watchers in one go: whoever hears that one is stopped waits so long for the news that all are."""
+
+
+class _Elsewhere:
+    """Stands in for circus's own commands on our endpoint: those belong to the circusd that runs the watchers."""
+
+    def __init__(self, name: str, endpoint: str) -> None:
+        self.name = name
+        self._endpoint = endpoint
+
+    def validate(self, props: Any) -> None:
+        """Nothing to check: the answer is the same."""
+
+    def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
+        """Where to ask instead."""
+        return refusal(
+            BadInput(
+                f"this graph runs under a stock circusd: use `circusctl --endpoint {self._endpoint} {self.name}`, "
+                "or `dynamo status`, `scale`, `drain`, `restart`, `down`"
+            )
+        )
+
+
+class PluginController(WorkerController):
+    """Answers our commands, and says of circus's own where they are answered."""
+
+    def __init__(self, endpoint: str, context: zmq.Context[Any], arbiter: Any, circusd_endpoint: str) -> None:
+        super().__init__(endpoint, None, context, IOLoop.current(), arbiter, 0)  # 0: no timer, nothing to manage
+        for name in self.commands:
+            if not name.startswith("dynamo_"):
+                self.commands[name] = _Elsewhere(name, circusd_endpoint)
+
+
+class UnderCircusd(CircusClientHost):
+    """A `SupervisedHost`: what `DynamoArbiter` is to `dynamo serve`, under the circusd that is our parent.
+
+    `own_watcher` is the plugin's own name there (`plugin:dynamo`), `leave_bound_s` how long leaving may take at most.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        pubsub_endpoint: str,
+        own_watcher: str,
+        control_socket: Path,
+        namespace: str,
+        leave_bound_s: float,
+    ) -> None:
+        super().__init__(
+            endpoint,
+            socket=control_socket.with_name("run.sock"),  # as long as ctl.sock, whose length is checked
+            circusd_pid=os.getppid(),
+            leave_bound_s=leave_bound_s,
+        )
+        self.supervisor: Commanded | None = None
+        self._own_watcher = own_watcher
+        self._pubsub_endpoint = pubsub_endpoint
+        self._namespace = namespace
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._events_context = zmq.asyncio.Context()
+        self._controller = PluginController(f"ipc://{control_socket}", self._context, self, endpoint)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- coming and going ------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """See `SupervisedHost`. Raises `CircusdError` kinds, and `DynamoError` if circusd is another user's."""
+        owner = os.stat(f"/proc/{self.circusd_pid}").st_uid
+        if owner != os.getuid():
+            raise DynamoError(
+                f"circusd runs as uid {owner} and this plugin as uid {os.getuid()}: its workers would not be ours; "
+                "remove `uid` from the [plugin:…] section, or run circusd as the same user"
+            )
+        await super().start()
+        # While it waits for us to leave, circusd must not kill us before the last stream is finished.
+        patience = {"graceful_timeout": self._leave_bound_s}
+        await self.circusd.exclusive("set", patience_s=READY_PATIENCE_S, name=self._own_watcher, options=patience)
+        self._controller.start()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._asked_to_stop)
+        self._run(self._listen())
+
+    async def close(self) -> None:
+        """See `SupervisedHost`."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._controller.stop()
+        self._context.destroy(linger=200)
+        self._events_context.destroy(linger=0)
+        await super().close()
+
+    def _asked_to_stop(self) -> None:
+        """circusd holds its only slot until we are gone: no watcher can be removed any more, and none need be."""
+        self.hurried = True
+        if self.supervisor is not None:
+            self.supervisor.request_down("circusd stops the plugin")
+
+    def _run(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- circusd's own commands for our watchers ---------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Events may be lost (pub/sub): then circusd kills what it was told to stop, after `leave_bound_s`."""
+        prefix = f"watcher.{self._namespace.lower()}_"
+        with self._events_context.socket(zmq.SUB) as events:
+            events.linger = 0
+            events.subscribe(prefix.encode())
+            events.connect(self._pubsub_endpoint)
+            while True:
+                topic, body, *_ = await events.recv_multipart()
+                watcher, _, event = topic.decode().removeprefix("watcher.").rpartition(".")
+                if event == "kill":
+                    self._run(self._stopped_by_hand(watcher, int(json.loads(body)["process_pid"])))
+
+    async def _stopped_by_hand(self, watcher: str, pid: int) -> None:
+        """`circusctl stop|restart|rm NAME`: our stop signal did nothing yet. A worker drains, a server ends."""
+        await asyncio.sleep(QUIT_GRACE_S)
+        if self.hurried or pid not in {running.pid for running in self._running.values()}:
+            return
+        if self.supervisor is not None:
+            for row in self.supervisor.status()["workers"]:
+                if row["pid"] == pid and await self._drained(row["watcher_name"]):
+                    return
+        log.warning("circusd stops %s (pid %d), which cannot be drained now: SIGTERM", watcher, pid)
+        os.kill(pid, signal.SIGTERM)
+
+    async def _drained(self, name: str) -> bool:
+        """False where the supervisor cannot drain it now, which it says in the log."""
+        assert self.supervisor is not None
+        stimulus_id = new_stimulus_id("circusctl-stop")
+        try:
+            await self.supervisor.drain(name, cancel=False, force=True, stimulus_id=stimulus_id)
+        except DynamoError as error:
+            log.warning("circusd stops %s: %s", name, error)
+            return False
+        return True
+
+
+async def stop_own_watcher(endpoint: str, own_watcher: str) -> None:
+    """Ask circusd to keep the plugin down. It ends us by SIGTERM while it does. A refusal is logged."""
+    client = CircusClient(endpoint)
+    try:
+        await client.exclusive("stop", patience_s=READY_PATIENCE_S, name=own_watcher, match="simple")
+    except CircusdError as error:
+        log.error(
+            "circusd will start the graph again, because it could not be asked to stop %s: %s", own_watcher, error
+        )
+    finally:
+        await client.close()

@@ -1,0 +1,175 @@
+"""What the pages show can be used as it stands: graphs, configurations, the README's two commands, the systemd unit."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dynamo_local.cli.serve import serve
+from dynamo_local.config import load_config, resolve
+from dynamo_local.core.types import Role
+from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY
+from dynamo_local.sdk.loader import load_graph
+from dynamo_local.serve.leaving import STAGES
+from tests.fakes.pages import ROOT, blocks, pages, shell_commands
+
+EXAMPLE = ROOT / "examples" / "llm"
+README = blocks(ROOT / "README.md")
+INSTALL, TESTS = (
+    next(b for b in README if b.text.startswith(start)) for start in ("pip install '.", "pip install tox")
+)
+HELLO = next(b for b in README if b.language == "python")
+
+
+def _blocks(language: str) -> list:
+    return [pytest.param(b, id=str(b)) for page in pages() for b in blocks(page) if b.language == language]
+
+
+@pytest.mark.parametrize("block", _blocks("python"))
+def test_python_is_python(block):
+    """Each snippet compiles."""
+    ast.parse(block.text)
+
+
+@pytest.mark.parametrize(
+    ("page", "root", "services"),
+    [("README.md", "Caller", ["Caller", "Greeter"]), ("docs/sdk.md", "Gate", ["Gate", "Scorer"])],
+)
+def test_graph_of_a_page_loads(page, root, services, tmp_path):
+    """What the page declares is a graph that can run."""
+    (text,) = (b.text for b in blocks(ROOT / page) if b.language == "python" and "@service" in b.text)
+    module = f"graph_of_{Path(page).stem.lower()}"
+    (tmp_path / f"{module}.py").write_text(text)
+    assert list(load_graph(f"{module}:{root}", base_dir=tmp_path).services) == services
+
+
+@pytest.mark.parametrize("block", _blocks("yaml"))
+def test_configuration_of_a_page_is_accepted(block, tmp_path):
+    """Each YAML snippet fits the graph that ships."""
+    file = tmp_path / "config.yaml"
+    file.write_text(block.text)
+    graph = load_graph("graphs.disagg:Frontend", base_dir=EXAMPLE)
+    assert resolve(graph, load_config(file, env={}), namespace=None).namespace == "dynamo"
+
+
+def test_first_command_of_the_readme_names_what_is_there():
+    """Its extra, its folder, its graph, its configuration and its client exist, and it runs one worker of each role."""
+    install, cd, up, client = shell_commands(INSTALL.text)
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert install[2] == ".[embedded]"
+    assert "embedded" in setup["options.extras_require"]
+    assert (ROOT / cd[1]).is_dir()
+    assert (ROOT / cd[1] / client[1]).is_file()
+    assert up[:3] == ["dynamo", "serve", "graphs.disagg:Frontend"]
+    assert up[-1] == "--detach"
+    config = load_config(ROOT / cd[1] / up[up.index("-f") + 1], env={})
+    spec = resolve(load_graph(up[2], base_dir=ROOT / cd[1]), config, namespace=None)
+    assert config.host.gpus == "sim:8"
+    assert sorted((s.role, s.workers) for s in spec.services if s.resources.gpu) == [
+        (Role.DECODE, 1),
+        (Role.PREFILL, 1),
+    ]
+
+
+def test_second_command_of_the_readme_runs_every_check():
+    """`tox` alone runs the environments that the contributing page names."""
+    assert list(shell_commands(TESTS.text)) == [["pip", "install", "tox"], ["tox"]]
+    tox = configparser.ConfigParser()
+    tox.read(ROOT / "tox.ini")
+    listed = set(re.split(r",\s*", tox["tox"]["env_list"].replace("\n", " ").strip()))
+    assert {"lint", "types", "imports", "docs", "wheel", "integration"} <= listed
+
+
+@pytest.mark.infra
+def test_graph_of_the_readme_says_hello(tmp_path):
+    """The README's own graph, served as the README says, on embedded servers."""
+    (tmp_path / "hello.py").write_text(HELLO.text)
+    (tmp_path / "run").mkdir(mode=0o700)
+    env = {**os.environ, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path / "run")}
+    env = {name: value for name, value in env.items() if not name.startswith(("DYN_", "ETCD_", "NATS_"))}
+
+    def dynamo(*words: str) -> str:
+        command = [sys.executable, "-m", "dynamo_local.cli.main", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=40)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    try:
+        dynamo("serve", "hello:Caller", "--detach")
+        deadline_s = time.monotonic() + 10
+        while "hello you" not in dynamo("logs", "Caller"):
+            assert time.monotonic() < deadline_s, dynamo("logs")
+            time.sleep(0.05)
+    finally:
+        dynamo("down", "--timeout", "20")
+
+
+# --- systemd -----------------------------------------------------------------------------------
+
+UNIT = ROOT / "docs" / "dynamo.service"
+
+
+def _unit() -> configparser.RawConfigParser:
+    unit = configparser.RawConfigParser()
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(UNIT)
+    return unit
+
+
+def test_unit_lets_a_drain_finish():
+    """The default KillMode kills workers in mid-drain, and so does a TimeoutStopSec below the longest drain."""
+    service = _unit()["Service"]
+    words = service["ExecStart"].split()
+    deadline_s = {name: float(words[words.index(f"--{name}-deadline") + 1]) for name in ("start", "drain")}
+    assert (service["Type"], service["NotifyAccess"], service["KillMode"]) == ("notify", "main", "mixed")
+    assert float(service["TimeoutStopSec"]) > len(STAGES) * deadline_s["drain"]
+    assert float(service["TimeoutStartSec"]) > deadline_s["start"]
+
+
+def test_unit_runs_a_command_that_exists():
+    """Its words parse, and what it does not restart on are the codes of bad input and of a taken namespace."""
+    service = _unit()["Service"]
+    words = service["ExecStart"].split()
+    context = serve.make_context("serve", words[2:])
+    assert words[1] == "serve"
+    assert not context.params["overrides"]
+    assert not context.params["detach"]
+    assert (EXAMPLE / context.params["file"]).is_file()
+    assert service["WorkingDirectory"].endswith("/examples/llm")
+    assert service["RestartPreventExitStatus"] == f"{EXIT_BAD_INPUT} {EXIT_BUSY}"
+
+
+def test_unit_is_explained_in_the_operations_page():
+    """The page's table repeats the settings; it must repeat them rightly."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(\w+)=([^`]+)`", page, re.MULTILINE))
+    service = _unit()["Service"]
+    assert told == {name: service[name] for name in told}
+    assert {"Type", "KillMode", "TimeoutStopSec"} <= told.keys()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine")
+def test_systemd_accepts_the_unit(tmp_path):
+    """`systemd-analyze verify`, with paths that exist here."""
+    text = UNIT.read_text(encoding="utf-8")
+    text = re.sub(r"ExecStart=\S+", f"ExecStart={sys.executable}", text)
+    text = re.sub(r"WorkingDirectory=\S+", f"WorkingDirectory={tmp_path}", text)
+    unit = tmp_path / "dynamo.service"
+    unit.write_text(text)
+    (tmp_path / "run").mkdir(mode=0o700)
+    env = {**os.environ, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        ["systemd-analyze", "--user", "verify", str(unit)], env=env, capture_output=True, text=True, timeout=30
+    )
+    complaints = [line for line in done.stderr.splitlines() if "dynamo.service" in line]
+    assert (done.returncode, complaints) == (0, []), done.stderr

@@ -1,0 +1,118 @@
+"""Broken graphs and configurations through the command line: one line, exit code 2, nothing started, no file left."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dynamo_local.errors import EXIT_BAD_INPUT
+from tests.fakes.bad_inputs import BAD_INPUTS, TARGET, BadInput
+from tests.fakes.served import COMMAND_TIMEOUT_S, Served
+
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
+"""All cases are run by one fixture, whose time counts as that of the first test."""
+
+AT_ONCE = 2
+DETACHED = BAD_INPUTS[::12]
+"""A sample: `--detach` has a way of its own to tell."""
+
+SIM = ("--gpus", "sim:8")
+
+GPUS = (
+    BadInput("gpus_sim_of_none", r"sim:0", args=(TARGET, "--gpus", "sim:0")),
+    BadInput("gpus_nonsense", r"'seven'", args=(TARGET, "--gpus", "seven")),
+    BadInput("gpus_too_few", r"VllmWorker.*per worker", args=(TARGET, "--gpus", "sim:1")),
+    BadInput("lease_ttl", r"DYN_LEASE_TTL_S='soon'", args=(TARGET, *SIM), env={"DYN_LEASE_TTL_S": "soon"}),
+    BadInput(
+        "cuda_of_a_service",
+        r"CUDA_VISIBLE_DEVICES.*DYN_DISABLE_AUTO_GPU_ALLOCATION=1",
+        args=(TARGET, *SIM, "--VllmWorker.ServiceArgs.envs.CUDA_VISIBLE_DEVICES=0"),
+    ),
+)
+"""What only the command line refuses."""
+
+CASES = {
+    f"{bad.id}{suffix}": (bad, words)
+    for suffix, words, bads in (
+        ("", (), (*BAD_INPUTS, *GPUS)),
+        ("-detached", ("--detach",), (*DETACHED, *GPUS[:1])),
+    )
+    for bad in bads
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[int, str, list[str]]]]:
+    """For each case its exit code, stderr and what it left behind. All are run before the first test, two at a time."""
+    with Served() as served, ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def run(case: str) -> tuple[int, str, list[str]]:
+            bad, words = CASES[case]
+            namespace = f"bad-{list(CASES).index(case)}"
+            folder = tmp_path_factory.mktemp("bad")
+            bad.write(folder)
+            # A namespace of its own, where the case says none: what is left behind can be told apart.
+            own = () if "--namespace" in bad.args else ("--namespace", namespace)
+            done = subprocess.run(
+                [sys.executable, "-m", "dynamo_local.cli.main", "serve", *bad.args, *own, *words],
+                cwd=folder,
+                env={**served.env, **bad.env},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=COMMAND_TIMEOUT_S,
+                check=False,
+            )
+            return done.returncode, done.stderr, _left(served, namespace)
+
+        yield dict(zip(CASES, pool.map(run, CASES), strict=True))
+
+
+def _left(served: Served, namespace: str) -> list[str]:
+    """Statefile, sockets and processes of the namespace."""
+    runtime, state = served.paths.runtime.parent / namespace, served.paths.statefile.parent / f"{namespace}.json"
+    found = [str(path) for path in (runtime, state) if path.exists()]
+    return found + [line for _, line in served.processes() if f"--namespace {namespace} " in f"{line} "]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_costs_one_line_and_exit_code_2(
+    case: str, outcomes: Mapping[str, tuple[int, str, list[str]]]
+) -> None:
+    """The line that the table expects, no traceback, nothing left running and no statefile."""
+    code, stderr, left = outcomes[case]
+    bad, _ = CASES[case]
+
+    assert code == EXIT_BAD_INPUT, stderr
+    assert len(stderr.splitlines()) == 1, stderr
+    assert stderr.startswith("dynamo: ")
+    assert re.search(bad.expect, stderr), stderr
+    assert left == []
+
+
+def test_without_a_driver_the_error_names_the_simulation(tmp_path: Path) -> None:
+    """No NVIDIA driver and no `sim:`: refused, saying what to do (skipped where there is a driver)."""
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this host has an NVIDIA driver")
+    bad = BadInput("no_driver", "")
+    bad.write(tmp_path)
+    with Served() as served:
+        done = subprocess.run(
+            [sys.executable, "-m", "dynamo_local.cli.main", "serve", TARGET],
+            cwd=tmp_path,
+            env=served.env,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+
+    assert done.returncode == EXIT_BAD_INPUT
+    assert "sim:" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
