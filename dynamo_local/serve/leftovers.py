@@ -255,6 +255,13 @@ def end_workers(paths: Paths, run: Recorded, *, living: Iterable[str] = ()) -> l
     return end(find)
 
 
+def end_children(paths: Paths, run_id: str, name: str) -> list[str]:
+    """End what a worker that is gone had started, also outside of its session (it would keep VRAM)."""
+    return end(
+        lambda: {found.pid: name for found in marked(paths) if found.name == name and found.run_id == run_id},
+    )
+
+
 def end_sessions(of: Iterable[Known]) -> list[str]:
     """End what is left in the sessions of these processes."""
     of = list(of)

@@ -37,6 +37,7 @@ from dynamo_local.core.lifecycle import (
 from dynamo_local.core.restarts import Fault, RestartHistory, after_exit
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import DynamoError, GpuError, InfraUnavailable, RequestError
+from dynamo_local.serve import leftovers
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
@@ -265,6 +266,8 @@ class Operations:
             worker.reason = f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
         worker.process_ended(code)
         await self.fleet.apply({worker.name: ProcessExited(stimulus_id=f"exit:{pid}", exit_code=code)})
+        if not self.leaving:
+            await self._end_children(worker.name)
         await self._links.try_revoke(lease, worker.name)
         if left:
             await self._gone(worker)
@@ -273,6 +276,23 @@ class Operations:
             await self.remove(worker)
         else:
             await self._after_failure(worker, ran_s)
+
+    async def _end_children(self, name: str) -> None:
+        """Those that left its session: only their environment tells whose they are. Nothing runs under its name now."""
+        await self._swept(lambda: leftovers.end_children(self._planner.paths, self._planner.run_id, name))
+
+    async def sweep(self) -> None:
+        """The same for all workers, when all are gone."""
+        await self._swept(lambda: leftovers.end_workers(self._planner.paths, leftovers.Recorded()))
+
+    async def _swept(self, end: Callable[[], list[str]]) -> None:
+        try:
+            ended = await asyncio.to_thread(end)
+        except DynamoError as error:
+            self._tell(f"something of a worker that is gone stays behind: {error}")
+        else:
+            for what in ended:
+                log.warning("left behind by a worker that is gone, ended: %s", what)
 
     async def _gone(self, worker: Worker) -> None:
         """A worker that left: it is started again if that was the intent, else its entry goes, or is the template."""

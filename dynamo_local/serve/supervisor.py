@@ -396,6 +396,7 @@ class Supervisor:
         await self._close()
         for name in list(self.fleet.workers):
             await self.arbiter.forget(name)
+        await self.operations.sweep()
         await self.servers.stop()
         await self.guarding.stop()  # last: until here it would have ended what we had not
         try:
