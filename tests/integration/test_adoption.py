@@ -18,8 +18,8 @@ pytestmark = pytest.mark.infra
 KEEP = ("--on-arbiter-death", "keep")
 PATIENCE_S = 15.0
 STREAMS = 20
-TOKENS = 700
-"""About four seconds of streaming."""
+TOKENS = 900
+"""More than five seconds of streaming."""
 
 ALONE = """\
 from dynamo_local.sdk import endpoint, service
@@ -59,7 +59,7 @@ def adopt(served: Served, *words: str) -> None:
 
 
 async def test_twenty_streams_live_through_the_managers_death_and_an_adoption() -> None:
-    """No request fails, no process is new, the run is the same; then it scales up and down, and `down` leaves nothing."""
+    """No request fails, no process is new, the run is the same; it scales up and down, and `down` leaves nothing."""
     with Served(*KEEP) as served:
         served.start()
         before, pids = served.status(), served.pids()
@@ -78,6 +78,7 @@ async def test_twenty_streams_live_through_the_managers_death_and_an_adoption() 
             await asyncio.to_thread(adopt, served)
 
             after = served.status()
+            assert not all(stream.done() for stream in streams), "the streams were to outlast the adoption"
             answers = await asyncio.gather(*streams)
             assert answers == [expected(prompt, TOKENS, ignore_eos=True) for prompt in prompts]
 
