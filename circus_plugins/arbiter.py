@@ -2,7 +2,7 @@
 
 What stays circus's: watchers, the control endpoint, the event stream, `circusctl`. What becomes ours: signals,
 spawning (own log file, death signal), noticing an exit (pidfd, not a one-second poll), ending, and restarting.
-See `docs/architecture.md` and `tests/contract/test_circus.py`, which keeps each behaviour that we lean on.
+See `docs/architecture.md` and `tests/contract/test_circus_arbiter.py`, which keeps each behaviour that we lean on.
 """
 
 from __future__ import annotations

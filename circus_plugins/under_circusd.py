@@ -109,6 +109,7 @@ class UnderCircusd(CircusClientHost):
         # While it waits for us to leave, circusd must not kill us before the last stream is finished.
         patience = {"graceful_timeout": self._leave_bound_s}
         await self.circusd.exclusive("set", patience_s=READY_PATIENCE_S, name=self._own_watcher, options=patience)
+        await self.sweep(f"{self._namespace.lower()}_")
         self._controller.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._asked_to_stop)
         self._run(self._listen())

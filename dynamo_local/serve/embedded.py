@@ -21,6 +21,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.core.types import watcher_name
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.infra import EtcdSpec, NatsSpec, PortLease, find_server, prepare
+from dynamo_local.serve.logs import set_aside
 from dynamo_local.serve.paths import Paths
 from dynamo_local.serve.processes import kill_session, start_time_s, wait_exit
 from dynamo_local.state import ServerEntry
@@ -83,6 +84,7 @@ class EmbeddedServers:
 
     def _add(self, kind: str, spec: EtcdSpec | NatsSpec) -> str:
         prepare(spec)
+        set_aside(self._paths.log_file(watcher_name(self._paths.namespace, kind)))
         name = watcher_name(self._paths.namespace, kind)
         self._specs[name] = spec
         return name

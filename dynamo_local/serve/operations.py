@@ -42,7 +42,7 @@ from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.links import Links
-from dynamo_local.serve.logs import tail
+from dynamo_local.serve.logs import set_aside, tail
 from dynamo_local.serve.plan import WatcherPlan, WorkerPlanner
 from dynamo_local.serve.processes import kill_session, start_time_s
 
@@ -130,6 +130,8 @@ class Operations:
     async def _spawn(self, worker: Worker, stimulus_id: str) -> None:
         async with self._locks[worker.name]:
             try:
+                if worker.starts == 1:
+                    await asyncio.to_thread(set_aside, worker.plan.log_file)
                 pid = await self._host.start_process(self.spec(worker))
             except OSError as error:
                 worker.reason = f"could not be started: {error}"

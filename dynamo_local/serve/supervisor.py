@@ -375,7 +375,7 @@ class Supervisor:
             self._asked_down.set_result("the run ended")
         self.operations.leaving = True
         if self.state == "adopting":
-            await self._close()  # nothing was taken over: nothing is ended
+            await self._close(for_good=False)  # nothing was taken over: nothing is ended
             await self.guarding.stop()
             self._gone.set()
             return
@@ -385,15 +385,17 @@ class Supervisor:
         finally:
             await self._let_go()
 
-    async def _close(self) -> None:
+    async def _close(self, *, for_good: bool) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if for_good and self.deployment.nats_server is not None:
+            await self.links.delete_queue()
         await self.links.close()
 
     async def _let_go(self) -> None:
         self._show_rows()
-        await self._close()
+        await self._close(for_good=True)
         for name in list(self.fleet.workers):
             await self.arbiter.forget(name)
         await self.operations.sweep()

@@ -229,10 +229,9 @@ def test_a_killed_arbiter_takes_its_workers_along_and_the_next_start_is_clean() 
         os.kill(first["arbiter_pid"], signal.SIGKILL)
         until(lambda: not [pid for pid in pids if pid and is_alive(pid)], 5.0, what=served.processes)
 
-        began_s = time.monotonic()
         status, down = served.cli("status"), served.cli("down")
-        assert time.monotonic() - began_s < 3.0
         assert (status.returncode, down.returncode) == (EXIT_NOT_RUNNING, EXIT_NOT_RUNNING)
+        assert "has been killed" in status.stderr, "not after the whole timeout, but as soon as its lock is seen free"
         assert "dynamo serve" in status.stderr
 
         served.start()
