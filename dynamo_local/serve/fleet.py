@@ -26,6 +26,9 @@ from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
+HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death")
+"""Of the statefile as a whole, what changes in the life of a run."""
+
 
 @dataclass(slots=True)
 class Worker:
@@ -162,6 +165,20 @@ class Fleet:
                 else:
                     _write_entry(state, worker)
 
+        await self._write(write)
+
+    async def commit_head(self) -> None:
+        """Write what `head` says of the run as a whole."""
+
+        def write(state: State) -> None:
+            for key in HEAD_FIELDS:
+                setattr(state, key, getattr(self.head, key))
+            for worker in self.workers.values() if self.unwritten else ():
+                _write_entry(state, worker)
+
+        await self._write(write)
+
+    async def _write(self, write: Callable[[State], None]) -> None:
         try:
             await self.store.aupdate(write)
             self.unwritten = False
@@ -236,6 +253,7 @@ def _write_entry(state: State, worker: Worker) -> None:
     entry.log_file = str(plan.log_file)
     entry.start_deadline_s, entry.drain_deadline_s = plan.start_deadline_s, plan.drain_deadline_s
     entry.resources = _resources(worker)
+    entry.course = None if worker.course is Course.STEADY else str(worker.course)
     if worker.pid is None:
         entry.lease, entry.endpoints = None, []
 

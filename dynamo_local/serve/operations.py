@@ -37,6 +37,7 @@ from dynamo_local.core.lifecycle import (
 from dynamo_local.core.restarts import Fault, RestartHistory, after_exit
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import DynamoError, GpuError, InfraUnavailable, RequestError
+from dynamo_local.serve import leftovers
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
@@ -54,6 +55,7 @@ GPU_POLL_S = 0.5
 CONTROL_TIMEOUT_S = 2.0
 NAMED_REQUESTS = 20
 HUNG = "is hung: it has answered nothing for"
+ADOPTED = "adopt"
 LEFT = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
 
 
@@ -130,7 +132,7 @@ class Operations:
             try:
                 if worker.starts == 1:
                     await asyncio.to_thread(set_aside, worker.plan.log_file)
-                pid = await self._host.start_process(self._spec(worker))
+                pid = await self._host.start_process(self.spec(worker))
             except OSError as error:
                 worker.reason = f"could not be started: {error}"
                 await self.fleet.apply({worker.name: SpawnFailed(stimulus_id=stimulus_id, reason=str(error))})
@@ -141,7 +143,8 @@ class Operations:
             await self.fleet.apply({worker.name: event})
         self._background(self._watch_start(worker, pid))
 
-    def _spec(self, worker: Worker) -> ProcessSpec:
+    def spec(self, worker: Worker) -> ProcessSpec:
+        """How it is run."""
         plan = worker.plan
         return ProcessSpec(
             name=plan.name,
@@ -150,7 +153,7 @@ class Operations:
             cwd=plan.cwd,
             log_file=plan.log_file,
             graceful_timeout_s=plan.drain_deadline_s,
-            death_signal=signal.SIGKILL,
+            death_signal=None if self._planner.settings.keep_on_arbiter_death else signal.SIGKILL,
             inherited_fds=tuple(self._pool.inherited_fds(worker.gpus)),
         )
 
@@ -265,6 +268,8 @@ class Operations:
             worker.reason = f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
         worker.process_ended(code)
         await self.fleet.apply({worker.name: ProcessExited(stimulus_id=f"exit:{pid}", exit_code=code)})
+        if not self.leaving:
+            await self._end_children(worker.name)
         await self._links.try_revoke(lease, worker.name)
         if left:
             await self._gone(worker)
@@ -273,6 +278,23 @@ class Operations:
             await self.remove(worker)
         else:
             await self._after_failure(worker, ran_s)
+
+    async def _end_children(self, name: str) -> None:
+        """Those that left its session: only their environment tells whose they are. Nothing runs under its name now."""
+        await self._swept(lambda: leftovers.end_children(self._planner.paths, self._planner.run_id, name))
+
+    async def sweep(self) -> None:
+        """The same for all workers, when all are gone."""
+        await self._swept(lambda: leftovers.end_workers(self._planner.paths, leftovers.Recorded()))
+
+    async def _swept(self, end: Callable[[], list[str]]) -> None:
+        try:
+            ended = await asyncio.to_thread(end)
+        except DynamoError as error:
+            self._tell(f"something of a worker that is gone stays behind: {error}")
+        else:
+            for what in ended:
+                log.warning("left behind by a worker that is gone, ended: %s", what)
 
     async def _gone(self, worker: Worker) -> None:
         """A worker that left: it is started again if that was the intent, else its entry goes, or is the template."""
@@ -335,8 +357,7 @@ class Operations:
     async def _start_again(self, worker: Worker) -> None:
         while not self._links.answer:  # restarts wait for etcd and NATS
             await self._clock.sleep_until(self._clock.now_s() + INFRA_POLL_S)
-        if await self._pool.returned(worker.gpus, self._clock):
-            await self.free_gpus(worker)  # never returned: quarantined, and others are looked for
+        await self._regain_gpus(worker)
         while len(worker.gpus) < worker.plan.gpus_per_worker and self._backs_off(worker):
             if not await self._try_allocate(worker):
                 await self._clock.sleep_until(self._clock.now_s() + GPU_POLL_S)
@@ -358,10 +379,45 @@ class Operations:
     async def bring_back(self, worker: Worker, stimulus_id: str) -> None:
         """Start a worker whose restart is committed, with the configuration of now; its failures are forgotten."""
         worker.history = RestartHistory()
-        if await self._pool.returned(worker.gpus, self._clock):
-            await self.free_gpus(worker)
+        await self._regain_gpus(worker)
         self.assign(worker, worker.gpus)
         await self.start_when_possible(worker, stimulus_id)
+
+    async def _regain_gpus(self, worker: Worker) -> None:
+        """The devices of the process that is gone, for the next one; else none, and others are looked for."""
+        if not self._pool.relock(worker.name, worker.gpus):
+            self._pool.let_go(worker.name, worker.gpus)
+            worker.gpus = ()
+        elif await self._pool.returned(worker.gpus, self._clock):
+            await self.free_gpus(worker)  # never returned: quarantined
+
+    # --- after a killed arbiter ----------------------------------------------------------------
+
+    def resume(self, worker: Worker, gone: int | None) -> None:
+        """Go on with an adopted worker where the killed arbiter stood. `gone` is the pid of a process that has ended
+        while nobody watched: as if it ended now."""
+        if gone is not None:
+            self._background(self._exited(worker, gone, None))
+        elif worker.pid is not None:
+            self._resume_running(worker, worker.pid)
+        elif worker.state is WorkerState.PENDING:
+            self._background(self.start_when_possible(worker, ADOPTED))
+        elif worker.state in (WorkerState.CRASHED, WorkerState.START_TIMED_OUT):
+            self._background(self._after_failure(worker, 0.0))
+        elif worker.state is WorkerState.BACKING_OFF:
+            self._background(self._start_again(worker))
+        elif worker.state is WorkerState.EXITED:
+            self._background(self._gone(worker))
+
+    def _resume_running(self, worker: Worker, pid: int) -> None:
+        if worker.state is WorkerState.STARTING:
+            self._background(self._watch_start(worker, pid))
+        elif worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING:
+            self._background(self.call_back(worker, ADOPTED))
+        elif worker.state is WorkerState.DRAINING:
+            self._background(self.ask_to_leave(worker, ADOPTED))  # it may never have been told
+        elif worker.state is not WorkerState.READY:
+            kill_session(pid)  # as was decided
 
     # --- health --------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class Settings:
     lease_ttl_s: int = 10
     pass_env: tuple[str, ...] = ()
     pin_gpus: bool = True
+    keep_on_arbiter_death: bool = False
 
 
 @dataclass(frozen=True, slots=True)
