@@ -57,6 +57,8 @@ NAMED_REQUESTS = 20
 HUNG = "is hung: it has answered nothing for"
 ADOPTED = "adopt"
 LEFT = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
+WAITS = (WorkerState.PENDING, WorkerState.BACKING_OFF)
+FAILED = (WorkerState.CRASHED, WorkerState.START_TIMED_OUT)
 
 
 class Operations:
@@ -110,6 +112,8 @@ class Operations:
 
     async def _try_allocate(self, worker: Worker) -> bool:
         await self._pool.refresh()
+        if worker.gpus or worker.state not in WAITS or not self._is_current(worker):
+            return False  # it was taken back, or somebody else gave it some, while we looked
         try:
             devices = self._pool.allocate(worker.name, worker.plan.gpus_per_worker)
         except GpuError as error:
@@ -136,12 +140,17 @@ class Operations:
             except OSError as error:
                 worker.reason = f"could not be started: {error}"
                 await self.fleet.apply({worker.name: SpawnFailed(stimulus_id=stimulus_id, reason=str(error))})
-                self._background(self._after_failure(worker, 0.0))
+                left = worker.state is WorkerState.EXITED  # it was asked to leave before it was there
+                self._background(self._gone(worker) if left else self._after_failure(worker, 0.0))
                 return
+            reason = worker.reason
             worker.process_began(pid, start_time_s(pid), self._clock)
+            leaves = worker.state is WorkerState.DRAINING
+            if leaves:
+                worker.asked_s, worker.reason = self._clock.now_s(), reason
             event = Spawned(stimulus_id=stimulus_id, pid=pid, pid_start_time=worker.pid_start_time)
             await self.fleet.apply({worker.name: event})
-        self._background(self._watch_start(worker, pid))
+        self._background(self.ask_to_leave(worker, stimulus_id) if leaves else self._watch_start(worker, pid))
 
     def spec(self, worker: Worker) -> ProcessSpec:
         """How it is run."""
@@ -273,9 +282,6 @@ class Operations:
         await self._links.try_revoke(lease, worker.name)
         if left:
             await self._gone(worker)
-        elif worker.course is Course.LEAVING:
-            await self.fleet.apply({worker.name: Removed(stimulus_id=f"exit:{pid}")})
-            await self.remove(worker)
         else:
             await self._after_failure(worker, ran_s)
 
@@ -306,13 +312,24 @@ class Operations:
             await self.remove(worker)
 
     async def remove(self, worker: Worker) -> None:
-        """No process any more: its GPUs go back, a suffixed entry goes with it, the bare one stays as a template."""
+        """No process any more: its GPUs go back, a suffixed entry goes with it, the bare one stays as a template.
+
+        Somebody may want it again in the meantime: then it is theirs, with its GPUs.
+        """
         await self.free_gpus(worker)
-        await self._host.forget(worker.name)
-        worker.course = Course.STEADY
-        if worker.name != self.bare_name(worker) and not self.leaving:
-            await self.fleet.drop(worker.name)
+        async with self._locks[worker.name]:
+            if not self._has_exited(worker):
+                return
+            await self._host.forget(worker.name)
+            if not self._has_exited(worker):
+                return
+            worker.course = Course.STEADY
+            if worker.name != self.bare_name(worker) and not self.leaving:
+                await self.fleet.drop(worker.name)
         self.fleet.notify()
+
+    def _has_exited(self, worker: Worker) -> bool:
+        return self._is_current(worker) and worker.state is WorkerState.EXITED
 
     def bare_name(self, worker: Worker) -> str:
         """The name of its component's template."""
@@ -320,20 +337,28 @@ class Operations:
 
     async def free_gpus(self, worker: Worker) -> None:
         """Give its devices back once their memory is returned; those that never are, are quarantined and told of."""
-        if worker.gpus:
-            devices = worker.gpus
-            for trouble in await self._pool.give_back(worker.name, devices, self._clock):
-                self._tell(trouble)
-            worker.gpus = ()
-            await self.fleet.commit([worker.name])
-            self.fleet.notify()
+        if not worker.gpus:
+            return
+        devices, state = worker.gpus, worker.state
+        busy = await self._pool.returned(devices, self._clock)
+        if worker.state is not state or worker.gpus is not devices:
+            return  # it was started again while we waited: they stay with it
+        for trouble in self._pool.give_back(worker.name, devices, busy):
+            self._tell(trouble)
+        worker.gpus = ()
+        await self.fleet.commit([worker.name])
+        self.fleet.notify()
 
     # --- failing and starting again ------------------------------------------------------------
 
     async def _after_failure(self, worker: Worker, ran_s: float) -> None:
         """Restart with back-off, or give up: `core.restarts` decides."""
         self.on_failure(worker, f"{worker.name} {worker.reason}; {log_tail(worker.plan)}")
-        if self.leaving:
+        if self.leaving or worker.state not in FAILED or not self._is_current(worker):
+            return  # restarted, or gone, before we came to it
+        if worker.course is Course.LEAVING:  # taken back meanwhile
+            await self.fleet.apply({worker.name: Removed(stimulus_id="restart-policy")})
+            await self.remove(worker)
             return
         worker.history, verdict = after_exit(
             worker.history,
