@@ -34,10 +34,10 @@ HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers"
 class Worker:
     """One managed worker. `_s` times are of the arbiter's monotonic clock, `started_at` is seconds since 1970.
 
-    `gpus` is what it holds now; `heard_s` is when it last answered the load request (None: never yet); `asked_s` is
-    when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone` says that it did,
-    unasked; `served` says that this process has been ready; `starts` counts the processes made, or about to be made,
-    under this name.
+    `gpus` is what it holds now; `heard_s` is when it last answered the load request, or became ready (None: neither
+    yet); `asked_s` is when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone`
+    says that it did, unasked; `served` says that this process has been ready; `starts` counts the processes made, or
+    about to be made, under this name.
     """
 
     plan: WatcherPlan
@@ -130,6 +130,7 @@ class Fleet:
                 worker.state, worker.since_s = after[name], self.clock.now_s()
             if worker.state is WorkerState.READY and not worker.served:
                 worker.served, worker.ready_s = True, self.clock.now_s()
+                worker.heard_s = worker.heard_s or worker.ready_s  # from now on its silence counts
             record = record_of(
                 event,
                 watcher_name=name,

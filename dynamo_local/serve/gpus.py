@@ -106,9 +106,7 @@ class GpuPool:
             await clock.sleep_until(clock.now_s() + RETURN_POLL_S)
         return []
 
-    def give_back(
-        self, watcher_name: str, devices: Sequence[GpuDevice], busy: Sequence[GpuDevice]
-    ) -> list[str]:
+    def give_back(self, watcher_name: str, devices: Sequence[GpuDevice], busy: Sequence[GpuDevice]) -> list[str]:
         """Release a worker's devices after `returned`, which found these `busy`: they are quarantined.
 
         Returns what to tell a person about them.
