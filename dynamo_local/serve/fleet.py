@@ -230,7 +230,7 @@ def _write_entry(state: State, worker: Worker) -> None:
         entry = state.components[plan.name] = ComponentEntry(watcher_name=plan.name, component=plan.component)
     entry.cwd, entry.cmd = plan.cwd, shlex.join(plan.argv)
     entry.role, entry.gpus_per_worker = plan.role, plan.gpus_per_worker
-    entry.state, entry.reason = _state_in_file(worker), worker.reason
+    entry.state, entry.reason = _state_in_file(worker, entry.state), worker.reason
     entry.pid, entry.pid_start_time = worker.pid, worker.pid_start_time
     entry.started_at, entry.restarts = worker.started_at, worker.restarts
     entry.log_file = str(plan.log_file)
@@ -240,14 +240,16 @@ def _write_entry(state: State, worker: Worker) -> None:
         entry.lease, entry.endpoints = None, []
 
 
-def _state_in_file(worker: Worker) -> WorkerState:
-    """As it is, but `draining` only where that is somebody's intent.
+def _state_in_file(worker: Worker, written: WorkerState) -> WorkerState:
+    """As it is, but `draining` only where that is somebody's intent: ours, or what the worker itself has written.
 
     The worker reads it there to tell a revoked lease from one that expired while it was stopped: our guess, made
     from nothing but the missing key, would be taken for an order, and the worker would leave instead of coming back.
     """
     guessed = worker.lease_gone and worker.asked_s is None and worker.state is WorkerState.DRAINING
-    return WorkerState.READY if guessed else worker.state
+    if guessed:
+        return WorkerState.DRAINING if written is WorkerState.DRAINING else WorkerState.READY
+    return worker.state
 
 
 def _resources(worker: Worker) -> EntryResources:

@@ -87,7 +87,8 @@ async def wait_exit(pid: int, timeout_s: float | None = None) -> bool:
     gone = asyncio.Event()
     loop.add_reader(fd, gone.set)
     try:
-        await asyncio.wait_for(gone.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):  # wait_for swallows a cancellation that comes with the exit (< 3.12)
+            await gone.wait()
     except TimeoutError:
         return False
     else:

@@ -351,6 +351,8 @@ class Supervisor:
         self._show_rows()
         for name in list(self.fleet.workers):
             await self.arbiter.forget(name)
+        if self.deployment.nats_server is not None:
+            await self.links.delete_queue()
         await self.links.close()
         await self.servers.stop()
         try:
