@@ -89,15 +89,15 @@ class CircusClient:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + patience_s
         delay_s = RETRY_FIRST_S
-        async with self._slot:
-            while True:
-                try:
+        while True:
+            try:
+                async with self._slot:
                     return await self.call(command, **properties)
-                except CircusdBusy:
-                    if loop.time() + delay_s > deadline_s:
-                        raise
-                await asyncio.sleep(random.uniform(0.5, 1.0) * delay_s)
-                delay_s = min(2 * delay_s, RETRY_MAX_S)
+            except CircusdBusy:
+                if loop.time() + delay_s > deadline_s:
+                    raise
+            await asyncio.sleep(random.uniform(0.5, 1.0) * delay_s)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
 
     async def _read(self) -> None:
         while True:

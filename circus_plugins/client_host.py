@@ -27,7 +27,7 @@ from dynamo_local.circus_plugins import exec_worker
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdBusy, CircusdError
 from dynamo_local.circus_plugins.tickets import Claim, Offer, Tickets
 from dynamo_local.serve.host import ExitCallback, ProcessSpec
-from dynamo_local.serve.processes import kill_session
+from dynamo_local.serve.processes import kill_session, wait_exit
 
 log = logging.getLogger(__name__)
 
@@ -171,15 +171,27 @@ class CircusClientHost:
     def _args(self, name: str) -> list[str]:
         return ["-I", "-S", str(Path(exec_worker.__file__).resolve()), str(self._tickets.path), name]
 
+    async def sweep(self, prefix: str) -> None:
+        """End and remove what a killed plugin left under names with that prefix (lower case). Others' stay."""
+        for name in (await self.circusd.call("list"))["watchers"]:
+            if name.startswith(prefix) and await self._is_ours(name):
+                await self._make_room(name)
+
     async def _make_room(self, name: str) -> None:
-        """Remove a watcher of that name if it is ours and has no process (a killed plugin's); else OSError."""
-        options = (await self.circusd.call("options", name=name)).get("options", {})
-        if options.get("args") != self._args(name):
+        """End and remove a watcher of that name if it is ours (a killed plugin's); else OSError."""
+        if not await self._is_ours(name):
             raise OSError(f"circusd has another watcher named {name}; rename it, or give the graph another namespace")
-        pids = (await self.circusd.call("list", name=name)).get("pids")
-        if pids:
-            raise OSError(f"circusd's watcher {name} still has a process (pid {pids[0]}), which is not ours to end")
+        for pid in (await self.circusd.call("list", name=name)).get("pids", ()):
+            log.warning("left over from a killed plugin, ended: %s (pid %d)", name, pid)
+            kill_session(pid)
+            if not await wait_exit(pid, self._reply_timeout_s):
+                raise OSError(f"{name}: pid {pid} of a killed plugin does not end")
         await self._remove(name, START_PATIENCE_S)
+
+    async def _is_ours(self, name: str) -> bool:
+        """It starts by our socket, in a folder of which we hold the lock: whoever owned it is dead."""
+        args = (await self.circusd.call("options", name=name)).get("options", {}).get("args")
+        return isinstance(args, list) and str(self._tickets.path) in args
 
     # --- exits -----------------------------------------------------------------------------------
 

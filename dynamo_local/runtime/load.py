@@ -210,7 +210,8 @@ class LoadSampler:
             subscription = await self._nats.subscribe(inbox, cb=on_answer)
             try:
                 await self._nats.publish(load_subject(self._namespace), b"", reply=inbox)
-                await asyncio.wait_for(complete.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await complete.wait()
             except TimeoutError:
                 log.debug("%d of %s workers told their load within %.2f s", len(reports), expected, timeout_s)
             finally:

@@ -31,7 +31,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import APIError, BadRequestError, NoStreamResponseError
+from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.errors import InvalidRequest, NatsUnavailable, WorkerBusy
@@ -163,6 +163,14 @@ class JetStreamPrefillQueue:
         if purge_stale:
             for stream in (self._stream, self._dead_stream):
                 await self._purge_other_runs(stream)
+
+    async def delete(self) -> None:
+        """Remove the streams of this namespace, dead letters too: the run has left. Raises `NatsUnavailable`."""
+        with nats_call(self._nats, f"delete {self._stream}"):
+            for stream in (self._stream, self._dead_stream):
+                with contextlib.suppress(NotFoundError):
+                    await self._js.delete_stream(stream)
+        self._ready = False
 
     async def close(self) -> None:
         """Pull no more. What was pulled can still be acked; the connection stays the caller's."""

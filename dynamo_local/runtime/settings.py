@@ -83,7 +83,8 @@ class WatchedSettings:
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch(), name=f"watch {self._key}")
         try:
-            await asyncio.wait_for(self._seen.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._seen.wait()
         except TimeoutError:
             log.warning("etcd did not answer for %s within %.1f s; using %s until it does", self._key, timeout_s, self)
 

@@ -26,6 +26,9 @@ from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
+HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death")
+"""Of the statefile as a whole, what changes in the life of a run."""
+
 
 @dataclass(slots=True)
 class Worker:
@@ -98,6 +101,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.on_trouble: Callable[[str], None] = log.warning
         self.unwritten = False
+        self._seen: object = ()
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
 
@@ -153,9 +157,11 @@ class Fleet:
         A statefile that somebody broke is kept aside and written anew from memory; a full disk is told and tried
         again with the next commit. Neither stops the arbiter.
         """
-        chosen = list(self.workers) if self.unwritten else list(names)
+        chosen = list(names)
 
         def write(state: State) -> None:
+            if self.unwritten:
+                self._write_all(state)
             for name in chosen:
                 worker = self.workers.get(name)
                 if worker is None:
@@ -163,15 +169,57 @@ class Fleet:
                 else:
                     _write_entry(state, worker)
 
+        await self._write(write)
+
+    async def commit_head(self) -> None:
+        """Write what `head` says of the run as a whole."""
+
+        def write(state: State) -> None:
+            for key in HEAD_FIELDS:
+                setattr(state, key, getattr(self.head, key))
+            for worker in self.workers.values() if self.unwritten else ():
+                _write_entry(state, worker)
+
+        await self._write(write)
+
+    async def _write(self, write: Callable[[State], None]) -> None:
         try:
             await self.store.aupdate(write)
             self.unwritten = False
         except StateError as error:
             await self._rewrite(error)
 
+    async def heal(self) -> None:
+        """Bring the statefile back where somebody broke, edited or removed it, or where it could not be written.
+
+        Called every few seconds: while nobody touched the file it costs one `stat`.
+        """
+        stamp = await asyncio.to_thread(self.store.stamp)
+        if not self.unwritten and stamp == self._seen:
+            return
+        self._seen = stamp  # of before: what comes meanwhile, our own commit included, is looked at once more
+        try:
+            await self.store.aupdate(self._write_all)
+            self.unwritten = False
+        except StateError as error:
+            await self._rewrite(error)
+
+    def _write_all(self, state: State) -> None:
+        """All entries as they should be, and no other; raises `StateError` for a file that is not of this run."""
+        for key in ("namespace", "run_id"):
+            if getattr(state, key) != getattr(self.head, key):
+                raise StateError(f"it was edited: its {key} is {getattr(state, key)}, not {getattr(self.head, key)}")
+        for name in state.components.keys() - self.workers.keys():
+            del state.components[name]
+        for name, worker in list(self.workers.items()):
+            _write_entry(state, worker)
+            if worker.state is WorkerState.READY and state.components[name].lease is None:
+                _write_lease(state, worker)  # the worker wrote it into a file that is lost
+
     async def _rewrite(self, why: StateError) -> None:
         try:
-            aside = await asyncio.to_thread(self.store.rewrite, self.whole())
+            # The whole is taken in the thread: what changed since the failed commit is in it.
+            aside = await asyncio.to_thread(lambda: self.store.rewrite(self.whole()))
         except StateError as error:
             self.unwritten = True
             self.on_trouble(f"the statefile cannot be written; it is tried again: {error}")
@@ -185,8 +233,7 @@ class Fleet:
         state = self.head.model_copy(deep=True)
         for worker in self.workers.values():
             _write_entry(state, worker)
-            entry = state.components[worker.name]
-            entry.lease, entry.endpoints = worker.lease, list(worker.endpoints)
+            _write_lease(state, worker)
         return state
 
     async def drop(self, name: str) -> None:
@@ -231,24 +278,34 @@ def _write_entry(state: State, worker: Worker) -> None:
         entry = state.components[plan.name] = ComponentEntry(watcher_name=plan.name, component=plan.component)
     entry.cwd, entry.cmd = plan.cwd, shlex.join(plan.argv)
     entry.role, entry.gpus_per_worker = plan.role, plan.gpus_per_worker
-    entry.state, entry.reason = _state_in_file(worker), worker.reason
+    entry.state, entry.reason = _state_in_file(worker, entry.state), worker.reason
     entry.pid, entry.pid_start_time = worker.pid, worker.pid_start_time
     entry.started_at, entry.restarts = worker.started_at, worker.restarts
     entry.log_file = str(plan.log_file)
     entry.start_deadline_s, entry.drain_deadline_s = plan.start_deadline_s, plan.drain_deadline_s
     entry.resources = _resources(worker)
+    entry.course = None if worker.course is Course.STEADY else str(worker.course)
     if worker.pid is None:
         entry.lease, entry.endpoints = None, []
 
 
-def _state_in_file(worker: Worker) -> WorkerState:
-    """As it is, but `draining` only where that is somebody's intent.
+def _write_lease(state: State, worker: Worker) -> None:
+    """What is the worker's own to write, as far as we know it."""
+    entry = state.components[worker.name]
+    entry.endpoints = []  # before the lease: they must be under it
+    entry.lease, entry.endpoints = worker.lease, list(worker.endpoints)
+
+
+def _state_in_file(worker: Worker, written: WorkerState) -> WorkerState:
+    """As it is, but `draining` only where that is somebody's intent: ours, or what the worker itself has written.
 
     The worker reads it there to tell a revoked lease from one that expired while it was stopped: our guess, made
     from nothing but the missing key, would be taken for an order, and the worker would leave instead of coming back.
     """
     guessed = worker.lease_gone and worker.asked_s is None and worker.state is WorkerState.DRAINING
-    return WorkerState.READY if guessed else worker.state
+    if guessed:
+        return WorkerState.DRAINING if written is WorkerState.DRAINING else WorkerState.READY
+    return worker.state
 
 
 def _resources(worker: Worker) -> EntryResources:

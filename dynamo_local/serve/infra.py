@@ -360,7 +360,9 @@ async def _nats_hello(target: SplitResult, token: str | None) -> None:
         while answer.startswith((b"INFO", b"PING")):
             answer = await reader.readline()
         if answer.startswith(b"-ERR") and b"uthoriz" in answer:
-            raise NatsUnavailable(f"NATS at {where} refused our credentials: check NATS_TOKEN_FILE or the URL's user")
+            raise NatsUnavailable(
+                f"NATS at {where} refused our credentials: check DYN_NATS_TOKEN_FILE or the URL's user"
+            )
         if not answer.startswith(b"PONG"):
             raise _NotYet(f"it said {answer.decode('latin-1').strip()!r}")
     finally:

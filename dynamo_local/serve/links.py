@@ -25,7 +25,7 @@ class Links:
         self._kv: KeyValueStore | None = None
         self.nats: Any = None
         self.queue: PrefillQueue | None = None
-        self._queue_close: Any = None
+        self._queue: Any = None
         self.etcd_answers = False
 
     @property
@@ -69,7 +69,7 @@ class Links:
 
         queue = JetStreamPrefillQueue(self.nats, self._namespace, self._run_id)
         await queue.start(purge_stale=True)  # lesson 18: a stale queue from the last run jams the next
-        self.queue, self._queue_close = queue, queue.close
+        self.queue = self._queue = queue
 
     async def revoke(self, lease: str) -> None:
         """Revoke a lease (hex) of a worker. Raises `EtcdUnavailable`."""
@@ -84,12 +84,20 @@ class Links:
         except InfraUnavailable as error:
             log.warning("%s: its lease %s could not be revoked (%s); it expires by itself", whose, lease, error)
 
+    async def delete_queue(self) -> None:
+        """The run has left: nothing of it stays on a NATS that is not ours. Only logs a failure."""
+        if self._queue is not None:
+            try:
+                await self._queue.delete()
+            except InfraUnavailable as error:
+                log.warning("the prefill queue was not deleted: %s", error)
+
     async def close(self) -> None:
         """Close both connections, whatever their state."""
         from dynamo_local.runtime.nats import close_quietly
 
-        if self._queue_close is not None:
-            await self._queue_close()
+        if self._queue is not None:
+            await self._queue.close()
         if self.nats is not None:
             await close_quietly(self.nats)
         if self._kv is not None:

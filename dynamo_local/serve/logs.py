@@ -43,15 +43,29 @@ def rotate(path: Path, *, max_bytes: int = MAX_BYTES, kept: int = KEPT) -> bool:
         return False
     if size < max_bytes:
         return False
-    for n in range(kept, 1, -1):
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(path.with_name(f"{path.name}.{n - 1}"), path.with_name(f"{path.name}.{n}"))
-    target = path.with_name(f"{path.name}.1")
+    target = _make_room(path, kept)
     with path.open("rb") as source, open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as copy:
         while block := source.read(1 << 20):
             copy.write(block)
     os.truncate(path, 0)
     return True
+
+
+def set_aside(path: Path, *, kept: int = KEPT) -> None:
+    """Begin a file anew, as `.1` the old one is kept: what a failed start shows must not be the last run's.
+
+    Only before its writer starts.
+    """
+    if path.exists() and path.stat().st_size:
+        os.replace(path, _make_room(path, kept))
+
+
+def _make_room(path: Path, kept: int) -> Path:
+    """`.1` is free after this; the oldest kept one is gone."""
+    for n in range(kept, 1, -1):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path.with_name(f"{path.name}.{n - 1}"), path.with_name(f"{path.name}.{n}"))
+    return path.with_name(f"{path.name}.1")
 
 
 @dataclass(slots=True)

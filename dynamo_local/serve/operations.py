@@ -36,11 +36,12 @@ from dynamo_local.core.lifecycle import (
 from dynamo_local.core.restarts import Fault, RestartHistory, after_exit
 from dynamo_local.core.types import Missing, WorkerState
 from dynamo_local.errors import DynamoError, GpuError, InfraUnavailable, RequestError
+from dynamo_local.serve import leftovers
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.links import Links
-from dynamo_local.serve.logs import tail
+from dynamo_local.serve.logs import set_aside, tail
 from dynamo_local.serve.plan import WatcherPlan, WorkerPlanner
 from dynamo_local.serve.processes import kill_session, start_time_s
 
@@ -50,7 +51,10 @@ INFRA_POLL_S = 0.25
 GPU_POLL_S = 0.5
 CONTROL_TIMEOUT_S = 2.0
 NAMED_REQUESTS = 20
+ADOPTED = "adopt"
 LEFT = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
+WAITS = (WorkerState.PENDING, WorkerState.BACKING_OFF)
+FAILED = (WorkerState.CRASHED, WorkerState.START_TIMED_OUT)
 
 
 class Operations:
@@ -104,6 +108,8 @@ class Operations:
 
     async def _try_allocate(self, worker: Worker) -> bool:
         await self._pool.refresh()
+        if worker.gpus or worker.state not in WAITS or not self._is_current(worker):
+            return False  # it was taken back, or somebody else gave it some, while we looked
         try:
             devices = self._pool.allocate(worker.name, worker.plan.gpus_per_worker)
         except GpuError as error:
@@ -124,18 +130,27 @@ class Operations:
     async def _spawn(self, worker: Worker, stimulus_id: str) -> None:
         async with self._locks[worker.name]:
             try:
-                pid = await self._host.start_process(self._spec(worker))
+                if worker.starts == 1:
+                    await asyncio.to_thread(set_aside, worker.plan.log_file)
+                pid = await self._host.start_process(self.spec(worker))
             except OSError as error:
                 worker.reason = f"could not be started: {error}"
                 await self.fleet.apply({worker.name: SpawnFailed(stimulus_id=stimulus_id, reason=str(error))})
-                self._background(self._after_failure(worker, 0.0, self._clock.now_s()))
+                left = worker.state is WorkerState.EXITED  # it was asked to leave before it was there
+                now_s = self._clock.now_s()
+                self._background(self._gone(worker) if left else self._after_failure(worker, 0.0, now_s))
                 return
+            reason = worker.reason
             worker.process_began(pid, start_time_s(pid), self._clock)
+            leaves = worker.state is WorkerState.DRAINING
+            if leaves:
+                worker.asked_s, worker.reason = self._clock.now_s(), reason
             event = Spawned(stimulus_id=stimulus_id, pid=pid, pid_start_time=worker.pid_start_time)
             await self.fleet.apply({worker.name: event})
-        self._background(self._watch_start(worker, pid))
+        self._background(self.ask_to_leave(worker, stimulus_id) if leaves else self._watch_start(worker, pid))
 
-    def _spec(self, worker: Worker) -> ProcessSpec:
+    def spec(self, worker: Worker) -> ProcessSpec:
+        """How it is run."""
         plan = worker.plan
         return ProcessSpec(
             name=plan.name,
@@ -144,7 +159,7 @@ class Operations:
             cwd=plan.cwd,
             log_file=plan.log_file,
             graceful_timeout_s=plan.drain_deadline_s,
-            death_signal=signal.SIGKILL,
+            death_signal=None if self._planner.settings.keep_on_arbiter_death else signal.SIGKILL,
             inherited_fds=tuple(self._pool.inherited_fds(worker.gpus)),
         )
 
@@ -261,16 +276,32 @@ class Operations:
             worker.reason = f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
         worker.process_ended(code)
         await self.fleet.apply({worker.name: ProcessExited(stimulus_id=f"exit:{pid}", exit_code=code)})
+        if not self.leaving:
+            await self._end_children(worker.name)
         await self._links.try_revoke(lease, worker.name)
         if left:
             await self._gone(worker)
-        elif worker.course is Course.LEAVING:
-            await self.fleet.apply({worker.name: Removed(stimulus_id=f"exit:{pid}")})
-            await self.remove(worker)
         else:
             if worker.state is WorkerState.START_TIMED_OUT:
                 await self.free_gpus(worker)  # it may have died of its devices: the next start looks for any
             await self._after_failure(worker, ran_s, ended_s)
+
+    async def _end_children(self, name: str) -> None:
+        """Those that left its session: only their environment tells whose they are. Nothing runs under its name now."""
+        await self._swept(lambda: leftovers.end_children(self._planner.paths, self._planner.run_id, name))
+
+    async def sweep(self) -> None:
+        """The same for all workers, when all are gone."""
+        await self._swept(lambda: leftovers.end_workers(self._planner.paths, leftovers.Recorded()))
+
+    async def _swept(self, end: Callable[[], list[str]]) -> None:
+        try:
+            ended = await asyncio.to_thread(end)
+        except DynamoError as error:
+            self._tell(f"something of a worker that is gone stays behind: {error}")
+        else:
+            for what in ended:
+                log.warning("left behind by a worker that is gone, ended: %s", what)
 
     async def _gone(self, worker: Worker) -> None:
         """A worker that left: it is started again if that was the intent, else its entry goes, or is the template."""
@@ -280,13 +311,24 @@ class Operations:
             await self.remove(worker)
 
     async def remove(self, worker: Worker) -> None:
-        """No process any more: its GPUs go back, a suffixed entry goes with it, the bare one stays as a template."""
+        """No process any more: its GPUs go back, a suffixed entry goes with it, the bare one stays as a template.
+
+        Somebody may want it again in the meantime: then it is theirs, with its GPUs.
+        """
         await self.free_gpus(worker)
-        await self._host.forget(worker.name)
-        worker.course = Course.STEADY
-        if worker.name != self.bare_name(worker) and not self.leaving:
-            await self.fleet.drop(worker.name)
+        async with self._locks[worker.name]:
+            if not self._has_exited(worker):
+                return
+            await self._host.forget(worker.name)
+            if not self._has_exited(worker):
+                return
+            worker.course = Course.STEADY
+            if worker.name != self.bare_name(worker) and not self.leaving:
+                await self.fleet.drop(worker.name)
         self.fleet.notify()
+
+    def _has_exited(self, worker: Worker) -> bool:
+        return self._is_current(worker) and worker.state is WorkerState.EXITED
 
     def bare_name(self, worker: Worker) -> str:
         """The name of its component's template."""
@@ -294,20 +336,28 @@ class Operations:
 
     async def free_gpus(self, worker: Worker) -> None:
         """Give its devices back once their memory is returned; those that never are, are quarantined and told of."""
-        if worker.gpus:
-            devices = worker.gpus
-            for trouble in await self._pool.give_back(worker.name, devices, self._clock):
-                self._tell(trouble)
-            worker.gpus = ()
-            await self.fleet.commit([worker.name])
-            self.fleet.notify()
+        if not worker.gpus:
+            return
+        devices, state = worker.gpus, worker.state
+        busy = await self._pool.returned(devices, self._clock)
+        if worker.state is not state or worker.gpus is not devices:
+            return  # it was started again while we waited: they stay with it
+        for trouble in self._pool.give_back(worker.name, devices, busy):
+            self._tell(trouble)
+        worker.gpus = ()
+        await self.fleet.commit([worker.name])
+        self.fleet.notify()
 
     # --- failing and starting again ------------------------------------------------------------
 
     async def _after_failure(self, worker: Worker, ran_s: float, ended_s: float) -> None:
         """Restart with back-off, counted from the end of the process, or give up: `core.restarts` decides."""
         self.on_failure(worker, f"{worker.name} {worker.reason}; {log_tail(worker.plan)}")
-        if self.leaving:
+        if self.leaving or worker.state not in FAILED or not self._is_current(worker):
+            return  # restarted, or gone, before we came to it
+        if worker.course is Course.LEAVING:  # taken back meanwhile
+            await self.fleet.apply({worker.name: Removed(stimulus_id="restart-policy")})
+            await self.remove(worker)
             return
         worker.history, verdict = after_exit(
             worker.history,
@@ -331,8 +381,7 @@ class Operations:
     async def _start_again(self, worker: Worker) -> None:
         while not self._links.answer:  # restarts wait for etcd and NATS
             await self._clock.sleep_until(self._clock.now_s() + INFRA_POLL_S)
-        if await self._pool.returned(worker.gpus, self._clock):
-            await self.free_gpus(worker)  # never returned: quarantined, and others are looked for
+        await self._regain_gpus(worker)
         while len(worker.gpus) < worker.plan.gpus_per_worker and self._backs_off(worker):
             if not await self._try_allocate(worker):
                 await self._clock.sleep_until(self._clock.now_s() + GPU_POLL_S)
@@ -354,10 +403,45 @@ class Operations:
     async def bring_back(self, worker: Worker, stimulus_id: str) -> None:
         """Start a worker whose restart is committed, with the configuration of now; its failures are forgotten."""
         worker.history = RestartHistory()
-        if await self._pool.returned(worker.gpus, self._clock):
-            await self.free_gpus(worker)
+        await self._regain_gpus(worker)
         self.assign(worker, worker.gpus)
         await self.start_when_possible(worker, stimulus_id)
+
+    async def _regain_gpus(self, worker: Worker) -> None:
+        """The devices of the process that is gone, for the next one; else none, and others are looked for."""
+        if not self._pool.relock(worker.name, worker.gpus):
+            self._pool.let_go(worker.name, worker.gpus)
+            worker.gpus = ()
+        elif await self._pool.returned(worker.gpus, self._clock):
+            await self.free_gpus(worker)  # never returned: quarantined
+
+    # --- after a killed arbiter ----------------------------------------------------------------
+
+    def resume(self, worker: Worker, gone: int | None) -> None:
+        """Go on with an adopted worker where the killed arbiter stood. `gone` is the pid of a process that has ended
+        while nobody watched: as if it ended now."""
+        if gone is not None:
+            self._background(self._exited(worker, gone, None))
+        elif worker.pid is not None:
+            self._resume_running(worker, worker.pid)
+        elif worker.state is WorkerState.PENDING:
+            self._background(self.start_when_possible(worker, ADOPTED))
+        elif worker.state in (WorkerState.CRASHED, WorkerState.START_TIMED_OUT):
+            self._background(self._after_failure(worker, 0.0, self._clock.now_s()))
+        elif worker.state is WorkerState.BACKING_OFF:
+            self._background(self._start_again(worker))
+        elif worker.state is WorkerState.EXITED:
+            self._background(self._gone(worker))
+
+    def _resume_running(self, worker: Worker, pid: int) -> None:
+        if worker.state is WorkerState.STARTING:
+            self._background(self._watch_start(worker, pid))
+        elif worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING:
+            self._background(self.call_back(worker, ADOPTED))
+        elif worker.state is WorkerState.DRAINING:
+            self._background(self.ask_to_leave(worker, ADOPTED))  # it may never have been told
+        elif worker.state is not WorkerState.READY:
+            kill_session(pid)  # as was decided
 
     # --- health --------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class Settings:
     lease_ttl_s: int = 10
     pass_env: tuple[str, ...] = ()
     pin_gpus: bool = True
+    keep_on_arbiter_death: bool = False
     health_bound_s: float = 30.0
     restart: RestartPolicy = DEFAULT_POLICY
 

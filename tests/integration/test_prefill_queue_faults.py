@@ -287,3 +287,20 @@ async def test_a_changed_configuration_is_applied_to_what_exists(nats: Client, n
     await JetStreamPrefillQueue(nats, namespace, "new", ack_wait_s=7.0).start(purge_stale=True)
     info = await nats.jetstream().consumer_info(f"{namespace}_prefill_queue", prefill_queue.CONSUMER)
     assert info.config.ack_wait == 7.0
+
+
+async def test_a_deleted_queue_leaves_nothing_and_comes_back_at_next_use(nats_server: RealNats, namespace: str) -> None:
+    """After `dynamo down` no stream of the run stays on a NATS that is not ours; a later run makes its own."""
+    nats = await connect_nats(nats_server.url, nats_server.token_file)
+    try:
+        queue = JetStreamPrefillQueue(nats, namespace, "run1")
+        await queue.enqueue("r1", {"token_ids": [1, 2, 3]}, deadline_s=60)
+        await queue.delete()
+        names = [info.config.name for info in await nats.jetstream().streams_info()]
+        assert not [name for name in names if name.startswith(namespace)]
+        await queue.delete()
+        await queue.enqueue("r2", {"token_ids": [1]}, deadline_s=60)
+        assert (await queue.depth()).pending == 1
+        await queue.close()
+    finally:
+        await close_quietly(nats)

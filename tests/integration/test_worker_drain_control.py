@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,14 @@ from dynamo_local.errors import (
     DeadlineExceeded,
     DrainNotCancellable,
     InvalidRequest,
+    NatsUnavailable,
     NoWorkers,
+    RemoteError,
     WorkerDraining,
     WorkerLost,
 )
+from dynamo_local.runtime.control import ControlClient, ControlServer
+from dynamo_local.runtime.nats import close_quietly, connect_nats
 from tests.fakes.servers import RealEtcd, RealNats
 from tests.fakes.worker_process import WorkerHost, WorkerUnderTest, worker_host
 
@@ -101,6 +106,40 @@ async def test_control_errors_are_typed(host: WorkerHost) -> None:
         await worker.call("status", timeout_s=0.3)
     worker.signal(signal.SIGCONT)
     assert (await worker.status())["state"] == "ready"
+
+
+async def test_a_long_operation_holds_up_no_other(nats_server: RealNats, namespace: str) -> None:
+    """`status` answers while `cancel_drain` waits for etcd; a defect is told to its caller, and ends nothing."""
+    gate = asyncio.Event()
+
+    async def slow(_args: Mapping[str, Any]) -> dict[str, Any]:
+        await gate.wait()
+        return {"slow": True}
+
+    async def echo(args: Mapping[str, Any]) -> Mapping[str, Any]:
+        return args
+
+    async def broken(_args: Mapping[str, Any]) -> dict[str, Any]:
+        raise ZeroDivisionError("a defect")
+
+    nats = await connect_nats(nats_server.url, nats_server.token_file)
+    server = ControlServer(nats, namespace, "w", {"slow": slow, "echo": echo, "broken": broken})
+    await server.start()
+    client = ControlClient(nats, namespace)
+    waiting = asyncio.create_task(client.call("w", "slow", timeout_s=5))
+    await asyncio.sleep(0)
+    assert await client.call("w", "echo", n=1, text="é") == {"n": 1, "text": "é"}
+    with pytest.raises(RemoteError, match="a defect"):
+        await client.call("w", "broken")
+    assert not waiting.done()
+    gate.set()
+    assert await waiting == {"slow": True}
+    await server.close()
+    with pytest.raises(NoWorkers):
+        await client.call("w", "echo")
+    await close_quietly(nats)
+    with pytest.raises(NatsUnavailable):
+        await client.call("w", "echo")
 
 
 async def test_a_component_without_a_load_source_answers_the_probe_also_while_draining(host: WorkerHost) -> None:

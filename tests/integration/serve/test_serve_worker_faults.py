@@ -177,10 +177,15 @@ async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back()
         await auntil(lambda: served.states().get(name, "exited") == "exited", 5.0, what=served.states)
         assert "gone" in served.log(name).splitlines()[-1]
         workers = served.keys("dynamo/components/VllmWorker/generate")
-        entry = served.statefile()["components"].get(f"dynamo_{name}")
+        await auntil(lambda: _freed(served, name), 10.0, what=served.statefile)
 
     assert len(workers) == 1, workers
-    assert entry is None or (entry.get("lease"), entry.get("pid"), entry["resources"]) == (None, None, {})
+
+
+def _freed(served: Served, name: str) -> bool:
+    """The statefile holds no GPU, lease or pid for the worker: once its device's memory was seen to be free."""
+    entry = served.statefile()["components"].get(f"dynamo_{name}")
+    return entry is None or (entry.get("lease"), entry.get("pid"), entry["resources"]) == (None, None, {})
 
 
 def _streaming_worker(served: Served) -> str | None:
@@ -224,10 +229,9 @@ def test_a_killed_arbiter_takes_its_workers_along_and_the_next_start_is_clean() 
         os.kill(first["arbiter_pid"], signal.SIGKILL)
         until(lambda: not [pid for pid in pids if pid and is_alive(pid)], 5.0, what=served.processes)
 
-        began_s = time.monotonic()
         status, down = served.cli("status"), served.cli("down")
-        assert time.monotonic() - began_s < 3.0
         assert (status.returncode, down.returncode) == (EXIT_NOT_RUNNING, EXIT_NOT_RUNNING)
+        assert "has been killed" in status.stderr, "not after the whole timeout, but as soon as its lock is seen free"
         assert "dynamo serve" in status.stderr
 
         served.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dynamo_local.serve.logs import Interleaver, colour_of, rotate, tail
+from dynamo_local.serve.logs import Interleaver, colour_of, rotate, set_aside, tail
 
 
 def test_tail_gives_the_last_lines_of_a_large_file(tmp_path: Path) -> None:
@@ -36,6 +36,17 @@ def test_a_small_or_missing_file_is_not_rotated(tmp_path: Path) -> None:
     assert not rotate(path)
     path.write_text("x")
     assert not rotate(path)
+
+
+def test_a_run_begins_its_logs_anew_and_keeps_the_last_ones(tmp_path: Path) -> None:
+    """The tail that a failed start shows is this run's."""
+    path = tmp_path / "a.log"
+    for run in range(5):
+        set_aside(path)
+        assert not path.exists()
+        path.write_text(f"run {run}\n")
+    assert (tmp_path / "a.log.1").read_text() == "run 3\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.log", "a.log.1", "a.log.2", "a.log.3"]
 
 
 def test_followed_files_give_whole_lines_once_even_across_truncation(tmp_path: Path) -> None:

@@ -1,0 +1,302 @@
+"""A graph under somebody's own `circusd circus.ini`, beside another watcher of theirs: real everything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dynamo_local.errors import NotRunning
+from dynamo_local.serve.lock import is_held
+from dynamo_local.serve.processes import is_alive
+from tests.fakes.served import EXAMPLE, Served, auntil, expected, stream_chat, until
+from tests.fakes.stock_circusd import StockCircusd
+
+pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(120)]
+
+USE = "dynamo_local.circus_plugins.circusd_plugin.DynamoPlugin"
+NOISY_ENV = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+READY_TIMEOUT_S = 40.0
+
+
+class Guest:
+    """The graph (`served`: its folders and commands) as a guest of `circusd`."""
+
+    def __init__(self, served: Served, circusd: StockCircusd) -> None:
+        self.served = served
+        self.circusd = circusd
+
+    def ready(self) -> Guest:
+        """Wait until the graph is."""
+        until(self.is_ready, READY_TIMEOUT_S, what=self.logs)
+        return self
+
+    def is_ready(self) -> bool:
+        """It answers, and says so."""
+        try:
+            return is_held(self.served.paths.lock) and self.served.status()["state"] == "ready"
+        except NotRunning:
+            return False
+
+    def plugin_pid(self) -> int:
+        """Of the plugin's process."""
+        return self.circusd.pids("plugin:dynamo")[0]
+
+    def logs(self) -> str:
+        """What circusd and the plugin have written."""
+        files = (self.served.paths.logs.parent / "circusd_plugin.log", self.served.paths.logs / "dynamo_arbiter.log")
+        return "\n".join([self.circusd.log, *(path.read_text() for path in files if path.exists())])
+
+    def watchers(self) -> dict[str, str]:
+        """All but the plugin's and theirs."""
+        return {name: state for name, state in self.circusd.statuses().items() if name.startswith("dynamo_")}
+
+
+def deployment(served: Served, **changes: Any) -> Path:
+    """The shipped deployment on any free port, as a file of the test's own."""
+    content = yaml.safe_load((EXAMPLE / "configs" / "disagg.yaml").read_text())
+    content["Frontend"]["port"] = 0
+    content["Host"]["circusd"] = {**content["Host"]["circusd"], "working-dir": str(EXAMPLE), **changes}
+    path = served.folder / "disagg.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@contextmanager
+def guest(**changes: Any) -> Iterator[Guest]:
+    """A stock circusd with another watcher and the plugin; at the end both are asserted to have left nothing."""
+    # circus leaves its own sockets behind: in a folder apart.
+    with Served() as served, tempfile.TemporaryDirectory(prefix="cd-") as folder:
+        sections = (
+            "[watcher:other]\ncmd = sleep 600\n\n"
+            f"[plugin:dynamo]\nuse = {USE}\ndeployment = {deployment(served, **changes)}\n"
+        )
+        circusd = StockCircusd(Path(folder), sections, env={**served.env, **NOISY_ENV})
+        with circusd:
+            under = Guest(served, circusd)
+            try:
+                yield under
+            except BaseException as error:
+                error.add_note(under.logs()[-6000:])
+                raise
+            if not circusd.ended():
+                circusd.quit()
+        until(lambda: served.leftovers() == [], 5.0, what=served.leftovers)
+
+
+@pytest.fixture(scope="module")
+def under() -> Iterator[Guest]:
+    """One that is ready, for tests that leave it as they found it."""
+    with guest() as running:
+        yield running.ready()
+
+
+async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None:
+    """Beside theirs, in their list, under the names that the statefile has."""
+    names = ("etcd", "nats", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
+    assert under.watchers() == {f"dynamo_{name}": "active" for name in names}
+    assert under.circusd.statuses()["other"] == "active"
+    for name, pid in under.served.pids().items():
+        assert under.circusd.pids(f"dynamo_{name}") == [pid]
+        assert under.served.statefile()["components"][f"dynamo_{name}"]["pid"] == pid
+    async with under.served.client() as client:
+        assert await stream_chat(client, "Who runs you?", 24) == expected("Who runs you?", 24)
+
+
+def test_workers_hold_their_gpus_locks_and_their_logs(under: Guest) -> None:
+    """As under our own arbiter: a GPU is reserved as long as the worker lives, and no pipe is circusd's."""
+    pid = under.served.pids()["VllmWorker"]
+    files = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    assert sum(path.endswith(".lock") and "/gpus/" in path for path in files) == 1
+    log = str(under.served.paths.log_file("dynamo_VllmWorker"))
+    assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)] == [log, log]
+    options = under.circusd.ask("options", name="dynamo_VllmWorker")["options"]
+    assert "DYN_" not in json.dumps(options)
+
+
+async def test_scale_up_and_down(under: Guest) -> None:
+    """`dynamo scale` and its waiting work unchanged; siblings live on (lesson 2)."""
+    before = under.served.pids()
+    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "+1", "--wait")
+    assert up.returncode == 0, up.stdout + up.stderr
+    assert under.watchers()["dynamo_VllmWorker_1"] == "active"
+    down = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "-1", "--wait")
+    assert down.returncode == 0, down.stdout + down.stderr
+    await auntil(lambda: "dynamo_VllmWorker_1" not in under.watchers(), 5.0, what=under.watchers)
+    assert under.served.pids() == before
+
+
+async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
+    """By the supervisor, after its back-off; circusd's `respawn` is off. The cause is told."""
+    pid = under.served.pids()["VllmWorker"]
+    os.kill(pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    await auntil(lambda: under.served.states()["VllmWorker"] == "backing_off", 2.0, what=under.served.states)
+    assert time.monotonic() - killed_s < 1.0
+    assert under.served.worker("VllmWorker")["reason"] == "was killed by SIGKILL"
+    await auntil(lambda: under.served.states()["VllmWorker"] == "ready", 15.0, what=under.served.states)
+    assert under.circusd.pids("dynamo_VllmWorker") == [under.served.pids()["VllmWorker"]] != [pid]
+
+
+def test_ctl_says_where_circus_commands_are_answered(under: Guest) -> None:
+    """Our endpoint answers ours; the watchers are their circusd's."""
+    done = under.served.cli("ctl", "list")
+    assert f"circusctl --endpoint {under.circusd.endpoint} list" in done.stdout + done.stderr
+    done = under.served.cli("ctl", "dynamo_status")
+    assert "dynamo_VllmWorker: ready" in done.stdout
+
+
+def test_serve_beside_it_is_refused(under: Guest) -> None:
+    """One supervisor per namespace, wherever it runs; the refusal names the plugin."""
+    done = under.served.cli(*under.served.serve_words())
+    assert done.returncode == 4
+    assert "the circusd plugin plugin:dynamo" in done.stderr
+
+
+async def test_circusctl_stop_of_a_worker_is_a_drain(under: Guest) -> None:
+    """circusd signals nothing that hurts; the plugin hears of it, and the stream is finished."""
+    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
+    assert up.returncode == 0, up.stderr
+    async with under.served.client() as client:
+        started = [asyncio.Event() for _ in range(4)]
+        streams = [
+            asyncio.ensure_future(stream_chat(client, f"Story {n}", 400, ignore_eos=True, started=started[n]))
+            for n in range(4)
+        ]
+        await asyncio.gather(*(event.wait() for event in started))
+        await asyncio.to_thread(under.circusd.ask, "stop", name="dynamo_VllmWorker_1")
+        await auntil(lambda: under.served.states().get("VllmWorker_1") == "draining", 2.0, what=under.served.states)
+        for n, stream in enumerate(streams):
+            assert await stream == expected(f"Story {n}", 400, ignore_eos=True)
+    await auntil(lambda: "VllmWorker_1" not in under.served.states(), 10.0, what=under.served.states)
+    await auntil(lambda: "dynamo_VllmWorker_1" not in under.watchers(), 10.0, what=under.watchers)
+
+
+async def test_circusctl_reload_of_a_worker_drains_it_and_starts_it_again(under: Guest) -> None:
+    """Lesson 20: circus starts the second copy first; it has no ticket, and ends."""
+    pid = under.served.pids()["PrefillWorker"]
+    await asyncio.to_thread(under.circusd.ask, "reload", name="dynamo_PrefillWorker")
+    await auntil(
+        lambda: under.served.pids().get("PrefillWorker") not in (None, pid),
+        8.0,
+        what=lambda: (under.served.cli("events").stdout, under.served.status(), under.circusd.statuses()),
+    )
+    await auntil(lambda: under.served.states()["PrefillWorker"] == "ready", 20.0, what=under.served.states)
+    assert under.circusd.pids("dynamo_PrefillWorker") == [under.served.pids()["PrefillWorker"]]
+
+
+async def test_a_killed_etcd_is_started_again(under: Guest) -> None:
+    """The embedded servers are watchers, too, which circusd does not restart: the plugin does."""
+    pid = under.circusd.pids("dynamo_etcd")[0]
+    os.kill(pid, signal.SIGKILL)
+    await auntil(lambda: under.circusd.pids("dynamo_etcd") not in ([], [pid]), 5.0, what=under.logs)
+    await auntil(lambda: set(under.served.states().values()) == {"ready"}, 15.0, what=under.served.states)
+
+
+def test_down_leaves_their_watchers_and_stays_down() -> None:
+    """And `circusctl start plugin:dynamo` brings it up again."""
+    with guest() as under:
+        other = under.ready().circusd.pids("other")
+        under.served.down()
+        left = {"other": "active", "plugin:dynamo": "stopped"}
+        until(lambda: under.circusd.statuses() == left, 2.0, what=under.circusd.statuses)  # circus looks every 0.1 s
+        assert under.circusd.pids("other") == other
+        assert [line for _, line in under.served.processes() if "circus.circusd" not in line] == []
+        assert not under.served.paths.statefile.exists()
+        assert not under.served.paths.runtime.exists()
+        time.sleep(1.2)  # longer than `check_delay`: circusd starts nothing again
+        assert under.circusd.statuses()["plugin:dynamo"] == "stopped"
+        under.circusd.ask("start", name="plugin:dynamo")
+        under.ready()
+        assert under.circusd.quit() < 10
+
+
+async def test_quit_finishes_what_streams() -> None:
+    """circusd would SIGTERM all at once, and the plugin with them; the plugin ends the workers in order."""
+    with guest() as under:
+        under.ready()
+        async with under.served.client() as client:
+            started = asyncio.Event()
+            stream = asyncio.ensure_future(stream_chat(client, "To the end", 300, ignore_eos=True, started=started))
+            await started.wait()
+            await asyncio.to_thread(under.circusd.quit)
+            assert await stream == expected("To the end", 300, ignore_eos=True)
+
+
+async def test_a_killed_plugin_comes_back_with_the_graph() -> None:
+    """circusd starts it again; it ends what its predecessor left, as `dynamo serve` does."""
+    with guest() as under:
+        pids = under.ready().served.pids()
+        plugin = under.plugin_pid()
+        os.kill(plugin, signal.SIGKILL)
+        await auntil(lambda: under.circusd.pids("plugin:dynamo") not in ([], [plugin]), 10.0, what=under.logs)
+        under.ready()
+        assert not any(is_alive(pid) for pid in pids.values())
+        assert set(under.watchers().values()) == {"active"}
+
+
+async def test_a_reload_of_circusd_brings_the_graph_down_and_up_again() -> None:
+    """Lesson 20: SIGHUP starts a second plugin before it ends the first; it waits for the namespace."""
+    with guest() as under:
+        pids = under.ready().served.pids()
+        plugin = under.plugin_pid()
+        os.kill(under.circusd.pid, signal.SIGHUP)
+        await auntil(lambda: not is_alive(plugin), 20.0, what=under.logs)
+        under.ready()
+        assert not any(is_alive(pid) for pid in pids.values())
+        assert len(under.circusd.pids("plugin:dynamo")) == 1
+        workers = under.served.pids().items()
+        assert all(under.circusd.pids(f"dynamo_{name}") == [pid] for name, pid in workers)
+
+
+def test_a_killed_circusd_takes_the_graph_with_it() -> None:
+    """Lesson 3: the kernel ends the workers, and the plugin cleans up after them."""
+    with guest() as under:
+        pids = under.ready().served.pids()
+        other = under.circusd.pids("other")
+        under.circusd.kill()
+        until(lambda: not any(is_alive(pid) for pid in pids.values()), 2.0, what=under.logs)
+        until(lambda: not under.served.paths.statefile.exists(), 10.0, what=under.logs)
+        assert is_alive(other[0])  # theirs outlives it: that is circus
+        os.kill(other[0], signal.SIGKILL)
+
+
+def test_a_deployment_that_cannot_run_is_said_once() -> None:
+    """circusd would start a failing plugin every second, for ever."""
+    with guest(graph="graphs.disagg:Nobody") as under:
+        until(lambda: under.circusd.statuses()["plugin:dynamo"] == "stopped", 15.0, what=under.logs)
+        log = (under.served.paths.logs.parent / "circusd_plugin.log").read_text()
+        assert log.count("ERROR") == 1
+        assert "Nobody" in log
+        assert "circusctl start plugin:dynamo" in log
+        assert under.watchers() == {}
+
+
+def test_the_shipped_circus_ini_runs() -> None:
+    """As its own comment says."""
+    with Served() as served:
+        endpoint = f"ipc://{served.env['XDG_RUNTIME_DIR']}/circus.sock"
+        app = served.folder / "llm"
+        (app / "configs").mkdir(parents=True)
+        for name in ("circus.ini", "graphs"):
+            (app / name).symlink_to(EXAMPLE / name)
+        text = (EXAMPLE / "configs" / "disagg.yaml").read_text().replace("port: 8000", "port: 0")
+        (app / "configs" / "disagg.yaml").write_text(text)
+        env = {**served.env, **NOISY_ENV}
+        with StockCircusd(served.folder, ini=app / "circus.ini", endpoint=endpoint, env=env) as circusd:
+            under = Guest(served, circusd).ready()
+            assert under.circusd.statuses()["other"] == "active"
+            served.down()
+            circusd.quit()
+        for socket in Path(served.env["XDG_RUNTIME_DIR"]).glob("circus*.sock"):
+            socket.unlink()  # circus leaves them

@@ -1,0 +1,204 @@
+"""A worker's phases: every order, every moment, with steps that the test holds in its hand."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_local.errors import DrainNotCancellable, EtcdUnavailable
+from dynamo_local.serve import worker_drain
+from dynamo_local.serve.worker_drain import LINGER_S, Drain, Phase
+
+
+class HandSteps:
+    """Records what is done; each step waits for its gate."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.deregistering, self.finishing, self.resuming = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.deregistering.set()
+        self.resuming.set()
+        self.error: Exception | None = None
+
+    async def deregister(self) -> None:
+        await self.deregistering.wait()
+        self.done.append("deregistered")
+
+    def stop_accepting(self, linger_s: float) -> None:
+        self.done.append(f"refusing after {linger_s:g}")
+
+    async def finish(self) -> None:
+        await self.finishing.wait()
+        self.done.append("finished")
+
+    async def resume(self) -> None:
+        await self.resuming.wait()
+        if self.error is not None:
+            raise self.error
+        self.done.append("resumed")
+
+
+@pytest.fixture
+async def steps() -> HandSteps:
+    """Deregistering and resuming work at once, finishing waits."""
+    return HandSteps()
+
+
+@pytest.fixture
+async def drain(steps: HandSteps) -> Drain:
+    """Of a worker that is ready."""
+    made = Drain(steps)
+    assert made.started()
+    return made
+
+
+async def settle() -> None:
+    """Let everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_drain_deregisters_then_refuses_then_finishes_then_leaves(steps: HandSteps, drain: Drain) -> None:
+    """In this order; `left` only after the last stream."""
+    drain.begin("asked")
+    await settle()
+    assert steps.done == ["deregistered", f"refusing after {LINGER_S:g}"]
+    assert (drain.phase, drain.reason, drain.left.done()) == (Phase.DRAINING, "asked", False)
+    steps.finishing.set()
+    assert await drain.left == "asked"
+    assert (steps.done[-1], drain.phase) == ("finished", Phase.LEAVING)
+
+
+async def test_without_etcd_new_requests_are_refused_at_once(
+    steps: HandSteps, drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No linger where the keys cannot be deleted: callers would come for ever."""
+    monkeypatch.setattr(worker_drain, "DEREGISTER_PATIENCE_S", 0.01)
+    steps.deregistering.clear()
+    drain.begin("asked")
+    async with asyncio.timeout(2):
+        while not steps.done:
+            await asyncio.sleep(0.005)
+    assert steps.done == ["refusing after 0"]
+    steps.finishing.set()
+    assert await drain.left == "asked"
+
+
+async def test_while_starting_a_worker_leaves_at_once(steps: HandSteps) -> None:
+    """There is nothing to finish; the start that then completes does not make it ready."""
+    drain = Drain(steps)
+    drain.begin("SIGTERM")
+    assert drain.left.result() == "SIGTERM"
+    assert (drain.started(), drain.phase, steps.done) == (False, Phase.LEAVING, [])
+
+
+async def test_a_second_begin_changes_nothing(steps: HandSteps, drain: Drain) -> None:
+    """Neither the reason nor the steps."""
+    drain.begin("first")
+    drain.begin("second")
+    await settle()
+    drain.begin("third")
+    steps.finishing.set()
+    assert await drain.left == "first"
+    assert steps.done == ["deregistered", f"refusing after {LINGER_S:g}", "finished"]
+    drain.begin("after the end")
+    assert drain.reason == "first"
+
+
+async def test_a_drain_is_taken_back_many_times(steps: HandSteps, drain: Drain) -> None:
+    """And ends like any other when nobody takes it back."""
+    for n in range(10):
+        drain.begin(f"drain {n}")
+        for _ in range(n % 4):
+            await asyncio.sleep(0)
+        await drain.cancel()
+        assert (drain.phase, drain.reason) == (Phase.READY, None)
+    assert steps.done.count("resumed") == 10
+    assert "finished" not in steps.done
+    drain.begin("the last")
+    steps.finishing.set()
+    assert await drain.left == "the last"
+
+
+async def test_past_the_end_the_answer_is_a_refusal(steps: HandSteps, drain: Drain) -> None:
+    """`DrainNotCancellable`, and nothing is resumed."""
+    drain.begin("asked")
+    steps.finishing.set()
+    await drain.left
+    with pytest.raises(DrainNotCancellable, match="shutting down"):
+        await drain.cancel()
+    assert "resumed" not in steps.done
+
+
+async def test_taking_back_wins_over_an_end_in_the_same_turn(steps: HandSteps, drain: Drain) -> None:
+    """The last stream ends, and the order comes before the drain has run on: it is ready, and did not leave."""
+    drain.begin("asked")
+    await settle()
+    steps.finishing.set()
+    await drain.cancel()
+    await settle()
+    assert (drain.phase, drain.left.done()) == (Phase.READY, False)
+
+
+async def test_taking_back_what_does_not_drain_is_no_error(steps: HandSteps, drain: Drain) -> None:
+    """Ready stays ready."""
+    await drain.cancel()
+    assert (drain.phase, steps.done) == (Phase.READY, [])
+
+
+async def test_a_drain_that_cannot_be_taken_back_goes_on(steps: HandSteps, drain: Drain) -> None:
+    """etcd is away: the caller is told, the worker drains as before, and leaves when it has finished."""
+    steps.error = EtcdUnavailable("away")
+    drain.begin("asked")
+    await settle()
+    with pytest.raises(EtcdUnavailable):
+        await drain.cancel()
+    await settle()
+    assert (drain.phase, drain.reason) == (Phase.DRAINING, "asked")
+    assert steps.done == ["deregistered", f"refusing after {LINGER_S:g}"] * 2
+    steps.finishing.set()
+    assert await drain.left == "asked"
+
+
+async def test_callers_who_take_it_back_together_get_the_same_answer(steps: HandSteps, drain: Drain) -> None:
+    """One resume; a caller who gives up waiting does not undo it."""
+    drain.begin("asked")
+    await settle()
+    steps.resuming.clear()
+    callers = [asyncio.create_task(drain.cancel()) for _ in range(3)]
+    await settle()
+    callers[0].cancel()
+    steps.resuming.set()
+    results = await asyncio.gather(*callers, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert results[1:] == [None, None]
+    assert (drain.phase, steps.done.count("resumed")) == (Phase.READY, 1)
+
+
+async def test_an_order_to_drain_that_comes_while_resuming_is_kept(steps: HandSteps, drain: Drain) -> None:
+    """The later order wins: it comes back, and drains again."""
+    drain.begin("first")
+    await settle()
+    steps.resuming.clear()
+    caller = asyncio.create_task(drain.cancel())
+    await settle()
+    drain.begin("second")
+    steps.resuming.set()
+    await caller
+    assert (drain.phase, drain.reason) == (Phase.DRAINING, "second")
+    steps.finishing.set()
+    assert await drain.left == "second"
+
+
+async def test_a_defect_in_a_step_does_not_keep_the_worker(
+    steps: HandSteps, drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that neither serves nor goes would be the worst of both."""
+
+    async def broken() -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(steps, "finish", broken)
+    drain.begin("asked")
+    assert await drain.left == "asked"
