@@ -19,10 +19,15 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a preexec f
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def set_parent_death_signal(signum: int) -> None:
-    """Ask the kernel to send us `signum` when the parent dies. Its thread counts: fork from the main thread."""
+def set_parent_death_signal(signum: int, parent: int | None = None) -> None:
+    """Ask the kernel to send us `signum` when the parent dies. Its thread counts: fork from the main thread.
+
+    A `parent` that died before the kernel was asked would never be noticed: then we end at once.
+    """
     if _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signum)
 
 
 def become_subreaper() -> None:
@@ -60,6 +65,15 @@ def session_members(session: int) -> Iterator[int]:
             fields = _stat_fields(int(entry))
             if fields is not None and fields[0] != "Z" and int(fields[3]) == session:
                 yield int(entry)
+
+
+def sessions() -> dict[int, dict[int, float]]:
+    """Session id -> its members' pids, each with its start time (seconds since boot). One look at all of /proc."""
+    found: dict[int, dict[int, float]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (fields := _stat_fields(int(entry))) is not None and fields[0] != "Z":
+            found.setdefault(int(fields[3]), {})[int(entry)] = int(fields[19]) / _TICKS_PER_S
+    return found
 
 
 def kill_session(session: int, signum: int = signal.SIGKILL) -> list[int]:
