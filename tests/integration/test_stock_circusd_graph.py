@@ -203,6 +203,40 @@ async def test_a_killed_etcd_is_started_again(under: Guest) -> None:
     await auntil(lambda: set(under.served.states().values()) == {"ready"}, 15.0, what=under.served.states)
 
 
+async def test_circusctl_stop_of_a_server_is_a_restart_of_it(under: Guest) -> None:
+    """The graph cannot live without; its port and its data stay."""
+    pid = under.circusd.pids("dynamo_nats")[0]
+    await asyncio.to_thread(under.circusd.ask, "stop", name="dynamo_nats")
+    await auntil(lambda: not is_alive(pid), 5.0, what=under.logs)
+    await auntil(lambda: under.watchers().get("dynamo_nats") == "active", 10.0, what=under.watchers)
+    async with under.served.client() as client:
+        await auntil(lambda: set(under.served.states().values()) == {"ready"}, 15.0, what=under.served.states)
+        assert await stream_chat(client, "Again?", 24) == expected("Again?", 24)
+
+
+async def test_circusctl_signal_term_is_a_drain(under: Guest) -> None:
+    """circus sends that one itself, without an event: the worker knows what it means."""
+    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
+    assert up.returncode == 0, up.stderr
+    pid = under.served.pids()["VllmWorker_1"]
+    await asyncio.to_thread(under.circusd.ask, "signal", name="dynamo_VllmWorker_1", signum="TERM")
+    await auntil(lambda: not is_alive(pid), 10.0, what=under.logs)
+    await auntil(lambda: "VllmWorker_1" not in under.served.states(), 10.0, what=under.served.states)
+
+
+def test_reloadconfig_drains_the_graph_and_a_restart_of_the_plugin_brings_it_back() -> None:
+    """circus drops every watcher that is not in its file."""
+    with guest() as under:
+        pids = under.ready().served.pids()
+        under.circusd.ask("reloadconfig")
+        until(lambda: not any(is_alive(pid) for pid in pids.values()), 30.0, what=under.logs)
+        plugin = under.plugin_pid()
+        until(lambda: under.circusd.ask("restart", name="plugin:dynamo")["status"] == "ok", 20.0, what=under.logs)
+        until(lambda: not is_alive(plugin), 20.0, what=under.logs)
+        under.ready()
+        assert set(under.watchers().values()) == {"active"}
+
+
 def test_down_leaves_their_watchers_and_stays_down() -> None:
     """And `circusctl start plugin:dynamo` brings it up again."""
     with guest() as under:
