@@ -14,7 +14,16 @@ from collections.abc import Sequence
 
 from benchmarks.harness import GROSS_FACTOR, Benchmark, Outcome, execute, machine, machine_line, table
 
-NAMES = ("first_token", "frontend", "data_plane", "statefile", "sim_engine", "arbiter_idle", "status_command")
+NAMES = (
+    "first_token",
+    "frontend",
+    "data_plane",
+    "statefile",
+    "sim_engine",
+    "arbiter_idle",
+    "status_command",
+    "process_hosts",
+)
 """Modules of this package, each with `run(short: bool) -> Report`."""
 
 

@@ -18,13 +18,14 @@ import logging
 import logging.handlers
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from circus.plugins import CircusPlugin
 
-from dynamo_local.errors import BadInput, DynamoError
+from dynamo_local.errors import BadInput, DynamoError, NamespaceBusy
 
 if TYPE_CHECKING:
     from dynamo_local.circus_plugins.under_circusd import UnderCircusd
@@ -38,6 +39,9 @@ run_log = logging.getLogger("dynamo_local.run")
 
 LOG_NAME = "circusd_plugin.log"
 """In the log folder, of all namespaces: circusd sends a plugin's own output to /dev/null."""
+PREDECESSOR_TIMEOUT_S = 3600.0
+PREDECESSOR_POLL_S = 0.2
+"""`circusctl reload` starts a new plugin before it ends the old one, which then finishes what streams."""
 LEAVE_STAGES = 3
 LEAVE_SLACK_S = 60.0
 
@@ -80,7 +84,19 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             raise BadInput(f"the [{self._own_watcher}] section needs `deployment = /path/of/a/deployment.yaml`")
         options, folder = deployment_options(Path(self.config["deployment"]), os.environ)
         os.chdir(folder)
-        return serve_with(options, f"the circusd plugin {self._own_watcher}", lambda paths: LogView(), self._make_host)
+        who = f"the circusd plugin {self._own_watcher}"
+        deadline_s = time.monotonic() + PREDECESSOR_TIMEOUT_S
+        told = False
+        while True:
+            try:
+                return serve_with(options, who, lambda paths: LogView(), self._make_host)
+            except NamespaceBusy as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                if not told:
+                    log.warning("[%s] waits: %s", self._own_watcher, error)
+                told = True
+                time.sleep(PREDECESSOR_POLL_S)
 
     def _make_host(self, deployment: Deployment) -> UnderCircusd:
         from dynamo_local.circus_plugins.under_circusd import UnderCircusd

@@ -34,10 +34,10 @@ HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers"
 class Worker:
     """One managed worker. `_s` times are of the arbiter's monotonic clock, `started_at` is seconds since 1970.
 
-    `gpus` is what it holds now; `heard_s` is when it last answered the load request (None: never yet); `asked_s` is
-    when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone` says that it did,
-    unasked; `served` says that this process has been ready; `starts` counts the processes made, or about to be made,
-    under this name.
+    `gpus` is what it holds now; `heard_s` is when it last answered the load request, or became ready (None: neither
+    yet); `asked_s` is when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone`
+    says that it did, unasked; `served` says that this process has been ready; `starts` counts the processes made, or
+    about to be made, under this name.
     """
 
     plan: WatcherPlan
@@ -101,6 +101,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.on_trouble: Callable[[str], None] = log.warning
         self.unwritten = False
+        self._seen: object = ()
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
 
@@ -129,6 +130,7 @@ class Fleet:
                 worker.state, worker.since_s = after[name], self.clock.now_s()
             if worker.state is WorkerState.READY and not worker.served:
                 worker.served, worker.ready_s = True, self.clock.now_s()
+                worker.heard_s = worker.heard_s or worker.ready_s  # from now on its silence counts
             record = record_of(
                 event,
                 watcher_name=name,
@@ -155,9 +157,11 @@ class Fleet:
         A statefile that somebody broke is kept aside and written anew from memory; a full disk is told and tried
         again with the next commit. Neither stops the arbiter.
         """
-        chosen = list(self.workers) if self.unwritten else list(names)
+        chosen = list(names)
 
         def write(state: State) -> None:
+            if self.unwritten:
+                self._write_all(state)
             for name in chosen:
                 worker = self.workers.get(name)
                 if worker is None:
@@ -185,9 +189,37 @@ class Fleet:
         except StateError as error:
             await self._rewrite(error)
 
+    async def heal(self) -> None:
+        """Bring the statefile back where somebody broke, edited or removed it, or where it could not be written.
+
+        Called every few seconds: while nobody touched the file it costs one `stat`.
+        """
+        stamp = await asyncio.to_thread(self.store.stamp)
+        if not self.unwritten and stamp == self._seen:
+            return
+        self._seen = stamp  # of before: what comes meanwhile, our own commit included, is looked at once more
+        try:
+            await self.store.aupdate(self._write_all)
+            self.unwritten = False
+        except StateError as error:
+            await self._rewrite(error)
+
+    def _write_all(self, state: State) -> None:
+        """All entries as they should be, and no other; raises `StateError` for a file that is not of this run."""
+        for key in ("namespace", "run_id"):
+            if getattr(state, key) != getattr(self.head, key):
+                raise StateError(f"it was edited: its {key} is {getattr(state, key)}, not {getattr(self.head, key)}")
+        for name in state.components.keys() - self.workers.keys():
+            del state.components[name]
+        for name, worker in list(self.workers.items()):
+            _write_entry(state, worker)
+            if worker.state is WorkerState.READY and state.components[name].lease is None:
+                _write_lease(state, worker)  # the worker wrote it into a file that is lost
+
     async def _rewrite(self, why: StateError) -> None:
         try:
-            aside = await asyncio.to_thread(self.store.rewrite, self.whole())
+            # The whole is taken in the thread: what changed since the failed commit is in it.
+            aside = await asyncio.to_thread(lambda: self.store.rewrite(self.whole()))
         except StateError as error:
             self.unwritten = True
             self.on_trouble(f"the statefile cannot be written; it is tried again: {error}")
@@ -201,8 +233,7 @@ class Fleet:
         state = self.head.model_copy(deep=True)
         for worker in self.workers.values():
             _write_entry(state, worker)
-            entry = state.components[worker.name]
-            entry.lease, entry.endpoints = worker.lease, list(worker.endpoints)
+            _write_lease(state, worker)
         return state
 
     async def drop(self, name: str) -> None:
@@ -256,6 +287,13 @@ def _write_entry(state: State, worker: Worker) -> None:
     entry.course = None if worker.course is Course.STEADY else str(worker.course)
     if worker.pid is None:
         entry.lease, entry.endpoints = None, []
+
+
+def _write_lease(state: State, worker: Worker) -> None:
+    """What is the worker's own to write, as far as we know it."""
+    entry = state.components[worker.name]
+    entry.endpoints = []  # before the lease: they must be under it
+    entry.lease, entry.endpoints = worker.lease, list(worker.endpoints)
 
 
 def _state_in_file(worker: Worker, written: WorkerState) -> WorkerState:

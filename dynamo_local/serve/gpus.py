@@ -106,9 +106,11 @@ class GpuPool:
             await clock.sleep_until(clock.now_s() + RETURN_POLL_S)
         return []
 
-    async def give_back(self, watcher_name: str, devices: Sequence[GpuDevice], clock: Clock) -> list[str]:
-        """Release a worker's devices once their memory is back. Returns what to tell a person about the others."""
-        busy = await self.returned(devices, clock)
+    def give_back(self, watcher_name: str, devices: Sequence[GpuDevice], busy: Sequence[GpuDevice]) -> list[str]:
+        """Release a worker's devices after `returned`, which found these `busy`: they are quarantined.
+
+        Returns what to tell a person about them.
+        """
         self.ledger.release(watcher_name)
         self._locks.release([device.uuid for device in devices])
         told = []

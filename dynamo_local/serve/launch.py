@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config import Config, load_config, resolve
 from dynamo_local.core.gpus import plan_on
+from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
@@ -150,6 +151,8 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         pass_env=(*config.host.pass_env, *options.pass_env),
         pin_gpus=not pinning_disabled(environ),
         keep_on_arbiter_death=options.on_arbiter_death == "keep",
+        health_bound_s=config.host.health_bound_s,
+        restart=RestartPolicy(**config.host.restart.model_dump()),
     )
 
 

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from dynamo_local.clock import Clock
+from dynamo_local.core import drains
 from dynamo_local.core.lifecycle import NEXT, DrainDeadlinePassed, DrainRequested
-from dynamo_local.core.types import Role
+from dynamo_local.core.types import Missing, Role
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.leftovers import Known
 from dynamo_local.serve.operations import send_signal
@@ -89,10 +90,11 @@ class Leaving:
         pid = worker.pid
         if pid is None:
             return
-        cut = worker.load.request_active_slots if worker.load is not None else 0
+        cut = drains.cut(Missing("it published no load") if worker.load is None else worker.load)
         if not self._now.is_set():
             why = f"not gone {worker.plan.drain_deadline_s:g} s after it was asked to leave"
-            self._view.event(f"{worker.name}: {why}; its session is ended, {cut} requests are cut")
+            count = f"{cut} requests are" if isinstance(cut, int) else "nobody knows what is"
+            self._view.event(f"{worker.name}: {why}; its session is ended, {count} cut")
         if (worker.state, DrainDeadlinePassed) in NEXT:
             event = DrainDeadlinePassed(stimulus_id="down", deadline_s=worker.plan.drain_deadline_s, requests_cut=cut)
             await self._fleet.apply({worker.name: event})

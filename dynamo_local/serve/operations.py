@@ -23,7 +23,6 @@ from dynamo_local.core.lifecycle import (
     BackoffStarted,
     DrainCancelled,
     DrainDeadlinePassed,
-    Event,
     Faulted,
     HealthFailed,
     ProcessExited,
@@ -35,7 +34,7 @@ from dynamo_local.core.lifecycle import (
     StartDeadlinePassed,
 )
 from dynamo_local.core.restarts import Fault, RestartHistory, after_exit
-from dynamo_local.core.types import WorkerState
+from dynamo_local.core.types import Missing, WorkerState
 from dynamo_local.errors import DynamoError, GpuError, InfraUnavailable, RequestError
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.fleet import Fleet, Worker
@@ -48,15 +47,14 @@ from dynamo_local.serve.processes import kill_session, start_time_s
 
 log = logging.getLogger(__name__)
 
-HEALTH_BOUND_S = 30.0
-"""A worker that answers no load request for so long, while etcd and NATS do, is hung."""
 INFRA_POLL_S = 0.25
 GPU_POLL_S = 0.5
 CONTROL_TIMEOUT_S = 2.0
 NAMED_REQUESTS = 20
-HUNG = "is hung: it has answered nothing for"
 ADOPTED = "adopt"
 LEFT = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
+WAITS = (WorkerState.PENDING, WorkerState.BACKING_OFF)
+FAILED = (WorkerState.CRASHED, WorkerState.START_TIMED_OUT)
 
 
 class Operations:
@@ -110,6 +108,8 @@ class Operations:
 
     async def _try_allocate(self, worker: Worker) -> bool:
         await self._pool.refresh()
+        if worker.gpus or worker.state not in WAITS or not self._is_current(worker):
+            return False  # it was taken back, or somebody else gave it some, while we looked
         try:
             devices = self._pool.allocate(worker.name, worker.plan.gpus_per_worker)
         except GpuError as error:
@@ -136,12 +136,18 @@ class Operations:
             except OSError as error:
                 worker.reason = f"could not be started: {error}"
                 await self.fleet.apply({worker.name: SpawnFailed(stimulus_id=stimulus_id, reason=str(error))})
-                self._background(self._after_failure(worker, 0.0))
+                left = worker.state is WorkerState.EXITED  # it was asked to leave before it was there
+                now_s = self._clock.now_s()
+                self._background(self._gone(worker) if left else self._after_failure(worker, 0.0, now_s))
                 return
+            reason = worker.reason
             worker.process_began(pid, start_time_s(pid), self._clock)
+            leaves = worker.state is WorkerState.DRAINING
+            if leaves:
+                worker.asked_s, worker.reason = self._clock.now_s(), reason
             event = Spawned(stimulus_id=stimulus_id, pid=pid, pid_start_time=worker.pid_start_time)
             await self.fleet.apply({worker.name: event})
-        self._background(self._watch_start(worker, pid))
+        self._background(self.ask_to_leave(worker, stimulus_id) if leaves else self._watch_start(worker, pid))
 
     def spec(self, worker: Worker) -> ProcessSpec:
         """How it is run."""
@@ -210,24 +216,26 @@ class Operations:
             deadline_s = later_s  # it registered in the moment that it was asked: it may hold requests
 
     async def _cut(self, worker: Worker, pid: int, stimulus_id: str) -> None:
-        requests = await self._in_flight(worker.name)
-        waited_s = self._clock.now_s() - (worker.asked_s or self._clock.now_s())
-        worker.reason = f"was not gone {waited_s:.0f} s after it was asked to leave; {len(requests)} requests were cut"
-        event = DrainDeadlinePassed(stimulus_id=stimulus_id, deadline_s=waited_s, requests_cut=len(requests))
+        cut, requests = await self._in_flight(worker)
         if worker.pid != pid or worker.state is not WorkerState.DRAINING:
             return  # it left, or its drain was taken back, while we asked
+        waited_s = self._clock.now_s() - (worker.asked_s or self._clock.now_s())
+        count = f"{cut} requests were cut" if isinstance(cut, int) else f"what that cut is unknown ({cut.reason})"
+        worker.reason = f"was not gone {waited_s:.0f} s after it was asked to leave; {count}"
+        event = DrainDeadlinePassed(stimulus_id=stimulus_id, deadline_s=waited_s, requests_cut=cut)
         await self.fleet.apply({worker.name: event})
-        more = f" and {len(requests) - NAMED_REQUESTS} more" if len(requests) > NAMED_REQUESTS else ""
+        more = f" and {cut - NAMED_REQUESTS} more" if isinstance(cut, int) and cut > NAMED_REQUESTS else ""
         named = f": {', '.join(requests[:NAMED_REQUESTS])}{more}" if requests else ""
         self._tell(f"{worker.name} {worker.reason}{named}")
         kill_session(pid)
 
-    async def _in_flight(self, name: str) -> list[str]:
+    async def _in_flight(self, worker: Worker) -> tuple[int | Missing, list[str]]:
+        """How many requests it holds, and the ids of some; of one that does not answer, as many as it last said."""
         try:
-            answer = await self.control(name, "status")
-        except (RequestError, InfraUnavailable):
-            return []
-        return [str(request) for request in answer.get("requests", ())]
+            answer = await self.control(worker.name, "status")
+        except (RequestError, InfraUnavailable) as error:
+            return drains.cut(Missing(str(error)) if worker.load is None else worker.load), []
+        return int(answer["in_flight"]), [str(request) for request in answer["requests"]]
 
     async def call_back(self, worker: Worker, stimulus_id: str) -> None:
         """Take a drain back: the same process registers again. Raises what the worker answers if it is too late."""
@@ -260,8 +268,8 @@ class Operations:
             self._background(self._exited(worker, pid, code))
 
     async def _exited(self, worker: Worker, pid: int, code: int | None) -> None:
-        left, lease = worker.state in LEFT, worker.lease
-        ran_s = 0.0 if worker.ready_s is None else self._clock.now_s() - worker.ready_s
+        left, lease, ended_s = worker.state in LEFT, worker.lease, self._clock.now_s()
+        ran_s = 0.0 if worker.ready_s is None else ended_s - worker.ready_s
         if not left and worker.state in (WorkerState.STARTING, WorkerState.READY):
             worker.reason = how_it_ended(code)
         elif left and code not in (0, None) and worker.state is WorkerState.DRAINING:
@@ -273,11 +281,10 @@ class Operations:
         await self._links.try_revoke(lease, worker.name)
         if left:
             await self._gone(worker)
-        elif worker.course is Course.LEAVING:
-            await self.fleet.apply({worker.name: Removed(stimulus_id=f"exit:{pid}")})
-            await self.remove(worker)
         else:
-            await self._after_failure(worker, ran_s)
+            if worker.state is WorkerState.START_TIMED_OUT:
+                await self.free_gpus(worker)  # it may have died of its devices: the next start looks for any
+            await self._after_failure(worker, ran_s, ended_s)
 
     async def _end_children(self, name: str) -> None:
         """Those that left its session: only their environment tells whose they are. Nothing runs under its name now."""
@@ -298,21 +305,30 @@ class Operations:
 
     async def _gone(self, worker: Worker) -> None:
         """A worker that left: it is started again if that was the intent, else its entry goes, or is the template."""
-        hung = worker.asked_s is None and (worker.reason or "").startswith(HUNG)
-        again = worker.course in (Course.RESTARTING, Course.RETURNING) or hung
-        if again and not self.leaving:
-            await self.revive(worker, "restart" if not hung else "health")
+        if worker.course in (Course.RESTARTING, Course.RETURNING) and not self.leaving:
+            await self.revive(worker, "restart")
         else:
             await self.remove(worker)
 
     async def remove(self, worker: Worker) -> None:
-        """No process any more: its GPUs go back, a suffixed entry goes with it, the bare one stays as a template."""
+        """No process any more: its GPUs go back, a suffixed entry goes with it, the bare one stays as a template.
+
+        Somebody may want it again in the meantime: then it is theirs, with its GPUs.
+        """
         await self.free_gpus(worker)
-        await self._host.forget(worker.name)
-        worker.course = Course.STEADY
-        if worker.name != self.bare_name(worker) and not self.leaving:
-            await self.fleet.drop(worker.name)
+        async with self._locks[worker.name]:
+            if not self._has_exited(worker):
+                return
+            await self._host.forget(worker.name)
+            if not self._has_exited(worker):
+                return
+            worker.course = Course.STEADY
+            if worker.name != self.bare_name(worker) and not self.leaving:
+                await self.fleet.drop(worker.name)
         self.fleet.notify()
+
+    def _has_exited(self, worker: Worker) -> bool:
+        return self._is_current(worker) and worker.state is WorkerState.EXITED
 
     def bare_name(self, worker: Worker) -> str:
         """The name of its component's template."""
@@ -320,20 +336,28 @@ class Operations:
 
     async def free_gpus(self, worker: Worker) -> None:
         """Give its devices back once their memory is returned; those that never are, are quarantined and told of."""
-        if worker.gpus:
-            devices = worker.gpus
-            for trouble in await self._pool.give_back(worker.name, devices, self._clock):
-                self._tell(trouble)
-            worker.gpus = ()
-            await self.fleet.commit([worker.name])
-            self.fleet.notify()
+        if not worker.gpus:
+            return
+        devices, state = worker.gpus, worker.state
+        busy = await self._pool.returned(devices, self._clock)
+        if worker.state is not state or worker.gpus is not devices:
+            return  # it was started again while we waited: they stay with it
+        for trouble in self._pool.give_back(worker.name, devices, busy):
+            self._tell(trouble)
+        worker.gpus = ()
+        await self.fleet.commit([worker.name])
+        self.fleet.notify()
 
     # --- failing and starting again ------------------------------------------------------------
 
-    async def _after_failure(self, worker: Worker, ran_s: float) -> None:
-        """Restart with back-off, or give up: `core.restarts` decides."""
+    async def _after_failure(self, worker: Worker, ran_s: float, ended_s: float) -> None:
+        """Restart with back-off, counted from the end of the process, or give up: `core.restarts` decides."""
         self.on_failure(worker, f"{worker.name} {worker.reason}; {log_tail(worker.plan)}")
-        if self.leaving:
+        if self.leaving or worker.state not in FAILED or not self._is_current(worker):
+            return  # restarted, or gone, before we came to it
+        if worker.course is Course.LEAVING:  # taken back meanwhile
+            await self.fleet.apply({worker.name: Removed(stimulus_id="restart-policy")})
+            await self.remove(worker)
             return
         worker.history, verdict = after_exit(
             worker.history,
@@ -342,6 +366,7 @@ class Operations:
             infra_ok=self._links.answer,
             unit=random.random(),
             why=worker.reason or "it failed",
+            policy=self._planner.settings.restart,
         )
         if isinstance(verdict, Fault):
             worker.reason = verdict.reason
@@ -349,9 +374,8 @@ class Operations:
             await self.free_gpus(worker)
             self._tell(f"{worker.name} is faulted: {worker.reason}; `dynamo restart {worker.name}` tries again")
             return
-        until_s = self._clock.now_s() + verdict.delay_s
         await self.fleet.apply({worker.name: BackoffStarted(stimulus_id="restart-policy", delay_s=verdict.delay_s)})
-        await self._clock.sleep_until(until_s)
+        await self._clock.sleep_until(ended_s + verdict.delay_s)
         await self._start_again(worker)
 
     async def _start_again(self, worker: Worker) -> None:
@@ -403,7 +427,7 @@ class Operations:
         elif worker.state is WorkerState.PENDING:
             self._background(self.start_when_possible(worker, ADOPTED))
         elif worker.state in (WorkerState.CRASHED, WorkerState.START_TIMED_OUT):
-            self._background(self._after_failure(worker, 0.0))
+            self._background(self._after_failure(worker, 0.0, self._clock.now_s()))
         elif worker.state is WorkerState.BACKING_OFF:
             self._background(self._start_again(worker))
         elif worker.state is WorkerState.EXITED:
@@ -428,19 +452,15 @@ class Operations:
             if worker.heard_s is None or self.leaving:
                 continue
             silent_s = now_s - worker.heard_s
-            if silent_s > HEALTH_BOUND_S:
-                await self._hung(worker, f"{HUNG} {silent_s:.0f} s")
+            if silent_s > self._planner.settings.health_bound_s:
+                await self._hung(worker, f"is hung: it has answered nothing for {silent_s:.0f} s")
 
     async def _hung(self, worker: Worker, reason: str) -> None:
-        event: Event
-        if worker.state is WorkerState.READY:
-            event = HealthFailed(stimulus_id="health", reason=reason)
-        elif worker.state is WorkerState.DRAINING and worker.asked_s is None:
-            event = DrainDeadlinePassed(stimulus_id="health", deadline_s=HEALTH_BOUND_S)
-        else:
+        expired = worker.state is WorkerState.DRAINING and worker.asked_s is None
+        if worker.state is not WorkerState.READY and not expired:
             return  # a start has its own deadline, and so has a drain that was asked for
         pid, worker.reason = worker.pid, reason
-        await self.fleet.apply({worker.name: event})
+        await self.fleet.apply({worker.name: HealthFailed(stimulus_id="health", reason=reason)})
         await self._links.try_revoke(worker.lease, worker.name)
         if pid is not None:
             kill_session(pid)

@@ -255,6 +255,7 @@ class Supervisor:
         while True:
             await self.clock.sleep_until(self.clock.now_s() + HEALTH_EVERY_S)
             await self.operations.check_health()
+            await self.fleet.heal()
 
     async def _show(self) -> None:
         """Progress, log lines and rotation: reading files only, in a thread."""

@@ -1,0 +1,306 @@
+"""A simulated worker process: the real lease keeper, drain and control endpoint, without engine and operating system."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamo_local.core.types import instance_key, lease_hex
+from dynamo_local.errors import DynamoError, EtcdUnavailable
+from dynamo_local.ports import KeyValue, WatchEvent
+from dynamo_local.runtime.control import ControlServer
+from dynamo_local.runtime.lease import LeaseKeeper
+from dynamo_local.runtime.load import _Report, _WireLoad, load_subject
+from dynamo_local.serve.host import ProcessSpec
+from dynamo_local.serve.worker import lease_key, ready_key
+from dynamo_local.serve.worker_drain import Drain, Phase
+from dynamo_local.serve.worker_entry import Entry, EntryWriter
+from tests.fakes.etcd import FakeEtcd
+from tests.fakes.memory_store import MemoryStore
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """How one process will behave. `start_s` None: never ready; `start_code`: it exits with that instead of serving."""
+
+    start_s: float | None = 0.5
+    start_code: int | None = None
+    work_s: float = 1.0
+    dies_in_s: float = 0.003
+    memory_s: float | None = 0.2
+
+
+class ProcessKv:
+    """The store as one process sees it: while the process is stopped nothing is asked and no answer is taken."""
+
+    def __init__(self, etcd: FakeEtcd, go: asyncio.Event) -> None:
+        self._etcd = etcd
+        self._go = go
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._etcd, name)
+
+        async def held(*words: Any, **options: Any) -> Any:
+            await self._go.wait()
+            answer = await call(*words, **options)
+            await self._go.wait()
+            return answer
+
+        return held
+
+    async def watch_prefix(
+        self, prefix: str, on_lost: Callable[[], None] | None = None
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """See `KeyValueStore`."""
+        async for event in self._etcd.watch_prefix(prefix, on_lost):
+            await self._go.wait()
+            yield event
+
+    async def get(self, key: str) -> KeyValue | None:
+        """See `KeyValueStore`."""
+        await self._go.wait()
+        return await self._etcd.get(key)
+
+
+class SimProcess:
+    """One process. Everything of it ends with `die`; its exit is the world's to tell."""
+
+    def __init__(self, world: World, pid: int, spec: ProcessSpec, fate: Fate) -> None:
+        self.world = world
+        self.pid = pid
+        self.spec = spec
+        self.fate = fate
+        self.name = spec.name
+        self.component = spec.argv[-1]
+        self.gpus = tuple(uuid for uuid in spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid)
+        self.alive = True
+        self.left_in_order = False
+        self.nats = world.nats.client()
+        self._go = asyncio.Event()
+        self._go.set()
+        self._kv = ProcessKv(world.etcd, self._go)
+        self._store = MemoryStore(world.file, run_id=spec.env["DYN_RUN_ID"])
+        self._entry = EntryWriter(self._store, self.name, self._truth)
+        self._lease: LeaseKeeper | None = None
+        self._lease_gone = self._registered = False
+        self.drain = Drain(self)
+        self._tasks = {asyncio.ensure_future(self._main())}
+
+    # --- what is done to it ----------------------------------------------------------------------
+
+    @property
+    def lease_id(self) -> int:
+        """0 before it has one, or when it has given it back."""
+        return 0 if self._lease is None or self._lease_gone else self._lease.lease_id
+
+    @property
+    def serves(self) -> bool:
+        """It is registered, or says so."""
+        return self.alive and self._registered
+
+    def signal(self, signum: int) -> None:
+        """SIGTERM begins a drain (once it goes on, where it is stopped), SIGSTOP and SIGCONT stop it and go on."""
+        if signum == signal.SIGSTOP:
+            self._go.clear()
+            self.nats.go.clear()
+        elif signum == signal.SIGCONT:
+            self._go.set()
+            self.nats.go.set()
+        elif signum == signal.SIGTERM:
+            self._spawn(self._sigterm())
+
+    def hang(self, hangs: bool) -> None:
+        """Its loop for answers hangs; its lease lives on."""
+        if hangs:
+            self.nats.go.clear()
+        else:
+            self.nats.go.set()
+
+    def die(self) -> None:
+        """Nothing of it runs any more."""
+        self.alive = False
+        self.nats.close_now()
+        lease = self._lease
+        extra = [self._entry._task, self.drain._running, self.drain._resuming]
+        if lease is not None:
+            extra += [lease._keeping, lease._watching]
+        for task in (*self._tasks, *extra):
+            if task is not None:
+                task.cancel()
+
+    async def _sigterm(self) -> None:
+        await self._go.wait()
+        self.drain.begin("SIGTERM")
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- its life ----------------------------------------------------------------------------------
+
+    async def _main(self) -> None:
+        code = 1
+        try:
+            code = await self._live()
+        except DynamoError:
+            code = 1  # etcd or NATS stayed away for too long
+        finally:
+            if self.alive and not _cancelled_now():
+                self.left_in_order = code == 0
+                self.world.exits(self, code)
+
+    async def _live(self) -> int:
+        if self.fate.start_code is not None:
+            await asyncio.sleep(self.fate.start_s or 0.0)
+            return self.fate.start_code
+        starting = asyncio.ensure_future(self._start())
+        self._tasks.add(starting)
+        await asyncio.wait({starting, self.drain.left}, return_when=asyncio.FIRST_COMPLETED)
+        if not self.drain.left.done() or starting.done():
+            await starting
+        else:
+            starting.cancel()
+        self.drain.started()
+        await self.drain.left
+        await self.drain.close()
+        if self._lease is not None and self._lease.lease_id and not self._lease_gone:
+            try:
+                await self._give_back(2.0)
+            except EtcdUnavailable:
+                pass  # as the real one: it expires by itself
+        await self._go.wait()
+        return 0
+
+    async def _start(self) -> None:
+        ops = {"status": self._op_status, "cancel_drain": self._op_cancel}
+        while not self.nats.is_connected:
+            await asyncio.sleep(0.1)
+        await ControlServer(self.nats, self.world.namespace, self.name, ops).start()  # type: ignore[arg-type]
+        self._lease = LeaseKeeper(
+            self._kv,  # type: ignore[arg-type]
+            is_draining=self._is_draining,
+            on_regrant=self._on_regrant,
+            ttl_s=10,
+            clock=self.world.clock,
+        )
+        await self._lease.start()
+        self._spawn(self._until_revoked())
+        about = json.dumps({"pid": self.pid}).encode()
+        await self._lease.register(partial(lease_key, self.world.namespace, self.name), lambda _lease: about)
+        self._entry.touch()
+        if self.fate.start_s is None:
+            await asyncio.Event().wait()
+        await asyncio.sleep(self.fate.start_s or 0.0)
+        await self._go.wait()
+        await self.nats.subscribe(load_subject(self.world.namespace), cb=self._on_load_request)
+        self._registered = True
+        self._entry.touch()
+        await self._entry.flush(2.0)
+        await self._lease.register(partial(ready_key, self.world.namespace, self.name), self._ready_value)
+
+    async def _until_revoked(self) -> None:
+        assert self._lease is not None
+        while True:
+            await self._lease.revoked.wait()
+            self.drain.begin("its lease was revoked")
+            while self._lease.revoked.is_set():
+                await asyncio.sleep(0.05)
+
+    async def _is_draining(self) -> bool:
+        return self.drain.phase in (Phase.DRAINING, Phase.LEAVING) or await self._entry.drains()
+
+    async def _on_regrant(self, _lease: int) -> None:
+        self._entry.touch()
+
+    def _endpoints(self, lease: int) -> list[str]:
+        return [instance_key(self.world.namespace, self.component, "generate", lease)]
+
+    def _ready_value(self, lease: int) -> bytes:
+        return json.dumps({"pid": self.pid, "endpoints": self._endpoints(lease)}).encode()
+
+    def _truth(self) -> Entry:
+        lease = self.lease_id
+        return Entry(
+            pid=self.pid,
+            lease=lease_hex(lease) if lease else None,
+            endpoints=tuple(self._endpoints(lease)) if lease and self._registered else (),
+            draining=self.drain.reason if self.drain.phase is Phase.DRAINING and not self._registered else None,
+            frontend_url=None,
+        )
+
+    # --- draining (worker_drain.Steps) -------------------------------------------------------------
+
+    async def deregister(self) -> None:
+        """See `Steps`."""
+        self._registered = False
+        self._entry.touch(resumed=False)
+        while True:
+            try:
+                return await self._give_back(5.0)
+            except EtcdUnavailable:
+                await asyncio.sleep(0.2)
+
+    async def _give_back(self, timeout_s: float) -> None:
+        assert self._lease is not None
+        await self._lease.revoke(timeout_s)
+        self._lease_gone, self._registered = True, False
+        self._entry.touch()
+
+    def stop_accepting(self, linger_s: float) -> None:
+        """See `Steps`."""
+
+    async def finish(self) -> None:
+        """See `Steps`."""
+        await asyncio.sleep(0.25 + self.fate.work_s)
+        await self._go.wait()
+
+    async def resume(self) -> None:
+        """See `Steps`."""
+        assert self._lease is not None
+        await self._give_back(1.0)
+        await self._lease.reinstate(1.0)
+        self._lease_gone, self._registered = False, True
+        self._entry.touch(resumed=True)
+
+    # --- what it answers ---------------------------------------------------------------------------
+
+    async def _op_status(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+        return {"state": str(self.drain.phase), "requests": ["r1"] if self.drain.phase is Phase.DRAINING else []}
+
+    async def _op_cancel(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+        await self.drain.cancel()
+        return {"state": str(self.drain.phase)}
+
+    async def _on_load_request(self, message: Any) -> None:
+        if message.reply and self.nats.is_connected:
+            report = _Report(self.name, self.component, self.lease_id, self.world.clock.wall_s(), _IDLE)
+            await self.nats.publish(message.reply, msgspec.json.encode(report))
+
+
+_IDLE = _WireLoad(
+    request_active_slots=1,
+    request_total_slots=8,
+    kv_active_blocks=1,
+    kv_total_blocks=64,
+    num_requests_waiting=0,
+    gpu_cache_usage_perc=0.1,
+    gpu_prefix_cache_hit_rate=0.0,
+    remaining_tokens=10,
+    itl_ms=10.0,
+)
+
+
+def _cancelled_now() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,306 @@
+"""A host that exists in memory: its processes, GPUs, etcd, NATS and statefile, and the shell that runs on it.
+
+Time is virtual. What goes to threads in the product (statefile, event log, NVML) happens here some milliseconds later
+on the same loop. Everything that is random comes from one seed, so a run can be had again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import signal
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from dynamo_local.clock import AsyncioClock, VirtualTimeLoop
+from dynamo_local.core.gpus import GpuDevice
+from dynamo_local.core.lifecycle import DrainRequested, Event
+from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec, WorkerState
+from dynamo_local.errors import DynamoError
+from dynamo_local.serve.fleet import Fleet, Worker
+from dynamo_local.serve.host import ExitCallback, ProcessSpec
+from dynamo_local.serve.inventory import SimInventory
+from dynamo_local.serve.paths import Paths
+from dynamo_local.serve.plan import Settings, WorkerPlanner
+from tests.fakes.etcd import FakeEtcd
+from tests.fakes.memory_nats import MemoryNats
+from tests.fakes.memory_store import MemoryFile
+from tests.simulation.process import Fate, SimProcess
+
+NAMESPACE = "dynamo"
+FIRST_PID = 2**23
+"""Above what Linux gives: a stray real `kill` finds nobody."""
+BUSY_BYTES = 40 * 1024**3
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Crash(BaseException):
+    """The arbiter dies here, as by `kill -9`."""
+
+
+class SimLoop(VirtualTimeLoop):
+    """Virtual time, and threads that are none: their work is done at once, 1 to 20 virtual milliseconds later."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+        self.blocking = 0
+        self.on_crash: Callable[[], None] = lambda: None
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """What `asyncio.to_thread` calls. As with a thread, cancelling the caller does not undo the work."""
+        future: asyncio.Future[Any] = self.create_future()
+        self.blocking += 1
+
+        def work() -> None:
+            self.blocking -= 1
+            try:
+                result = func(*args)
+            except Crash:
+                self.on_crash()
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
+
+        self.call_later(self._rng.uniform(0.001, 0.02), work)
+        return future
+
+
+class SimClock(AsyncioClock):
+    """The loop's time, and a wall clock that somebody may set."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def wall_s(self) -> float:
+        return 1.8e9 + self.now_s() + self.ahead_s
+
+
+class SimGpus:
+    """Devices whose memory shows who is, or was, on them."""
+
+    simulated = True
+
+    def __init__(self, count: int) -> None:
+        self.devices = SimInventory(count).sample()
+        self.busy: set[str] = set()
+        self._full = {device.uuid: replace(device, memory_used_bytes=BUSY_BYTES) for device in self.devices}
+
+    def sample(self) -> tuple[GpuDevice, ...]:
+        """See `Inventory`."""
+        return tuple(self._full[d.uuid] if d.uuid in self.busy else d for d in self.devices)
+
+    def close(self) -> None:
+        """See `Inventory`."""
+
+
+class NoLocks:
+    """Nobody else is on this host."""
+
+    def acquire(self, uuids: Any, holder: Any) -> None: ...
+    def release(self, uuids: Any) -> None: ...
+    def close(self) -> None: ...
+
+    def held(self) -> frozenset[str]:
+        return frozenset()
+
+    def fds_for(self, uuids: Any) -> list[int]:
+        return []
+
+    def elsewhere(self, uuids: Any) -> dict[str, str]:
+        return {}
+
+
+def graph(decode: int, prefill: int, big: bool) -> GraphSpec:
+    """A frontend, decode workers, perhaps prefill workers, and perhaps a component that needs two GPUs at once."""
+    one = Resources(gpu=1)
+    services = [
+        ServiceSpec("Frontend", Role.FRONTEND, max_workers=1),
+        ServiceSpec("VllmWorker", Role.DECODE, workers=decode, resources=one),
+    ]
+    if prefill:
+        services.append(ServiceSpec("PrefillWorker", Role.PREFILL, workers=prefill, resources=one))
+    if big:
+        services.append(ServiceSpec("Router", Role.OTHER, workers=1, resources=Resources(gpu=2)))
+    return GraphSpec(NAMESPACE, "graphs.sim:Frontend", tuple(services))
+
+
+def planner_for(spec: GraphSpec, run_id: str) -> WorkerPlanner:
+    """How workers are run; nothing of it exists on disk."""
+    root = Path("/simulated")
+    return WorkerPlanner(
+        graph=spec,
+        settings=Settings(start_deadline_s=20.0, drain_deadline_s=15.0),
+        paths=Paths(NAMESPACE, root / "run", root / "state.json", root / "logs"),
+        run_id=run_id,
+        cwd=root,
+        service_config_json="{}",
+        base_env={},
+    )
+
+
+class World:
+    """Everything that outlives an arbiter."""
+
+    namespace = NAMESPACE
+
+    def __init__(self, rng: random.Random, loop: SimLoop, gpus: int) -> None:
+        self.rng = rng
+        self.loop = loop
+        self.clock = SimClock()
+        self.etcd = FakeEtcd()
+        self.nats = MemoryNats()
+        self.file = MemoryFile()
+        self.gpus = SimGpus(gpus)
+        self.processes: dict[int, SimProcess] = {}
+        self.revoked_outside: set[int] = set()
+        self.fates: list[Fate] = []
+        self.refusals: list[OSError] = []
+        self.spawn_s = 0.003
+        self.kind = Fate()
+        self.host: SimHost | None = None
+        self.story: list[str] = []
+        self._pids = itertools.count(FIRST_PID)
+
+    def note(self, text: str) -> None:
+        """One line of what happened, shown when the seed fails."""
+        self.story.append(f"{self.loop.time():8.3f}  {text}")
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def living(self) -> list[SimProcess]:
+        """Those that run, by pid."""
+        return [process for process in self.processes.values() if process.alive]
+
+    def spawn(self, spec: ProcessSpec) -> SimProcess:
+        """A new process. Two on one GPU, or one on memory that was not returned, is what must never be."""
+        fate = self.fates.pop(0) if self.fates else self.kind
+        pid = next(self._pids)
+        process = SimProcess(self, pid, spec, fate)
+        for other in self.living():
+            if other.name == process.name:
+                raise Broken(f"{process.name} has a second process, {pid} beside {other.pid}")
+            if shared := set(other.gpus) & set(process.gpus):
+                raise Broken(f"{process.name} is started on {shared}, which {other.name} is on")
+        if unreturned := set(process.gpus) & self.gpus.busy:
+            raise Broken(f"{process.name} is started on {unreturned}, whose memory was not returned")
+        self.processes[pid] = process
+        self.gpus.busy.update(process.gpus)
+        self.note(f"{process.name} started as {pid} on {[uuid[-1] for uuid in process.gpus]}, {fate}")
+        return process
+
+    def exits(self, process: SimProcess, code: int) -> None:
+        """The process is gone; its memory comes back when its fate says so."""
+        if not process.alive:
+            return
+        process.die()
+        self.note(f"{process.name} ({process.pid}) is gone, code {code}")
+        if process.fate.memory_s is not None:
+            self.loop.call_later(process.fate.memory_s, self.gpus.busy.difference_update, process.gpus)
+        if self.host is not None:
+            self.loop.call_later(self.rng.uniform(0.0, 0.01), self.host.exited, process, code)
+
+    def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
+        """`kill -9`: it takes the kernel a moment, and a stuck driver longer."""
+        process = self.processes.get(pid)
+        if process is not None and process.alive:
+            self.loop.call_later(process.fate.dies_in_s, self.exits, process, -signum)
+
+    def send_signal(self, pid: int, signum: int) -> None:
+        """`os.kill`, whoever is there."""
+        process = self.processes.get(pid)
+        if process is not None and process.alive:
+            process.signal(signum)
+
+
+class SimHost:
+    """The `ProcessHost` of one arbiter; after its death nothing of it has an effect."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.dead = False
+        self.on_exit: ExitCallback | None = None
+
+    async def start_process(self, spec: ProcessSpec) -> int:
+        """See `ProcessHost`."""
+        await asyncio.sleep(self.world.spawn_s)
+        if self.dead:
+            raise asyncio.CancelledError
+        if self.world.refusals:
+            raise self.world.refusals.pop(0)
+        return self.world.spawn(spec).pid
+
+    async def forget(self, name: str) -> None:
+        """See `ProcessHost`."""
+
+    def exited(self, process: SimProcess, code: int) -> None:
+        """Told by the world."""
+        if self.on_exit is not None and not self.dead:
+            self.on_exit(process.name, process.pid, code)
+
+
+class WatchedFleet(Fleet):
+    """A fleet that tells of each event before it is applied."""
+
+    before_apply: Callable[[Mapping[str, Event]], None] = staticmethod(lambda events: None)
+
+    async def apply(self, events: Mapping[str, Event]) -> None:
+        self.before_apply(events)
+        await super().apply(events)
+
+
+class MemoryEvents:
+    """The event log, as a list."""
+
+    def __init__(self) -> None:
+        self.records: list[Mapping[str, Any]] = []
+
+    def append(self, records: Any) -> None:
+        """See `EventLog`."""
+        self.records += records
+
+
+@contextmanager
+def simulated_system(world: World) -> Iterator[None]:
+    """Signals, start times and jitter of the product's modules go to this world instead of the real one."""
+
+    def end(pid: int, *_: Any) -> None:
+        world.kill(pid)
+
+    where = "dynamo_local.serve"
+    with (
+        mock.patch(f"{where}.operations.kill_session", end),
+        mock.patch(f"{where}.leaving.kill_session", end),
+        mock.patch(f"{where}.operations.send_signal", world.send_signal),
+        mock.patch(f"{where}.leaving.send_signal", world.send_signal),
+        mock.patch(f"{where}.operations.start_time_s", lambda pid: float(pid)),
+        mock.patch(f"{where}.operations.log_tail", lambda plan: "the end of its log"),
+        mock.patch(f"{where}.operations.random", world.rng),
+    ):
+        yield
+
+
+__all__ = [
+    "Broken",
+    "Coroutine",
+    "Crash",
+    "DrainRequested",
+    "DynamoError",
+    "SimHost",
+    "SimLoop",
+    "WatchedFleet",
+    "Worker",
+    "WorkerState",
+    "World",
+]
