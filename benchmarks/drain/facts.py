@@ -73,10 +73,20 @@ class Sent:
     outcome: str
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A command that changes nothing, sent to the control endpoint while so many workers drained."""
+
+    command: str
+    took_s: float
+    draining: int
+
+
 @dataclass(slots=True)
 class Facts:
     """A whole run. `unasked` names processes that came or went although nobody scaled them (there must be none);
-    `cpu_s` is what arbiter, servers and workers used.
+    `cpu_s` is what arbiter, servers and workers used while it was scaled. `over_s`: each killed worker's replacement
+    was made so long after the back-off that follows the death.
     """
 
     speed: float
@@ -84,6 +94,8 @@ class Facts:
     ups: list[Up] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+    over_s: list[float] = field(default_factory=list)
     unasked: list[str] = field(default_factory=list)
     lasted_s: float = 0.0
     cpu_s: float = 0.0
@@ -102,6 +114,8 @@ class Facts:
             ups=[Up(**row) for row in data["ups"]],
             records=[Record(**row) for row in data["records"]],
             sent=[Sent(**row) for row in data["sent"]],
+            asked=[Asked(**row) for row in data["asked"]],
+            over_s=data["over_s"],
             unasked=data["unasked"],
             lasted_s=data["lasted_s"],
             cpu_s=data["cpu_s"],

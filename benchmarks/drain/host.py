@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.deployment import Running
-from benchmarks.drain.facts import OURS, Down, Facts, Policy, Up
+from benchmarks.drain.facts import OURS, Asked, Down, Facts, Policy, Up
 from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.ports import DeleteEvent
 from dynamo_local.runtime.etcd import EtcdStore
@@ -115,6 +115,32 @@ class Host:
         async with asyncio.timeout(timeout_s):
             while not done(await self.workers()):  # noqa: ASYNC110  # another process's state: only asking helps
                 await asyncio.sleep(POLL_S)
+
+    # --- beside the scaling --------------------------------------------------------------------
+
+    async def probe(self, every_s: float) -> None:
+        """Ask for the status, and for a number of workers that there is already, until cancelled."""
+        while True:
+            began_s = time.monotonic()
+            rows = await self.workers()
+            status_s = time.monotonic()
+            await self.ask("dynamo_scale", component="Frontend", target="=1")
+            draining = sum(row["state"] == "draining" for row in rows.values())
+            self._facts.asked.append(Asked("status", status_s - began_s, draining))
+            self._facts.asked.append(Asked("scale", time.monotonic() - status_s, draining))
+            await asyncio.sleep(every_s)
+
+    async def crash(self, component: str) -> None:
+        """SIGKILL one ready worker, and wait until its replacement is ready."""
+        row = next(row for row in (await self.workers()).values() if row["component"] == component and row["pid"])
+        name, pid = row["watcher_name"], row["pid"]
+        log = event_log_path(self._paths.logs)
+        seen = event_records(log, last=1)[-1]["seq"]
+        kill_session(pid)
+        await self._until(lambda rows: rows[name]["state"] == "ready" and rows[name]["pid"] != pid, READY_TIMEOUT_S)
+        records = {record["event"]: record for record in event_records(log, since_seq=seen, of={name})}
+        apart_s = records["Spawned"]["time"] - records["ProcessExited"]["time"]
+        self._facts.over_s.append(apart_s - records["BackoffStarted"]["delay_s"])
 
     # --- what nobody asked for -----------------------------------------------------------------
 

@@ -43,6 +43,8 @@ class Verdict:
     ours: list[Down] = field(default_factory=list)
     out_of_routing_s: list[float] = field(default_factory=list)
     drain_s: list[float] = field(default_factory=list)
+    remaining_s: list[float] = field(default_factory=list)
+    """How long each stream that was in flight when one of our drains began went on."""
 
     @property
     def ok(self) -> bool:
@@ -88,6 +90,7 @@ def judge(facts: Facts) -> Verdict:
 
 def _count_ours(verdict: Verdict, down: Down, held: Sequence[Record], speed: float) -> None:
     lasted_s = [record.ended_s - down.asked_s for record in held]
+    verdict.remaining_s += lasted_s
     for row in verdict.rows.values():
         if row.policy.budget_s is not None:
             row.would_cut += sum(seconds > row.policy.budget_s / speed for seconds in lasted_s)

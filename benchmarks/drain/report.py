@@ -7,6 +7,8 @@ from benchmarks.drain.judge import MANY, WINDOW_S, Verdict, judge
 from benchmarks.harness import Report, at_least, at_most, percentile
 
 OUT_OF_ROUTING_TARGET_MS = 50.0
+ANSWER_TARGET_MS = 50.0
+OVER_TARGET_MS = 20.0
 
 
 def report(facts: Facts) -> Report:
@@ -34,6 +36,13 @@ def report(facts: Facts) -> Report:
         milliseconds = percentile(verdict.out_of_routing_s, portion) * 1e3
         found.add(f"command to out of routing, {name}", "ms", [milliseconds], target)
     found.add("drain, from command to gone", "s", verdict.drain_s)
+    for command in ("status", "scale"):
+        took_s = [one.took_s for one in facts.asked if one.command == command and one.draining >= 2]
+        name = f"`{command}` is answered while two or more drain, p99"
+        found.add(name, "ms", [percentile(took_s, 0.99) * 1e3], at_most(ANSWER_TARGET_MS))
+    found.add(
+        "crash to the next process, beyond the back-off", "ms", [s * 1e3 for s in facts.over_s], at_most(OVER_TARGET_MS)
+    )
     for other in verdict.rows.values():
         if other.policy.name != OURS and other.downs:
             found.add(f"{other.policy.name}: scale-downs", "", [other.downs])

@@ -47,12 +47,20 @@ class Shape:
     between_s: float = 0.5
     prefill_every_s: float = 11.0
     processor_every_s: float = 20.0
-    take_back: bool = True
+    probe_every_s: float = 0.5
+    crashes: int = 20
 
 
 LONG = Shape()
 SHORT = Shape(
-    actions=40, thinning=3, answer_max=300, others_every=3, ramp_s=3.0, prefill_every_s=4.0, processor_every_s=8.0
+    actions=40,
+    thinning=3,
+    answer_max=300,
+    others_every=3,
+    ramp_s=3.0,
+    prefill_every_s=4.0,
+    processor_every_s=8.0,
+    crashes=3,
 )
 
 
@@ -65,7 +73,7 @@ def config(shape: Shape, profile: Path, notes: Path) -> dict[str, Any]:
         return {"workers": workers, "resources": {"gpu": gpus}, "envs": notes_env}
 
     return {
-        "Host": {"gpus": f"sim:{GPUS}"},
+        "Host": {"gpus": f"sim:{GPUS}", "restart": {"first-s": 0.2, "max-s": 0.2, "failures-max": 1000}},
         "Frontend": {"port": 0, "ServiceArgs": {"envs": notes_env}},
         PROCESSOR: {"ServiceArgs": {"workers": 2, "envs": notes_env}},
         DECODE: {
@@ -94,6 +102,7 @@ def measure(shape: Shape) -> Facts:
                 begin_s = time.monotonic()
                 asyncio.run(_scale(running, facts, shape))
                 facts.lasted_s = time.monotonic() - begin_s
+            asyncio.run(_crash(Host(running, facts), shape.crashes))
         facts.records = read_records(folder / "records.jsonl")
         facts.sent = list(read_notes(notes))
     return facts
@@ -117,7 +126,10 @@ def _client(plan: Plan, records: Path) -> Iterator[None]:
 async def _scale(running: Running, facts: Facts, shape: Shape) -> None:
     host = Host(running, facts)
     lanes = _Lanes(host, facts, shape)
-    watching = asyncio.ensure_future(host.follow(running.status["etcd_endpoints"]))
+    beside = {
+        asyncio.ensure_future(host.follow(running.status["etcd_endpoints"])),
+        asyncio.ensure_future(host.probe(shape.probe_every_s)),
+    }
     await asyncio.sleep(2 * shape.ramp_s)  # until streams are in flight
     try:
         async with asyncio.TaskGroup() as group:
@@ -125,10 +137,19 @@ async def _scale(running: Running, facts: Facts, shape: Shape) -> None:
             group.create_task(lanes.pairs(PREFILL, shape.prefill_every_s))
             group.create_task(lanes.pairs(PROCESSOR, shape.processor_every_s))
     finally:
-        watching.cancel()
-        await asyncio.wait({watching})
+        for task in beside:
+            task.cancel()
+        await asyncio.wait(beside)
+    for task in beside:
+        if not task.cancelled():
+            task.result()  # it failed before we cancelled it: so what it noted is not whole
     facts.unasked = host.unasked()
     facts.cpu_s = _cpu_s(running.status["arbiter_pid"])
+
+
+async def _crash(host: Host, times: int) -> None:
+    for _ in range(times):
+        await host.crash(DECODE)
 
 
 class _Lanes:
@@ -152,7 +173,7 @@ class _Lanes:
             if number % shape.others_every == 0:
                 await self._wave(OTHERS, "others")
             else:
-                await self._wave([POLICIES[0]] * shape.per_wave, OURS, take_back=shape.take_back)
+                await self._wave([POLICIES[0]] * shape.per_wave, OURS, take_back=True)
 
     async def _wave(self, policies: Sequence[Policy], name: str, *, take_back: bool = False) -> None:
         host, shape = self._host, self._shape
