@@ -13,6 +13,7 @@ import random
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 from dynamo_local.clock import Clock
@@ -83,6 +84,7 @@ class Operations:
         self._clock = clock
         self._background = background
         self._tell = tell
+        self.end_children = partial(leftovers.end_children, planner.paths, planner.run_id)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     # --- starting ------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ class Operations:
 
     async def _end_children(self, name: str) -> None:
         """Those that left its session: only their environment tells whose they are. Nothing runs under its name now."""
-        await self._swept(lambda: leftovers.end_children(self._planner.paths, self._planner.run_id, name))
+        await self._swept(lambda: self.end_children(name))
 
     async def sweep(self) -> None:
         """The same for all workers, when all are gone."""

@@ -103,7 +103,7 @@ def under() -> Iterator[Guest]:
 
 async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None:
     """Beside theirs, in their list, under the names that the statefile has."""
-    names = ("etcd", "nats", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
+    names = ("etcd", "nats", "guardian", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
     assert under.watchers() == {f"dynamo_{name}": "active" for name in names}
     assert under.circusd.statuses()["other"] == "active"
     for name, pid in under.served.pids().items():

@@ -78,6 +78,7 @@ class Shell:
         self.operations = Operations(
             self.fleet, self.host, self.pool, self.planner, self.links, clock, background=background, tell=tell
         )
+        self.operations.end_children = lambda name: []  # type: ignore[assignment]
         self.scaler = Scaler(
             self.fleet, self.pool, self.planner, self.operations, clock, background=background, tell=tell
         )
