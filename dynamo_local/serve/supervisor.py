@@ -90,6 +90,7 @@ class Supervisor:
             tell=self._trouble,
         )
         self.operations.on_failure = self._failed
+        self.registrations.on_stray = self.operations.ask_again
         self.scaler = Scaler(
             self.fleet,
             pool,
