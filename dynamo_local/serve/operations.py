@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import signal
 from collections import defaultdict
@@ -42,9 +41,9 @@ from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.links import Links
-from dynamo_local.serve.logs import set_aside, tail
-from dynamo_local.serve.plan import WatcherPlan, WorkerPlanner
-from dynamo_local.serve.processes import kill_session, start_time_s
+from dynamo_local.serve.logs import log_tail, set_aside
+from dynamo_local.serve.plan import WorkerPlanner
+from dynamo_local.serve.processes import how_it_ended, kill_session, send_signal, start_time_s
 
 log = logging.getLogger(__name__)
 
@@ -486,28 +485,3 @@ class Operations:
         await self._links.try_revoke(worker.lease, worker.name)
         if pid is not None:
             kill_session(pid)
-
-
-def send_signal(pid: int, signum: signal.Signals) -> None:
-    """To the main process only (the group would break an engine's drain); one that left a moment ago is no error."""
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        log.debug("pid %d was gone before %s", pid, signum.name)
-
-
-def how_it_ended(code: int | None) -> str:
-    """In words."""
-    if code is None:
-        return "ended unasked"
-    if code < 0:
-        named = -code in signal.Signals.__members__.values()
-        return f"was killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
-    return f"exited with code {code} unasked"
-
-
-def log_tail(plan: WatcherPlan) -> str:
-    """The end of a worker's log, quoted."""
-    lines = tail(plan.log_file)
-    quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
-    return f"the end of its log, {plan.log_file}:\n{quoted}"
