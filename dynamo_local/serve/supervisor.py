@@ -30,8 +30,8 @@ from dynamo_local.serve.guarding import Guarding
 from dynamo_local.serve.host import AdoptingHost, SupervisedHost
 from dynamo_local.serve.leaving import Leaving
 from dynamo_local.serve.links import INFRA_TIMEOUT_S, Links
-from dynamo_local.serve.logs import Interleaver, rotate
-from dynamo_local.serve.operations import Operations, log_tail
+from dynamo_local.serve.logs import Interleaver, log_tail, rotate
+from dynamo_local.serve.operations import Operations
 from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.processes import become_subreaper, start_time_s
 from dynamo_local.serve.progress import Row, View
@@ -90,6 +90,7 @@ class Supervisor:
             tell=self._trouble,
         )
         self.operations.on_failure = self._failed
+        self.registrations.on_stray = self.operations.ask_again
         self.scaler = Scaler(
             self.fleet,
             pool,
