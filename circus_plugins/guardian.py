@@ -9,6 +9,7 @@ An arbiter that leaves in order ends its guardian before itself: then nothing is
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ log = logging.getLogger("dynamo_local.guardian")
 OPTION = "ward"
 """The plugin's one option: the path of a `Ward`'s file. circus passes options through an unquoted command line."""
 LOCK_POLL_S = 0.02
+PRELOAD_AFTER_S = 5.0
 LOOK_AGAIN_S = 5.0
 
 
@@ -91,6 +93,7 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
             loop.add_callback(self._arbiter_gone)
         else:
             loop.add_handler(self._pidfd, lambda _fd, _events: self._arbiter_gone(), IOLoop.READ)
+            loop.call_later(PRELOAD_AFTER_S, _preload)
             log.info("watching the arbiter, pid %d; policy: %s", self.ward.arbiter_pid, self._policy)
 
     @property
@@ -117,6 +120,14 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
                 Keeper(self.ward).run()
             else:
                 end_run(self.ward)
+
+
+def _preload() -> None:
+    """What is needed at the end: an import then costs 0.1 s (much more on a host in trouble), or cannot be had at all.
+
+    Not at the start, when the workers need the processors. It costs 10 MiB.
+    """
+    importlib.import_module("dynamo_local.state.store")
 
 
 def end_run(ward: Ward) -> None:
