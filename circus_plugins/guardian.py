@@ -169,6 +169,7 @@ class Keeper:
         self._ward = ward
         self._poll = select.poll()
         self._watched: dict[int, Known] = {}
+        self._seen: set[Known] = set()
 
     def run(self) -> None:
         """Until nothing is left to keep, or a successor ends us."""
@@ -178,7 +179,10 @@ class Keeper:
                 log.info("run %s has the namespace now", run.run_id)
                 return
             for worker in run.workers:
-                self._watch(worker)
+                # One without a start time is just being made: nothing tells it from a stranger yet.
+                if worker.started_s is not None and worker not in self._seen:
+                    self._seen.add(worker)
+                    self._watch(worker, run)
             starting = not self._watched and any(found.is_worker for found in leftovers.marked(self._ward.paths))
             if not self._watched and not starting:
                 log.warning("no worker lives any more: nothing is left to keep")
@@ -187,23 +191,26 @@ class Keeper:
             for fd, _ in self._poll.poll(LOOK_AGAIN_S * 1000):
                 self._ended(fd, leftovers.recorded(self._ward.paths.statefile))
 
-    def _watch(self, worker: Known) -> None:
-        if any(known == worker for known in self._watched.values()):
-            return
+    def _watch(self, worker: Known, run: leftovers.Recorded) -> None:
         try:
             fd = os.pidfd_open(worker.pid)
         except ProcessLookupError:
+            self._clean_up_after(worker, run)
             return
-        if not worker.alive:
+        if worker.alive:
+            self._watched[fd] = worker
+            self._poll.register(fd, select.POLLIN)
+        else:
             os.close(fd)
-            return
-        self._watched[fd] = worker
-        self._poll.register(fd, select.POLLIN)
+            self._clean_up_after(worker, run)
 
     def _ended(self, fd: int, run: leftovers.Recorded) -> None:
         worker = self._watched.pop(fd)
         self._poll.unregister(fd)
         os.close(fd)
+        self._clean_up_after(worker, run)
+
+    def _clean_up_after(self, worker: Known, run: leftovers.Recorded) -> None:
         log.warning("%s (pid %d) has ended; it is started again when the run is adopted", worker.name, worker.pid)
         leases: Mapping[str, str] = run.leases or {}
         if worker.name in leases:

@@ -75,8 +75,7 @@ class Supervisor:
         marks = partial(leftovers.marks, namespace, deployment.paths.statefile, deployment.run_id)
         self.servers = EmbeddedServers(arbiter, deployment.paths, clock, marks)
         self.servers.on_change = self._record_servers
-        keep = deployment.settings.keep_on_arbiter_death
-        self.guarding = Guarding(arbiter, deployment.paths, deployment.run_id, clock, keep=keep)
+        self.guarding = Guarding(arbiter, deployment, clock)
         self.registrations = Registrations(namespace, self.fleet, self.links)
         self.sampling = Sampling(namespace, self.fleet, self.links, clock)
         self.operations = Operations(
