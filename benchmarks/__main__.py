@@ -14,7 +14,17 @@ from collections.abc import Sequence
 
 from benchmarks.harness import GROSS_FACTOR, Benchmark, Outcome, execute, machine, machine_line, table
 
-NAMES = ("first_token", "frontend", "data_plane", "statefile", "sim_engine", "arbiter_idle", "status_command")
+NAMES = (
+    "first_token",
+    "frontend",
+    "data_plane",
+    "statefile",
+    "sim_engine",
+    "arbiter_idle",
+    "status_command",
+    "process_hosts",
+    "drain",
+)
 """Modules of this package, each with `run(short: bool) -> Report`."""
 
 
@@ -28,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run what was asked for and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--short", action="store_true", help="fewer and shorter rounds: under a minute for all")
+    parser.add_argument("--short", action="store_true", help="fewer and shorter rounds: some two minutes for all")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args(words)
     for name in options.names:

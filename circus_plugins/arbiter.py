@@ -19,7 +19,8 @@ from circus.arbiter import Arbiter
 from circus.controller import Controller
 from circus.process import Process
 from circus.watcher import Watcher
-from psutil import Popen
+from psutil import NoSuchProcess, Popen
+from psutil import Process as RunningProcess
 from tornado.ioloop import IOLoop
 from zmq import Context
 
@@ -37,11 +38,11 @@ class WorkerProcess(Process):  # type: ignore[misc]
     def spawn(self) -> None:
         """Start it. circus would hand it our stdout, or a pipe whose end kills the worker by SIGPIPE (seen)."""
         watcher: WorkerWatcher = self.watcher
-        death_signal = watcher.death_signal
+        death_signal, parent = watcher.death_signal, os.getpid()
 
         def in_child() -> None:
             if death_signal is not None:
-                set_parent_death_signal(death_signal)
+                set_parent_death_signal(death_signal, parent)
 
         self.started = time.time()
         fd = os.open(watcher.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -66,6 +67,29 @@ class WorkerProcess(Process):  # type: ignore[misc]
         """The command as given: circus would expand `$(...)` and braces inside of it."""
         watcher: WorkerWatcher = self.watcher
         return list(watcher.argv)
+
+    def exit_code(self) -> int | None:
+        """Of the process, which is dead: this returns at once, and reaps it."""
+        code: int | None = self._worker.wait()
+        return code
+
+
+class AdoptedProcess(Process):  # type: ignore[misc]
+    """A process that a killed arbiter started: no child of ours, so nobody can collect its exit code."""
+
+    def __init__(self, watcher: WorkerWatcher, pid: int) -> None:
+        super().__init__(watcher.name, 1, watcher.cmd, watcher=watcher, working_dir=watcher.working_dir, spawn=False)
+        self._worker = RunningProcess(pid)
+        self.started = self._worker.create_time()
+
+    def exit_code(self) -> None:
+        """Unknown. (psutil would wait until whoever is its parent now has reaped it.)"""
+
+    def returncode(self) -> None:
+        """Unknown."""
+
+    def stop(self) -> None:
+        """Nothing: circus calls this for what is dead."""
 
 
 class WorkerWatcher(Watcher):  # type: ignore[misc]
@@ -189,16 +213,35 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             if old.pid is not None:
                 raise KeyError(spec.name)
             await self.forget(spec.name)
-        watcher = WorkerWatcher(spec)
-        watcher.initialize(self.evpub_socket, self.sockets, self)
-        self.watchers.append(watcher)
-        self._watchers_names[spec.name.lower()] = watcher
+        watcher = self._new_watcher(spec)
         await watcher._start()
         pid: int | None = watcher.pid
         if pid is None:
             raise OSError(f"{spec.name}: the process could not be started: {watcher.cmd}")
         self._watch_exit(spec.name, pid)
         return pid
+
+    def _new_watcher(self, spec: ProcessSpec) -> WorkerWatcher:
+        watcher = WorkerWatcher(spec)
+        watcher.initialize(self.evpub_socket, self.sockets, self)
+        self.watchers.append(watcher)
+        self._watchers_names[spec.name.lower()] = watcher
+        return watcher
+
+    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+        """A watcher for a process that runs already. `ProcessLookupError` if it does not (any more).
+
+        The caller knows that it is the right one. Its exit is told as any other's, with the code None.
+        """
+        self._watch_exit(spec.name, pid)
+        watcher = self._new_watcher(spec)
+        try:
+            watcher.processes[pid] = AdoptedProcess(watcher, pid)
+        except NoSuchProcess:
+            self._forget_fd(pid)
+            self.watchers.remove(self._watchers_names.pop(spec.name.lower()))
+            raise ProcessLookupError(f"pid {pid} of {spec.name} has just ended") from None
+        watcher._status = "active"
 
     def _watch_exit(self, name: str, pid: int) -> None:
         fd = os.pidfd_open(pid)
@@ -213,7 +256,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         except KeyError:
             return
         process = watcher.processes.get(pid)
-        code = process._worker.wait() if process is not None else None  # returns at once: it is dead
+        code = process.exit_code() if process is not None else None
         watcher.reap_process(pid, None if code is None else _wait_status(code))
         watcher._status = "stopped"
         if self.on_exit is not None:

@@ -18,13 +18,15 @@ import logging
 import logging.handlers
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from circus.plugins import CircusPlugin
 
-from dynamo_local.errors import BadInput, DynamoError
+from dynamo_local.errors import BadInput, DynamoError, NamespaceBusy, NotRunning
 
 if TYPE_CHECKING:
     from dynamo_local.circus_plugins.under_circusd import UnderCircusd
@@ -38,6 +40,9 @@ run_log = logging.getLogger("dynamo_local.run")
 
 LOG_NAME = "circusd_plugin.log"
 """In the log folder, of all namespaces: circusd sends a plugin's own output to /dev/null."""
+PREDECESSOR_TIMEOUT_S = 3600.0
+PREDECESSOR_POLL_S = 0.2
+"""`circusctl reload` starts a new plugin before it ends the old one, which then finishes what streams."""
 LEAVE_STAGES = 3
 LEAVE_SLACK_S = 60.0
 
@@ -60,7 +65,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
         from dynamo_local.serve.processes import set_parent_death_signal
 
         _log_to(private_folder(log_root(os.environ)) / LOG_NAME)
-        set_parent_death_signal(signal.SIGTERM)  # circusd was killed: its workers are, by the kernel; clean up after it
+        set_parent_death_signal(signal.SIGTERM)  # circusd was killed: leave as if it had asked us to
         os.environ.pop("NOTIFY_SOCKET", None)  # circusd's to answer, if it runs under systemd
         log.info("[%s] starts", self._own_watcher)
         try:
@@ -80,7 +85,23 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             raise BadInput(f"the [{self._own_watcher}] section needs `deployment = /path/of/a/deployment.yaml`")
         options, folder = deployment_options(Path(self.config["deployment"]), os.environ)
         os.chdir(folder)
-        return serve_with(options, f"the circusd plugin {self._own_watcher}", lambda paths: LogView(), self._make_host)
+        who = f"the circusd plugin {self._own_watcher}"
+        deadline_s = time.monotonic() + PREDECESSOR_TIMEOUT_S
+        told = False
+        while True:
+            try:
+                return serve_with(options, who, lambda paths: LogView(), self._make_host)
+            except NotRunning:
+                if not options.adopt:
+                    raise
+                options = replace(options, adopt=False)  # nothing is left to be taken back: start anew
+            except NamespaceBusy as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                if not told:
+                    log.warning("[%s] waits: %s", self._own_watcher, error)
+                told = True
+                time.sleep(PREDECESSOR_POLL_S)
 
     def _make_host(self, deployment: Deployment) -> UnderCircusd:
         from dynamo_local.circus_plugins.under_circusd import UnderCircusd
@@ -119,7 +140,15 @@ def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOpt
     deadlines = {
         name: value for name in ("start_deadline_s", "drain_deadline_s") if (value := getattr(wanted, name)) is not None
     }
-    options = ServeOptions(target=wanted.graph, file=path.resolve(), namespace=wanted.namespace, **deadlines)
+    options = ServeOptions(
+        target=wanted.graph,
+        file=path.resolve(),
+        namespace=wanted.namespace,
+        # A plugin that is killed is started again by circusd, and takes its workers back: no stream is cut.
+        on_arbiter_death="keep",
+        adopt=True,
+        **deadlines,
+    )
     return options, folder
 
 

@@ -151,27 +151,36 @@ class UnderCircusd(CircusClientHost):
                     self._run(self._stopped_by_hand(watcher, int(json.loads(body)["process_pid"])))
 
     async def _stopped_by_hand(self, watcher: str, pid: int) -> None:
-        """`circusctl stop|restart|rm NAME`: our stop signal did nothing yet. A worker drains, a server ends."""
+        """A command of circusd's for our watcher: our stop signal did nothing yet. A worker drains, a server ends."""
         await asyncio.sleep(QUIT_GRACE_S)
         if self.hurried or pid not in {running.pid for running in self._running.values()}:
             return
         if self.supervisor is not None:
             for row in self.supervisor.status()["workers"]:
-                if row["pid"] == pid and await self._drained(row["watcher_name"]):
+                if row["pid"] == pid and await self._obeyed(self.supervisor, row["watcher_name"]):
                     return
         log.warning("circusd stops %s (pid %d), which cannot be drained now: SIGTERM", watcher, pid)
         os.kill(pid, signal.SIGTERM)
 
-    async def _drained(self, name: str) -> bool:
-        """False where the supervisor cannot drain it now, which it says in the log."""
-        assert self.supervisor is not None
-        stimulus_id = new_stimulus_id("circusctl-stop")
+    async def _obeyed(self, supervisor: Commanded, name: str) -> bool:
+        """False where the supervisor cannot do it now, which it says in the log."""
         try:
-            await self.supervisor.drain(name, cancel=False, force=True, stimulus_id=stimulus_id)
+            if await self._is_stopping(name):
+                stimulus_id = new_stimulus_id("circusctl-stop")
+                await supervisor.drain(name, cancel=False, force=True, stimulus_id=stimulus_id)
+            else:
+                stimulus_id = new_stimulus_id("circusctl-reload")
+                await supervisor.restart(name, rolling=False, force=True, stimulus_id=stimulus_id)
         except DynamoError as error:
-            log.warning("circusd stops %s: %s", name, error)
+            log.warning("circusd ends %s: %s", name, error)
             return False
         return True
+
+    async def _is_stopping(self, name: str) -> bool:
+        """`stop`, `restart`, `rm`: it is, or is gone already. `reload` and `kill` want a new process instead."""
+        # `status` of one watcher has its status in the place of the reply's own.
+        statuses = (await self.circusd.call("status")).get("statuses", {})
+        return bool(statuses.get(name) != "active")
 
 
 async def stop_own_watcher(endpoint: str, own_watcher: str) -> None:

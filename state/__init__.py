@@ -20,7 +20,14 @@ if not __name__.startswith("dynamo_local."):
 if TYPE_CHECKING:
     from dynamo_local.state.raw import StateMissing, read_raw, statefile_path
     from dynamo_local.state.run_id import new_run_id
-    from dynamo_local.state.schema import ComponentEntry, EntryResources, Environment, State, SystemResources
+    from dynamo_local.state.schema import (
+        ComponentEntry,
+        EntryResources,
+        Environment,
+        ServerEntry,
+        State,
+        SystemResources,
+    )
     from dynamo_local.state.store import Removal, StateStore, load
 
 _HOME = {
@@ -31,6 +38,7 @@ _HOME = {
     "ComponentEntry": "schema",
     "EntryResources": "schema",
     "Environment": "schema",
+    "ServerEntry": "schema",
     "State": "schema",
     "SystemResources": "schema",
     "Removal": "store",
@@ -43,6 +51,7 @@ __all__ = [
     "EntryResources",
     "Environment",
     "Removal",
+    "ServerEntry",
     "State",
     "StateMissing",
     "StateStore",

@@ -65,7 +65,8 @@ class ComponentEntry(_Model):
 
     `lease` is hex, as at the end of the etcd keys in `endpoints`; `started_at` is seconds since 1970,
     `pid_start_time` seconds since boot (pid and start time together identify a process);
-    `reason` is the cause of the last change of state.
+    `reason` is the cause of the last change of state; `course` says what a drain is for where it is not for good
+    (`core.fleet_view.Course`).
     """
 
     watcher_name: Name
@@ -86,6 +87,7 @@ class ComponentEntry(_Model):
     log_file: str | None = None
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
+    course: str | None = None
 
     @model_validator(mode="after")
     def _endpoints_under_lease(self) -> ComponentEntry:
@@ -93,6 +95,16 @@ class ComponentEntry(_Model):
             if self.lease is not None and not key.endswith(f":{self.lease}"):
                 raise ValueError(f"endpoint {key!r} is not under lease {self.lease}")
         return self
+
+
+class ServerEntry(_Model):
+    """An embedded etcd or NATS. Its files are under `runtime_dir`; a token is in a 0600 file there, never here."""
+
+    kind: Literal["etcd", "nats"]
+    binary: str
+    ports: list[Annotated[int, Field(gt=0, lt=65536)]]
+    pid: Annotated[int, Field(gt=0)] | None = None
+    pid_start_time: Seconds | None = None
 
 
 class SystemResources(_Model):
@@ -127,7 +139,8 @@ class State(_Model):
     """One namespace. `run_id` says who owns the file: nobody else removes it.
 
     `nats_token_file` is a path, never the token; URLs that carry credentials are refused.
-    `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given.
+    `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given. `servers` are the embedded
+    ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed.
     """
 
     schema_version: Literal[1] = 1
@@ -145,6 +158,8 @@ class State(_Model):
     runtime_dir: str | None = None
     target: str | None = None
     gpus: str | None = None
+    servers: dict[Name, ServerEntry] | None = None
+    on_arbiter_death: Literal["end", "keep"] | None = None
 
     @field_validator("etcd_endpoints", "nats_server", "frontend_url")
     @classmethod

@@ -81,7 +81,7 @@ def _wait_answer(socket: Any, paths: Paths, timeout_s: float) -> None:
         if not _is_held(paths):
             raise NotRunning(
                 f"the arbiter of {paths.namespace!r} has been killed: it left {paths.control_socket}; "
-                "`dynamo serve` cleans up after it"
+                "`dynamo serve` cleans up after it (or takes back what runs, with --adopt), `dynamo down` ends it"
             )
         if time.monotonic() >= deadline_s:
             raise NotRunning(

@@ -8,7 +8,7 @@ import click
 
 from dynamo_local.cli.common import ask_arbiter, find_paths, namespace_option
 from dynamo_local.errors import DynamoError, TimedOut
-from dynamo_local.serve.lock import holder, is_held
+from dynamo_local.serve.lock import GUARDIAN, acquire, holder, is_held, release
 from dynamo_local.serve.paths import Paths
 from dynamo_local.serve.processes import is_alive, start_time_s
 
@@ -24,6 +24,9 @@ DEFAULT_TIMEOUT_S = 900.0
 def down(namespace: str | None, now: bool, timeout_s: float) -> None:
     """Stop taking requests, finish what streams, end workers, NATS and etcd. Exit 0 when nothing of ours is left."""
     paths = find_paths(namespace)
+    if arbiter_is_dead(paths, timeout_s):
+        end_leftovers(paths, now=now)
+        return
     pid = ask_arbiter(paths, "dynamo_down", now=now)["pid"]
     started_s = start_time_s(pid)
     told: set[str] = set()
@@ -36,6 +39,38 @@ def down(namespace: str | None, now: bool, timeout_s: float) -> None:
             _show_progress(paths, told)
             tell_at_s = time.monotonic() + TELL_EVERY_S
         time.sleep(POLL_S)
+    click.echo(f"{paths.namespace}: down")
+
+
+def arbiter_is_dead(paths: Paths, timeout_s: float) -> bool:
+    """Nobody answers for the namespace, and something of it is left. A guardian that is at work is waited for."""
+    deadline_s = time.monotonic() + timeout_s
+    while is_held(paths.lock):
+        if GUARDIAN not in holder(paths.lock):
+            return False
+        if time.monotonic() > deadline_s:
+            raise _too_long(paths.namespace, timeout_s, holder(paths.lock))
+        time.sleep(POLL_S)
+    return paths.statefile.exists() or paths.control_socket.exists()
+
+
+def end_leftovers(paths: Paths, *, now: bool) -> None:
+    """What a killed arbiter left: workers that serve finish what streams (unless `now`), then all of it is ended."""
+    from dynamo_local.serve import leftovers
+    from dynamo_local.serve.leaving import drain_without_arbiter
+
+    paths.prepare()
+    held = acquire(paths.lock, paths.namespace, "`dynamo down` in place of a killed arbiter")
+    try:
+        click.echo(f"{paths.namespace}: its arbiter is dead; ending what it left")
+        leftovers.end_guardian(paths)
+        run = leftovers.recorded(paths.statefile)
+        if not now:
+            drain_without_arbiter(run.living, click.echo)
+        for what in leftovers.end_run(paths):
+            click.echo(f"ended {what}")
+    finally:
+        release(held)
     click.echo(f"{paths.namespace}: down")
 
 

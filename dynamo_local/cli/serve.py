@@ -30,6 +30,14 @@ POLL_S = 0.02
 @click.option("--start-deadline", "start_deadline_s", default=300.0, show_default=True, help="Seconds for a worker.")
 @click.option("--drain-deadline", "drain_deadline_s", default=600.0, show_default=True, help="Seconds for a worker.")
 @click.option("--pass-env", multiple=True, metavar="NAME", help="One more variable (or pattern) for the workers.")
+@click.option(
+    "--on-arbiter-death",
+    type=click.Choice(["end", "keep"]),
+    default=None,
+    help="What becomes of the workers when this process is killed: ended (the default), or kept serving for --adopt.",
+)
+@click.option("--adopt", is_flag=True, help="Take back the running workers of a killed `dynamo serve`.")
+@click.option("--replace", is_flag=True, help="End what a killed `dynamo serve` left running at once, and start anew.")
 @click.option("--detach", "-d", is_flag=True, help="Return when everything is ready, or has failed.")
 @click.option("--dry-run", is_flag=True, help="Print what would start, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: JSON.")

@@ -55,6 +55,28 @@ def _names(value: Any) -> Any:
     return tuple(items)
 
 
+class RestartConfig(BaseModel):
+    """When a worker that died unasked is started again (`core.restarts.RestartPolicy`, whose defaults these are)."""
+
+    model_config = _STRICT
+
+    first_s: Seconds = 1.0
+    """The first delay; each failure in a row doubles it."""
+    max_s: Seconds = 60.0
+    """The longest delay."""
+    ran_well_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    """A worker that was ready for so long begins with the first delay again."""
+    failures_max: Annotated[int, Field(ge=1)] = 5
+    """So many failures within the window and it is faulted: only `dynamo restart` starts it again."""
+    window_s: Seconds = 600.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.first_s > self.max_s:
+            raise ValueError(f"first_s ({self.first_s:g}) must not exceed max_s ({self.max_s:g})")
+        return self
+
+
 def _underscored(value: Any) -> Any:
     """Keys in either spelling, as everywhere."""
     if not isinstance(value, dict):
@@ -97,6 +119,11 @@ class HostConfig(BaseModel):
     ] = None
     pass_env: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = ()
     """Names or globs of variables that workers inherit beyond the allow-list of `core.secrets`."""
+    health_bound_s: Seconds = 30.0
+    """A worker that answers nothing for so long, while etcd and NATS do, is hung and treated as crashed."""
+    restart: Annotated[RestartConfig, BeforeValidator(_underscored, json_schema_input_type=RestartConfig)] = (
+        RestartConfig()
+    )
     circusd: Annotated[CircusdConfig | None, BeforeValidator(_underscored)] = None
     """Read by `[plugin:dynamo]` of a `circus.ini` only."""
 

@@ -9,7 +9,8 @@ The rules, in prose:
 * Leaving politely is *draining*, whoever began it: `DrainRequested` by us, `LeaseRevoked` from outside.
   A drain that is taken back ends in `DrainCancelled` once the worker has registered again.
   Whatever the exit code, a draining worker that is gone has *exited*: it was leaving and is not restarted.
-* A process that goes unasked has *crashed*, exit code 0 included; so has one that hangs (`HealthFailed`).
+* A process that goes unasked has *crashed*, exit code 0 included; so has one that hangs (`HealthFailed`), also
+  where its lease has expired of that first, which looked like a drain.
 * A crash, and a start past its deadline, end in *backing off* (then *starting* again) or *faulted*.
   `BackoffStarted`, `Faulted` and `Removed` are given only when no process is left: the GPU goes with the
   process, not with the state.
@@ -171,6 +172,7 @@ NEXT: dict[tuple[S, type[Event]], S] = {
     (S.DRAINING, ProcessExited): S.EXITED,
     (S.DRAINING, SpawnFailed): S.EXITED,
     (S.DRAINING, DrainDeadlinePassed): S.DRAIN_TIMED_OUT,
+    (S.DRAINING, HealthFailed): S.CRASHED,
     (S.DRAIN_TIMED_OUT, LeaseRevoked): S.DRAIN_TIMED_OUT,
     (S.DRAIN_TIMED_OUT, ProcessExited): S.EXITED,
     (S.CRASHED, LeaseRevoked): S.CRASHED,

@@ -15,8 +15,8 @@ from dynamo_local.core.types import NAME, Resources, Role
 RESERVED_SECTIONS = ("Common", "Host")
 """Sections of a configuration that are not services (`Planner` is one where the graph declares it)."""
 
-RESERVED_WATCHERS = ("etcd", "nats")
-"""Embedded servers are watchers `{namespace}_etcd` and `{namespace}_nats`."""
+RESERVED_WATCHERS = ("etcd", "nats", "guardian")
+"""Embedded servers are watchers `{namespace}_etcd` and `{namespace}_nats`; so is the guardian."""
 
 SET_BY_SERVE = frozenset(
     {
@@ -66,7 +66,8 @@ def check_service_name(name: Any) -> str:
     if name in RESERVED_SECTIONS:
         raise ValueError(f"service name {name!r} is a section of the configuration; rename it")
     if name.lower() in RESERVED_WATCHERS:
-        raise ValueError(f"service name {name!r} is taken by the embedded server; rename it")
+        whose = "guardian" if name.lower() == "guardian" else "embedded server"
+        raise ValueError(f"service name {name!r} is taken by the {whose}; rename it")
     return name
 
 

@@ -13,7 +13,9 @@ import os
 import secrets
 import shutil
 import signal
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import watcher_name
@@ -21,7 +23,8 @@ from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.infra import EtcdSpec, NatsSpec, PortLease, find_server, prepare
 from dynamo_local.serve.logs import set_aside
 from dynamo_local.serve.paths import Paths
-from dynamo_local.serve.processes import kill_session, wait_exit
+from dynamo_local.serve.processes import kill_session, start_time_s, wait_exit
+from dynamo_local.state import ServerEntry
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +37,12 @@ STOP_TIMEOUT_S = 5.0
 class EmbeddedServers:
     """Starts, watches and ends the servers that the user did not point us at."""
 
-    def __init__(self, host: ProcessHost, paths: Paths, clock: Clock) -> None:
+    def __init__(
+        self, host: ProcessHost, paths: Paths, clock: Clock, marks: Callable[[str], Mapping[str, str]]
+    ) -> None:
         self._host = host
+        self._marks = marks
+        self.on_change: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._pids: dict[str, int] = {}
         self._paths = paths
         self._clock = clock
@@ -86,18 +93,44 @@ class EmbeddedServers:
         """Start (or start again) one server; returns its pid."""
         self._started_s[name] = self._clock.now_s()
         spec = self._specs[name]
-        self._pids[name] = await self._host.start_process(
-            ProcessSpec(
-                name,
-                spec.argv,
-                env=spec.env,
-                cwd=str(self._paths.runtime),
-                log_file=self._paths.log_file(name),
-                graceful_timeout_s=STOP_TIMEOUT_S,
-                death_signal=signal.SIGTERM,
-            )
-        )
+        self._pids[name] = await self._host.start_process(self.process_spec(name, spec))
+        if self.on_change is not None:
+            await self.on_change()
         return self._pids[name]
+
+    def process_spec(self, name: str, spec: EtcdSpec | NatsSpec) -> ProcessSpec:
+        """How it is run. No parent-death signal: it ends after the workers, whoever ends them (the guardian, too)."""
+        return ProcessSpec(
+            name,
+            spec.argv,
+            env={**spec.env, **self._marks(name)},
+            cwd=str(self._paths.runtime),
+            log_file=self._paths.log_file(name),
+            graceful_timeout_s=STOP_TIMEOUT_S,
+        )
+
+    def adopt(self, name: str, spec: EtcdSpec | NatsSpec, pid: int | None) -> None:
+        """Take over one that a killed arbiter started; without a pid it is started again, with its data."""
+        self._specs[name] = spec
+        self._started_s[name] = self._clock.now_s()
+        if pid is not None:
+            self._pids[name] = pid
+        else:
+            self.exited(name, None)
+
+    def records(self) -> dict[str, ServerEntry]:
+        """For the statefile."""
+        return {name: self._record(name, spec) for name, spec in self._specs.items()}
+
+    def _record(self, name: str, spec: EtcdSpec | NatsSpec) -> ServerEntry:
+        pid = self._pids.get(name)
+        return ServerEntry(
+            kind="etcd" if isinstance(spec, EtcdSpec) else "nats",
+            binary=str(spec.binary.path),
+            ports=[spec.client_port, spec.peer_port] if isinstance(spec, EtcdSpec) else [spec.port],
+            pid=pid,
+            pid_start_time=None if pid is None else start_time_s(pid),
+        )
 
     def exited(self, name: str, code: int | None) -> bool:
         """Told of every exit. False if it is none of ours; a server that dies unasked is started again."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.core.lifecycle import Event
-from dynamo_local.core.types import WorkerState
+from dynamo_local.core.types import Missing, WorkerState
 from dynamo_local.errors import StateError
 
 FILE_NAME = "events.jsonl"
@@ -59,8 +59,12 @@ def event_log_path(logs: Path) -> Path:
 def record_of(
     event: Event, *, watcher_name: str, component: str, before: WorkerState, after: WorkerState, time_s: float
 ) -> dict[str, Any]:
-    """The event as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970."""
+    """The event as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
+
+    What is missing is null.
+    """
     own = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "stimulus_id"}
+    own = {name: None if isinstance(value, Missing) else value for name, value in own.items()}
     return {
         "time": time_s,
         "watcher_name": watcher_name,

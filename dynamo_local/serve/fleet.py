@@ -26,15 +26,18 @@ from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
+HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death")
+"""Of the statefile as a whole, what changes in the life of a run."""
+
 
 @dataclass(slots=True)
 class Worker:
     """One managed worker. `_s` times are of the arbiter's monotonic clock, `started_at` is seconds since 1970.
 
-    `gpus` is what it holds now; `heard_s` is when it last answered the load request (None: never yet); `asked_s` is
-    when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone` says that it did,
-    unasked; `served` says that this process has been ready; `starts` counts the processes made, or about to be made,
-    under this name.
+    `gpus` is what it holds now; `heard_s` is when it last answered the load request, or became ready (None: neither
+    yet); `asked_s` is when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone`
+    says that it did, unasked; `served` says that this process has been ready; `starts` counts the processes made, or
+    about to be made, under this name.
     """
 
     plan: WatcherPlan
@@ -127,6 +130,7 @@ class Fleet:
                 worker.state, worker.since_s = after[name], self.clock.now_s()
             if worker.state is WorkerState.READY and not worker.served:
                 worker.served, worker.ready_s = True, self.clock.now_s()
+                worker.heard_s = worker.heard_s or worker.ready_s  # from now on its silence counts
             record = record_of(
                 event,
                 watcher_name=name,
@@ -165,6 +169,20 @@ class Fleet:
                 else:
                     _write_entry(state, worker)
 
+        await self._write(write)
+
+    async def commit_head(self) -> None:
+        """Write what `head` says of the run as a whole."""
+
+        def write(state: State) -> None:
+            for key in HEAD_FIELDS:
+                setattr(state, key, getattr(self.head, key))
+            for worker in self.workers.values() if self.unwritten else ():
+                _write_entry(state, worker)
+
+        await self._write(write)
+
+    async def _write(self, write: Callable[[State], None]) -> None:
         try:
             await self.store.aupdate(write)
             self.unwritten = False
@@ -260,12 +278,13 @@ def _write_entry(state: State, worker: Worker) -> None:
         entry = state.components[plan.name] = ComponentEntry(watcher_name=plan.name, component=plan.component)
     entry.cwd, entry.cmd = plan.cwd, shlex.join(plan.argv)
     entry.role, entry.gpus_per_worker = plan.role, plan.gpus_per_worker
-    entry.state, entry.reason = _state_in_file(worker), worker.reason
+    entry.state, entry.reason = _state_in_file(worker, entry.state), worker.reason
     entry.pid, entry.pid_start_time = worker.pid, worker.pid_start_time
     entry.started_at, entry.restarts = worker.started_at, worker.restarts
     entry.log_file = str(plan.log_file)
     entry.start_deadline_s, entry.drain_deadline_s = plan.start_deadline_s, plan.drain_deadline_s
     entry.resources = _resources(worker)
+    entry.course = None if worker.course is Course.STEADY else str(worker.course)
     if worker.pid is None:
         entry.lease, entry.endpoints = None, []
 
@@ -277,14 +296,16 @@ def _write_lease(state: State, worker: Worker) -> None:
     entry.lease, entry.endpoints = worker.lease, list(worker.endpoints)
 
 
-def _state_in_file(worker: Worker) -> WorkerState:
-    """As it is, but `draining` only where that is somebody's intent.
+def _state_in_file(worker: Worker, written: WorkerState) -> WorkerState:
+    """As it is, but `draining` only where that is somebody's intent: ours, or what the worker itself has written.
 
     The worker reads it there to tell a revoked lease from one that expired while it was stopped: our guess, made
     from nothing but the missing key, would be taken for an order, and the worker would leave instead of coming back.
     """
     guessed = worker.lease_gone and worker.asked_s is None and worker.state is WorkerState.DRAINING
-    return WorkerState.READY if guessed else worker.state
+    if guessed:
+        return WorkerState.DRAINING if written is WorkerState.DRAINING else WorkerState.READY
+    return worker.state
 
 
 def _resources(worker: Worker) -> EntryResources:

@@ -54,6 +54,29 @@ class GpuPool:
             self.ledger.release(watcher_name)
             raise
 
+    def assign(self, watcher_name: str, uuids: Sequence[str], *, running: bool) -> tuple[GpuDevice, ...]:
+        """The devices that an adopted worker has. One that runs holds the locks itself; for one that does not, we
+        lock them: `()` where another namespace was quicker. Raises `GpuError` for devices that we cannot know of."""
+        devices = self.ledger.assign(watcher_name, uuids)
+        if not running and not self.relock(watcher_name, devices):
+            self.ledger.release(watcher_name)
+            return ()
+        return devices
+
+    def relock(self, watcher_name: str, devices: Sequence[GpuDevice]) -> bool:
+        """Make sure that we hold the locks of a worker that is gone: an adopted one took its own along.
+
+        False, and nothing taken, where somebody else holds one now.
+        """
+        held = self._locks.held()
+        holder = LockHolder(self._namespace, watcher_name, os.getpid())
+        try:
+            self._locks.acquire([device.uuid for device in devices if device.uuid not in held], holder)
+        except GpuError as error:
+            log.warning("%s cannot have its GPUs back: %s", watcher_name, error)
+            return False
+        return True
+
     def allocate(self, watcher_name: str, count: int) -> tuple[GpuDevice, ...]:
         """Devices for one more worker, locked. Raises `GpuError` that says who holds what."""
         devices = self.ledger.allocate(watcher_name, count)
@@ -66,8 +89,9 @@ class GpuPool:
         self._locks.release([device.uuid for device in devices])
 
     def inherited_fds(self, devices: Sequence[GpuDevice]) -> list[int]:
-        """The locks' descriptors: the worker inherits them, so they hold as long as *it* lives."""
-        return self._locks.fds_for([device.uuid for device in devices])
+        """Descriptors of the locks that we hold: the worker inherits them, so they hold as long as *it* lives."""
+        held = self._locks.held()
+        return self._locks.fds_for([device.uuid for device in devices if device.uuid in held])
 
     async def returned(self, devices: Sequence[GpuDevice], clock: Clock) -> list[GpuDevice]:
         """Wait until nothing occupies these devices; those that still are occupied at the deadline come back."""
@@ -82,9 +106,7 @@ class GpuPool:
             await clock.sleep_until(clock.now_s() + RETURN_POLL_S)
         return []
 
-    def give_back(
-        self, watcher_name: str, devices: Sequence[GpuDevice], busy: Sequence[GpuDevice]
-    ) -> list[str]:
+    def give_back(self, watcher_name: str, devices: Sequence[GpuDevice], busy: Sequence[GpuDevice]) -> list[str]:
         """Release a worker's devices after `returned`, which found these `busy`: they are quarantined.
 
         Returns what to tell a person about them.

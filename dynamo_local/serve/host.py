@@ -61,3 +61,11 @@ class SupervisedHost(ProcessHost, Protocol):
     async def close(self) -> None:
         """Close the endpoint. All processes must be gone."""
         ...
+
+
+class AdoptingHost(SupervisedHost, Protocol):
+    """A host that can take over processes which a killed predecessor started."""
+
+    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+        """A watcher for a process that runs already; `ProcessLookupError` if it has just ended."""
+        ...

@@ -9,15 +9,17 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config import Config, load_config, resolve
 from dynamo_local.core.gpus import plan_on
+from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
-from dynamo_local.errors import EXIT_OK, ConfigError, DynamoError
+from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve import lock
 from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
@@ -29,12 +31,15 @@ from dynamo_local.serve.paths import Paths
 from dynamo_local.serve.plan import Deployment, Settings, WorkerPlanner, base_environment, gpu_asks
 from dynamo_local.serve.progress import View, open_view
 
+if TYPE_CHECKING:
+    from dynamo_local.serve.adoption import Found
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The command line of `dynamo serve`, parsed but not yet understood."""
+    """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep"."""
 
     target: str
     file: Path | None = None
@@ -44,6 +49,16 @@ class ServeOptions:
     start_deadline_s: float = 300.0
     drain_deadline_s: float = 600.0
     pass_env: tuple[str, ...] = ()
+    on_arbiter_death: str | None = None
+    adopt: bool = False
+    replace: bool = False
+
+
+@dataclass(slots=True)
+class Tenure:
+    """Our hold of a namespace. What lies in it is removed at our end only where it is `ours`."""
+
+    ours: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +75,8 @@ class Request:
 
 def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Request:
     """Load the graph and its configuration. Raises `BadInput` errors; touches nothing."""
+    if options.adopt and options.replace:
+        raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
     graph = load_graph(options.target, base_dir=cwd)
     config = load_config(options.file, env=environ, overrides=options.overrides)
     spec = resolve(graph, config, namespace=options.namespace)
@@ -73,11 +90,15 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
     )
 
 
-def plan_deployment(request: Request, environ: Mapping[str, str]) -> tuple[Deployment, GpuPool]:
+def plan_deployment(
+    request: Request, environ: Mapping[str, str], found: Found | None = None
+) -> tuple[Deployment, GpuPool]:
     """Assign GPUs and make the plan. The pool's ledger holds the assignment, nothing is locked yet.
 
-    `GpuError` says who has what.
+    `GpuError` says who has what. With `found`, plan for its workers, on the devices that they have; `ConfigError`
+    says in what they differ from the command line.
     """
+    from dynamo_local.serve import adoption
     from dynamo_local.state import new_run_id
 
     spec, config, settings = request.graph, request.config, request.settings
@@ -91,25 +112,33 @@ def plan_deployment(request: Request, environ: Mapping[str, str]) -> tuple[Deplo
         graph=spec,
         settings=settings,
         paths=request.paths,
-        run_id=new_run_id(),
+        run_id=new_run_id() if found is None else found.state.run_id,
         cwd=request.cwd,
         service_config_json=config.service_config_json(),
         base_env=base_environment(spec, environ, settings),
     )
-    given = plan_on(pool.ledger, gpu_asks(spec)) if inventory is not None else {}
+    etcd = environ.get("ETCD_ENDPOINTS") or config.host.etcd_endpoints
+    nats = environ.get("NATS_SERVER") or config.host.nats_server
+    masked = config.service_config_json(masked=True)
+    gpus_option = request.gpus_option or "all"
+    if found is not None:
+        adoption.check_same(found, adoption.Wish(spec, request.cwd, gpus_option, masked, etcd, nats))
+        workers = adoption.adopted_plans(found, planner, adoption.hold_gpus(found, pool))
+    else:
+        workers = planner.plan_all(plan_on(pool.ledger, gpu_asks(spec)) if inventory is not None else {})
     deployment = Deployment(
         graph=spec,
         run_id=planner.run_id,
         paths=request.paths,
         settings=settings,
         planner=planner,
-        workers=planner.plan_all(given),
+        workers=workers,
         gpus=devices,
-        gpus_option=request.gpus_option or "all",
-        etcd_endpoints=environ.get("ETCD_ENDPOINTS") or config.host.etcd_endpoints,
-        nats_server=environ.get("NATS_SERVER") or config.host.nats_server,
+        gpus_option=gpus_option,
+        etcd_endpoints=etcd,
+        nats_server=nats,
         config_sections=config.masked_sections(),
-        state_config_json=config.service_config_json(masked=True),
+        state_config_json=masked,
     )
     return deployment, pool
 
@@ -121,6 +150,9 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         lease_ttl_s=_lease_ttl_s(environ),
         pass_env=(*config.host.pass_env, *options.pass_env),
         pin_gpus=not pinning_disabled(environ),
+        keep_on_arbiter_death=options.on_arbiter_death == "keep",
+        health_bound_s=config.host.health_bound_s,
+        restart=RestartPolicy(**config.host.restart.model_dump()),
     )
 
 
@@ -157,34 +189,53 @@ def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
 def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], View], make_host: MakeHost) -> int:
     """`serve` with another view, or another host. `who` is how the namespace's lock names us to others."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
+    from dynamo_local.serve.adoption import settle
+
     request = understand(options, os.environ, Path.cwd())
     request.paths.prepare()
-    with _exclusive(request.paths, who):
-        deployment, pool = plan_deployment(request, os.environ)
-        _log_to(request.paths.log_file(f"{request.graph.namespace}_arbiter"))
-        view = make_view(request.paths)
-        try:
-            return asyncio.run(_run(deployment, pool, view, make_host))
-        finally:
-            view.close()
-            pool.close()
+    with _exclusive(request.paths, who) as tenure:
+        log_file = request.paths.log_file(f"{request.graph.namespace}_arbiter")
+        with _logging_to(log_file), closing(make_view(request.paths)) as view:
+            found = settle(request.paths, adopt=options.adopt, replace=options.replace, tell=_tell(view))
+            tenure.ours = found is None
+            request.paths.prepare()
+            for socket in (request.paths.control_socket, request.paths.events_socket):
+                socket.unlink(missing_ok=True)  # a killed arbiter's
+            if found is not None and options.on_arbiter_death is None:
+                request = _with_policy(request, keep=found.state.on_arbiter_death == "keep")
+            deployment, pool = plan_deployment(request, os.environ, found)
+            with closing(pool):
+                return asyncio.run(_run(deployment, pool, view, make_host, found, tenure))
+
+
+def _with_policy(request: Request, *, keep: bool) -> Request:
+    return replace(request, settings=replace(request.settings, keep_on_arbiter_death=keep))
+
+
+def _tell(view: View) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        log.warning("%s", text)
+        view.event(text)
+
+    return tell
 
 
 @contextmanager
-def _exclusive(paths: Paths, what: str) -> Iterator[None]:
-    """The namespace is ours, and leftovers of a killed predecessor are gone, while this is open."""
-    from dynamo_local.serve.leftovers import clear_leftovers
-
+def _exclusive(paths: Paths, what: str) -> Iterator[Tenure]:
+    """The namespace's lock, and at the end nothing left of what is ours."""
     held = lock.acquire(paths.lock, paths.namespace, what)
+    tenure = Tenure()
     try:
-        clear_leftovers(paths)
-        yield
+        paths.prepare()  # whoever had the namespace before us may have removed them while we waited
+        yield tenure
     finally:
-        shutil.rmtree(paths.runtime, ignore_errors=True)
+        if tenure.ours or not any(paths.runtime.iterdir()):
+            shutil.rmtree(paths.runtime, ignore_errors=True)
         lock.release(held)
 
 
-def _log_to(path: Path) -> None:
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=16 * 1024 * 1024, backupCount=3, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
@@ -192,9 +243,16 @@ def _log_to(path: Path) -> None:
     root.setLevel(logging.INFO)
     logging.getLogger("circus").setLevel(logging.WARNING)
     path.touch(mode=0o600)
+    try:
+        yield
+    finally:  # the plugin under a stock circusd comes here more than once
+        root.removeHandler(handler)
+        handler.close()
 
 
-async def _run(deployment: Deployment, pool: GpuPool, view: View, make_host: MakeHost) -> int:
+async def _run(
+    deployment: Deployment, pool: GpuPool, view: View, make_host: MakeHost, found: Found | None, tenure: Tenure
+) -> int:
     from dynamo_local.serve.supervisor import Supervisor
     from dynamo_local.state import StateStore
 
@@ -204,7 +262,8 @@ async def _run(deployment: Deployment, pool: GpuPool, view: View, make_host: Mak
     _handle_signals(supervisor.signalled, view)
     code = EXIT_OK
     try:
-        await supervisor.start()
+        await supervisor.start(found)
+        tenure.ours = True
         notify("READY=1")
         why = await supervisor.wait_down_request()
         view.event(f"leaving ({why}): finishing what streams; a second Ctrl-C ends at once")

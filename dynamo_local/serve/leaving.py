@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
+from collections.abc import Callable, Iterable
 
 from dynamo_local.clock import Clock
+from dynamo_local.core import drains
 from dynamo_local.core.lifecycle import NEXT, DrainDeadlinePassed, DrainRequested
-from dynamo_local.core.types import Role
+from dynamo_local.core.types import Missing, Role
 from dynamo_local.serve.fleet import Fleet, Worker
-from dynamo_local.serve.operations import send_signal
-from dynamo_local.serve.processes import kill_session
+from dynamo_local.serve.leftovers import Known
+from dynamo_local.serve.processes import kill_session, send_signal
 from dynamo_local.serve.progress import View
 
 STAGES: tuple[frozenset[Role], ...] = (
@@ -22,8 +25,26 @@ STAGES: tuple[frozenset[Role], ...] = (
     frozenset({Role.OTHER, Role.DECODE, Role.AGGREGATED}),
     frozenset({Role.PREFILL}),
 )
+POLL_S = 0.02
 KILLED_GONE_S = 10.0
 """A SIGKILLed process is gone in milliseconds, or hangs in the kernel (a stuck driver): then we say so and go on."""
+
+
+def drain_without_arbiter(workers: Iterable[Known], tell: Callable[[str], None]) -> None:
+    """The same stages for workers whose arbiter is dead: asked by SIGTERM, waited for within each one's deadline.
+
+    Blocks. What is still there afterwards is the caller's to end.
+    """
+    workers = list(workers)
+    for stage in STAGES:
+        asked = [worker for worker in workers if worker.role in stage and worker.alive]
+        for worker in asked:
+            tell(f"{worker.name}: draining")
+            send_signal(worker.pid, signal.SIGTERM)
+        began_s = time.monotonic()
+        for worker in asked:
+            while worker.alive and time.monotonic() - began_s < worker.drain_deadline_s:
+                time.sleep(POLL_S)
 
 
 class Leaving:
@@ -68,10 +89,11 @@ class Leaving:
         pid = worker.pid
         if pid is None:
             return
-        cut = worker.load.request_active_slots if worker.load is not None else 0
+        cut = drains.cut(Missing("it published no load") if worker.load is None else worker.load)
         if not self._now.is_set():
             why = f"not gone {worker.plan.drain_deadline_s:g} s after it was asked to leave"
-            self._view.event(f"{worker.name}: {why}; its session is ended, {cut} requests are cut")
+            count = f"{cut} requests are" if isinstance(cut, int) else "nobody knows what is"
+            self._view.event(f"{worker.name}: {why}; its session is ended, {count} cut")
         if (worker.state, DrainDeadlinePassed) in NEXT:
             event = DrainDeadlinePassed(stimulus_id="down", deadline_s=worker.plan.drain_deadline_s, requests_cut=cut)
             await self._fleet.apply({worker.name: event})

@@ -1,67 +1,334 @@
-"""What a killed arbiter left behind in our namespace, found at the next start and cleared away.
+"""What a killed arbiter left behind in its namespace: found, ended, and cleared away.
 
-Called with the namespace's lock held: whoever the statefile names as arbiter is dead.
+Three may do it: the guardian (at once), `dynamo down`, and the next `dynamo serve`. Each holds the namespace's lock
+meanwhile, so whoever the statefile names as arbiter is dead, and no two of them clear at the same time.
+
+What is ours is known by two marks. The *environment* of everything that a run starts says namespace and statefile,
+and is inherited by whatever that starts. The *session* of each recorded process, pid and start time verified, holds
+those children too that were given another environment. A child that left both cannot be told from a stranger.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-import psutil
-
-from dynamo_local.errors import DynamoError
+from dynamo_local.core.types import watcher_name
+from dynamo_local.errors import DynamoError, StateError
 from dynamo_local.serve.paths import Paths
-from dynamo_local.serve.processes import is_alive, kill_session, session_members
+from dynamo_local.serve.processes import is_alive, sessions, start_time_s
+from dynamo_local.state import StateMissing, read_raw
 
 log = logging.getLogger(__name__)
 
 GONE_TIMEOUT_S = 10.0
+REVOKE_TIMEOUT_S = 0.5
+"""For each call to etcd: one that does not answer lets the leases expire by themselves."""
+POLL_S = 0.005
+SERVERS = ("nats", "etcd")
+"""In the order in which they end: NATS clients may still look something up."""
+GUARDIAN = "guardian"
+START_TIME_SLACK_S = 0.011
+"""The kernel counts start times in ticks of 10 ms."""
 
 
-def clear_leftovers(paths: Paths) -> list[str]:
-    """End workers of dead runs of this namespace, remove their statefile and sockets; returns what was ended.
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A process as the statefile has it. `started_s` is seconds since boot; None where it was not yet written."""
 
-    A worker is ours if its environment says so (DYN_NAMESPACE and our statefile): a pid alone proves nothing.
+    name: str
+    pid: int
+    started_s: float | None
+    role: str = "other"
+    drain_deadline_s: float = 600.0
+
+    @property
+    def alive(self) -> bool:
+        """It runs, and is the same process."""
+        return self.started_s is not None and is_alive(self.pid, self.started_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the statefile says of a run, read without validating it: the guardian must cope with whatever is there.
+
+    `leases` are hex, by worker. `readable` is False where there is no such file, or no sense in it.
     """
+
+    readable: bool = False
+    run_id: str | None = None
+    keep: bool = False
+    workers: tuple[Known, ...] = ()
+    servers: tuple[Known, ...] = ()
+    leases: Mapping[str, str] | None = None
+    etcd_endpoints: str | None = None
+
+    @property
+    def living(self) -> list[Known]:
+        """Workers that still are what the statefile says."""
+        return [worker for worker in self.workers if worker.alive]
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A live process whose environment says that it is of this namespace."""
+
+    pid: int
+    started_s: float
+    name: str
+    run_id: str
+    is_worker: bool
+    """The worker itself, not something that it started."""
+
+
+class Unkillable(DynamoError):
+    """A process is still there long after SIGKILL: it hangs in the kernel, as below a stuck driver."""
+
+    code = "unkillable"
+
+
+# --- finding -------------------------------------------------------------------------------------
+
+
+def recorded(statefile: Path) -> Recorded:
+    """What the statefile says; an empty record where it is missing or broken."""
+    try:
+        raw = read_raw(statefile)
+    except StateMissing:
+        return Recorded()
+    except StateError as error:
+        log.warning("%s", error)
+        return Recorded()
+    entries, servers = _entries(raw.get("components")), _entries(raw.get("servers"))
+    leases = {name: entry["lease"] for name, entry in entries.items() if isinstance(entry.get("lease"), str)}
+    return Recorded(
+        readable=isinstance(raw.get("run_id"), str),
+        run_id=str(raw.get("run_id")),
+        keep=raw.get("on_arbiter_death") == "keep",
+        workers=tuple(_known(name, entry) for name, entry in entries.items() if isinstance(entry.get("pid"), int)),
+        servers=tuple(_known(name, entry) for name, entry in servers.items() if isinstance(entry.get("pid"), int)),
+        leases=leases,
+        etcd_endpoints=raw.get("etcd_endpoints"),
+    )
+
+
+def _entries(value: Any) -> dict[str, dict[str, Any]]:
+    return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
+
+
+def _known(name: str, entry: Mapping[str, Any]) -> Known:
+    started, deadline = entry.get("pid_start_time"), entry.get("drain_deadline_s")
+    return Known(
+        name=name,
+        pid=entry["pid"],
+        started_s=float(started) if isinstance(started, int | float) else None,
+        role=str(entry.get("role", "other")),
+        drain_deadline_s=float(deadline) if isinstance(deadline, int | float) else 600.0,
+    )
+
+
+def marks(namespace: str, statefile: Path, run_id: str, name: str) -> dict[str, str]:
+    """The environment by which `marked` finds a process again."""
+    return {
+        "DYN_NAMESPACE": namespace,
+        "DYN_STATEFILE": str(statefile),
+        "DYN_RUN_ID": run_id,
+        "DYN_WATCHER_NAME": name,
+    }
+
+
+def marked(paths: Paths) -> list[Marked]:
+    """Live processes of ours that carry the namespace's marks; never we ourselves, nor whoever started us."""
+    needle = f"\0DYN_STATEFILE={paths.statefile}\0".encode()
+    spared = _ourselves()
+    found = []
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        try:
+            environ = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+            if needle not in environ or pid in spared or os.stat(f"/proc/{pid}").st_uid != os.getuid():
+                continue
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue  # it is gone, or a stranger's
+        env = dict(item.split("=", 1) for item in environ.decode("utf-8", "replace").split("\0") if "=" in item)
+        started_s, name = start_time_s(pid), env.get("DYN_WATCHER_NAME")
+        if started_s is None or name is None or env.get("DYN_NAMESPACE") != paths.namespace:
+            continue
+        is_worker = b"dynamo_local.serve.serve_dynamo" in command
+        found.append(Marked(pid, started_s, name, env.get("DYN_RUN_ID", ""), is_worker))
+    return found
+
+
+def _ourselves() -> set[int]:
+    """This process and all that it descends from: a `dynamo serve` may be typed in a worker's own shell."""
+    found: set[int] = set()
+    pid = os.getpid()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+    return found
+
+
+def _in_sessions(of: Iterable[Known]) -> dict[int, str]:
+    """pid -> name, of everything in the sessions that these processes lead, or led.
+
+    A session's number is not given out again while it has members. Where its leader lives and is another process
+    than the one that was recorded, or where a member is older, it is a stranger's.
+    """
+    now, found = sessions(), {}
+    spared = _ourselves()
+    for known in of:
+        members = now.get(known.pid, {})
+        if known.started_s is None:
+            continue
+        first_s = known.started_s - START_TIME_SLACK_S
+        if abs(members.get(known.pid, known.started_s) - known.started_s) < START_TIME_SLACK_S:
+            theirs = (pid for pid, started_s in members.items() if started_s > first_s and pid not in spared)
+            found.update(dict.fromkeys(theirs, known.name))
+    return found
+
+
+# --- ending --------------------------------------------------------------------------------------
+
+
+def end(find: Callable[[], Mapping[int, str]], timeout_s: float = GONE_TIMEOUT_S) -> list[str]:
+    """Kill what `find` gives (pid -> name), again until it gives nothing, and wait until all of it is gone.
+
+    Returns what was ended, in words. Raises `Unkillable`.
+    """
+    ended: dict[int, tuple[str, float]] = {}
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        found = find()
+        for pid, name in found.items():
+            started_s = start_time_s(pid)
+            if started_s is None:
+                continue
+            ended[pid] = (name, started_s)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        left = [f"{name} (pid {pid})" for pid, (name, started_s) in ended.items() if is_alive(pid, started_s)]
+        if not left and not found:
+            return [f"{name} (pid {pid})" for pid, (name, _) in ended.items()]
+        if time.monotonic() > deadline_s:
+            raise Unkillable(
+                f"still there {timeout_s:g} s after SIGKILL: {', '.join(left)}; see `ps`, and `dmesg` for its driver"
+            )
+        time.sleep(POLL_S)
+
+
+def end_guardian(paths: Paths, *, but: int | None = None) -> list[str]:
+    """End the namespace's guardians, other than the process `but`: a successor takes over, they must not act."""
+    name = watcher_name(paths.namespace, GUARDIAN)
+    return end(lambda: {found.pid: found.name for found in marked(paths) if found.name == name and found.pid != but})
+
+
+def end_workers(paths: Paths, run: Recorded, *, living: Iterable[str] = ()) -> list[str]:
+    """End all workers and whatever they started, of whichever run; those named in `living` are left alone."""
+    spared = frozenset(living)
+    household = {watcher_name(paths.namespace, kind) for kind in (*SERVERS, GUARDIAN)}
+    condemned = [worker for worker in run.workers if worker.name not in spared]
+
+    def find() -> dict[int, str]:
+        by_mark = {
+            found.pid: found.name
+            for found in marked(paths)
+            if found.name not in household and not (found.name in spared and found.run_id == run.run_id)
+        }
+        return by_mark | _in_sessions(condemned)
+
+    return end(find)
+
+
+def end_children(paths: Paths, run_id: str, name: str) -> list[str]:
+    """End what a worker that is gone had started, also outside of its session (it would keep VRAM)."""
+    return end(
+        lambda: {found.pid: name for found in marked(paths) if found.name == name and found.run_id == run_id},
+    )
+
+
+def end_sessions(of: Iterable[Known]) -> list[str]:
+    """End what is left in the sessions of these processes."""
+    of = list(of)
+    return end(lambda: _in_sessions(of))
+
+
+def end_servers(paths: Paths, run: Recorded) -> list[str]:
+    """End the embedded servers: NATS, then etcd. Their data goes with the run, so they are not asked politely."""
     ended = []
-    for process in _workers_of(paths):
-        ended.append(f"{process.info['name']} (pid {process.pid})")
-        _end(process.pid)
-    for what in ended:
-        log.warning("left over from a killed run of %s, ended: %s", paths.namespace, what)
-    paths.statefile.unlink(missing_ok=True)
-    for socket in (paths.control_socket, paths.events_socket):
-        socket.unlink(missing_ok=True)
+    for kind in SERVERS:
+        name = watcher_name(paths.namespace, kind)
+        known = [server for server in run.servers if server.name == name]
+
+        def find(name: str = name, known: list[Known] = known) -> dict[int, str]:
+            return {found.pid: name for found in marked(paths) if found.name == name} | _in_sessions(known)
+
+        ended += end(find)
     return ended
 
 
-def _workers_of(paths: Paths) -> Iterator[psutil.Process]:
-    """Live processes of ours that carry this namespace's marker in their environment."""
-    marker = {"DYN_NAMESPACE": paths.namespace, "DYN_STATEFILE": str(paths.statefile)}
-    for process in psutil.process_iter(["name", "uids", "environ"]):
-        uids, environ = process.info["uids"], process.info["environ"]
-        if uids is None or uids.real != os.getuid() or not environ or process.pid == os.getpid():
-            continue
-        if all(environ.get(key) == value for key, value in marker.items()) and "DYN_WATCHER_NAME" in environ:
-            yield process
+def revoke(endpoints: str | None, leases: Iterable[str]) -> None:
+    """Revoke leases (hex) while etcd still answers; a failure is logged, they expire by themselves.
 
-
-def _end(pid: int) -> None:
-    try:
-        session = os.getsid(pid)
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+    Over etcd's JSON gateway: the guardian then needs no gRPC, which alone would double its size.
+    """
+    leases = list(leases)
+    if not endpoints or not leases:
         return
-    if session == pid:
-        kill_session(session)
-    deadline_s = time.monotonic() + GONE_TIMEOUT_S
-    while is_alive(pid) or (session == pid and any(session_members(session))):
-        if time.monotonic() > deadline_s:
-            raise DynamoError(
-                f"pid {pid} of a killed run does not end {GONE_TIMEOUT_S:g} s after SIGKILL; see `ps {pid}`"
-            )
-        time.sleep(0.01)
+    first = endpoints.split(",")[0].strip()
+    target = urlsplit(first if "//" in first else f"//{first}")
+    connection = http.client.HTTPConnection(target.hostname or "", target.port or 2379, timeout=REVOKE_TIMEOUT_S)
+    try:
+        for lease in leases:
+            body = json.dumps({"ID": str(int(lease, 16))})
+            connection.request("POST", "/v3/lease/revoke", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read().decode("utf-8", "replace")
+            if answer.status != http.client.OK and "lease not found" not in text:
+                log.warning("lease %s was not revoked (it expires by itself): %s", lease, text.strip())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        log.warning("etcd at %s does not answer, the leases expire by themselves: %s", first, error)
+    finally:
+        connection.close()
+
+
+def clear(paths: Paths, run: Recorded) -> None:
+    """Remove the statefile of a run whose processes are gone (a broken one is set aside), and the runtime folder."""
+    from dynamo_local.state import StateStore
+
+    store = StateStore(paths.statefile)
+    try:
+        store.set_aside_if_broken()
+        if run.run_id is not None:
+            store.remove_if_owned(run.run_id)
+    except StateError as error:
+        log.warning("the statefile was not removed: %s", error)
+    shutil.rmtree(paths.runtime, ignore_errors=True)
+
+
+def end_run(paths: Paths) -> list[str]:
+    """End all that is left in the namespace: workers, their leases, NATS, etcd, statefile, sockets.
+
+    Returns what was ended. Raises `Unkillable`; then the statefile stays, and says who holds which GPU.
+    """
+    run = recorded(paths.statefile)
+    ended = end_workers(paths, run)
+    revoke(run.etcd_endpoints, (run.leases or {}).values())
+    ended += end_servers(paths, run)
+    clear(paths, run)
+    return ended

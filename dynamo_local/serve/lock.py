@@ -13,23 +13,41 @@ from filelock import FileLock, Timeout
 
 from dynamo_local.errors import NamespaceBusy
 
+GUARDIAN = "the guardian, ending what a killed arbiter left behind"
+"""How a guardian at work describes itself."""
+GUARDIAN_PATIENCE_S = 15.0
+PROBED_S = 0.1
+"""Somebody who only asks whether the lock is held takes it for a moment: no reason to be refused."""
+_POLL_S = 0.02
+
 
 def _info_file(lock: Path) -> Path:
     return lock.with_suffix(".owner")
 
 
 def acquire(lock: Path, namespace: str, what: str) -> FileLock:
-    """Take the namespace or raise `NamespaceBusy`, which says who runs it. `what` describes us to others."""
+    """Take the namespace or raise `NamespaceBusy`, which says who runs it. `what` describes us to others.
+
+    A guardian at work is waited for: it is done in a moment.
+    """
     held = FileLock(lock, mode=0o600)
-    try:
-        held.acquire(timeout=0)
-    except Timeout:
-        raise NamespaceBusy(
-            f"namespace {namespace!r} is run by {holder(lock)}; use `dynamo status -n {namespace}`, "
-            f"`dynamo down -n {namespace}`, or another --namespace"
-        ) from None
+    if not _acquired(held, PROBED_S):
+        patience_s = GUARDIAN_PATIENCE_S if GUARDIAN in holder(lock) and what != GUARDIAN else 0.0
+        if not _acquired(held, patience_s):
+            raise NamespaceBusy(
+                f"namespace {namespace!r} is run by {holder(lock)}; use `dynamo status -n {namespace}`, "
+                f"`dynamo down -n {namespace}`, or another --namespace"
+            )
     _info_file(lock).write_text(f"pid {os.getpid()} ({what})")
     return held
+
+
+def _acquired(held: FileLock, timeout_s: float) -> bool:
+    try:
+        held.acquire(timeout=timeout_s, poll_interval=_POLL_S)
+    except Timeout:
+        return False
+    return True
 
 
 def release(held: FileLock) -> None:

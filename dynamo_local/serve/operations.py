@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 from dynamo_local.clock import Clock
@@ -23,7 +23,6 @@ from dynamo_local.core.lifecycle import (
     BackoffStarted,
     DrainCancelled,
     DrainDeadlinePassed,
-    Event,
     Faulted,
     HealthFailed,
     ProcessExited,
@@ -35,25 +34,24 @@ from dynamo_local.core.lifecycle import (
     StartDeadlinePassed,
 )
 from dynamo_local.core.restarts import Fault, RestartHistory, after_exit
-from dynamo_local.core.types import WorkerState
+from dynamo_local.core.types import Missing, WorkerState
 from dynamo_local.errors import DynamoError, GpuError, InfraUnavailable, RequestError
+from dynamo_local.serve import leftovers
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.links import Links
-from dynamo_local.serve.logs import set_aside, tail
-from dynamo_local.serve.plan import WatcherPlan, WorkerPlanner
-from dynamo_local.serve.processes import kill_session, start_time_s
+from dynamo_local.serve.logs import log_tail, set_aside
+from dynamo_local.serve.plan import WorkerPlanner
+from dynamo_local.serve.processes import how_it_ended, kill_session, send_signal, start_time_s
 
 log = logging.getLogger(__name__)
 
-HEALTH_BOUND_S = 30.0
-"""A worker that answers no load request for so long, while etcd and NATS do, is hung."""
 INFRA_POLL_S = 0.25
 GPU_POLL_S = 0.5
 CONTROL_TIMEOUT_S = 2.0
 NAMED_REQUESTS = 20
-HUNG = "is hung: it has answered nothing for"
+ADOPTED = "adopt"
 LEFT = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
 WAITS = (WorkerState.PENDING, WorkerState.BACKING_OFF)
 FAILED = (WorkerState.CRASHED, WorkerState.START_TIMED_OUT)
@@ -85,6 +83,7 @@ class Operations:
         self._clock = clock
         self._background = background
         self._tell = tell
+        self.end_children = partial(leftovers.end_children, planner.paths, planner.run_id)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     # --- starting ------------------------------------------------------------------------------
@@ -134,12 +133,13 @@ class Operations:
             try:
                 if worker.starts == 1:
                     await asyncio.to_thread(set_aside, worker.plan.log_file)
-                pid = await self._host.start_process(self._spec(worker))
+                pid = await self._host.start_process(self.spec(worker))
             except OSError as error:
                 worker.reason = f"could not be started: {error}"
                 await self.fleet.apply({worker.name: SpawnFailed(stimulus_id=stimulus_id, reason=str(error))})
                 left = worker.state is WorkerState.EXITED  # it was asked to leave before it was there
-                self._background(self._gone(worker) if left else self._after_failure(worker, 0.0))
+                now_s = self._clock.now_s()
+                self._background(self._gone(worker) if left else self._after_failure(worker, 0.0, now_s))
                 return
             reason = worker.reason
             worker.process_began(pid, start_time_s(pid), self._clock)
@@ -150,7 +150,8 @@ class Operations:
             await self.fleet.apply({worker.name: event})
         self._background(self.ask_to_leave(worker, stimulus_id) if leaves else self._watch_start(worker, pid))
 
-    def _spec(self, worker: Worker) -> ProcessSpec:
+    def spec(self, worker: Worker) -> ProcessSpec:
+        """How it is run."""
         plan = worker.plan
         return ProcessSpec(
             name=plan.name,
@@ -159,7 +160,7 @@ class Operations:
             cwd=plan.cwd,
             log_file=plan.log_file,
             graceful_timeout_s=plan.drain_deadline_s,
-            death_signal=signal.SIGKILL,
+            death_signal=None if self._planner.settings.keep_on_arbiter_death else signal.SIGKILL,
             inherited_fds=tuple(self._pool.inherited_fds(worker.gpus)),
         )
 
@@ -229,24 +230,26 @@ class Operations:
             deadline_s = later_s  # it registered in the moment that it was asked: it may hold requests
 
     async def _cut(self, worker: Worker, pid: int, stimulus_id: str) -> None:
-        requests = await self._in_flight(worker.name)
-        waited_s = self._clock.now_s() - (worker.asked_s or self._clock.now_s())
-        worker.reason = f"was not gone {waited_s:.0f} s after it was asked to leave; {len(requests)} requests were cut"
-        event = DrainDeadlinePassed(stimulus_id=stimulus_id, deadline_s=waited_s, requests_cut=len(requests))
+        cut, requests = await self._in_flight(worker)
         if worker.pid != pid or worker.state is not WorkerState.DRAINING:
             return  # it left, or its drain was taken back, while we asked
+        waited_s = self._clock.now_s() - (worker.asked_s or self._clock.now_s())
+        count = f"{cut} requests were cut" if isinstance(cut, int) else f"what that cut is unknown ({cut.reason})"
+        worker.reason = f"was not gone {waited_s:.0f} s after it was asked to leave; {count}"
+        event = DrainDeadlinePassed(stimulus_id=stimulus_id, deadline_s=waited_s, requests_cut=cut)
         await self.fleet.apply({worker.name: event})
-        more = f" and {len(requests) - NAMED_REQUESTS} more" if len(requests) > NAMED_REQUESTS else ""
+        more = f" and {cut - NAMED_REQUESTS} more" if isinstance(cut, int) and cut > NAMED_REQUESTS else ""
         named = f": {', '.join(requests[:NAMED_REQUESTS])}{more}" if requests else ""
         self._tell(f"{worker.name} {worker.reason}{named}")
         kill_session(pid)
 
-    async def _in_flight(self, name: str) -> list[str]:
+    async def _in_flight(self, worker: Worker) -> tuple[int | Missing, list[str]]:
+        """How many requests it holds, and the ids of some; of one that does not answer, as many as it last said."""
         try:
-            answer = await self.control(name, "status")
-        except (RequestError, InfraUnavailable):
-            return []
-        return [str(request) for request in answer.get("requests", ())]
+            answer = await self.control(worker.name, "status")
+        except (RequestError, InfraUnavailable) as error:
+            return drains.cut(Missing(str(error)) if worker.load is None else worker.load), []
+        return int(answer["in_flight"]), [str(request) for request in answer["requests"]]
 
     async def call_back(self, worker: Worker, stimulus_id: str) -> None:
         """Take a drain back: the same process registers again. Raises what the worker answers if it is too late."""
@@ -281,26 +284,45 @@ class Operations:
             self._background(self._exited(worker, pid, code))
 
     async def _exited(self, worker: Worker, pid: int, code: int | None) -> None:
-        left, lease = worker.state in LEFT, worker.lease
-        ran_s = 0.0 if worker.ready_s is None else self._clock.now_s() - worker.ready_s
+        left, lease, ended_s = worker.state in LEFT, worker.lease, self._clock.now_s()
+        ran_s = 0.0 if worker.ready_s is None else ended_s - worker.ready_s
         if not left and worker.state in (WorkerState.STARTING, WorkerState.READY):
             worker.reason = how_it_ended(code)
         elif left and code not in (0, None) and worker.state is WorkerState.DRAINING:
             worker.reason = f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
         worker.process_ended(code)
         await self.fleet.apply({worker.name: ProcessExited(stimulus_id=f"exit:{pid}", exit_code=code)})
+        if not self.leaving:
+            await self._end_children(worker.name)
         await self._links.try_revoke(lease, worker.name)
         if left:
             await self._gone(worker)
         else:
-            await self._after_failure(worker, ran_s)
+            if worker.state is WorkerState.START_TIMED_OUT:
+                await self.free_gpus(worker)  # it may have died of its devices: the next start looks for any
+            await self._after_failure(worker, ran_s, ended_s)
+
+    async def _end_children(self, name: str) -> None:
+        """Those that left its session: only their environment tells whose they are. Nothing runs under its name now."""
+        await self._swept(lambda: self.end_children(name))
+
+    async def sweep(self) -> None:
+        """The same for all workers, when all are gone."""
+        await self._swept(lambda: leftovers.end_workers(self._planner.paths, leftovers.Recorded()))
+
+    async def _swept(self, end: Callable[[], list[str]]) -> None:
+        try:
+            ended = await asyncio.to_thread(end)
+        except DynamoError as error:
+            self._tell(f"something of a worker that is gone stays behind: {error}")
+        else:
+            for what in ended:
+                log.warning("left behind by a worker that is gone, ended: %s", what)
 
     async def _gone(self, worker: Worker) -> None:
         """A worker that left: it is started again if that was the intent, else its entry goes, or is the template."""
-        hung = worker.asked_s is None and (worker.reason or "").startswith(HUNG)
-        again = worker.course in (Course.RESTARTING, Course.RETURNING) or hung
-        if again and not self.leaving:
-            await self.revive(worker, "restart" if not hung else "health")
+        if worker.course in (Course.RESTARTING, Course.RETURNING) and not self.leaving:
+            await self.revive(worker, "restart")
         else:
             await self.remove(worker)
 
@@ -347,8 +369,8 @@ class Operations:
 
     # --- failing and starting again ------------------------------------------------------------
 
-    async def _after_failure(self, worker: Worker, ran_s: float) -> None:
-        """Restart with back-off, or give up: `core.restarts` decides."""
+    async def _after_failure(self, worker: Worker, ran_s: float, ended_s: float) -> None:
+        """Restart with back-off, counted from the end of the process, or give up: `core.restarts` decides."""
         self.on_failure(worker, f"{worker.name} {worker.reason}; {log_tail(worker.plan)}")
         if self.leaving or worker.state not in FAILED or not self._is_current(worker):
             return  # restarted, or gone, before we came to it
@@ -363,6 +385,7 @@ class Operations:
             infra_ok=self._links.answer,
             unit=random.random(),
             why=worker.reason or "it failed",
+            policy=self._planner.settings.restart,
         )
         if isinstance(verdict, Fault):
             worker.reason = verdict.reason
@@ -370,9 +393,8 @@ class Operations:
             await self.free_gpus(worker)
             self._tell(f"{worker.name} is faulted: {worker.reason}; `dynamo restart {worker.name}` tries again")
             return
-        until_s = self._clock.now_s() + verdict.delay_s
         await self.fleet.apply({worker.name: BackoffStarted(stimulus_id="restart-policy", delay_s=verdict.delay_s)})
-        await self._clock.sleep_until(until_s)
+        await self._clock.sleep_until(ended_s + verdict.delay_s)
         await self._start_again(worker)
 
     async def _start_again(self, worker: Worker) -> None:
@@ -380,7 +402,7 @@ class Operations:
             await self._clock.sleep_until(self._clock.now_s() + INFRA_POLL_S)
         if not self._backs_off(worker):
             return
-        await self.free_gpus(worker, only_busy=True)  # others are looked for then
+        await self._regain_gpus(worker)
         while len(worker.gpus) < worker.plan.gpus_per_worker and self._backs_off(worker):
             if not await self._try_allocate(worker):
                 await self._clock.sleep_until(self._clock.now_s() + GPU_POLL_S)
@@ -402,9 +424,45 @@ class Operations:
     async def bring_back(self, worker: Worker, stimulus_id: str) -> None:
         """Start a worker whose restart is committed, with the configuration of now; its failures are forgotten."""
         worker.history = RestartHistory()
-        await self.free_gpus(worker, only_busy=True)
+        await self._regain_gpus(worker)
         self.assign(worker, worker.gpus)
         await self.start_when_possible(worker, stimulus_id)
+
+    async def _regain_gpus(self, worker: Worker) -> None:
+        """The devices of the process that is gone, for the next one; else none, and others are looked for."""
+        if not self._pool.relock(worker.name, worker.gpus):
+            self._pool.let_go(worker.name, worker.gpus)
+            worker.gpus = ()
+        else:
+            await self.free_gpus(worker, only_busy=True)
+
+    # --- after a killed arbiter ----------------------------------------------------------------
+
+    def resume(self, worker: Worker, gone: int | None) -> None:
+        """Go on with an adopted worker where the killed arbiter stood. `gone` is the pid of a process that has ended
+        while nobody watched: as if it ended now."""
+        if gone is not None:
+            self._background(self._exited(worker, gone, None))
+        elif worker.pid is not None:
+            self._resume_running(worker, worker.pid)
+        elif worker.state is WorkerState.PENDING:
+            self._background(self.start_when_possible(worker, ADOPTED))
+        elif worker.state in (WorkerState.CRASHED, WorkerState.START_TIMED_OUT):
+            self._background(self._after_failure(worker, 0.0, self._clock.now_s()))
+        elif worker.state is WorkerState.BACKING_OFF:
+            self._background(self._start_again(worker))
+        elif worker.state is WorkerState.EXITED:
+            self._background(self._gone(worker))
+
+    def _resume_running(self, worker: Worker, pid: int) -> None:
+        if worker.state is WorkerState.STARTING:
+            self._background(self._watch_start(worker, pid))
+        elif worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING:
+            self._background(self.call_back(worker, ADOPTED))
+        elif worker.state is WorkerState.DRAINING:
+            self._background(self.ask_to_leave(worker, ADOPTED))  # it may never have been told
+        elif worker.state is not WorkerState.READY:
+            kill_session(pid)  # as was decided
 
     # --- health --------------------------------------------------------------------------------
 
@@ -415,44 +473,15 @@ class Operations:
             if worker.heard_s is None or self.leaving:
                 continue
             silent_s = now_s - worker.heard_s
-            if silent_s > HEALTH_BOUND_S:
-                await self._hung(worker, f"{HUNG} {silent_s:.0f} s")
+            if silent_s > self._planner.settings.health_bound_s:
+                await self._hung(worker, f"is hung: it has answered nothing for {silent_s:.0f} s")
 
     async def _hung(self, worker: Worker, reason: str) -> None:
-        event: Event
-        if worker.state is WorkerState.READY:
-            event = HealthFailed(stimulus_id="health", reason=reason)
-        elif worker.state is WorkerState.DRAINING and worker.asked_s is None:
-            event = DrainDeadlinePassed(stimulus_id="health", deadline_s=HEALTH_BOUND_S)
-        else:
+        expired = worker.state is WorkerState.DRAINING and worker.asked_s is None
+        if worker.state is not WorkerState.READY and not expired:
             return  # a start has its own deadline, and so has a drain that was asked for
         pid, worker.reason = worker.pid, reason
-        await self.fleet.apply({worker.name: event})
+        await self.fleet.apply({worker.name: HealthFailed(stimulus_id="health", reason=reason)})
         await self._links.try_revoke(worker.lease, worker.name)
         if pid is not None:
             kill_session(pid)
-
-
-def send_signal(pid: int, signum: signal.Signals) -> None:
-    """To the main process only (the group would break an engine's drain); one that left a moment ago is no error."""
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        log.debug("pid %d was gone before %s", pid, signum.name)
-
-
-def how_it_ended(code: int | None) -> str:
-    """In words."""
-    if code is None:
-        return "ended unasked"
-    if code < 0:
-        named = -code in signal.Signals.__members__.values()
-        return f"was killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
-    return f"exited with code {code} unasked"
-
-
-def log_tail(plan: WatcherPlan) -> str:
-    """The end of a worker's log, quoted."""
-    lines = tail(plan.log_file)
-    quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
-    return f"the end of its log, {plan.log_file}:\n{quoted}"

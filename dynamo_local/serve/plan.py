@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.core.gpus import GpuAsk, GpuDevice, cuda_visible_devices
+from dynamo_local.core.restarts import DEFAULT_POLICY, RestartPolicy
 from dynamo_local.core.secrets import allowed_env, mask_env
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec, watcher_name
 from dynamo_local.errors import ConfigError
@@ -37,13 +38,16 @@ class WatcherPlan:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line says about the run, apart from the graph and its configuration."""
+    """What the command line and the section `Host` say about the run, apart from the graph and its services."""
 
     start_deadline_s: float = 300.0
     drain_deadline_s: float = 600.0
     lease_ttl_s: int = 10
     pass_env: tuple[str, ...] = ()
     pin_gpus: bool = True
+    keep_on_arbiter_death: bool = False
+    health_bound_s: float = 30.0
+    restart: RestartPolicy = DEFAULT_POLICY
 
 
 @dataclass(frozen=True, slots=True)

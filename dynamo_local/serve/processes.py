@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -19,10 +22,15 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a preexec f
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def set_parent_death_signal(signum: int) -> None:
-    """Ask the kernel to send us `signum` when the parent dies. Its thread counts: fork from the main thread."""
+def set_parent_death_signal(signum: int, parent: int | None = None) -> None:
+    """Ask the kernel to send us `signum` when the parent dies. Its thread counts: fork from the main thread.
+
+    A `parent` that died before the kernel was asked would never be noticed: then we end at once.
+    """
     if _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signum)
 
 
 def become_subreaper() -> None:
@@ -62,6 +70,15 @@ def session_members(session: int) -> Iterator[int]:
                 yield int(entry)
 
 
+def sessions() -> dict[int, dict[int, float]]:
+    """Session id -> its members' pids, each with its start time (seconds since boot). One look at all of /proc."""
+    found: dict[int, dict[int, float]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (fields := _stat_fields(int(entry))) is not None and fields[0] != "Z":
+            found.setdefault(int(fields[3]), {})[int(entry)] = int(fields[19]) / _TICKS_PER_S
+    return found
+
+
 def kill_session(session: int, signum: int = signal.SIGKILL) -> list[int]:
     """Signal every member of the session; returns the pids that were there.
 
@@ -96,3 +113,21 @@ async def wait_exit(pid: int, timeout_s: float | None = None) -> bool:
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+
+
+def send_signal(pid: int, signum: signal.Signals) -> None:
+    """To the main process only (the group would break an engine's drain); one that left a moment ago is no error."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        log.debug("pid %d was gone before %s", pid, signum.name)
+
+
+def how_it_ended(code: int | None) -> str:
+    """In words."""
+    if code is None:
+        return "ended unasked"
+    if code < 0:
+        named = -code in signal.Signals.__members__.values()
+        return f"was killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
+    return f"exited with code {code} unasked"

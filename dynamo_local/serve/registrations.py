@@ -5,6 +5,7 @@ A worker's last key, `{ns}/workers/{watcher}:{lease}`, says that all of its endp
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.lifecycle import DrainCancelled, LeaseRevoked, Registered
 from dynamo_local.core.types import WorkerState
+from dynamo_local.errors import EtcdUnavailable
 from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.links import Links
@@ -28,6 +30,7 @@ class Registrations:
         self._fleet = fleet
         self._links = links
         self.frontend_url: str | None = None
+        self._seen = asyncio.Event()
         self.on_stray: Callable[[Worker], None] = lambda worker: None
         """Called with a worker that was asked to leave and has registered (again)."""
 
@@ -37,6 +40,14 @@ class Registrations:
             self._links.etcd_answers = True
             await self._apply(event)
 
+    async def looked_through(self, timeout_s: float) -> None:
+        """Return once the whole registry has been looked through. Raises `EtcdUnavailable`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._seen.wait()
+        except TimeoutError:
+            raise EtcdUnavailable(f"etcd did not list its keys within {timeout_s:g} s; try again") from None
+
     def _lost(self) -> None:
         self._links.etcd_answers = False
         log.warning("etcd does not answer; what is known of the workers may be stale until it does")
@@ -45,6 +56,7 @@ class Registrations:
         if isinstance(event, SnapshotEvent):
             for kv in event.kvs:
                 await self._registered(kv.key, kv.value)
+            self._seen.set()
         elif isinstance(event, PutEvent):
             await self._registered(event.kv.key, event.kv.value)
         elif isinstance(event, DeleteEvent):
@@ -81,7 +93,11 @@ class Registrations:
         worker = self._fleet.workers.get(name)
         if worker is None or worker.lease != lease or not worker.runs:
             return
-        worker.lease, worker.endpoints = None, ()
+        await self.unregistered(worker, lease)
+
+    async def unregistered(self, worker: Worker, lease: str) -> None:
+        """This worker's key, which was under that lease, is not there."""
+        name, worker.lease, worker.endpoints = worker.name, None, ()
         if worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING):
             worker.lease_gone = worker.state is not WorkerState.DRAINING
             worker.reason = worker.reason or "its lease was revoked or has expired"

@@ -13,21 +13,25 @@ import logging
 import os
 from collections.abc import Awaitable, Coroutine
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, Literal, cast
 
 from dynamo_local.clock import Clock
 from dynamo_local.core import drains
 from dynamo_local.core.types import Missing, Role, WorkerState
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
+from dynamo_local.serve import leftovers
+from dynamo_local.serve.adoption import Adoption, Found
 from dynamo_local.serve.embedded import EmbeddedServers
 from dynamo_local.serve.events import EventLog, event_log_path
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
-from dynamo_local.serve.host import SupervisedHost
+from dynamo_local.serve.guarding import Guarding
+from dynamo_local.serve.host import AdoptingHost, SupervisedHost
 from dynamo_local.serve.leaving import Leaving
-from dynamo_local.serve.links import Links
-from dynamo_local.serve.logs import Interleaver, rotate
-from dynamo_local.serve.operations import Operations, log_tail
+from dynamo_local.serve.links import INFRA_TIMEOUT_S, Links
+from dynamo_local.serve.logs import Interleaver, log_tail, rotate
+from dynamo_local.serve.operations import Operations
 from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.processes import become_subreaper, start_time_s
 from dynamo_local.serve.progress import Row, View
@@ -68,7 +72,10 @@ class Supervisor:
         self.fleet = Fleet(_head(deployment), store, EventLog(event_log_path(deployment.paths.logs)), clock)
         self.fleet.on_trouble = self._trouble
         self.links = Links(namespace, deployment.run_id)
-        self.servers = EmbeddedServers(arbiter, deployment.paths, clock)
+        marks = partial(leftovers.marks, namespace, deployment.paths.statefile, deployment.run_id)
+        self.servers = EmbeddedServers(arbiter, deployment.paths, clock, marks)
+        self.servers.on_change = self._record_servers
+        self.guarding = Guarding(arbiter, deployment, clock)
         self.registrations = Registrations(namespace, self.fleet, self.links)
         self.sampling = Sampling(namespace, self.fleet, self.links, clock)
         self.operations = Operations(
@@ -106,15 +113,21 @@ class Supervisor:
 
     # --- coming up -----------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def start(self, found: Found | None = None) -> None:
         """Everything up and ready, or a typed error that says what failed, with the tail of its log.
 
-        Whoever calls takes everything down after an error, as after a run.
+        With `found`, take that run back instead. Whoever calls lets us leave after an error, as after a run.
         """
         become_subreaper()
         await self.arbiter.start()
+        await (self._start_anew() if found is None else self._take_back(found))
+        self.state = "ready"
+        self.view.ready(self._ready_facts())
+
+    async def _start_anew(self) -> None:
         servers = self._choose_servers()
         await self.fleet.create()
+        await self.guarding.start()  # before there is anything to be guarded
         for plan in self.deployment.workers:
             self.pool.take(plan.name, plan.gpus)
             self.fleet.add(plan)
@@ -126,8 +139,28 @@ class Supervisor:
         self._background(self._show())
         await self._unless_stopped(self._connect())
         await self._unless_stopped(self._all_ready())
-        self.state = "ready"
-        self.view.ready(self._ready_facts())
+
+    async def _take_back(self, found: Found) -> None:
+        """Until the very end the run is our predecessor's: its guardian watches, and a failure of ours ends nothing."""
+        self.state = "adopting"
+        adoption = Adoption(found, self.deployment, self, cast(AdoptingHost, self.arbiter))  # only ours is asked to
+        self.fleet.head = found.state.model_copy(update={"components": {}, **_arbiter_facts(self.deployment)})
+        adoption.restore()
+        for name in (*self.fleet.workers, *self.servers.names):
+            self._logs.watch(name, self.deployment.paths.log_file(name))
+        self.operations.env = adoption.env
+        self._background(self._show())
+        await self._unless_stopped(self._connect())
+        await self._unless_stopped(self.registrations.looked_through(INFRA_TIMEOUT_S))
+        await adoption.resume()
+        await self.guarding.replace()
+        self.fleet.head.on_arbiter_death = _policy(self.deployment)
+        await self._record_servers()
+
+    async def _record_servers(self) -> None:
+        """Their pids may change with every restart; an adoption needs those of now."""
+        self.fleet.head.servers = self.servers.records() or None
+        await self.fleet.commit_head()
 
     def _choose_servers(self) -> list[str]:
         """Prepare etcd and NATS where the user has none. Their addresses are known before they run: nobody waits."""
@@ -189,7 +222,7 @@ class Supervisor:
     # --- watching ------------------------------------------------------------------------------
 
     def _on_exit(self, name: str, pid: int, code: int | None) -> None:
-        if not self.servers.exited(name, code):
+        if not self.servers.exited(name, code) and not self.guarding.exited(name, code):
             self.operations.exited(name, pid, code)
 
     def _failed(self, worker: Worker, message: str) -> None:
@@ -294,6 +327,8 @@ class Supervisor:
             "run_id": head.run_id,
             "state": self.state,
             "arbiter_pid": os.getpid(),
+            "guardian_pid": self.guarding.pid,
+            "on_arbiter_death": head.on_arbiter_death,
             "circus_endpoint": head.circus_endpoint,
             "etcd_endpoints": head.etcd_endpoints,
             "nats_server": head.nats_server,
@@ -339,24 +374,34 @@ class Supervisor:
         """End the workers in order, then NATS and etcd, then remove what is ours on disk."""
         if not self._asked_down.done():
             self._asked_down.set_result("the run ended")
-        self.state = "leaving"
         self.operations.leaving = True
+        if self.state == "adopting":
+            await self._close(for_good=False)  # nothing was taken over: nothing is ended
+            await self.guarding.stop()
+            self._gone.set()
+            return
+        self.state = "leaving"
         try:
             await Leaving(self.fleet, self.clock, self._now, self.view).end_workers()
         finally:
             await self._let_go()
 
-    async def _let_go(self) -> None:
+    async def _close(self, *, for_good: bool) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._show_rows()
-        for name in list(self.fleet.workers):
-            await self.arbiter.forget(name)
-        if self.deployment.nats_server is not None:
+        if for_good and self.deployment.nats_server is not None:
             await self.links.delete_queue()
         await self.links.close()
+
+    async def _let_go(self) -> None:
+        self._show_rows()
+        await self._close(for_good=True)
+        for name in list(self.fleet.workers):
+            await self.arbiter.forget(name)
+        await self.operations.sweep()
         await self.servers.stop()
+        await self.guarding.stop()  # last: until here it would have ended what we had not
         try:
             await asyncio.to_thread(self.fleet.store.remove_if_owned, self.deployment.run_id)
         except DynamoError as error:
@@ -371,14 +416,25 @@ class InterruptedStart(DynamoError):
     exit_code = 130
 
 
+def _arbiter_facts(deployment: Deployment) -> dict[str, Any]:
+    return {
+        "circus_endpoint": deployment.paths.circus_endpoint,
+        "arbiter_pid": os.getpid(),
+        "arbiter_start_time": start_time_s(os.getpid()),
+    }
+
+
+def _policy(deployment: Deployment) -> Literal["end", "keep"]:
+    return "keep" if deployment.settings.keep_on_arbiter_death else "end"
+
+
 def _head(deployment: Deployment) -> State:
     """The statefile of a new run, before there is a worker in it."""
     return State(
         namespace=deployment.graph.namespace,
         run_id=deployment.run_id,
-        circus_endpoint=deployment.paths.circus_endpoint,
-        arbiter_pid=os.getpid(),
-        arbiter_start_time=start_time_s(os.getpid()),
+        **_arbiter_facts(deployment),
+        on_arbiter_death=_policy(deployment),
         runtime_dir=str(deployment.paths.runtime),
         target=deployment.graph.target,
         gpus=deployment.gpus_option,

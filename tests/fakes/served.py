@@ -80,6 +80,8 @@ class Served:
             "HOME": str(home),
             "XDG_RUNTIME_DIR": str(runtime),
             "PYTHONDONTWRITEBYTECODE": "1",
+            # A checkout that is not the installed one (a git worktree) is tested by its own code.
+            **{name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
             **(env or {}),
         }
         self._words = (*target, *words, *(("--Frontend.port=0",) if frontend else ()))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from openai import InternalServerError
 
 from dynamo_local.errors import NotRunning
 from dynamo_local.serve.lock import is_held
@@ -103,7 +104,7 @@ def under() -> Iterator[Guest]:
 
 async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None:
     """Beside theirs, in their list, under the names that the statefile has."""
-    names = ("etcd", "nats", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
+    names = ("etcd", "nats", "guardian", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
     assert under.watchers() == {f"dynamo_{name}": "active" for name in names}
     assert under.circusd.statuses()["other"] == "active"
     for name, pid in under.served.pids().items():
@@ -182,6 +183,19 @@ async def test_circusctl_stop_of_a_worker_is_a_drain(under: Guest) -> None:
     await auntil(lambda: "dynamo_VllmWorker_1" not in under.watchers(), 10.0, what=under.watchers)
 
 
+async def test_circusctl_reload_of_a_worker_drains_it_and_starts_it_again(under: Guest) -> None:
+    """Lesson 20: circus starts the second copy first; it has no ticket, and ends."""
+    pid = under.served.pids()["PrefillWorker"]
+    await asyncio.to_thread(under.circusd.ask, "reload", name="dynamo_PrefillWorker")
+    await auntil(
+        lambda: under.served.pids().get("PrefillWorker") not in (None, pid),
+        8.0,
+        what=lambda: (under.served.cli("events").stdout, under.served.status(), under.circusd.statuses()),
+    )
+    await auntil(lambda: under.served.states()["PrefillWorker"] == "ready", 20.0, what=under.served.states)
+    assert under.circusd.pids("dynamo_PrefillWorker") == [under.served.pids()["PrefillWorker"]]
+
+
 async def test_a_killed_etcd_is_started_again(under: Guest) -> None:
     """The embedded servers are watchers, too, which circusd does not restart: the plugin does."""
     pid = under.circusd.pids("dynamo_etcd")[0]
@@ -190,12 +204,52 @@ async def test_a_killed_etcd_is_started_again(under: Guest) -> None:
     await auntil(lambda: set(under.served.states().values()) == {"ready"}, 15.0, what=under.served.states)
 
 
+async def test_circusctl_stop_of_a_server_is_a_restart_of_it(under: Guest) -> None:
+    """The graph cannot live without; its port and its data stay."""
+    pid = under.circusd.pids("dynamo_nats")[0]
+    await asyncio.to_thread(under.circusd.ask, "stop", name="dynamo_nats")
+    await auntil(lambda: not is_alive(pid), 5.0, what=under.logs)
+    await auntil(lambda: under.watchers().get("dynamo_nats") == "active", 10.0, what=under.watchers)
+    async with asyncio.timeout(20), under.served.client() as client:
+        while True:  # without NATS there are no answers
+            try:
+                assert await stream_chat(client, "Again?", 24) == expected("Again?", 24)
+            except InternalServerError:
+                await asyncio.sleep(0.1)
+            else:
+                break
+
+
+async def test_circusctl_signal_term_is_a_drain(under: Guest) -> None:
+    """circus sends that one itself, without an event: the worker knows what it means."""
+    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
+    assert up.returncode == 0, up.stderr
+    pid = under.served.pids()["VllmWorker_1"]
+    await asyncio.to_thread(under.circusd.ask, "signal", name="dynamo_VllmWorker_1", signum="TERM")
+    await auntil(lambda: not is_alive(pid), 10.0, what=under.logs)
+    await auntil(lambda: "VllmWorker_1" not in under.served.states(), 10.0, what=under.served.states)
+
+
+def test_reloadconfig_drains_the_graph_and_a_restart_of_the_plugin_brings_it_back() -> None:
+    """circus drops every watcher that is not in its file."""
+    with guest() as under:
+        pids = under.ready().served.pids()
+        under.circusd.ask("reloadconfig")
+        until(lambda: not any(is_alive(pid) for pid in pids.values()), 30.0, what=under.logs)
+        plugin = under.plugin_pid()
+        until(lambda: under.circusd.ask("restart", name="plugin:dynamo")["status"] == "ok", 20.0, what=under.logs)
+        until(lambda: not is_alive(plugin), 20.0, what=under.logs)
+        under.ready()
+        assert set(under.watchers().values()) == {"active"}
+
+
 def test_down_leaves_their_watchers_and_stays_down() -> None:
     """And `circusctl start plugin:dynamo` brings it up again."""
     with guest() as under:
         other = under.ready().circusd.pids("other")
         under.served.down()
-        assert under.circusd.statuses() == {"other": "active", "plugin:dynamo": "stopped"}
+        left = {"other": "active", "plugin:dynamo": "stopped"}
+        until(lambda: under.circusd.statuses() == left, 2.0, what=under.circusd.statuses)  # circus looks every 0.1 s
         assert under.circusd.pids("other") == other
         assert [line for _, line in under.served.processes() if "circus.circusd" not in line] == []
         assert not under.served.paths.statefile.exists()
@@ -219,26 +273,70 @@ async def test_quit_finishes_what_streams() -> None:
             assert await stream == expected("To the end", 300, ignore_eos=True)
 
 
-async def test_a_killed_plugin_comes_back_with_the_graph() -> None:
-    """circusd starts it again; it ends what its predecessor left, as `dynamo serve` does."""
+async def test_a_killed_plugin_comes_back_and_takes_the_graph_back() -> None:
+    """circusd starts it again; it adopts the running workers, and no stream is cut."""
+    with guest() as under:
+        pids = under.ready().served.pids()
+        plugin = under.plugin_pid()
+        async with under.served.client() as client:
+            started = asyncio.Event()
+            stream = asyncio.ensure_future(stream_chat(client, "Go on", 600, ignore_eos=True, started=started))
+            await started.wait()
+            os.kill(plugin, signal.SIGKILL)
+            await auntil(lambda: under.circusd.pids("plugin:dynamo") not in ([], [plugin]), 10.0, what=under.logs)
+            await auntil(under.is_ready, READY_TIMEOUT_S, what=under.logs)
+            assert under.served.pids() == pids
+            assert await stream == expected("Go on", 600, ignore_eos=True)
+        assert set(under.watchers().values()) == {"active"}
+        up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "+1", "--wait")
+        assert up.returncode == 0, up.stderr
+        down = await asyncio.to_thread(under.served.cli, "drain", "dynamo_VllmWorker", "--wait")
+        assert down.returncode == 0, down.stderr
+        await auntil(lambda: not is_alive(pids["VllmWorker"]), 10.0, what=under.logs)
+        under.served.down()
+
+
+async def test_a_killed_plugin_and_dead_workers_start_anew() -> None:
+    """Nothing is left to be taken back."""
     with guest() as under:
         pids = under.ready().served.pids()
         plugin = under.plugin_pid()
         os.kill(plugin, signal.SIGKILL)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
         await auntil(lambda: under.circusd.pids("plugin:dynamo") not in ([], [plugin]), 10.0, what=under.logs)
+        await auntil(under.is_ready, READY_TIMEOUT_S, what=under.logs)
+        assert set(under.watchers().values()) == {"active"}
+        assert not set(pids.values()) & set(under.served.pids().values())
+
+
+async def test_a_reload_of_circusd_brings_the_graph_down_and_up_again() -> None:
+    """Lesson 20: SIGHUP starts a second plugin before it ends the first; it waits for the namespace."""
+    with guest() as under:
+        pids = under.ready().served.pids()
+        plugin = under.plugin_pid()
+        os.kill(under.circusd.pid, signal.SIGHUP)
+        await auntil(lambda: not is_alive(plugin), 20.0, what=under.logs)
         under.ready()
         assert not any(is_alive(pid) for pid in pids.values())
-        assert set(under.watchers().values()) == {"active"}
+        assert len(under.circusd.pids("plugin:dynamo")) == 1
+        workers = under.served.pids().items()
+        assert all(under.circusd.pids(f"dynamo_{name}") == [pid] for name, pid in workers)
 
 
-def test_a_killed_circusd_takes_the_graph_with_it() -> None:
-    """Lesson 3: the kernel ends the workers, and the plugin cleans up after them."""
+async def test_a_killed_circusd_takes_the_graph_with_it_in_order() -> None:
+    """Lesson 3: nothing of ours outlives it; the plugin hears of its death, and lets streams finish first."""
     with guest() as under:
         pids = under.ready().served.pids()
         other = under.circusd.pids("other")
-        under.circusd.kill()
-        until(lambda: not any(is_alive(pid) for pid in pids.values()), 2.0, what=under.logs)
-        until(lambda: not under.served.paths.statefile.exists(), 10.0, what=under.logs)
+        async with under.served.client() as client:
+            started = asyncio.Event()
+            stream = asyncio.ensure_future(stream_chat(client, "Still", 300, ignore_eos=True, started=started))
+            await started.wait()
+            under.circusd.kill()
+            assert await stream == expected("Still", 300, ignore_eos=True)
+        await auntil(lambda: not any(is_alive(pid) for pid in pids.values()), 20.0, what=under.logs)
+        await auntil(lambda: not under.served.paths.statefile.exists(), 10.0, what=under.logs)
         assert is_alive(other[0])  # theirs outlives it: that is circus
         os.kill(other[0], signal.SIGKILL)
 

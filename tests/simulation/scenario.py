@@ -385,7 +385,9 @@ ACTIONS: dict[Callable[[Scenario], None], int] = {
 }
 
 
-def run_seed(seed: int, *, crash_at: int | None = None, crash_when: str = "before", steps: int | None = None) -> Outcome:
+def run_seed(
+    seed: int, *, crash_at: int | None = None, crash_when: str = "before", steps: int | None = None
+) -> Outcome:
     """One whole run. Raises `Broken` whose notes are the story."""
     rng = random.Random(seed)
     made: list[Scenario] = []

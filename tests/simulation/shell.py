@@ -1,4 +1,4 @@
-"""The shell of the arbiter, composed as `Supervisor` does it, on a simulated host; and what must always be true of it."""
+"""The shell of the arbiter, composed as `Supervisor` does it, on a simulated host; what must always be true of it."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ class Shell:
         self.operations = Operations(
             self.fleet, self.host, self.pool, self.planner, self.links, clock, background=background, tell=tell
         )
+        self.operations.end_children = lambda name: []  # type: ignore[assignment]
         self.scaler = Scaler(
             self.fleet, self.pool, self.planner, self.operations, clock, background=background, tell=tell
         )
@@ -192,10 +193,10 @@ class Shell:
             words, self.scaler.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
         )
         worker = self.fleet.workers.get(name)
-        if cancel and not answered and stimulus_id in self._cancelling:
-            # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
-            if worker is None or (worker.state in LEAVES and worker.course is Course.STEADY):
-                self.wanted.discard(name)
+        # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
+        goes = worker is None or (worker.state in LEAVES and worker.course is Course.STEADY)
+        if cancel and not answered and stimulus_id in self._cancelling and goes:
+            self.wanted.discard(name)
 
     async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
         """`dynamo restart`."""

@@ -71,7 +71,7 @@ def test_status_is_quick(disagg: Served) -> None:
 
 def test_circusctl_lists_and_shows(disagg: Served) -> None:
     """`dynamo ctl list|status|numprocesses|options`: one watcher per process, and one process per watcher."""
-    names = [*WORKERS, "dynamo_etcd", "dynamo_nats"]
+    names = [*WORKERS, "dynamo_etcd", "dynamo_nats", "dynamo_guardian"]
 
     listed = disagg.cli("ctl", "list").stdout
     status = disagg.cli("ctl", "status").stdout
@@ -94,7 +94,7 @@ def test_stock_circusctl_needs_nothing_of_ours(disagg: Served) -> None:
 
     client = CircusClient(endpoint=disagg.paths.circus_endpoint, timeout=5.0)
     try:
-        assert len(client.call({"command": "list", "properties": {}})["watchers"]) == 6
+        assert len(client.call({"command": "list", "properties": {}})["watchers"]) == 7
         assert set(client.call({"command": "status", "properties": {}})["statuses"].values()) == {"active"}
         number = client.call({"command": "numprocesses", "properties": {"name": "dynamo_Processor"}})
         assert number["numprocesses"] == 1

@@ -1,0 +1,121 @@
+"""For tests that scale a running graph: commands without a process of their own, load that checks every stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from dynamo_local.cli.common import ask_arbiter
+from dynamo_local.serve.events import event_log_path, read
+from tests.fakes.served import Served, auntil, expected, stream_chat
+
+COMMAND_TIMEOUT_S = 20.0
+TOKENS = (20, 60, 150)
+"""Of the load's streams, in turn: some end in a tenth of a second, some outlast whatever is done meanwhile."""
+
+
+def command(served: Served, name: str, /, **properties: Any) -> dict[str, Any]:
+    """`dynamo_NAME` over the control endpoint, as `dynamo NAME` sends it. Raises `ArbiterRefused`."""
+    return ask_arbiter(served.paths, f"dynamo_{name}", COMMAND_TIMEOUT_S, **properties)
+
+
+def scale(served: Served, component: str, target: str, **properties: Any) -> list[tuple[str, str]]:
+    """`dynamo scale`: `(kind, name without the namespace)` of each instruction."""
+    reply = command(served, "scale", component=component, target=target, **properties)
+    prefix = f"{served.namespace}_"
+    return [(i["kind"], i["watcher_name"].removeprefix(prefix)) for i in reply["instructions"]]
+
+
+async def ascale(served: Served, component: str, target: str, **properties: Any) -> list[tuple[str, str]]:
+    """`scale` beside other tasks of the loop."""
+    return await asyncio.to_thread(scale, served, component, target, **properties)
+
+
+async def settled(served: Served, timeout_s: float = 30.0) -> None:
+    """Every worker is ready, or the template of a component that has none."""
+    await auntil(lambda: set(served.states().values()) <= {"ready", "exited"}, timeout_s, what=served.states)
+
+
+def names(served: Served, component: str) -> list[str]:
+    """Of the component's ready workers, without the namespace."""
+    return [
+        row["watcher_name"].removeprefix(f"{served.namespace}_")
+        for row in served.status()["workers"]
+        if row["component"] == component and row["state"] == "ready"
+    ]
+
+
+def events(served: Served, name: str | None = None) -> list[dict[str, Any]]:
+    """The event log, of one worker (without namespace) or of all."""
+    of = None if name is None else {f"{served.namespace}_{name}"}
+    return [dict(record) for record in read(event_log_path(served.paths.logs), of=of) if record]
+
+
+def kinds(records: Iterable[dict[str, Any]]) -> list[str]:
+    """Their event names."""
+    return [record["event"] for record in records]
+
+
+class Load:
+    """What became of the streams of a load."""
+
+    def __init__(self) -> None:
+        self.right = 0
+        self.failures: list[str] = []
+
+    def check(self, at_least: int = 1) -> None:
+        """No stream failed or was wrong, and there were some."""
+        assert self.failures == []
+        assert self.right >= at_least, self.right
+
+
+@asynccontextmanager
+async def load(served: Served, streams: int = 12) -> AsyncIterator[Load]:
+    """So many clients, each with one stream after the other, without retries; the block ends when all have ended."""
+    found, stop = Load(), asyncio.Event()
+
+    async def client(http: Any, number: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            prompt = f"Client {number} asks for the {turn}th time: what is it like to be one of many?"
+            tokens = TOKENS[(number + turn) % len(TOKENS)]
+            turn += 1
+            try:
+                answer = await stream_chat(http, prompt, tokens, ignore_eos=True)
+            except Exception as error:
+                found.failures.append(f"{type(error).__name__}: {error}")
+                return
+            if answer == expected(prompt, tokens, ignore_eos=True):
+                found.right += 1
+            else:
+                found.failures.append(f"{prompt!r}: wrong answer, {answer[1]}")
+
+    async with served.client() as http:
+        clients = [asyncio.create_task(client(http, number)) for number in range(streams)]
+        try:
+            await auntil(lambda: found.right or found.failures, 30.0)
+            yield found
+        finally:
+            stop.set()
+            await asyncio.gather(*clients)
+
+
+@asynccontextmanager
+async def streaming(served: Served, *prompts: str, tokens: int) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """One stream of exactly so many tokens (about 6 ms each) per prompt, all begun; tasks of `stream_chat`."""
+    async with served.client() as http:
+        began = [asyncio.Event() for _ in prompts]
+        tasks = [
+            asyncio.create_task(stream_chat(http, prompt, tokens, ignore_eos=True, started=event))
+            for prompt, event in zip(prompts, began, strict=True)
+        ]
+        try:
+            async with asyncio.timeout(20.0):
+                await asyncio.gather(*(event.wait() for event in began))
+            yield tasks
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

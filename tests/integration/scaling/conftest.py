@@ -1,0 +1,30 @@
+"""A graph that the tests of a module scale up and down; after each test it is made what it was."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.fakes.scaled import ascale, settled
+from tests.fakes.served import Served, auntil
+
+BASE = {"VllmWorker": 2, "PrefillWorker": 2}
+
+
+@pytest.fixture(scope="module")
+def shared_graph() -> Iterator[Served]:
+    """Two decode, two prefill workers and a Processor, on eight simulated GPUs."""
+    with Served(*(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items())) as served:
+        yield served.start()
+
+
+@pytest.fixture
+async def graph(shared_graph: Served) -> AsyncIterator[Served]:
+    """The module's graph, with the workers that it began with, before and after."""
+    yield shared_graph
+    await settled(shared_graph)
+    for component, count in BASE.items():
+        await ascale(shared_graph, component, f"={count}", force=True)
+    await settled(shared_graph)
+    await auntil(lambda: len(shared_graph.states()) == 2 + sum(BASE.values()), what=shared_graph.states)

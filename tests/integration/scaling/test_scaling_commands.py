@@ -1,0 +1,219 @@
+"""`dynamo scale` on a running graph, under load: nothing is lost, and nobody is touched but the one who is meant."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import statistics
+import time
+
+import openai
+import pytest
+
+from dynamo_local.cli.common import ArbiterRefused
+from tests.fakes.scaled import ascale, command, events, kinds, load, names, scale, settled, streaming
+from tests.fakes.served import Served, asking, auntil, expected
+
+pytestmark = pytest.mark.infra
+
+BOTH = ["VllmWorker", "VllmWorker_1"]
+
+
+async def test_scaling_under_load_loses_nothing_and_touches_no_sibling(graph: Served) -> None:
+    """lesson 1, lesson 2: up, down and to a number; every stream is right; whoever is not named keeps its pid."""
+    before = graph.pids()
+    async with load(graph) as streams:
+        assert await ascale(graph, "VllmWorker", "+1") == [("spawn", "VllmWorker_2")]
+        await settled(graph)
+        assert await ascale(graph, "VllmWorker", "-1") == [("drain", "VllmWorker_2")]
+        await settled(graph)
+        assert await ascale(graph, "VllmWorker", "=4") == [("spawn", "VllmWorker_2"), ("spawn", "VllmWorker_3")]
+        await settled(graph)
+        assert await ascale(graph, "VllmWorker", "2") == [("drain", "VllmWorker_3"), ("drain", "VllmWorker_2")]
+        await auntil(lambda: "VllmWorker_2" not in graph.states() and "VllmWorker_3" not in graph.states())
+    streams.check(at_least=20)
+
+    assert graph.pids() == before
+    assert sorted(graph.statefile()["components"]) == sorted(f"dynamo_{name}" for name in before)
+
+
+async def test_new_workers_get_the_lowest_free_names_and_their_own_devices(graph: Served) -> None:
+    """lesson 7, lesson 8: one watcher and `gpus_per_worker` devices of the ledger for each; given back at the end."""
+    await ascale(graph, "VllmWorker", "+2")
+    await settled(graph)
+    rows = {row["watcher_name"]: row for row in graph.status()["workers"]}
+    held = [gpu for row in rows.values() for gpu in row["gpus"]]
+    await ascale(graph, "VllmWorker", "-2")
+    await auntil(lambda: names(graph, "VllmWorker") == BOTH and len(graph.states()) == len(rows) - 2)
+
+    assert all(len(rows[f"dynamo_VllmWorker_{n}"]["gpus"]) == 1 for n in (2, 3))
+    assert len(held) == len(set(held)) == 6
+    assert {w["pid"] for w in rows.values()} >= set(graph.pids().values())
+
+
+async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Served) -> None:
+    """The same process serves on within a second, its streams go on, and there is no second process."""
+    before, seen, took_s = graph.pids(), len(events(graph)), []
+    prompts = [f"Long story {n}." for n in range(4)]
+    async with streaming(graph, *prompts, tokens=800) as streams:
+        for _ in range(3):
+            assert await ascale(graph, "VllmWorker", "-1") == [("drain", "VllmWorker_1")]
+            await auntil(lambda: graph.worker("VllmWorker_1")["lease"] is None)
+            began_s = time.monotonic()
+            assert await ascale(graph, "VllmWorker", "+1") == [("cancel_drain", "VllmWorker_1")]
+            await auntil(lambda: graph.states()["VllmWorker_1"] == "ready")
+            took_s.append(time.monotonic() - began_s)
+        leases = graph.keys("dynamo/components/VllmWorker/generate")
+        answers = [await stream for stream in streams]
+    async with load(graph) as after:
+        await auntil(lambda: after.right > 12)
+
+    assert answers == [expected(prompt, 800, ignore_eos=True) for prompt in prompts]
+    assert min(took_s) < 1.0
+    assert graph.pids() == before
+    assert len(leases) == 2
+    assert "Spawned" not in kinds(events(graph)[seen:])
+    after.check()
+
+
+async def test_drain_and_cancel_by_name(graph: Served) -> None:
+    """`dynamo drain NAME` and `--cancel`: a name, a state, and the same process serves on."""
+    before = graph.pids()
+    prompts = [f"A stream here or there, {n}." for n in range(6)]
+    async with streaming(graph, *prompts, tokens=900) as streams:
+        drained = await asyncio.to_thread(graph.cli, "drain", "dynamo_VllmWorker_1")
+        status = await asyncio.to_thread(graph.cli, "status")
+        cancelled = await asyncio.to_thread(graph.cli, "drain", "dynamo_VllmWorker_1", "--cancel", "--wait")
+        answers = [await stream for stream in streams]
+
+    assert (drained.returncode, cancelled.returncode) == (0, 0), (drained.stderr, cancelled.stderr)
+    assert "draining" in drained.stdout
+    row = next(line for line in status.stdout.splitlines() if "VllmWorker_1" in line)
+    assert "draining" in row
+    assert re.search(r"[1-9] requests? left.*, about \d+", row), row
+    assert graph.states()["VllmWorker_1"] == "ready"
+    assert graph.pids() == before
+    assert answers == [expected(prompt, 900, ignore_eos=True) for prompt in prompts]
+
+
+async def test_the_last_ready_worker_needs_force_and_its_name_comes_back(graph: Served) -> None:
+    """Refused with the reason; forced, the bare entry stays as a template, and `+1` starts that name again."""
+    with pytest.raises(ArbiterRefused, match=r"dynamo_VllmWorker would go, the last ready worker .* --force"):
+        await ascale(graph, "VllmWorker", "=0")
+    with pytest.raises(ArbiterRefused, match="is refused"):
+        await ascale(graph, "Processor", "-1")
+    assert names(graph, "VllmWorker") == BOTH, "a refusal changes nothing"
+
+    going = await ascale(graph, "VllmWorker", "=0", force=True)
+    await auntil(lambda: graph.states().get("VllmWorker") == "exited" and "VllmWorker_1" not in graph.states())
+    template = graph.statefile()["components"]["dynamo_VllmWorker"]
+    async with graph.client() as client:
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.chat.completions.create(**asking("Is nobody there?", 4))
+    coming = await ascale(graph, "VllmWorker", "+1"), await ascale(graph, "VllmWorker", "+1")
+    await settled(graph)
+
+    assert going == [("drain", "VllmWorker_1"), ("drain", "VllmWorker")]
+    assert (template.get("pid"), template.get("lease"), template["resources"]) == (None, None, {})
+    assert template["cmd"]
+    assert refused.value.status_code == 503
+    assert coming == ([("spawn", "VllmWorker")], [("spawn", "VllmWorker_1")])
+    async with load(graph) as after:
+        await auntil(lambda: after.right > 6)
+    after.check()
+
+
+async def test_a_worker_that_still_starts_is_taken_back_first(graph: Served) -> None:
+    """It serves nothing yet: it goes at once, counts as no failure, and the ready ones stay."""
+    before = graph.pids()
+    coming = await ascale(graph, "VllmWorker", "+1")
+    going = await ascale(graph, "VllmWorker", "-1")
+    await auntil(lambda: "VllmWorker_2" not in graph.states(), 10.0, what=graph.states)
+
+    assert (coming, going) == ([("spawn", "VllmWorker_2")], [("take_back", "VllmWorker_2")])
+    last = events(graph, "VllmWorker_2")
+    assert last[-1]["to"] == "exited"
+    assert "BackoffStarted" not in kinds(last)
+    assert graph.pids() == before
+    assert sorted(g for row in graph.status()["workers"] for g in row["gpus"]) == ["0", "1", "2", "3"]
+
+
+async def test_more_than_there_are_gpus_for_is_refused_as_a_whole(graph: Served) -> None:
+    """lesson 5: nothing is invented and nothing is begun; the message names what is held by whom."""
+    with pytest.raises(ArbiterRefused, match=r"too few GPUs: 5 needed, 4 of 8 free"):
+        await ascale(graph, "VllmWorker", "+5")
+
+    assert names(graph, "VllmWorker") == BOTH
+
+
+def test_what_cannot_be_understood_is_refused_before_anything_happens(graph: Served) -> None:
+    """Exit code 2 with the word that is wrong: a component, a number, a policy, a worker."""
+    for words, what in (
+        (("scale", "VllmWroker", "+1"), "VllmWroker"),
+        (("scale", "VllmWorker", "many"), "many"),
+        (("scale", "VllmWorker", "-7"), "7"),
+        (("drain", "dynamo_VllmWorker_9"), "VllmWorker_9"),
+        (("restart", "Nobody"), "Nobody"),
+    ):
+        done = graph.cli(*words)
+        assert done.returncode == 2, (words, done.stdout, done.stderr)
+        assert what in done.stderr, words
+    with pytest.raises(ArbiterRefused, match="victim policy"):
+        scale(graph, "VllmWorker", "-1", victim_policy="youngest")
+
+    assert names(graph, "VllmWorker") == BOTH
+
+
+async def test_the_victim_policy_chooses(graph: Served) -> None:
+    """`least-loaded` takes the idle worker, whatever its name; the other one streams on."""
+    async with streaming(graph, "Keep me busy.", tokens=700) as [stream]:
+        busy = await auntil(lambda: _busy(graph), what=graph.status)
+        idle = next(name for name in BOTH if name != busy)
+        taken = await ascale(graph, "VllmWorker", "-1", victim_policy="least-loaded")
+        answer = await stream
+    await auntil(lambda: graph.states().get(idle, "exited") == "exited")
+    await ascale(graph, "VllmWorker", "=2")
+    await settled(graph)
+
+    assert taken == [("drain", idle)]
+    assert answer == expected("Keep me busy.", 700, ignore_eos=True)
+
+
+def _busy(served: Served) -> str | None:
+    """The one decode worker that streams, once both loads are known."""
+    rows = [served.worker(name) for name in BOTH]
+    slots = {
+        row["watcher_name"].removeprefix("dynamo_"): (row["load"] or {}).get("request_active_slots") for row in rows
+    }
+    if None in slots.values() or sum(slots.values()) != 1:
+        return None
+    return max(slots, key=lambda name: slots[name])
+
+
+async def test_commands_are_answered_while_drains_run(graph: Served) -> None:
+    """lesson 13: with two drains under way `status` and `scale` are answered within 50 ms (the median: others share
+    the machine), and other workers come."""
+    await ascale(graph, "VllmWorker", "=4")
+    await settled(graph)
+    took_s: dict[str, list[float]] = {"status": [], "scale": []}
+    prompts = [f"A stream that outlasts this test, {n}." for n in range(8)]
+    async with streaming(graph, *prompts, tokens=900) as streams:
+        going = await ascale(graph, "VllmWorker", "=2")
+        more = await ascale(graph, "PrefillWorker", "+1")
+        while _two_drain(graph) and len(took_s["scale"]) < 20:
+            for name, properties in (("status", {}), ("scale", {"component": "VllmWorker", "target": "=2"})):
+                began_s = time.monotonic()
+                await asyncio.to_thread(command, graph, name, **properties)
+                took_s[name].append(time.monotonic() - began_s)
+        answers = [await stream for stream in streams]
+
+    assert going == [("drain", "VllmWorker_3"), ("drain", "VllmWorker_2")]
+    assert more == [("spawn", "PrefillWorker_2")]
+    assert len(took_s["scale"]) > 3
+    medians_s = {name: statistics.median(values) for name, values in took_s.items()}
+    assert max(medians_s.values()) < 0.05, took_s
+    assert answers == [expected(prompt, 900, ignore_eos=True) for prompt in prompts]
+
+
+def _two_drain(served: Served) -> bool:
+    return list(served.states().values()).count("draining") == 2

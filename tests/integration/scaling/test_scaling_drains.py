@@ -1,0 +1,213 @@
+"""Drains on real processes: how fast a worker is out of routing, what it finishes, what its deadline cuts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from dynamo_local.errors import WorkerDraining, WorkerLost
+from dynamo_local.ports import DeleteEvent
+from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.runtime.requests import NatsEndpointClient, RequestPlane
+from tests.fakes.scaled import ascale, command, events, load, names, settled, streaming
+from tests.fakes.served import AGG, Served, auntil, expected, messages, stream_chat, tokenizer
+
+pytestmark = pytest.mark.infra
+
+LONG_PROMPT = "word " * 400
+
+
+# --- out of routing ------------------------------------------------------------------------------
+
+
+async def test_a_drained_worker_is_out_of_routing_at_once(graph: Served) -> None:
+    """From the command to the key's disappearance, as a client of etcd sees it: 50 ms (the median: others share the
+    machine; `benchmarks.drain` measures p99)."""
+    took_s = []
+    kv = await EtcdStore.connect(graph.status()["etcd_endpoints"])
+    gone: dict[str, float] = {}
+    watching = asyncio.create_task(_note_deletes(kv, gone))
+    try:
+        async with streaming(graph, *(f"Stay a while, {n}." for n in range(4)), tokens=5000) as streams:
+            for _ in range(5):
+                lease = graph.worker("VllmWorker_1")["lease"]
+                began_s = time.monotonic()
+                await ascale(graph, "VllmWorker", "-1")
+                await auntil(lambda lease=lease: lease in gone)
+                took_s.append(gone[lease] - began_s)
+                await ascale(graph, "VllmWorker", "+1")
+                await auntil(lambda: graph.worker("VllmWorker_1")["lease"], what=graph.states)
+            alive = not any(stream.done() for stream in streams)
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+        await kv.close()
+
+    assert alive, "the streams ended: there was nothing to drain"
+    assert statistics.median(took_s) < 0.05, took_s
+
+
+async def _note_deletes(kv: EtcdStore, gone: dict[str, float]) -> None:
+    async for event in kv.watch_prefix("dynamo/components/VllmWorker/"):
+        if isinstance(event, DeleteEvent):
+            gone.setdefault(event.key.rpartition(":")[2], time.monotonic())
+
+
+async def test_requests_that_were_on_their_way_are_served_or_sent_on(graph: Served) -> None:
+    """A caller that has not heard of the deregistration yet is served at first, then told to go elsewhere."""
+    ids = tokenizer().encode_chat(messages("Too late?"))
+    request = {"request_id": "late", "token_ids": ids, "sampling": {"max_tokens": 4, "ignore_eos": True}}
+    async with _decode_client(graph) as client, streaming(graph, "One.", "Two.", "Three.", tokens=900):
+        victim = int(graph.worker("VllmWorker_1")["lease"], 16)
+        stale = client.instances()
+        scaling = asyncio.create_task(ascale(graph, "VllmWorker", "-1"))
+        async with asyncio.timeout(5.0):
+            while victim in {i.instance_id for i in client.instances()}:
+                await asyncio.sleep(0.001)  # no thread: stragglers are served for a quarter of a second only
+        client._view.instances = lambda: stale  # what the caller would still see, had the news not come
+        at_once = [item async for item in await client.call(request, instance_id=victim)]
+        await scaling
+        await asyncio.sleep(0.5)  # twice the time for which stragglers are served
+        with pytest.raises((WorkerDraining, WorkerLost)):
+            await client.call(request, instance_id=victim)
+        sent_on = [await client.call(request) for _ in range(4)]
+        answers = [[item async for item in stream] for stream in sent_on]
+
+    tokens = [[token for item in answer for token in item["token_ids"]] for answer in (at_once, *answers)]
+    assert tokens[1:] == [tokens[0]] * 4
+    assert len(tokens[0]) == 4
+    assert victim not in {stream.instance_id for stream in sent_on}
+
+
+@asynccontextmanager
+async def _decode_client(served: Served) -> AsyncIterator[NatsEndpointClient]:
+    """A client of the decode workers, as the Processor has one."""
+    facts = served.statefile()
+    kv = await EtcdStore.connect(facts["etcd_endpoints"])
+    nats = await connect_nats(facts["nats_server"], served.paths.runtime / "nats" / "token")
+    plane = RequestPlane(nats)
+    try:
+        await plane.start()
+        client = await plane.client(kv, served.namespace, "VllmWorker", "generate")
+        await client.wait_for_instances(5.0)
+        yield client
+    finally:
+        await plane.close()
+        await close_quietly(nats)
+        await kv.close()
+
+
+async def test_a_processor_drains_while_everything_streams_through_it() -> None:
+    """It holds no GPU, but half of all streams: they end on it, and new ones take the other one."""
+    with Served("--Processor.ServiceArgs.workers=2", target=AGG) as served:
+        served.start()
+        async with load(served) as streams:
+            for _ in range(2):
+                assert await ascale(served, "Processor", "-1") == [("drain", "Processor_1")]
+                await auntil(lambda: "Processor_1" not in served.states(), what=served.states)
+                assert await ascale(served, "Processor", "+1") == [("spawn", "Processor_1")]
+                await settled(served)
+        streams.check(at_least=12)
+
+
+# --- prefill workers -----------------------------------------------------------------------------
+
+
+async def test_a_prefill_worker_drains_with_entries_in_the_queue_and_comes_back() -> None:
+    """It finishes what it has pulled and pulls no more; the rest is the other one's. Taken back, it pulls again."""
+    words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.03}')
+    limits = ("--VllmWorker.max-prefill-queue-size=100", "--VllmWorker.prefill-timeout-s=30")
+    with Served(*words, *limits) as served:
+        served.start()
+        before = served.pids()
+        prompts = [f"{LONG_PROMPT} and {n}" for n in range(6)]
+        async with served.client() as http:
+            streams = [asyncio.create_task(stream_chat(http, prompt, 16, ignore_eos=True)) for prompt in prompts]
+            await auntil(lambda: (served.status()["prefill_queue"] or {}).get("pending"), what=served.status)
+            assert await ascale(served, "PrefillWorker", "-1") == [("drain", "PrefillWorker_1")]
+            state = served.states()["PrefillWorker_1"]
+            assert await ascale(served, "PrefillWorker", "+1") == [("cancel_drain", "PrefillWorker_1")]
+            await auntil(lambda: served.states()["PrefillWorker_1"] == "ready", 2.0, what=served.states)
+            pids = served.pids()
+            assert await ascale(served, "PrefillWorker", "-1") == [("drain", "PrefillWorker_1")]
+            answers = [await stream for stream in streams]
+        await auntil(lambda: "PrefillWorker_1" not in served.states(), what=served.states)
+        queue = await auntil(lambda: _idle_queue(served), what=lambda: served.status()["prefill_queue"])
+        decode_log = served.log("VllmWorker")
+
+    assert state == "draining"
+    assert pids == before
+    assert answers == [expected(prompt, 16, ignore_eos=True) for prompt in prompts]
+    assert queue["dead_letters"] == 0
+    assert decode_log.count("Remote prefill: True") == len(prompts)
+    assert "prefilled locally" not in decode_log
+
+
+def _idle_queue(served: Served) -> dict[str, int] | None:
+    queue = served.status()["prefill_queue"]
+    return queue if queue["outstanding"] == 0 and queue["dead_letters"] is not None else None
+
+
+# --- deadlines -----------------------------------------------------------------------------------
+
+
+async def test_a_drain_deadline_cuts_what_is_left_and_says_what() -> None:
+    """The session is ended, the cut requests are counted in the event log and named in the notes; then it is gone."""
+    words = ("--VllmWorker.ServiceArgs.workers=2", "--VllmWorker.ServiceArgs.drain-deadline-s=1")
+    with Served(*words) as served:
+        served.start()
+        prompts = [f"I go on for ever, {n}." for n in range(6)]
+        async with streaming(served, *prompts, tokens=50_000) as streams:
+            await auntil(lambda: _slots(served, "VllmWorker_1") == 3, what=served.status)
+            await ascale(served, "VllmWorker", "-1")
+            await auntil(lambda: "VllmWorker_1" not in served.states(), 15.0, what=served.states)
+            cut = [stream for stream in streams if stream.done()]
+            others = [stream for stream in streams if not stream.done()]
+            errors = [stream.exception() for stream in cut]
+        notes = " ".join(served.status()["notes"])
+        passed = next(record for record in events(served) if record["event"] == "DrainDeadlinePassed")
+
+    assert (len(cut), len(others)) == (3, 3)
+    assert all(isinstance(error, openai.APIError) for error in errors), errors
+    assert passed["requests_cut"] == 3
+    assert re.search(r"dynamo_VllmWorker_1 was not gone 1 s after .*; 3 requests were cut: (\w+, ){2}\w+", notes), notes
+
+
+def _slots(served: Served, name: str) -> int | None:
+    sample = served.worker(name)["load"]
+    return None if sample is None else int(sample["request_active_slots"])
+
+
+# --- restarts ------------------------------------------------------------------------------------
+
+
+async def test_a_rolling_restart_needs_no_spare_gpu_and_loses_nothing() -> None:
+    """Two workers on two GPUs: one after the other gets a new process on its own device, and one always serves."""
+    with Served("--VllmWorker.ServiceArgs.workers=2", "--gpus", "sim:2", target=AGG) as served:
+        served.start()
+        before, gpus = served.pids(), {name: served.worker(name)["gpus"] for name in names(served, "VllmWorker")}
+        fewest = 2
+        async with load(served) as streams:
+            reply = await asyncio.to_thread(command, served, "restart", name="VllmWorker", rolling=True)
+            began_s = time.monotonic()
+            while set(served.pids().items()) & {(name, before[name]) for name in gpus} or fewest == 2:
+                fewest = min(fewest, len(names(served, "VllmWorker")))
+                assert time.monotonic() - began_s < 40.0, served.states()
+                await asyncio.sleep(0.02)
+            await settled(served)
+        streams.check(at_least=12)
+        after = served.pids()
+
+        assert reply["workers"] == ["dynamo_VllmWorker_1", "dynamo_VllmWorker"]
+        assert fewest == 1
+        assert {name for name in before if before[name] != after[name]} == set(gpus)
+        assert {name: served.worker(name)["gpus"] for name in gpus} == gpus
+        assert "Faulted" not in {record["event"] for record in events(served)}
