@@ -115,7 +115,7 @@ class Scenario:
             process.hang(False)
 
     async def settle(self) -> bool:
-        """Wait until nothing is under way, then look whether it is what was wanted. False: the arbiter died meanwhile."""
+        """Wait until nothing is under way, then look whether it is what was wanted. False: the arbiter died."""
         deadline_s = self.loop.time() + SETTLES_WITHIN_S
         still = 0
         while still < 3:

@@ -1,4 +1,4 @@
-"""The arbiter's shell under whatever a seed brings. Failing seeds are printed; those that once failed are in `seeds.txt`.
+"""The arbiter's shell under whatever a seed brings. Failing seeds are printed; those that once did are in `seeds.txt`.
 
 `DYN_SIM_SEEDS=20000` runs more than the default, `DYN_SIM_FIRST=123456` others; one seed alone:
 `python -c "from tests.simulation.scenario import run_seed; run_seed(123)"`.
