@@ -276,7 +276,8 @@ class SimProcess:
     # --- what it answers ---------------------------------------------------------------------------
 
     async def _op_status(self, _args: Mapping[str, Any]) -> dict[str, Any]:
-        return {"state": str(self.drain.phase), "requests": ["r1"] if self.drain.phase is Phase.DRAINING else []}
+        requests = ["r1"] if self.drain.phase is Phase.DRAINING else []
+        return {"state": str(self.drain.phase), "requests": requests, "in_flight": len(requests)}
 
     async def _op_cancel(self, _args: Mapping[str, Any]) -> dict[str, Any]:
         await self.drain.cancel()

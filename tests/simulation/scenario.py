@@ -54,7 +54,7 @@ class Scenario:
     async def run(self, *, crash_at: int | None = None, crash_when: str = "before", steps: int | None = None) -> None:
         """Start, let things happen, calm down, see that all came right, leave."""
         self.shell.crash_at, self.shell.crash_when = crash_at, crash_when
-        await self.shell.start()
+        await self.shell.foreground(self.shell.start())
         await self._wait(self.rng.choice((0.0, 0.3, 2.0)))
         for _ in range(steps or self.rng.randint(3, 14)):
             if self.shell.dead:
@@ -64,7 +64,9 @@ class Scenario:
         self.calm()
         if self.shell.dead:
             await self._start_anew()
-        await self.settle()
+        if not await self.settle():
+            await self._start_anew()
+            await self.settle()
         await self._leave()
 
     async def _wait(self, seconds: float) -> None:
@@ -75,7 +77,9 @@ class Scenario:
 
     async def _start_anew(self) -> None:
         """The guardian's default after a crash: all workers are ended, their leases revoked; then `serve` again."""
-        check_sufficient(self.world)
+        if not self.world.file.edited and not self.world.file.full and not self.shell.fleet.unwritten:
+            check_sufficient(self.world)  # else the marks in the processes' environment are all there is
+        self.world.file.edited = False
         for process in self.world.living():
             self.world.exits(process, -signal.SIGKILL)
             if process.lease_id:
@@ -89,7 +93,7 @@ class Scenario:
         self.calm()
         self.world.note("the arbiter is started again")
         self.shell = self._shell()
-        await self.shell.start()
+        await self.shell.foreground(self.shell.start())
 
     def _needed(self) -> list[str]:
         return [device.uuid for device in self.world.gpus.devices]
@@ -110,20 +114,23 @@ class Scenario:
             process.signal(signal.SIGCONT)
             process.hang(False)
 
-    async def settle(self) -> None:
-        """Wait until nothing is under way, then look whether it is what was wanted."""
+    async def settle(self) -> bool:
+        """Wait until nothing is under way, then look whether it is what was wanted. False: the arbiter died."""
         deadline_s = self.loop.time() + SETTLES_WITHIN_S
         still = 0
         while still < 3:
             if self.loop.time() > deadline_s:
                 raise Broken(f"nothing comes to rest: {self._states()}")
             await asyncio.sleep(2.5)
+            if self.shell.dead:
+                return False
             self.shell.check()
             workers = self.shell.fleet.workers.values()
             still = still + 1 if all(self._rests(worker) for worker in workers) else 0
         self._check_wanted()
         self._check_registered()
         self._check_statefile()
+        return True
 
     def _rests(self, worker: Worker) -> bool:
         """Nothing is under way with it. One that exited waits for its GPUs' memory, then its entry goes."""
@@ -171,7 +178,10 @@ class Scenario:
                 raise Broken(f"{name}: the statefile says {facts}, the arbiter knows {known}")
 
     async def _leave(self) -> None:
-        await self.shell.leave()
+        await self.shell.foreground(self.shell.leave())
+        if self.shell.dead and not self.shell.left:
+            await self._start_anew()
+            await self.shell.foreground(self.shell.leave())
         if living := self.world.living():
             raise Broken(f"left behind: {[(process.name, process.pid) for process in living]}")
 

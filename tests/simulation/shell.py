@@ -110,6 +110,15 @@ class Shell:
             if not self.fleet.unwritten:
                 self.world.file.edited = False
 
+    async def foreground(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await what the arbiter does; returns when it is done, or the arbiter is dead."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        await asyncio.wait({task})
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         """A command, beside whatever else runs."""
         self._background(work)
@@ -129,6 +138,7 @@ class Shell:
             self.failure = self.failure or error
 
     failure: BaseException | None = None
+    left = False
 
     def _tell(self, message: str) -> None:
         self.world.note(f"told: {message.splitlines()[0]}")
@@ -155,8 +165,8 @@ class Shell:
         """As `dynamo down`."""
         self.operations.leaving = True
         await Leaving(self.fleet, self.world.clock, asyncio.Event(), Quiet()).end_workers()  # type: ignore[arg-type]
-        self.dead = self.host.dead = True
-        tasks = list(self._tasks)
+        self.dead = self.host.dead = self.left = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -308,6 +318,8 @@ def check_sufficient(world: World) -> State:
 
     Between the start of a process and the commit of its pid the entry is `starting` without one.
     """
+    if world.file.text is None and not world.living():
+        return State(namespace=NAMESPACE, run_id="none", circus_endpoint="ipc:///none")
     try:
         state = MemoryStore(world.file).read()
     except StateError as error:

@@ -1,0 +1,71 @@
+"""The arbiter's shell under whatever a seed brings. Failing seeds are printed; those that once did are in `seeds.txt`.
+
+`DYN_SIM_SEEDS=20000` runs more than the default, `DYN_SIM_FIRST=123456` others; one seed alone:
+`python -c "from tests.simulation.scenario import run_seed; run_seed(123)"`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.scenario import run_seed
+
+SEEDS = int(os.environ.get("DYN_SIM_SEEDS", "1000"))
+FIRST = int(os.environ.get("DYN_SIM_FIRST", "10000"))
+CHUNKS = 8
+SHOWN = 5
+ONCE_FAILED = [int(line) for line in (Path(__file__).parent / "seeds.txt").read_text().split()]
+CRASH_SEEDS = (7, 21, 77)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Thousands of simulated faults are thousands of warnings."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def _failures(seeds: list[int]) -> list[str]:
+    found = []
+    for seed in seeds:
+        try:
+            run_seed(seed)
+        except AssertionError as error:
+            story = "\n".join(getattr(error, "__notes__", ())[-40:])
+            found.append(f"seed {seed}: {error}\n{story}")
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_nothing_breaks_and_all_comes_right_once_the_chaos_stops(chunk: int) -> None:
+    """Commands, crashes, hangs, outages, full disks and edits: the invariants hold, the wanted workers serve."""
+    found = _failures([FIRST + n for n in range(SEEDS) if n % CHUNKS == chunk])
+
+    assert found == [], f"{len(found)} seeds; add them to seeds.txt:\n" + "\n\n".join(found[:SHOWN])
+
+
+@pytest.mark.parametrize("seed", ONCE_FAILED)
+def test_a_seed_that_once_failed(seed: int) -> None:
+    """Each of these found a defect."""
+    assert _failures([seed]) == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", CRASH_SEEDS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_arbiter_that_dies_at_any_commit_leaves_a_statefile_that_says_all(seed: int, when: str) -> None:
+    """`kill -9` before and after each write: each live process is in the file with pid and GPUs, nobody twice."""
+    writes = run_seed(seed, steps=8).writes
+    crashed = 0
+    for at in range(1, writes + 1):
+        outcome = run_seed(seed, crash_at=at, crash_when=when, steps=8)
+        crashed += any("the arbiter dies" in line for line in outcome.story)
+
+    assert crashed >= writes - 1  # what `dynamo down` writes at the very end may be one fewer
