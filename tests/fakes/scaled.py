@@ -12,7 +12,7 @@ from dynamo_local.serve.events import event_log_path, read
 from tests.fakes.served import Served, auntil, expected, stream_chat
 
 COMMAND_TIMEOUT_S = 20.0
-TOKENS = (20, 60, 150)
+TOKENS = (10, 30, 80)
 """Of the load's streams, in turn: some end in a tenth of a second, some outlast whatever is done meanwhile."""
 
 
@@ -104,7 +104,7 @@ async def load(served: Served, streams: int = 12) -> AsyncIterator[Load]:
 
 @asynccontextmanager
 async def streaming(served: Served, *prompts: str, tokens: int) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """One stream of exactly so many tokens (about 6 ms each) per prompt, all begun; tasks of `stream_chat`."""
+    """One stream of exactly so many tokens (6 ms each at speed 1) per prompt, all begun; `stream_chat`'s tasks."""
     async with served.client() as http:
         began = [asyncio.Event() for _ in prompts]
         tasks = [

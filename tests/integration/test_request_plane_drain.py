@@ -85,6 +85,22 @@ async def test_a_drain_can_be_taken_back(bench: Bench) -> None:
     assert server.late_accepted == 0
 
 
+async def test_an_instance_that_is_leaving_is_not_chosen_again(bench: Bench) -> None:
+    """One refusal is news enough, however late etcd is; by its name it can still be asked."""
+    draining = await bench.serve(count, 1)
+    await bench.serve(count, 2)
+    draining.stop_accepting(linger_s=0)
+    while len(bench.client.instances()) == 2:
+        assert [item async for item in await bench.client.call(2)] == [0, 1]
+    assert [instance.instance_id for instance in bench.client.instances()] == [2]
+    with pytest.raises(errors.WorkerDraining):
+        await bench.client.call(2, instance_id=1)
+    draining.resume_accepting()
+    bench.deregister(1)
+    await bench.serve(count, 3)
+    assert [instance.instance_id for instance in bench.client.instances()] == [2, 3]
+
+
 async def test_a_stream_is_in_flight_until_its_reader_has_the_end(bench: Bench) -> None:
     """The handler is done long before a slow reader; the worker must not exit yet."""
     produced = asyncio.Event()

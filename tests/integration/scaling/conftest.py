@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.fakes.scaled import ascale, settled
+from tests.fakes.scaled import ascale, names, settled
 from tests.fakes.served import Served, auntil
 
 BASE = {"VllmWorker": 2, "PrefillWorker": 2}
@@ -14,8 +14,12 @@ BASE = {"VllmWorker": 2, "PrefillWorker": 2}
 
 @pytest.fixture(scope="module")
 def shared_graph() -> Iterator[Served]:
-    """Two decode, two prefill workers and a Processor, on eight simulated GPUs."""
-    with Served(*(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items())) as served:
+    """Two decode, two prefill workers and a Processor, on eight simulated GPUs.
+
+    A token takes 20 ms and more: what a test measures must not wait for the test's own client of many streams.
+    """
+    counts = (f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items())
+    with Served(*counts, "--VllmWorker.sim.speed=0.25") as served:
         yield served.start()
 
 
@@ -25,6 +29,10 @@ async def graph(shared_graph: Served) -> AsyncIterator[Served]:
     yield shared_graph
     await settled(shared_graph)
     for component, count in BASE.items():
-        await ascale(shared_graph, component, f"={count}", force=True)
+        right = [component, *(f"{component}_{n}" for n in range(1, count))]
+        if names(shared_graph, component) != right:  # the names as well: so down to the template first
+            await ascale(shared_graph, component, "=1")
+            await auntil(lambda name=component: names(shared_graph, name) == [name], what=shared_graph.states)
+            await ascale(shared_graph, component, f"={count}")
     await settled(shared_graph)
     await auntil(lambda: len(shared_graph.states()) == 2 + sum(BASE.values()), what=shared_graph.states)

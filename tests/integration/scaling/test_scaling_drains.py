@@ -36,7 +36,7 @@ async def test_a_drained_worker_is_out_of_routing_at_once(graph: Served) -> None
     gone: dict[str, float] = {}
     watching = asyncio.create_task(_note_deletes(kv, gone))
     try:
-        async with streaming(graph, *(f"Stay a while, {n}." for n in range(4)), tokens=5000) as streams:
+        async with streaming(graph, *(f"Stay a while, {n}." for n in range(4)), tokens=2000) as streams:
             for _ in range(5):
                 lease = graph.worker("VllmWorker_1")["lease"]
                 began_s = time.monotonic()
@@ -65,7 +65,7 @@ async def test_requests_that_were_on_their_way_are_served_or_sent_on(graph: Serv
     """A caller that has not heard of the deregistration yet is served at first, then told to go elsewhere."""
     ids = tokenizer().encode_chat(messages("Too late?"))
     request = {"request_id": "late", "token_ids": ids, "sampling": {"max_tokens": 4, "ignore_eos": True}}
-    async with _decode_client(graph) as client, streaming(graph, "One.", "Two.", "Three.", tokens=900):
+    async with _decode_client(graph) as client, streaming(graph, "One.", "Two.", "Three.", tokens=250):
         victim = int(graph.worker("VllmWorker_1")["lease"], 16)
         stale = client.instances()
         scaling = asyncio.create_task(ascale(graph, "VllmWorker", "-1"))
@@ -169,6 +169,7 @@ async def test_a_drain_deadline_cuts_what_is_left_and_says_what() -> None:
             await auntil(lambda: _slots(served, "VllmWorker_1") == 3, what=served.status)
             await ascale(served, "VllmWorker", "-1")
             await auntil(lambda: "VllmWorker_1" not in served.states(), 15.0, what=served.states)
+            await auntil(lambda: sum(stream.done() for stream in streams) == 3)
             cut = [stream for stream in streams if stream.done()]
             others = [stream for stream in streams if not stream.done()]
             errors = [stream.exception() for stream in cut]
