@@ -20,12 +20,13 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from circus.plugins import CircusPlugin
 
-from dynamo_local.errors import BadInput, DynamoError, NamespaceBusy
+from dynamo_local.errors import BadInput, DynamoError, NamespaceBusy, NotRunning
 
 if TYPE_CHECKING:
     from dynamo_local.circus_plugins.under_circusd import UnderCircusd
@@ -64,7 +65,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
         from dynamo_local.serve.processes import set_parent_death_signal
 
         _log_to(private_folder(log_root(os.environ)) / LOG_NAME)
-        set_parent_death_signal(signal.SIGTERM)  # circusd was killed: its workers are, by the kernel; clean up after it
+        set_parent_death_signal(signal.SIGTERM)  # circusd was killed: leave as if it had asked us to
         os.environ.pop("NOTIFY_SOCKET", None)  # circusd's to answer, if it runs under systemd
         log.info("[%s] starts", self._own_watcher)
         try:
@@ -90,6 +91,10 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
         while True:
             try:
                 return serve_with(options, who, lambda paths: LogView(), self._make_host)
+            except NotRunning:
+                if not options.adopt:
+                    raise
+                options = replace(options, adopt=False)  # nothing is left to be taken back: start anew
             except NamespaceBusy as error:
                 if time.monotonic() > deadline_s:
                     raise
@@ -135,7 +140,15 @@ def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOpt
     deadlines = {
         name: value for name in ("start_deadline_s", "drain_deadline_s") if (value := getattr(wanted, name)) is not None
     }
-    options = ServeOptions(target=wanted.graph, file=path.resolve(), namespace=wanted.namespace, **deadlines)
+    options = ServeOptions(
+        target=wanted.graph,
+        file=path.resolve(),
+        namespace=wanted.namespace,
+        # A plugin that is killed is started again by circusd, and takes its workers back: no stream is cut.
+        on_arbiter_death="keep",
+        adopt=True,
+        **deadlines,
+    )
     return options, folder
 
 

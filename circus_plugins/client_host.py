@@ -127,6 +127,12 @@ class CircusClientHost:
         asyncio.get_running_loop().add_reader(claim.pidfd, self._exited, spec.name)
         return claim.pid
 
+    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+        """See `AdoptingHost`. Its watcher is in circusd's list, or was of a circusd that was killed."""
+        pidfd = os.pidfd_open(pid)
+        self._running[spec.name] = Running(pid, pidfd)
+        asyncio.get_running_loop().add_reader(pidfd, self._exited, spec.name)
+
     async def _started(self, offer: Offer) -> Claim:
         spec = offer.spec
         try:
@@ -172,16 +178,20 @@ class CircusClientHost:
         return ["-I", "-S", str(Path(exec_worker.__file__).resolve()), str(self._tickets.path), name]
 
     async def sweep(self, prefix: str) -> None:
-        """End and remove what a killed plugin left under names with that prefix (lower case). Others' stay."""
+        """Remove what a predecessor left under names with that prefix (lower case) and has no process; others' stay."""
         for name in (await self.circusd.call("list"))["watchers"]:
-            if name.startswith(prefix) and await self._is_ours(name):
-                await self._make_room(name)
+            if name.startswith(prefix) and await self._is_ours(name) and not await self._pids(name):
+                await self._remove(name, START_PATIENCE_S)
+
+    async def _pids(self, name: str) -> list[int]:
+        pids: list[int] = (await self.circusd.call("list", name=name))["pids"]
+        return pids
 
     async def _make_room(self, name: str) -> None:
         """End and remove a watcher of that name if it is ours (a killed plugin's); else OSError."""
         if not await self._is_ours(name):
             raise OSError(f"circusd has another watcher named {name}; rename it, or give the graph another namespace")
-        for pid in (await self.circusd.call("list", name=name)).get("pids", ()):
+        for pid in await self._pids(name):
             log.warning("left over from a killed plugin, ended: %s (pid %d)", name, pid)
             kill_session(pid)
             if not await wait_exit(pid, self._reply_timeout_s):

@@ -9,6 +9,7 @@ An arbiter that leaves in order ends its guardian before itself: then nothing is
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ log = logging.getLogger("dynamo_local.guardian")
 OPTION = "ward"
 """The plugin's one option: the path of a `Ward`'s file. circus passes options through an unquoted command line."""
 LOCK_POLL_S = 0.02
+PRELOAD_AFTER_S = 5.0
 LOOK_AGAIN_S = 5.0
 
 
@@ -91,6 +93,7 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
             loop.add_callback(self._arbiter_gone)
         else:
             loop.add_handler(self._pidfd, lambda _fd, _events: self._arbiter_gone(), IOLoop.READ)
+            loop.call_later(PRELOAD_AFTER_S, _preload)
             log.info("watching the arbiter, pid %d; policy: %s", self.ward.arbiter_pid, self._policy)
 
     @property
@@ -117,6 +120,14 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
                 Keeper(self.ward).run()
             else:
                 end_run(self.ward)
+
+
+def _preload() -> None:
+    """What is needed at the end: an import then costs 0.1 s (much more on a host in trouble), or cannot be had at all.
+
+    Not at the start, when the workers need the processors. It costs 10 MiB.
+    """
+    importlib.import_module("dynamo_local.state.store")
 
 
 def end_run(ward: Ward) -> None:
@@ -158,6 +169,7 @@ class Keeper:
         self._ward = ward
         self._poll = select.poll()
         self._watched: dict[int, Known] = {}
+        self._seen: set[Known] = set()
 
     def run(self) -> None:
         """Until nothing is left to keep, or a successor ends us."""
@@ -167,7 +179,10 @@ class Keeper:
                 log.info("run %s has the namespace now", run.run_id)
                 return
             for worker in run.workers:
-                self._watch(worker)
+                # One without a start time is just being made: nothing tells it from a stranger yet.
+                if worker.started_s is not None and worker not in self._seen:
+                    self._seen.add(worker)
+                    self._watch(worker, run)
             starting = not self._watched and any(found.is_worker for found in leftovers.marked(self._ward.paths))
             if not self._watched and not starting:
                 log.warning("no worker lives any more: nothing is left to keep")
@@ -176,23 +191,26 @@ class Keeper:
             for fd, _ in self._poll.poll(LOOK_AGAIN_S * 1000):
                 self._ended(fd, leftovers.recorded(self._ward.paths.statefile))
 
-    def _watch(self, worker: Known) -> None:
-        if any(known == worker for known in self._watched.values()):
-            return
+    def _watch(self, worker: Known, run: leftovers.Recorded) -> None:
         try:
             fd = os.pidfd_open(worker.pid)
         except ProcessLookupError:
+            self._clean_up_after(worker, run)
             return
-        if not worker.alive:
+        if worker.alive:
+            self._watched[fd] = worker
+            self._poll.register(fd, select.POLLIN)
+        else:
             os.close(fd)
-            return
-        self._watched[fd] = worker
-        self._poll.register(fd, select.POLLIN)
+            self._clean_up_after(worker, run)
 
     def _ended(self, fd: int, run: leftovers.Recorded) -> None:
         worker = self._watched.pop(fd)
         self._poll.unregister(fd)
         os.close(fd)
+        self._clean_up_after(worker, run)
+
+    def _clean_up_after(self, worker: Known, run: leftovers.Recorded) -> None:
         log.warning("%s (pid %d) has ended; it is started again when the run is adopted", worker.name, worker.pid)
         leases: Mapping[str, str] = run.leases or {}
         if worker.name in leases:

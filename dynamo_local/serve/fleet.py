@@ -213,7 +213,7 @@ class Fleet:
             del state.components[name]
         for name, worker in list(self.workers.items()):
             _write_entry(state, worker)
-            if worker.state is WorkerState.READY and state.components[name].lease is None:
+            if worker.state is WorkerState.READY and worker.lease not in (None, state.components[name].lease):
                 _write_lease(state, worker)  # the worker wrote it into a file that is lost
 
     async def _rewrite(self, why: StateError) -> None:

@@ -20,6 +20,7 @@ from dynamo_local.core.types import watcher_name
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.paths import Paths
+from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.processes import kill_session, start_time_s, wait_exit
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,10 @@ PLUGIN = "dynamo_local.circus_plugins.guardian.Guardian"
 
 
 class Guarding:
-    """Keeps one guardian running. `keep` is the policy: leave the workers serving when the arbiter is killed."""
+    """Keeps one guardian running."""
 
-    def __init__(self, host: ProcessHost, paths: Paths, run_id: str, clock: Clock, *, keep: bool) -> None:
+    def __init__(self, host: ProcessHost, deployment: Deployment, clock: Clock) -> None:
+        paths, run_id, keep = deployment.paths, deployment.run_id, deployment.settings.keep_on_arbiter_death
         self.name = watcher_name(paths.namespace, leftovers.GUARDIAN)
         self.log_file = paths.log_file(self.name)
         self.keep = keep

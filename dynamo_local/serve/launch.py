@@ -194,8 +194,8 @@ def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], Vie
     request = understand(options, os.environ, Path.cwd())
     request.paths.prepare()
     with _exclusive(request.paths, who) as tenure:
-        _log_to(request.paths.log_file(f"{request.graph.namespace}_arbiter"))
-        with closing(make_view(request.paths)) as view:
+        log_file = request.paths.log_file(f"{request.graph.namespace}_arbiter")
+        with _logging_to(log_file), closing(make_view(request.paths)) as view:
             found = settle(request.paths, adopt=options.adopt, replace=options.replace, tell=_tell(view))
             tenure.ours = found is None
             request.paths.prepare()
@@ -226,6 +226,7 @@ def _exclusive(paths: Paths, what: str) -> Iterator[Tenure]:
     held = lock.acquire(paths.lock, paths.namespace, what)
     tenure = Tenure()
     try:
+        paths.prepare()  # whoever had the namespace before us may have removed them while we waited
         yield tenure
     finally:
         if tenure.ours or not any(paths.runtime.iterdir()):
@@ -233,7 +234,8 @@ def _exclusive(paths: Paths, what: str) -> Iterator[Tenure]:
         lock.release(held)
 
 
-def _log_to(path: Path) -> None:
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=16 * 1024 * 1024, backupCount=3, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
@@ -241,6 +243,11 @@ def _log_to(path: Path) -> None:
     root.setLevel(logging.INFO)
     logging.getLogger("circus").setLevel(logging.WARNING)
     path.touch(mode=0o600)
+    try:
+        yield
+    finally:  # the plugin under a stock circusd comes here more than once
+        root.removeHandler(handler)
+        handler.close()
 
 
 async def _run(

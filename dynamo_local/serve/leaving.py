@@ -17,8 +17,7 @@ from dynamo_local.core.lifecycle import NEXT, DrainDeadlinePassed, DrainRequeste
 from dynamo_local.core.types import Missing, Role
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.leftovers import Known
-from dynamo_local.serve.operations import send_signal
-from dynamo_local.serve.processes import kill_session
+from dynamo_local.serve.processes import kill_session, send_signal
 from dynamo_local.serve.progress import View
 
 STAGES: tuple[frozenset[Role], ...] = (

@@ -11,11 +11,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 MAX_BYTES = 64 * 1024 * 1024
 KEPT = 3
 TAIL_LINES = 20
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
+
+
+class HasLogFile(Protocol):
+    """A watcher's plan, as far as this module needs it."""
+
+    @property
+    def log_file(self) -> Path: ...
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
@@ -28,6 +36,13 @@ def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     except FileNotFoundError:
         return []
     return list(deque(text.splitlines(), maxlen=lines))
+
+
+def log_tail(plan: HasLogFile) -> str:
+    """The end of a worker's log, quoted."""
+    lines = tail(plan.log_file)
+    quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
+    return f"the end of its log, {plan.log_file}:\n{quoted}"
 
 
 def rotate(path: Path, *, max_bytes: int = MAX_BYTES, kept: int = KEPT) -> bool:

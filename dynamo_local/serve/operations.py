@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 from dynamo_local.clock import Clock
@@ -41,9 +41,9 @@ from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.links import Links
-from dynamo_local.serve.logs import set_aside, tail
-from dynamo_local.serve.plan import WatcherPlan, WorkerPlanner
-from dynamo_local.serve.processes import kill_session, start_time_s
+from dynamo_local.serve.logs import log_tail, set_aside
+from dynamo_local.serve.plan import WorkerPlanner
+from dynamo_local.serve.processes import how_it_ended, kill_session, send_signal, start_time_s
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Operations:
         self._clock = clock
         self._background = background
         self._tell = tell
+        self.end_children = partial(leftovers.end_children, planner.paths, planner.run_id)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     # --- starting ------------------------------------------------------------------------------
@@ -181,14 +182,27 @@ class Operations:
 
     async def ask_to_leave(self, worker: Worker, stimulus_id: str) -> None:
         """Out of routing, by the sign that fits its role; the drain is committed already. Bounded by a deadline."""
+        if not await self._ask(worker):
+            return
+        self._background(self._watch_drain(worker, stimulus_id))
+
+    def ask_again(self, worker: Worker) -> None:
+        """A worker that leaves has registered: it came back from a drain that was ordered again meanwhile."""
+        log.info("%s is asked to leave once more: it has registered again", worker.name)
+        self._background(self._ask(worker))
+
+    async def _ask(self, worker: Worker) -> bool:
+        """False where that order is out of date: its process is gone, or it was called back."""
         async with self._locks[worker.name]:
+            if worker.state is not WorkerState.DRAINING or worker.course is Course.RETURNING:
+                return False
             if worker.asked_s is None:
                 worker.asked_s = self._clock.now_s()
             sign = drains.how(worker.plan.role, registered=worker.lease is not None, etcd_ok=self._links.connected)
             revoked = sign is drains.LeaveBy.REVOKE_LEASE and await self._revoked(worker)
             if not revoked and worker.pid is not None:
                 send_signal(worker.pid, signal.SIGTERM)
-        self._background(self._watch_drain(worker, stimulus_id))
+            return True
 
     async def _revoked(self, worker: Worker) -> bool:
         try:
@@ -245,6 +259,8 @@ class Operations:
             except (RequestError, DynamoError) as error:
                 log.warning("%s: its drain could not be taken back: %s", worker.name, error)
                 raise
+            if worker.state is WorkerState.DRAINING and worker.course is not Course.RETURNING:
+                return  # ordered to leave again meanwhile: the later order is carried out next
             worker.asked_s = worker.reason = None
             worker.course = Course.STEADY
             if worker.state is WorkerState.DRAINING:  # its registration may have been seen before its answer
@@ -288,7 +304,7 @@ class Operations:
 
     async def _end_children(self, name: str) -> None:
         """Those that left its session: only their environment tells whose they are. Nothing runs under its name now."""
-        await self._swept(lambda: leftovers.end_children(self._planner.paths, self._planner.run_id, name))
+        await self._swept(lambda: self.end_children(name))
 
     async def sweep(self) -> None:
         """The same for all workers, when all are gone."""
@@ -334,14 +350,17 @@ class Operations:
         """The name of its component's template."""
         return f"{self._planner.graph.namespace}_{worker.plan.component}"
 
-    async def free_gpus(self, worker: Worker) -> None:
-        """Give its devices back once their memory is returned; those that never are, are quarantined and told of."""
-        if not worker.gpus:
+    async def free_gpus(self, worker: Worker, *, only_busy: bool = False) -> None:
+        """Give its devices back once their memory is returned; those that never are, are quarantined and told of.
+
+        With `only_busy` it keeps them for its next process where all came back.
+        """
+        devices, then = worker.gpus, (worker.state, worker.starts)
+        if not devices or worker.runs:
             return
-        devices, state = worker.gpus, worker.state
         busy = await self._pool.returned(devices, self._clock)
-        if worker.state is not state or worker.gpus is not devices:
-            return  # it was started again while we waited: they stay with it
+        if (worker.state, worker.starts) != then or worker.gpus is not devices or (only_busy and not busy):
+            return  # started again while we waited, it is on them itself
         for trouble in self._pool.give_back(worker.name, devices, busy):
             self._tell(trouble)
         worker.gpus = ()
@@ -381,6 +400,8 @@ class Operations:
     async def _start_again(self, worker: Worker) -> None:
         while not self._links.answer:  # restarts wait for etcd and NATS
             await self._clock.sleep_until(self._clock.now_s() + INFRA_POLL_S)
+        if not self._backs_off(worker):
+            return
         await self._regain_gpus(worker)
         while len(worker.gpus) < worker.plan.gpus_per_worker and self._backs_off(worker):
             if not await self._try_allocate(worker):
@@ -412,8 +433,8 @@ class Operations:
         if not self._pool.relock(worker.name, worker.gpus):
             self._pool.let_go(worker.name, worker.gpus)
             worker.gpus = ()
-        elif await self._pool.returned(worker.gpus, self._clock):
-            await self.free_gpus(worker)  # never returned: quarantined
+        else:
+            await self.free_gpus(worker, only_busy=True)
 
     # --- after a killed arbiter ----------------------------------------------------------------
 
@@ -464,28 +485,3 @@ class Operations:
         await self._links.try_revoke(worker.lease, worker.name)
         if pid is not None:
             kill_session(pid)
-
-
-def send_signal(pid: int, signum: signal.Signals) -> None:
-    """To the main process only (the group would break an engine's drain); one that left a moment ago is no error."""
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        log.debug("pid %d was gone before %s", pid, signum.name)
-
-
-def how_it_ended(code: int | None) -> str:
-    """In words."""
-    if code is None:
-        return "ended unasked"
-    if code < 0:
-        named = -code in signal.Signals.__members__.values()
-        return f"was killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
-    return f"exited with code {code} unasked"
-
-
-def log_tail(plan: WatcherPlan) -> str:
-    """The end of a worker's log, quoted."""
-    lines = tail(plan.log_file)
-    quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
-    return f"the end of its log, {plan.log_file}:\n{quoted}"

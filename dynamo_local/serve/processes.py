@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -110,3 +113,21 @@ async def wait_exit(pid: int, timeout_s: float | None = None) -> bool:
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+
+
+def send_signal(pid: int, signum: signal.Signals) -> None:
+    """To the main process only (the group would break an engine's drain); one that left a moment ago is no error."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        log.debug("pid %d was gone before %s", pid, signum.name)
+
+
+def how_it_ended(code: int | None) -> str:
+    """In words."""
+    if code is None:
+        return "ended unasked"
+    if code < 0:
+        named = -code in signal.Signals.__members__.values()
+        return f"was killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
+    return f"exited with code {code} unasked"

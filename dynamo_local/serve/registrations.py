@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
+from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.lifecycle import DrainCancelled, LeaseRevoked, Registered
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import EtcdUnavailable
@@ -29,6 +31,8 @@ class Registrations:
         self._links = links
         self.frontend_url: str | None = None
         self._seen = asyncio.Event()
+        self.on_stray: Callable[[Worker], None] = lambda worker: None
+        """Called with a worker that was asked to leave and has registered (again)."""
 
     async def follow(self) -> None:
         """For ever; survives restarts of etcd, and says on `links` whether etcd answers."""
@@ -68,13 +72,18 @@ class Registrations:
         worker = self._fleet.workers.get(name)
         if worker is None or worker.pid is None or worker.pid != facts.get("pid"):
             return  # a key of a worker that is gone, until its lease is
+        new = worker.lease != lease
         worker.lease, worker.endpoints = lease, tuple(facts.get("endpoints", ()))
         self.frontend_url = facts.get("frontend_url", self.frontend_url)
         event = Registered(stimulus_id=f"etcd:{lease}", lease=lease)
-        if worker.state is WorkerState.DRAINING and worker.asked_s is None:
-            # Its lease had only expired (it was stopped, or etcd was away): it has come back by itself.
-            worker.lease_gone, worker.reason = False, None
+        if worker.state is WorkerState.DRAINING and (worker.asked_s is None or (new and _called_back(worker))):
+            # Its lease had only expired (it was stopped, or etcd was away) and it has come back by itself; or it was
+            # called back, and this is seen before its answer, or instead of it.
+            worker.lease_gone, worker.reason, worker.asked_s, worker.course = False, None, None, Course.STEADY
             await self._fleet.apply({name: DrainCancelled(stimulus_id=f"etcd:{lease}")})
+        elif worker.state is WorkerState.DRAINING and new:
+            await self._fleet.apply({name: event})
+            self.on_stray(worker)
         elif worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING):
             await self._fleet.apply({name: event})
 
@@ -93,6 +102,10 @@ class Registrations:
             worker.lease_gone = worker.state is not WorkerState.DRAINING
             worker.reason = worker.reason or "its lease was revoked or has expired"
             await self._fleet.apply({name: LeaseRevoked(stimulus_id=f"etcd:{lease}", lease=lease)})
+
+
+def _called_back(worker: Worker) -> bool:
+    return worker.course is Course.RETURNING
 
 
 def _parsed(key: str, value: bytes) -> dict[str, Any]:

@@ -215,8 +215,8 @@ class Scaler:
             self._background(self._called_back(worker, stimulus_id))
         elif worker.runs:
             self._background(ops.ask_to_leave(worker, stimulus_id))
-        elif worker.state is WorkerState.EXITED:
-            self._background(ops.remove(worker))
+        elif isinstance(instruction, TakeBack) and worker.state is WorkerState.EXITED:
+            self._background(ops.remove(worker))  # it had no process; what follows an exit, follows it by itself
 
     async def _called_back(self, worker: Worker, stimulus_id: str) -> None:
         """Nobody waits for this answer: a worker that finished first is started again when it is gone (its course)."""

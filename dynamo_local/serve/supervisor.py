@@ -30,8 +30,8 @@ from dynamo_local.serve.guarding import Guarding
 from dynamo_local.serve.host import AdoptingHost, SupervisedHost
 from dynamo_local.serve.leaving import Leaving
 from dynamo_local.serve.links import INFRA_TIMEOUT_S, Links
-from dynamo_local.serve.logs import Interleaver, rotate
-from dynamo_local.serve.operations import Operations, log_tail
+from dynamo_local.serve.logs import Interleaver, log_tail, rotate
+from dynamo_local.serve.operations import Operations
 from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.processes import become_subreaper, start_time_s
 from dynamo_local.serve.progress import Row, View
@@ -75,8 +75,7 @@ class Supervisor:
         marks = partial(leftovers.marks, namespace, deployment.paths.statefile, deployment.run_id)
         self.servers = EmbeddedServers(arbiter, deployment.paths, clock, marks)
         self.servers.on_change = self._record_servers
-        keep = deployment.settings.keep_on_arbiter_death
-        self.guarding = Guarding(arbiter, deployment.paths, deployment.run_id, clock, keep=keep)
+        self.guarding = Guarding(arbiter, deployment, clock)
         self.registrations = Registrations(namespace, self.fleet, self.links)
         self.sampling = Sampling(namespace, self.fleet, self.links, clock)
         self.operations = Operations(
@@ -90,6 +89,7 @@ class Supervisor:
             tell=self._trouble,
         )
         self.operations.on_failure = self._failed
+        self.registrations.on_stray = self.operations.ask_again
         self.scaler = Scaler(
             self.fleet,
             pool,

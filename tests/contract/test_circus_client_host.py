@@ -215,15 +215,37 @@ async def test_somebody_elses_watcher_of_that_name_is_left_alone(harness: Harnes
 async def test_what_a_killed_plugin_left_is_ended_and_replaced(harness: Harness) -> None:
     """Its socket's path tells whose it is; the namespace's lock tells that its owner is dead."""
     first, second = await harness.start("ns_A"), await harness.start("ns_B")
+    os.kill(second, signal.SIGKILL)
+    await wait_exit(second, 5)
     await harness.host.close()
     successor = Harness(harness.circusd, harness.folder)
     harness.host, harness.exits = successor.host, successor.exits
     await harness.host.start()
+    await harness.host.sweep("ns_")
+    assert is_alive(first)  # it may be taken back
+    assert "ns_b" not in harness.circusd.ask("list")["watchers"]
     assert is_alive(await harness.start("ns_A"))
     assert not is_alive(first)
-    await harness.host.sweep("ns_b")
-    assert not is_alive(second)
-    assert "ns_b" not in harness.circusd.ask("list")["watchers"]
+
+
+async def test_what_a_killed_plugin_left_can_be_taken_back(harness: Harness) -> None:
+    """The exit of an adopted process is told like any other, and its name is free then."""
+    pid = await harness.start("ns_A")
+    await harness.host.close()
+    successor = Harness(harness.circusd, harness.folder)
+    harness.host, harness.exits = successor.host, successor.exits
+    await harness.host.start()
+    spec = ProcessSpec("ns_A", RUNS, {}, "/", harness.folder / "ns_A.log")
+    harness.host.adopt_process(spec, pid)
+    with pytest.raises(KeyError):
+        await harness.start("ns_A")
+    os.kill(pid, signal.SIGKILL)
+    assert await asyncio.wait_for(harness.exits.get(), 5) == ("ns_A", pid, -signal.SIGKILL)
+    while os.path.exists(f"/proc/{pid}"):  # until circusd has collected it
+        await asyncio.sleep(0.05)
+    with pytest.raises(ProcessLookupError):
+        harness.host.adopt_process(spec, pid)
+    assert is_alive(await harness.start("ns_A"))
 
 
 async def test_workers_end_with_a_killed_circusd() -> None:

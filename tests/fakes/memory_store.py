@@ -15,7 +15,10 @@ from dynamo_local.state.store import Removal, _dump, _validated
 
 @dataclass
 class MemoryFile:
-    """The one file. `text` is None where there is none; `full` refuses writes; `edited` says that somebody did; `aside` is what was set aside."""
+    """The one file. `text` is None where there is none; `full` refuses writes; `edited` says that somebody edited it.
+
+    `aside` is what was set aside.
+    """
 
     text: str | None = None
     full: bool = False

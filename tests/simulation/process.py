@@ -1,4 +1,4 @@
-"""A simulated worker process: the real lease keeper, drain and control endpoint, without engine and operating system."""
+"""A simulated worker process: the real lease keeper, drain and control endpoint; no engine, no operating system."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ class Scenario:
         self.runs = 0
         self.shell = self._shell()
         self.commands = 0
+        self.passing: list[asyncio.TimerHandle] = []
 
     def _shell(self, crash_at: int | None = None, crash_when: str = "before") -> Shell:
         self.runs += 1
@@ -100,6 +101,8 @@ class Scenario:
         """Nothing more goes wrong; what is wrong for good stays so."""
         world = self.world
         world.note("--- it calms down")
+        for handle in self.passing:
+            handle.cancel()
         world.etcd.available, world.nats.up, world.file.full = True, True, False
         world.fates, world.refusals, world.spawn_s, world.kind = [], [], 0.003, Fate()
         world.etcd.fail_next(0)
@@ -193,7 +196,8 @@ class Scenario:
 
     def later(self, action: Callable[[], None], most_s: float = 15.0) -> None:
         """Something that passes by itself."""
-        self.loop.call_later(self.rng.choice((0.05, 0.5, 3.0, self.rng.uniform(0.0, most_s))), action)
+        delay_s = self.rng.choice((0.05, 0.5, 3.0, self.rng.uniform(0.0, most_s)))
+        self.passing.append(self.loop.call_later(delay_s, action))
 
 
 # --- the actions ---------------------------------------------------------------------------------------

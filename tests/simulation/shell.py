@@ -1,4 +1,4 @@
-"""The shell of the arbiter, composed as `Supervisor` does it, on a simulated host; and what must always be true of it."""
+"""The shell of the arbiter, composed as `Supervisor` does it, on a simulated host; what must always be true of it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from tests.simulation.world import (
 
 HEALTH_EVERY_S = 2.0
 LIVES = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
+LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
 
 
 class Quiet:
@@ -78,10 +79,12 @@ class Shell:
         self.operations = Operations(
             self.fleet, self.host, self.pool, self.planner, self.links, clock, background=background, tell=tell
         )
+        self.operations.end_children = lambda name: []  # type: ignore[assignment]
         self.scaler = Scaler(
             self.fleet, self.pool, self.planner, self.operations, clock, background=background, tell=tell
         )
         self.host.on_exit = self.operations.exited
+        self.registrations.on_stray = self.operations.ask_again
 
     # --- its life ----------------------------------------------------------------------------------
 
@@ -180,11 +183,10 @@ class Shell:
             words, self.scaler.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
         )
         worker = self.fleet.workers.get(name)
-        if cancel and not answered and name in self._cancelling and worker is not None:
-            # The person was told that it goes; unless it turned out to be back after all.
-            if not (worker.state is WorkerState.READY or worker.course is Course.RETURNING):
-                self.wanted.discard(name)
-        self._cancelling.discard(name)
+        # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
+        goes = worker is None or (worker.state in LEAVES and worker.course is Course.STEADY)
+        if cancel and not answered and stimulus_id in self._cancelling and goes:
+            self.wanted.discard(name)
 
     async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
         """`dynamo restart`."""
@@ -219,7 +221,7 @@ class Shell:
                 if kind in ("SpawnWorker", "Revive", "CancelDrain") or (kind == "BeginDrain" and each.restart):
                     self.wanted.add(each.name)
                     if kind == "CancelDrain":
-                        self._cancelling.add(each.name)
+                        self._cancelling.add(stimulus_id)
                 else:
                     self.wanted.discard(each.name)
 
@@ -230,6 +232,7 @@ class Shell:
         going = {name for name, event in events.items() if isinstance(event, DrainRequested)}
         for name, event in events.items():
             worker = workers[name]
+            self.world.note(f"    {name}: {worker.state}/{worker.course}, {type(event).__name__} ({event.stimulus_id})")
             if isinstance(event, Faulted):
                 self.wanted.discard(name)
             elif isinstance(event, RestartRequested) and event.stimulus_id in self.restarts:

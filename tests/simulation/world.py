@@ -285,7 +285,7 @@ def simulated_system(world: World) -> Iterator[None]:
         mock.patch(f"{where}.operations.send_signal", world.send_signal),
         mock.patch(f"{where}.leaving.send_signal", world.send_signal),
         mock.patch(f"{where}.operations.start_time_s", lambda pid: float(pid)),
-        mock.patch(f"{where}.operations.log_tail", lambda plan: "the end of its log"),
+        mock.patch(f"{where}.operations.log_tail", return_value="the end of its log"),
         mock.patch(f"{where}.operations.random", world.rng),
     ):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_the_yaml_says_what_the_command_line_would(tmp_path: Path) -> None:
     assert options.target == "graphs.disagg:Frontend"
     assert options.file == tmp_path / "deployment.yaml"
     assert (options.namespace, options.drain_deadline_s, options.start_deadline_s) == ("prod", 30.0, 300.0)
-    assert options.overrides == ()
+    assert (options.on_arbiter_death, options.adopt) == ("keep", True)
 
 
 def test_the_folder_is_the_yamls_own_by_default(tmp_path: Path) -> None:
@@ -58,9 +59,13 @@ def test_a_deployment_that_cannot_be_used_is_refused(tmp_path: Path, text: str, 
 )
 def test_a_section_that_cannot_be_used_is_refused(ssh: str | None, config: dict[str, str], said: str) -> None:
     """The message names the section as its user wrote it."""
-    plugin = DynamoPlugin("ipc://c", "ipc://p", 1.0, ssh, name="plugin:llm", **config)
-    with pytest.raises(BadInput, match=said):
-        plugin._serve()
+
+    def serve() -> None:
+        DynamoPlugin("ipc://c", "ipc://p", 1.0, ssh, name="plugin:llm", **config)._serve()
+
+    # circus makes its loop the thread's current one: not of this thread, which has pytest's.
+    with ThreadPoolExecutor(1) as thread, pytest.raises(BadInput, match=said):
+        thread.submit(serve).result(10)
 
 
 def test_circusd_itself_imports_nothing_heavy() -> None:
