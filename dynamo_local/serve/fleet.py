@@ -158,6 +158,8 @@ class Fleet:
         again with the next commit. Neither stops the arbiter.
         """
         chosen = list(names)
+        if not chosen and not self.unwritten:
+            return
 
         def write(state: State) -> None:
             if self.unwritten:
