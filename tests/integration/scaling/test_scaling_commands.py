@@ -77,6 +77,24 @@ async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Serv
     after.check()
 
 
+async def test_a_drain_can_be_taken_back_in_the_moment_that_it_begins(graph: Served) -> None:
+    """The call back travels by NATS, the revoked lease by etcd: whichever comes first, the worker serves on."""
+    before = graph.pids()
+    async with load(graph, streams=4) as streams:
+        for _ in range(10):
+            assert await ascale(graph, "VllmWorker", "-1") == [("drain", "VllmWorker_1")]
+            assert await ascale(graph, "VllmWorker", "+1") == [("cancel_drain", "VllmWorker_1")]
+            await auntil(lambda: _serves(graph, "VllmWorker_1"), what=graph.status)
+    streams.check()
+
+    assert graph.pids() == before
+
+
+def _serves(served: Served, name: str) -> bool:
+    row = served.worker(name)
+    return row["state"] == "ready" and row["lease"] is not None
+
+
 async def test_drain_and_cancel_by_name(graph: Served) -> None:
     """`dynamo drain NAME` and `--cancel`: a name, a state, and the same process serves on."""
     before = graph.pids()
