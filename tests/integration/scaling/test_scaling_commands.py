@@ -100,6 +100,9 @@ async def test_drain_and_cancel_by_name(graph: Served) -> None:
     before = graph.pids()
     prompts = [f"A stream here or there, {n}." for n in range(6)]
     async with streaming(graph, *prompts, tokens=400) as streams:
+        await auntil(
+            lambda: (graph.worker("VllmWorker_1")["load"] or {}).get("request_active_slots"), what=graph.status
+        )
         drained = await asyncio.to_thread(graph.cli, "drain", "dynamo_VllmWorker_1")
         status = await asyncio.to_thread(graph.cli, "status")
         cancelled = await asyncio.to_thread(graph.cli, "drain", "dynamo_VllmWorker_1", "--cancel", "--wait")
