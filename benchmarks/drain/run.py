@@ -55,11 +55,13 @@ LONG = Shape()
 SHORT = Shape(
     actions=40,
     thinning=3,
-    answer_max=300,
-    others_every=3,
-    ramp_s=3.0,
+    answer_max=250,
+    per_wave=5,
+    others_every=2,
+    ramp_s=2.0,
+    between_s=0.3,
     prefill_every_s=4.0,
-    processor_every_s=8.0,
+    processor_every_s=6.0,
     crashes=3,
 )
 

@@ -36,8 +36,8 @@ class Worker:
 
     `gpus` is what it holds now; `heard_s` is when it last answered the load request, or became ready (None: neither
     yet); `asked_s` is when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone`
-    says that it did, unasked; `served` says that this process has been ready; `starts` counts the processes made, or
-    about to be made, under this name.
+    says that it did, unasked; `told`, that it was given the sign to leave; `served`, that this process has been ready;
+    `starts` counts the processes made, or about to be made, under this name.
     """
 
     plan: WatcherPlan
@@ -56,6 +56,7 @@ class Worker:
     heard_s: float | None = None
     asked_s: float | None = None
     lease_gone: bool = False
+    told: bool = False
     course: Course = Course.STEADY
     served: bool = False
     ready_s: float | None = None
@@ -81,7 +82,7 @@ class Worker:
         self.started_s = clock.now_s()
         self.started_at = clock.wall_s()
         self.reason = self.asked_s = self.ready_s = self.heard_s = None
-        self.served = self.lease_gone = False
+        self.served = self.lease_gone = self.told = False
 
     def process_ended(self, code: int | None) -> None:
         """Forget what belonged to the process."""
@@ -158,6 +159,8 @@ class Fleet:
         again with the next commit. Neither stops the arbiter.
         """
         chosen = list(names)
+        if not chosen and not self.unwritten:
+            return
 
         def write(state: State) -> None:
             if self.unwritten:

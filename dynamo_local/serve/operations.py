@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 INFRA_POLL_S = 0.25
 GPU_POLL_S = 0.5
 CONTROL_TIMEOUT_S = 2.0
+SIGN_POLL_S = 0.005
 NAMED_REQUESTS = 20
 ADOPTED = "adopt"
 LEFT = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
@@ -202,6 +203,7 @@ class Operations:
             revoked = sign is drains.LeaveBy.REVOKE_LEASE and await self._revoked(worker)
             if not revoked and worker.pid is not None:
                 send_signal(worker.pid, signal.SIGTERM)
+            worker.told = True
             return True
 
     async def _revoked(self, worker: Worker) -> bool:
@@ -255,6 +257,8 @@ class Operations:
         """Take a drain back: the same process registers again. Raises what the worker answers if it is too late."""
         async with self._locks[worker.name]:
             try:
+                if worker.told:
+                    await self._until_it_knows(worker)
                 await self.control(worker.name, "cancel_drain")
             except (RequestError, DynamoError) as error:
                 log.warning("%s: its drain could not be taken back: %s", worker.name, error)
@@ -262,9 +266,23 @@ class Operations:
             if worker.state is WorkerState.DRAINING and worker.course is not Course.RETURNING:
                 return  # ordered to leave again meanwhile: the later order is carried out next
             worker.asked_s = worker.reason = None
+            worker.told = False
             worker.course = Course.STEADY
             if worker.state is WorkerState.DRAINING:  # its registration may have been seen before its answer
                 await self.fleet.apply({worker.name: DrainCancelled(stimulus_id=stimulus_id)})
+
+    async def _until_it_knows(self, worker: Worker) -> None:
+        """Return when the worker has begun the drain that it was told to begin. Raises what its answers are.
+
+        The sign comes by etcd or as a signal, the call back over NATS. One that came first would find nothing to take
+        back, and the worker would leave after all (seen: one in twenty, milliseconds after a drain).
+        """
+        deadline_s = self._clock.now_s() + CONTROL_TIMEOUT_S
+        while (await self.control(worker.name, "status"))["state"] == "ready":
+            if self._clock.now_s() >= deadline_s:
+                await self.control(worker.name, "drain", reason=worker.reason or "it was told to")
+                return
+            await self._clock.sleep_until(self._clock.now_s() + SIGN_POLL_S)
 
     async def control(self, name: str, op: str, **args: Any) -> dict[str, Any]:
         """Ask a worker's control endpoint; raises `RequestError` kinds, `NatsUnavailable`."""
