@@ -22,6 +22,7 @@ from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve import lock
+from dynamo_local.serve.engine_checks import check_engines
 from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import SupervisedHost
@@ -71,15 +72,20 @@ class Request:
     paths: Paths
     gpus_option: str | None
     cwd: Path
+    notes: tuple[str, ...] = ()
 
 
-def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Request:
-    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing."""
+def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, only_plan: bool = False) -> Request:
+    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing.
+
+    `only_plan`: what this host lacks, but the plan's host may have, becomes a note.
+    """
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
     graph = load_graph(options.target, base_dir=cwd)
     config = load_config(options.file, env=environ, overrides=options.overrides)
     spec = resolve(graph, config, namespace=options.namespace)
+    notes = check_engines(graph, spec, config, only_plan=only_plan)
     return Request(
         graph=spec,
         config=config,
@@ -87,6 +93,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
         paths=Paths.of(spec.namespace, environ),
         gpus_option=options.gpus if options.gpus is not None else config.host.gpus,
         cwd=cwd,
+        notes=notes,
     )
 
 
