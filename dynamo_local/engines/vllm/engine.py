@@ -17,10 +17,11 @@ from typing import Any, cast
 
 from dynamo_local.core.types import Load
 from dynamo_local.engines.vllm import plugin, private
+from dynamo_local.engines.vllm.checking import is_installed
 from dynamo_local.engines.vllm.handoffs import Handoffs
 from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
 from dynamo_local.engines.vllm.stats import Statistics
-from dynamo_local.errors import EngineDead, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,10 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Import vLLM, load the model. Raises `ConfigError` for arguments, `EngineError` for what fails later."""
+        if not is_installed():
+            raise ConfigError(
+                "the engine is vllm, which is not installed here; `pip install 'dynamo-local[vllm]'`, or set engine: sim"
+            )
         self._private = private.take(self._name, dict(os.environ))
         os.environ.update(self._private.environment)
         os.environ[plugin.WORKER_PID] = str(os.getpid())
@@ -69,6 +74,9 @@ class VllmEngine:
         # We have threads and connections: a forked EngineCore would inherit half of them.
         os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # EngineCore gives itself a title, for which setproctitle would take the room of the environment: the mark by
+        # which what a killed run left is found.
+        os.environ["SPT_NOENV"] = "1"
         started_s = time.monotonic()
         self._llm = await asyncio.to_thread(self._build)
         if self._closed:
