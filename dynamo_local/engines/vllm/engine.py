@@ -64,7 +64,8 @@ class VllmEngine:
         """Import vLLM, load the model. Raises `ConfigError` for arguments, `EngineError` for what fails later."""
         if not is_installed():
             raise ConfigError(
-                "the engine is vllm, which is not installed here; `pip install 'dynamo-local[vllm]'`, or set engine: sim"
+                "the engine is vllm, which is not installed here; "
+                "`pip install 'dynamo-local[vllm]'` (docs/vllm.md), or set engine: sim"
             )
         self._private = private.take(self._name, dict(os.environ))
         os.environ.update(self._private.environment)

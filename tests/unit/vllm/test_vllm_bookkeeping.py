@@ -111,7 +111,10 @@ def test_eight_engines_have_nothing_in_common(tmp_path: Path) -> None:
 
 def test_a_lease_ends_with_its_process() -> None:
     """Whatever ends it, the kernel gives the name back."""
-    code = "import sys\nfrom dynamo_local.engines.vllm.private import lease\nheld = lease('test/ends')\nprint(held is not None, flush=True)\nsys.stdin.read()"
+    code = (
+        "import sys\nfrom dynamo_local.engines.vllm.private import lease\nheld = lease('test/ends')\n"
+        "print(held is not None, flush=True)\nsys.stdin.read()"
+    )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "True\n"
