@@ -102,8 +102,6 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.on_trouble: Callable[[str], None] = log.warning
         self.unwritten = False
-        self.added_s: dict[str, float] = {}
-        """When a worker of the component last became ready, or had its drain taken back; by component."""
         self._seen: object = ()
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -131,8 +129,6 @@ class Fleet:
             worker, before = self.workers[name], self.workers[name].state
             if after[name] is not before:
                 worker.state, worker.since_s = after[name], self.clock.now_s()
-                if worker.state is WorkerState.READY:
-                    self.added_s[worker.plan.component] = worker.since_s
             if worker.state is WorkerState.READY and not worker.served:
                 worker.served, worker.ready_s = True, self.clock.now_s()
                 worker.heard_s = worker.heard_s or worker.ready_s  # from now on its silence counts
