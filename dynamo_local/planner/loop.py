@@ -16,11 +16,11 @@ from typing import Protocol
 
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.explain import DecisionRecord
 from dynamo_local.planner.load import LoadOptions, LoadPolicy
 from dynamo_local.planner.local_connector import Committed, Refused
 from dynamo_local.planner.observing import PlannerObserver
 from dynamo_local.planner.pulling import Puller
+from dynamo_local.planner.record import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
 from dynamo_local.planner.rounds import Policy, Rounds
 from dynamo_local.planner.values import Decision, Fleet, Observation, Reading
 
@@ -197,7 +197,9 @@ class PlannerLoop:
             self.counts.failed_ticks += 1
             self._next_s = self._clock.now_s() + interval_s
             log.exception("a tick of the planner failed; it goes on")
-            self._say(f"a tick failed ({type(error).__name__}: {error}); it is tried again, the arbiter's log says more")
+            self._say(
+                f"a tick failed ({type(error).__name__}: {error}); it is tried again, the arbiter's log says more"
+            )
         else:
             blind = self._world.blind()
             self._say(None if blind is None else f"holds: {blind}")
@@ -223,29 +225,31 @@ class PlannerLoop:
 
     async def _carry_out(self, decision: Decision, observation: Observation) -> None:
         self._number += 1
-        number = self._number
-        outcomes: dict[str, Committed | Refused | None] = {}
-        for component, step in decision.acts:
-            outcomes[component] = None if self.no_operation else await self._act(component, step, f"planner:{number}")
+        stimulus_id = f"planner:{self._number}"
+        outcomes = {component: await self._act(component, step, stimulus_id) for component, step in decision.acts}
+        put_off = {reason.component: StepOutcome(Outcome.DEFERRED) for reason in decision.reasons if reason.deferred}
         record = DecisionRecord(
-            number=number,
-            at=self._clock.wall_s(),
+            wall_s=self._clock.wall_s(),
+            stimulus_id=stimulus_id,
+            inputs=inputs_of(observation, self.options),
             decision=decision,
-            observation=observation,
-            outcomes=outcomes,
+            outcomes={**put_off, **outcomes},
         )
         self.counts.decisions += 1
         self.last = record
         self._told(lambda observer: observer.on_decision(record))
 
-    async def _act(self, component: str, step: int, stimulus_id: str) -> Committed | Refused:
+    async def _act(self, component: str, step: int, stimulus_id: str) -> StepOutcome:
+        if self.no_operation:
+            return StepOutcome(Outcome.NO_OPERATION)
         act = self._connector.add_component if step > 0 else self._connector.remove_component
         try:
-            return await act(component, stimulus_id=stimulus_id)
+            return outcome_of(await act(component, stimulus_id=stimulus_id))
         except Exception as error:  # a bug: the decision is on record all the same, and later ones are made
             self.counts.failed_ticks += 1
             log.exception("%s %+d could not be carried out", component, step)
-            return Refused(f"it failed: {type(error).__name__}: {error}", "internal", retryable=True)
+            why = f"it failed: {type(error).__name__}: {error}"
+            return StepOutcome(Outcome.REFUSED, (), why, "internal", retryable=True)
 
     def _told(self, tell: Callable[[PlannerObserver], None]) -> None:
         for observer in self.observers:

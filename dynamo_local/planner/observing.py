@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dynamo_local.planner.explain import DecisionRecord
+from dynamo_local.planner.record import DecisionRecord
 from dynamo_local.planner.values import Fleet, Reading
 
 

@@ -15,25 +15,26 @@ from typing import Generic, Protocol, TypeVar
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
+from dynamo_local.planner.rounds import fresh
 from dynamo_local.planner.values import Reading
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
-STALE_PULLS = 3
-"""A value older than so many pulls is none (planner-rules)."""
 DEADLINE_PULLS = 0.8
-"""Part of the time between two pulls after which a source is not waited for: there must be time left for the rest."""
+DEADLINE_MAX_S = 1.0
+"""A source is not waited for beyond this part of the time between two pulls, and so many seconds at most."""
 HUNG_PULLS = 10
 """A source that has not answered for so many pulls is asked anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled(Generic[T]):
+class Sampled(Generic[T_co]):
     """A value and when it was measured, on the loop's clock."""
 
-    value: T
+    value: T_co
     at_s: float
 
 
@@ -68,32 +69,28 @@ class Puller:
         at_s = self._clock.now_s()
         sources = [source for source in (self._loads, self._queue) if source is not None]
         await asyncio.gather(*(source.ask(interval_s) for source in sources))
-        oldest_s = self._clock.now_s() - STALE_PULLS * interval_s
-        return Reading(at_s, self._queue_now(oldest_s), self._loads_now(ready, oldest_s))
+        return Reading(at_s, self._queue_now(interval_s), self._loads_now(ready, interval_s))
 
-    def _queue_now(self, oldest_s: float) -> int | Missing | None:
+    def _queue_now(self, interval_s: float) -> float | Missing | None:
         if self._queue is None:
             return None
-        taken = self._queue.take()
-        if isinstance(taken, Sampled):
-            self._depth = taken
-        if self._depth is not None and self._depth.at_s >= oldest_s:
-            return self._depth.value
-        return Missing(f"the prefill queue's depth: {_why(self._queue.failed, self._depth, self._clock.now_s())}")
+        self._depth = self._queue.take() or self._depth
+        return self._fresh(self._depth, interval_s, "the prefill queue's depth", self._queue.failed)
 
-    def _loads_now(self, ready: Collection[str], oldest_s: float) -> dict[str, Load | Missing]:
-        taken = self._loads.take()
-        if taken is not None and not isinstance(taken, Missing):
-            self._known.update(taken)
+    def _loads_now(self, ready: Collection[str], interval_s: float) -> dict[str, Load | Missing]:
+        self._known.update(self._loads.take() or {})
         self._known = {name: self._known[name] for name in ready if name in self._known}
+        failed = self._loads.failed
+        return {name: self._fresh(self._known.get(name), interval_s, f"the load of {name}", failed) for name in ready}
+
+    def _fresh(self, last: Sampled[T] | None, interval_s: float, what: str, failed: str | None) -> T | Missing:
+        if last is None:
+            return Missing(f"{what} was never had" + (f" ({failed})" if failed else ""))
         now_s = self._clock.now_s()
-        found: dict[str, Load | Missing] = {}
-        for name in ready:
-            known = self._known.get(name)
-            fresh = known is not None and known.at_s >= oldest_s
-            why = f"the load of {name}: {_why(self._loads.failed, known, now_s)}"
-            found[name] = known.value if known is not None and fresh else Missing(why)
-        return found
+        value = fresh(last.value, taken_at_s=last.at_s, now_s=now_s, pulling_interval_s=interval_s)
+        if isinstance(value, Missing):
+            return Missing(f"{what} is {value.reason}" + (f" ({failed})" if failed else ""))
+        return value
 
     def close(self) -> None:
         """Wait for nobody any more."""
@@ -102,18 +99,13 @@ class Puller:
                 source.cancel()
 
 
-def _why(failed: str | None, last: Sampled[T] | None, now_s: float) -> str:
-    age = "never had" if last is None else f"the last is {now_s - last.at_s:.1f} s old"
-    return f"{age} ({failed})" if failed else age
-
-
 class _Asked(Generic[T]):
-    """A source and the one question to it that may be under way."""
+    """A source and the one question to it that may be under way. `failed` says why the last got no answer."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]], clock: Clock) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[T | Missing]], clock: Clock) -> None:
         self._ask = ask
         self._clock = clock
-        self._task: asyncio.Future[T] | None = None
+        self._task: asyncio.Future[T | Missing] | None = None
         self._began_s = 0.0
         self._answer: T | None = None
         self.failed: str | None = None
@@ -127,14 +119,15 @@ class _Asked(Generic[T]):
             self._task, self._began_s = asyncio.ensure_future(self._ask()), now_s
             self._task.add_done_callback(_seen)
         # Not wait_for: it would cancel the question.
-        await asyncio.wait({self._task}, timeout=DEADLINE_PULLS * interval_s)
+        await asyncio.wait({self._task}, timeout=min(DEADLINE_MAX_S, DEADLINE_PULLS * interval_s))
         if not self._task.done():
             self.failed = f"no answer for {self._clock.now_s() - self._began_s:.1f} s"
             return
         task, self._task = self._task, None
         try:
-            self._answer = task.result()
-            self.failed = self._answer.reason if isinstance(self._answer, Missing) else None
+            answer = task.result()
+            self._answer = None if isinstance(answer, Missing) else answer
+            self.failed = answer.reason if isinstance(answer, Missing) else None
         except DynamoError as error:
             self.failed = str(error)
         except asyncio.CancelledError:
