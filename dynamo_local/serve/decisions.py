@@ -47,3 +47,8 @@ def read(path: Path, *, last: int | None = None) -> list[Record]:
 def parse(logged: Record) -> DecisionRecord:
     """A line of the log. Raises `BadInput` for one of another version, or edited."""
     return from_line(json.dumps(logged))
+
+
+def words(logged: Record) -> str:
+    """The decision as a person is told of it. Raises `BadInput` as `parse` does."""
+    return str(parse(logged).decision.reasons)

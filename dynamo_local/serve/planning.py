@@ -145,6 +145,10 @@ class Planning:
         found = await asyncio.to_thread(decisions.read, self._log_path, last=count)
         return [dict(record) for record in found]
 
+    async def explain(self, count: int) -> list[str]:
+        """The same in words."""
+        return [decisions.words(record) for record in await self.history(count)]
+
     # --- answering -------------------------------------------------------------------------------
 
     @property
