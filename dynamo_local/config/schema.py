@@ -162,6 +162,8 @@ class PlannerConfig(BaseModel):
     """GPUs below which neither prefill nor decode goes."""
     decode_kv_scale_up_threshold: Fraction = 0.9
     decode_kv_scale_down_threshold: Fraction = 0.5
+    decode_kv_per_waiting_request: Threshold = 0.0
+    """Added to a decode worker's KV use for each request that waits there (Dynamo's first planner: 0.02)."""
     prefill_queue_scale_up_threshold: Threshold = 0.5
     prefill_queue_scale_down_threshold: Threshold = 0.2
     decode_engine_num_gpu: Gpus | None = None
