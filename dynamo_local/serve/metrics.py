@@ -138,7 +138,7 @@ def _families(now: Now) -> Iterator[Metric]:
     yield seconds
     queue = GaugeMetricFamily(
         f"{PREFIX}_prefill_queue_requests",
-        "Requests in the prefill queue (none where it cannot be seen)",
+        "Requests in the prefill queue, as last seen",
         labels=["of"],
     )
     for of, requests in now.queue.items():

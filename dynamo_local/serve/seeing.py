@@ -26,7 +26,7 @@ PORT_OPTION = "Host.metrics-port"
 
 
 class Seeing:
-    """From `start` to `stop`; `url` is None outside. `components` are the graph's, and `state` tells the state it is in."""
+    """From `start` to `stop`; `url` is None outside. `components` and the `state` are the graph's."""
 
     def __init__(
         self,

@@ -53,3 +53,15 @@ def test_a_decision_gives_the_step_of_each_component() -> None:
     assert scalars.of_decision([down, up], FLEET) == {"prefill_scaling_action": -1, "decode_scaling_action": 1}
     hold = Reason("VllmWorker", 0, Rule.WITHIN, {})
     assert scalars.of_decision([hold], AGGREGATED) == {"decode_scaling_action": 0}
+
+
+def test_a_load_that_is_no_number_is_no_sample() -> None:
+    points = scalars.of_reading(_reading(0, Load(gpu_cache_usage_perc=float("nan")), Load()), FLEET)
+    assert points["average_kv_load"] == 0.0
+    assert "num_queued_request" not in points
+
+
+def test_an_up_that_waited_for_a_gpu_is_one_step_not_two() -> None:
+    planned = Reason("VllmWorker", 1, Rule.SCALE_UP, {}, deferred=True)
+    assert scalars.of_decision([planned], FLEET) == {"decode_scaling_action": 1}
+    assert scalars.of_decision([Reason("VllmWorker", 1, Rule.GPU_FREED, {})], FLEET) == {}
