@@ -63,6 +63,7 @@ class Rounds:
         self._notes: tuple[str, ...] = ()
         self._readings: list[Reading] = []
         self._pulls = 0
+        self._observation: Observation | None = None
         self._begin(now_s)
 
     # --- what one may ask ----------------------------------------------------------------------
@@ -102,6 +103,11 @@ class Rounds:
         return tuple(self._readings)
 
     @property
+    def observation(self) -> Observation | None:
+        """What the last decision was made from; None before the first."""
+        return self._observation
+
+    @property
     def deferred(self) -> tuple[str, ...]:
         """Components with an up that waits for a GPU."""
         return tuple(self._deferred)
@@ -115,6 +121,7 @@ class Rounds:
         now_s = reading.at_s
         freed = self._freed(fleet, now_s)
         if freed is not None:
+            self._observation = Observation(now_s, self._began_s, self.readings, fleet)
             self._begin(now_s, adjusting=True)
             return freed
         if fleet.adjusting or self._adjusting:
@@ -166,7 +173,8 @@ class Rounds:
         return int((now_s - self._began_s) / self._options.metric_pulling_interval_s + _SLACK)
 
     def _tick(self, now_s: float, fleet: Fleet) -> Decision:
-        observation = Observation(now_s, self._began_s, tuple(self._readings), self._with_deferred(fleet))
+        observation = Observation(now_s, self._began_s, self.readings, self._with_deferred(fleet))
+        self._observation = observation
         notes, self._notes = self._notes, ()
         interval_s = self._options.adjustment_interval_s
         # Set before the policy is asked: if it raises, this interval is over all the same.
