@@ -121,6 +121,8 @@ class HostConfig(BaseModel):
     """Names or globs of variables that workers inherit beyond the allow-list of `core.secrets`."""
     health_bound_s: Seconds = 30.0
     """A worker that answers nothing for so long, while etcd and NATS do, is hung and treated as crashed."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of the arbiter's own `/metrics`, on 127.0.0.1; 0 takes any free one."""
     restart: Annotated[RestartConfig, BeforeValidator(_underscored, json_schema_input_type=RestartConfig)] = (
         RestartConfig()
     )
@@ -156,7 +158,7 @@ class PlannerConfig(BaseModel):
     no_operation: bool = False
     """Observe, decide and log; act on nothing."""
     log_dir: Path | None = None
-    """Folder of the TensorBoard files; by default `tensorboard` beside the logs."""
+    """Folder of the TensorBoard files; by default `logs/MMDD_HHMMSS`, by the time of the start."""
     adjustment_interval: Seconds = 30.0
     """Seconds between adjustments."""
     metric_pulling_interval: Seconds = 1.0

@@ -179,6 +179,7 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         keep_on_arbiter_death=options.on_arbiter_death == "keep",
         health_bound_s=config.host.health_bound_s,
         restart=RestartPolicy(**config.host.restart.model_dump()),
+        metrics_port=config.host.metrics_port,
     )
 
 

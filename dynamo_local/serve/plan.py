@@ -49,6 +49,7 @@ class Settings:
     keep_on_arbiter_death: bool = False
     health_bound_s: float = 30.0
     restart: RestartPolicy = DEFAULT_POLICY
+    metrics_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +69,33 @@ class Planning:
         self.options = options
         self.observers: list[PlannerObserver] = []
         """Told of every reading and decision; whoever wants to look on adds itself before the graph is ready."""
+        self.before_start: Callable[[PlannerConfig], Awaitable[None]] = _nothing
+        """Called with the options of each start; a `DynamoError` refuses it."""
+        self.after_stop: Callable[[], Awaitable[None]] = _nothing
 
     # --- with the run ----------------------------------------------------------------------------
 
     async def begin(self, *, starts: bool | None, by_default: bool) -> None:
         """The graph is ready. `starts` is what the command line says; else an adopted run's planner goes on as it
         was, and a new run's starts if the configuration asks for it."""
-        entry = self._fleet.head.planner
-        if entry is not None:  # of the arbiter whose run was adopted
-            self.options = self._merged(entry.options, base=PlannerConfig())
-        before = PlannerState.STOPPED if entry is None else PlannerState(entry.state)
-        wanted = starts if starts is not None else before is not PlannerState.STOPPED if entry else by_default
-        if wanted:
-            await self._start(self.options, paused=starts is None and before is PlannerState.PAUSED)
-        elif entry is not None and before is not PlannerState.STOPPED:
-            await self._keep()
+        entry = self._fleet.head.planner  # of the arbiter whose run was adopted
+        before = None if entry is None else PlannerState(entry.state)
+        wanted = starts if starts is not None else by_default if before is None else before is not PlannerState.STOPPED
+        try:
+            if entry is not None:
+                self.options = self._merged(entry.options, base=PlannerConfig())
+            if wanted:
+                await self._start(self.options, paused=starts is None and before is PlannerState.PAUSED)
+            elif before not in (None, PlannerState.STOPPED):
+                await self._keep()
+        except DynamoError as error:  # the graph serves all the same
+            self._tell(f"the planner was not started: {error}; `dynamo planner start` tries again")
 
     async def halt(self) -> None:
         """The run is leaving: nothing is planned any more."""
-        if self._loop is not None:
+        if self._loop is not None and self._loop.state is not PlannerState.STOPPED:
             await self._loop.stop()
+            await self.after_stop()
 
     # --- commands --------------------------------------------------------------------------------
 
@@ -108,6 +115,7 @@ class Planning:
         async with self._changing:
             loop = self._running("stop")
             await loop.stop()
+            await self.after_stop()
             await self._keep()
             return self.status()
 
@@ -134,7 +142,10 @@ class Planning:
         if not options:
             raise BadInput("say what to change: KEY=VALUE, for example decode-kv-scale-up-threshold=0.8")
         async with self._changing:
-            self.options = self._merged(options)
+            merged = self._merged(options)
+            if self.state is not PlannerState.STOPPED and merged.log_dir != self.options.log_dir:
+                raise BadInput("log_dir can be chosen at the start only: stop the planner, and start it with --log-dir")
+            self.options = merged
             if self._loop is not None:
                 self._loop.change(load_options(self.options), no_operation=self.options.no_operation)
             await self._keep()
@@ -181,9 +192,10 @@ class Planning:
     # --- inside ----------------------------------------------------------------------------------
 
     async def _start(self, options: PlannerConfig, *, paused: bool = False) -> None:
-        self.options = options
         if self._loop is None:
             self._loop = await self._made()
+        await self.before_start(options)
+        self.options = options
         self._loop.start(load_options(options), no_operation=options.no_operation, paused=paused)
         await self._keep()
 
@@ -225,6 +237,10 @@ class Planning:
         options = self.options.model_dump(mode="json", exclude_unset=True, exclude={"enabled"})
         self._fleet.head.planner = PlannerEntry(state=self.state.value, options=options)
         await self._fleet.commit_head()
+
+
+async def _nothing(*_: Any) -> None:
+    """Nobody else cares."""
 
 
 class ArbiterWorld:

@@ -38,7 +38,8 @@ from dynamo_local.serve.progress import View
 from dynamo_local.serve.registrations import Registrations
 from dynamo_local.serve.sampling import Sampling
 from dynamo_local.serve.scaling import Scaler
-from dynamo_local.serve.telling import row, worker_status
+from dynamo_local.serve.seeing import Seeing
+from dynamo_local.serve.status import gpu_status, row, worker_status
 from dynamo_local.state import StateStore
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,14 @@ class Supervisor:
             background=self._background,
             tell=self._trouble,
         )
+        self.seeing = Seeing(
+            self.fleet,
+            pool,
+            self.sampling,
+            clock,
+            components=[service.name for service in deployment.graph.services],
+            state=lambda: self.state,
+        )
         self._started_s = clock.now_s()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._logs = Interleaver(from_end=True)
@@ -132,6 +141,7 @@ class Supervisor:
         With `found`, take that run back instead. Whoever calls lets us leave after an error, as after a run.
         """
         become_subreaper()
+        await self.seeing.start(self.deployment.settings.metrics_port)
         await self.arbiter.start()
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
@@ -355,6 +365,8 @@ class Supervisor:
             "nats_server": head.nats_server,
             "frontend_url": self.registrations.frontend_url,
             "prefill_queue": self.sampling.queue.as_json() if self.links.queue is not None else None,
+            "metrics_url": self.seeing.url,
+            "gpus": gpu_status(self.pool.ledger.snapshot()),
             "quarantined_gpus": self.pool.ledger.quarantined(),
             "planner": self.planning.status(),
             "notes": self.notes[-5:],
@@ -400,6 +412,7 @@ class Supervisor:
         await self.planning.halt()
         if self.state == "adopting":
             await self._close(for_good=False)  # nothing was taken over: nothing is ended
+            await self.seeing.stop()
             await self.guarding.stop()
             self._gone.set()
             return
@@ -424,6 +437,7 @@ class Supervisor:
             await self.arbiter.forget(name)
         await self.operations.sweep()
         await self.servers.stop()
+        await self.seeing.stop()
         await self.guarding.stop()  # last: until here it would have ended what we had not
         try:
             await asyncio.to_thread(self.fleet.store.remove_if_owned, self.deployment.run_id)
