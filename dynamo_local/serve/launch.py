@@ -85,13 +85,10 @@ class Request:
     paths: Paths
     gpus_option: str | None
     cwd: Path
-<<<<<<< HEAD
-    notes: tuple[str, ...] = ()
-=======
     planner: PlannerConfig
     planner_starts: bool
     planner_flag: bool | None
->>>>>>> main
+    notes: tuple[str, ...] = ()
 
 
 def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, only_plan: bool = False) -> Request:
@@ -104,14 +101,11 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     graph = load_graph(options.target, base_dir=cwd)
     config = load_config(options.file, env=environ, overrides=options.overrides)
     spec = resolve(graph, config, namespace=options.namespace)
-<<<<<<< HEAD
-    notes = check_engines(graph, spec, config, only_plan=only_plan)
-=======
     planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
->>>>>>> main
+    notes = check_engines(graph, spec, config, only_plan=only_plan)
     return Request(
         graph=spec,
         config=config,
@@ -119,13 +113,10 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         paths=Paths.of(spec.namespace, environ),
         gpus_option=options.gpus if options.gpus is not None else config.host.gpus,
         cwd=cwd,
-<<<<<<< HEAD
-        notes=notes,
-=======
         planner=planner,
         planner_starts=starts,
         planner_flag=options.planner,
->>>>>>> main
+        notes=notes,
     )
 
 
