@@ -12,7 +12,7 @@ import yaml
 
 from tests.fakes.served import Served
 
-START_TIMEOUT_S = 290.0
+START_TIMEOUT_S = 500
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class VllmHost:
         )
 
     def _worker(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self.args, **more, "common-configs": ["model", "served-model-name"]}
+        more = dict(more)
+        args = {"start-deadline": START_TIMEOUT_S, **more.pop("ServiceArgs", {})}
+        return {**self.args, **more, "common-configs": ["model", "served-model-name"], "ServiceArgs": args}
 
     def _served(self, folder: Path, graph: str, workers: Mapping[str, Any]) -> Served:
         common = {"model": str(self.model), "served-model-name": "tiny"}
@@ -78,7 +80,10 @@ def cpu_host(model: Path) -> VllmHost:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the CPU build takes `mp`, and one more process, for `uni`
             "OMP_NUM_THREADS": "1",
+            # What vLLM has looked at once (its parser's answers, a model's class) is not looked at again.
+            "VLLM_CACHE_ROOT": os.environ.get("DYN_VLLM_CACHE") or str(model.parent / "cache"),
             "UCX_TLS": "sm,tcp,self",
         },
     )

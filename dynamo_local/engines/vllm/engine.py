@@ -93,12 +93,12 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from dynamo_local.engines.vllm.arguments import engine_args, for_this_host
+        from dynamo_local.engines.vllm.arguments import engine_args
         from dynamo_local.engines.vllm.stat_logger import stat_logger
 
         self._sampling = VllmSampling
         self._delta = RequestOutputKind.DELTA
-        args = for_this_host(engine_args(self._words))
+        args = engine_args(self._words)
         try:
             return AsyncLLM.from_engine_args(args, stat_loggers=[stat_logger(self._recorded)])
         except Exception as error:
@@ -309,9 +309,10 @@ class VllmEngine:
                     await self.load_changed()
 
     def _recorded(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        self._statistics.record(scheduler_stats, iteration_stats)
-        self._handoffs.observe(scheduler_stats, self._statistics.num_live)
-        self._notify()
+        changed = self._statistics.record(scheduler_stats, iteration_stats)
+        changed |= self._handoffs.observe(scheduler_stats, self._statistics.num_live)
+        if changed:  # an engine that holds KV for others speaks a thousand times a second
+            self._notify()
 
     def _notify(self) -> None:
         if self._changed is not None:
