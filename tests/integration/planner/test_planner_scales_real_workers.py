@@ -1,0 +1,122 @@
+"""The load planner on real processes: up and down again with the load, within the budget, and no request lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fakes.planned import (
+    DECODE,
+    PREFILL,
+    audited,
+    capacity,
+    committed,
+    decided,
+    one_period,
+    open_loop,
+    planner,
+    steady,
+)
+from tests.fakes.scaled import events
+from tests.fakes.served import Served, auntil
+
+pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(240)]
+
+BUDGET = 5
+BASE = {PREFILL: 1, DECODE: 1}
+WORDS = (
+    "--VllmWorker.conditional-disagg=false",
+    "--VllmWorker.sim.speed=0.1",
+    "--VllmWorker.sim.num-gpu-blocks=120",
+    "--PrefillWorker.sim.speed=0.15",
+    "--Planner.adjustment-interval=1.5",
+    "--Planner.metric-pulling-interval=0.25",
+    f"--Planner.max-gpu-budget={BUDGET}",
+    "--Planner.decode-kv-scale-up-threshold=0.5",
+    "--Planner.decode-kv-scale-down-threshold=0.2",
+    "--Planner.prefill-queue-scale-up-threshold=1.0",
+    "--Planner.prefill-queue-scale-down-threshold=0.3",
+)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """The example graph, 1P1D on eight simulated GPUs, with its planner."""
+    with Served(*WORDS) as served:
+        yield served.start()
+
+
+@pytest.fixture
+async def graph(shared: Served) -> Served:
+    """The planner has brought it back to 1P1D."""
+    await at_base(shared)
+    return shared
+
+
+async def at_base(served: Served) -> None:
+    """Return when 1P1D is all there is."""
+    await auntil(lambda: capacity(served) == BASE and len(served.pids()) == 4, 60.0, what=served.states)
+
+
+async def test_workers_come_and_go_with_the_load_and_no_request_is_lost(graph: Served) -> None:
+    """One period of the trace of Dynamo's own benchmark, six times as fast, every tenth request."""
+    load = one_period(thinning=10, speed=6.0, answer_max=48)
+    async with audited(graph) as audit:
+        answers = await open_loop(graph, load)
+        await at_base(graph)
+    assert answers.wrong == []
+    assert answers.right == len(load)
+    assert audit.most[PREFILL] + audit.most[DECODE] > 2
+    assert audit.held_max <= BUDGET
+    for number, component, _ in audit.steps():
+        caused = [event for event in events(graph) if event["stimulus_id"] == f"planner:{number}"]
+        assert component in {event["component"] for event in caused}, "the event log names the decision"
+
+
+async def test_gpus_move_from_one_role_to_the_other(graph: Served) -> None:
+    """Long prompts and short answers, then short prompts and long answers, on four GPUs."""
+    planner(graph, "set", options={"max_gpu_budget": 4})
+    async with audited(graph) as audit:
+        answers = await open_loop(graph, steady(rate=9, seconds=14, prompt_words=560, tokens=2))
+        assert answers.wrong == []
+        assert audit.most[PREFILL] >= 2
+        first = len(audit.steps())
+        answers = await open_loop(graph, steady(rate=4, seconds=16, prompt_words=8, tokens=150))
+        assert answers.wrong == []
+        moved = [(component, step) for _, component, step in audit.steps()[first:]]
+        assert audit.most[DECODE] >= 2
+        assert (PREFILL, -1) in moved
+        assert (DECODE, 1) in moved
+        assert audit.held_max <= 4
+    planner(graph, "set", options={"max_gpu_budget": BUDGET})
+
+
+@pytest.mark.parametrize("name", ["nats", "etcd"])
+async def test_while_a_server_is_away_it_holds_and_says_so_and_goes_on(graph: Served, name: str) -> None:
+    """Stopped for five intervals, as by an outage that ends by itself. Idle, 1P2D would be scaled down meanwhile."""
+    planner(graph, "pause")
+    planner(graph, "set", options={"min_gpu_budget": 1})
+    before = len(decided(graph))
+    pid = graph.server_pid(name)
+    assert pid is not None
+    planner(graph, "resume")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await auntil(lambda: (planner(graph, "status")["trouble"] or "").startswith("holds:"), 30.0)
+        held_from = len(decided(graph))
+        await auntil(lambda: len(decided(graph)) >= held_from + 5, 30.0)
+        held = decided(graph)[held_from:]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert {reason["rule"] for record in held for reason in record["decision"]["reasons"]} == {"missing"}
+    assert committed(held) == []
+    assert any("planner: holds" in note for note in graph.status()["notes"])
+    await auntil(lambda: planner(graph, "status")["trouble"] is None, 30.0)
+    after = len(decided(graph))
+    await auntil(lambda: len(decided(graph)) > after, 15.0)
+    assert before <= after
+    await asyncio.sleep(0)
