@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.options import LoadOptions
@@ -19,7 +18,7 @@ from dynamo_local.planner.rules import (
     floor_workers,
     judge,
 )
-from dynamo_local.planner.values import UNIT_BITS, Decision, KvSum, Observation, Pool, Reading, Reason
+from dynamo_local.planner.values import UNIT_BITS, Decision, Observation, Pool, Reading, Reason
 
 __all__ = ["LoadOptions", "LoadPolicy"]
 
@@ -52,7 +51,7 @@ class LoadPolicy:
             sides.append(
                 _side(
                     fleet.prefill,
-                    mean=sum(depths, Fraction()) / len(depths) if depths else None,
+                    mean=exact_mean(depths),
                     samples=len(depths),
                     ends=(depths[0], depths[-1]) if depths else None,
                     down=options.prefill_queue_scale_down_threshold,
@@ -88,32 +87,45 @@ def next_tick_at(observation: Observation, interval_s: float) -> float:
     return began_s + count * interval_s
 
 
-def queue_samples(readings: Sequence[Reading]) -> list[Fraction]:
+def queue_samples(readings: Sequence[Reading]) -> list[float]:
     """The depths that could be had, in order."""
     return [
-        Fraction(reading.queue)
+        reading.queue
         for reading in readings
         if reading.queue is not None and not isinstance(reading.queue, Missing) and math.isfinite(reading.queue)
     ]
 
 
-def mean_kv(readings: Sequence[Reading], per_waiting_request: float = 0.0) -> Fraction | None:
-    """The mean over all samples of all workers, exact; None without one."""
-    *_, total = accumulate((reading.kv for reading in readings), initial=KvSum())
-    if not total.count:
+def exact_mean(values: Sequence[float]) -> float | None:
+    """Rounded once, at its end: the mean of equal values is that value. None without one."""
+    if not values:
         return None
-    kv = Fraction(total.units, total.count << UNIT_BITS)
-    return kv + Fraction(per_waiting_request) * total.waiting / total.count
+    if all(isinstance(value, int) for value in values):
+        return sum(values) / len(values)
+    return float(sum(map(Fraction, values), Fraction()) / len(values))
+
+
+def mean_kv(readings: Sequence[Reading], per_waiting_request: float = 0.0) -> float | None:
+    """The mean over all samples of all workers, rounded once like `exact_mean`; None without one."""
+    count = sum(reading.kv.count for reading in readings)
+    if not count:
+        return None
+    units = sum(reading.kv.units for reading in readings)
+    if per_waiting_request:
+        over, under = per_waiting_request.as_integer_ratio()
+        waiting = sum(reading.kv.waiting for reading in readings)
+        units += waiting * over * ((1 << UNIT_BITS) // under)
+    return units / (count << UNIT_BITS)
 
 
 def _side(
     pool: Pool,
     *,
-    mean: Fraction | None,
+    mean: float | None,
     down: float,
     up: float,
     samples: int,
-    ends: tuple[Fraction, Fraction] | None = None,
+    ends: tuple[float, float] | None = None,
     since_added_s: float | None = None,
 ) -> Side:
     return Side(
@@ -146,10 +158,10 @@ def _reason(facts: Facts, index: int, verdict: Verdict) -> Reason:
         "max_gpu_budget": facts.max_gpu_budget,
     }
     if side.mean is not None:
-        numbers[mean_name(side)] = float(side.mean)
+        numbers[mean_name(side)] = side.mean
     expected = side.expected
     if expected is not None:
-        numbers["prefill_queue_expected"] = float(expected)
+        numbers["prefill_queue_expected"] = expected
     if side.since_added_s is not None:
         numbers["since_added_s"], numbers["grace_s"] = side.since_added_s, facts.grace_s
     otherwise = nearest(facts, index, verdict)

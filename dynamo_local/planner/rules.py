@@ -1,5 +1,5 @@
 """The load planner's rules (planner-rules 1-7), on the few numbers that they compare. `load.LoadPolicy` measures and
-explains; here it is decided. All arithmetic is exact (fractions), so a threshold is a threshold.
+explains; here it is decided.
 
 In prose, for each component:
 
@@ -16,8 +16,7 @@ In prose, for each component:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fractions import Fraction
+from typing import NamedTuple
 
 from dynamo_local.planner.values import Rule
 
@@ -28,8 +27,7 @@ NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD = 3
 """Intervals that the queue's trend is followed into the future: about what a new prefill worker needs to help."""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """One component: its workers, what was measured, and its thresholds.
 
     `mean` is over `samples` of them, None without one. `ends` are the first and the last of the prefill queue (None
@@ -46,15 +44,15 @@ class Side:
     cancellable: int
     gpus_spoken_for: int
     gpus_lacking: int
-    mean: Fraction | None
+    mean: float | None
     samples: int
     down: float
     up: float
-    ends: tuple[Fraction, Fraction] | None = None
+    ends: tuple[float, float] | None = None
     since_added_s: float | None = None
 
     @property
-    def expected(self) -> Fraction | None:
+    def expected(self) -> float | None:
         """Where the prefill queue is heading by the time that a new worker would help."""
         if self.ends is None:
             return None
@@ -62,8 +60,7 @@ class Side:
         return last + NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD * (last - first)
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """All numbers of one decision. `sides` are prefill (where there is one) and decode."""
 
     adjusting: bool
@@ -73,8 +70,7 @@ class Facts:
     grace_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What is decided about one component, by which rule. `gpus_counted` is the budget's use when it was its turn."""
 
     rule: Rule
