@@ -41,10 +41,10 @@ def test_each_counterfactual_is_true_and_nearest_of_its_number(seen: Observation
 
 @SLOW_IS_FINE
 @given(observations(), options())
-def test_there_is_always_one_where_something_was_measured(seen: Observation, given_options: LoadOptions) -> None:
-    """Only missing data and a world too small for any other step leave none."""
+def test_there_is_one_for_each_step_and_each_refusal(seen: Observation, given_options: LoadOptions) -> None:
+    """Missing data leave none, nor does a world in which nothing else can be done (no budget for one more)."""
     for reason in LoadPolicy(given_options).on_tick(seen).reasons:
-        if reason.rule in (Rule.SCALE_DOWN, Rule.SCALE_UP, Rule.WITHIN, Rule.QUEUE_EMPTYING, Rule.GRACE):
+        if reason.rule in (Rule.SCALE_DOWN, Rule.SCALE_UP, Rule.BUDGET, Rule.GRACE):
             assert reason.otherwise is not None
 
 
