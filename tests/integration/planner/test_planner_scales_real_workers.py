@@ -22,7 +22,7 @@ from tests.fakes.scaled import ascale, events, settled
 from tests.fakes.served import Served, auntil
 from tests.fakes.servers import RealEtcd, RealNats
 
-pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(400)]
 
 BUDGET = 5
 BASE = {PREFILL: 1, DECODE: 1}
