@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from typing import Any, cast
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.components.picker import Picker, Sample
+from dynamo_local.core.routing import Picker, Sample
 from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy
 from dynamo_local.ports import EndpointClient, ResponseStream
 

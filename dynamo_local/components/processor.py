@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components.model import TINY_MODEL
-from dynamo_local.components.picker import PickerName, Sample, make_picker
+from dynamo_local.components.picker import PickerName, make_picker
 from dynamo_local.components.vllm_worker import VllmWorker
+from dynamo_local.core.routing import Sample
 from dynamo_local.core.types import Missing
 from dynamo_local.runtime.requests.context import current_request
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service

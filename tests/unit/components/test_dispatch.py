@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.components.dispatch import Dispatcher
-from dynamo_local.components.picker import LeastLoaded, RoundRobin
+from dynamo_local.core.routing import LeastLoaded, RoundRobin
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
