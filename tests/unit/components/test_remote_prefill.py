@@ -10,6 +10,7 @@ import pytest
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components import remote_prefill, wire
 from dynamo_local.components.remote_prefill import QueueGauge, RemotePrefill
+from dynamo_local.core import disagg
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import EngineError
