@@ -11,7 +11,7 @@ from typing import Any
 from dynamo_local.components.model import TINY_MODEL, TINY_TOKENS
 from dynamo_local.engines import make_engine
 from dynamo_local.errors import ConfigError
-from dynamo_local.ports import Engine
+from dynamo_local.ports import Engine, KvEventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,15 @@ def _vocab_size(model: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-async def start_engine(kind: str, model: str, max_model_len: int | None, options: Mapping[str, Any]) -> Engine:
+async def start_engine(
+    kind: str,
+    model: str,
+    max_model_len: int | None,
+    options: Mapping[str, Any],
+    kv_events: KvEventPublisher | None = None,
+) -> Engine:
     """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind."""
-    engine = make_engine(kind, sim_options(model, max_model_len, options))
+    engine = make_engine(kind, sim_options(model, max_model_len, options), kv_events=kv_events)
     try:
         await engine.start()
     except BaseException:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from dynamo_local.core.kv_routing import KvCost
-from dynamo_local.core.routing import NO_HITS, LeastLoaded, Picker, RoundRobin, Sample
-
-PickerName = Literal["least-loaded", "kv", "kv-load", "round-robin", "random"]
+from dynamo_local.core.routing import NO_HITS, LeastLoaded, Picker, RoundRobin, RouterPolicy, Sample
 
 
 class Random:
@@ -28,7 +25,7 @@ class Random:
         """Chance does not depend on load."""
 
 
-def make_picker(name: PickerName, seed: int | None = None) -> Picker:
+def make_picker(name: RouterPolicy, seed: int | None = None) -> Picker:
     """The picker of that name; `seed` is for `random`, and for the ties of `kv` and `kv-load`."""
     if name == "random":
         return Random(random.Random(seed))

@@ -8,9 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from dynamo_local.core.types import Load, Missing
+
+RouterPolicy = Literal["least-loaded", "kv", "kv-load", "round-robin", "random"]
+"""How a worker is picked: fewest requests; what it has cached against its load; its load as `kv` sees it; in turn;
+by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What can be changed of a Router while it runs."""
+
+    router: RouterPolicy = "least-loaded"
+
+    def __post_init__(self) -> None:
+        if self.router not in get_args(RouterPolicy):
+            raise ValueError(f"router must be one of {', '.join(get_args(RouterPolicy))}, not {self.router!r}")
 
 
 @dataclass(frozen=True, slots=True)

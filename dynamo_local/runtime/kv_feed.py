@@ -1,7 +1,7 @@
 """The Router's side of KV events: an index that follows all workers of a component.
 
-etcd says who is there (a worker that is gone takes its blocks with it), NATS brings their batches, and whoever has a gap,
-or has just come, is asked through its endpoint `kv_blocks`.
+etcd says who is there (a worker that is gone takes its blocks with it), NATS brings their batches, and whoever has a
+gap, or has just come, is asked through its endpoint `kv_blocks`.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class KvFeed:
             except (DynamoError, msgspec.ValidationError) as error:
                 log.info("worker %x cannot be asked for its KV blocks; trying again: %s", worker, error)
             else:
-                wait_s = SYNC_RETRY_S
-                continue
+                if not self._tracker.needs_sync(worker):
+                    return
             await self._clock.sleep_until(self._clock.now_s() + wait_s)
             wait_s = min(2 * wait_s, SYNC_RETRY_MAX_S)
 
