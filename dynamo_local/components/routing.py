@@ -82,7 +82,7 @@ class RouteMaker:
         worker = picker.pick(candidates, self._loads(candidates), hits)
         rate = hits.get(worker, 0.0)
         self._remember(picker, worker, request, rate)
-        log.debug("request %s: worker %x by %s, prefix hit rate %.3f", request.request_id, worker, policy, rate)
+        log.info("request %s: worker %x by %s, prefix hit rate %.3f", request.request_id, worker, policy, rate)
         return wire.RouteAnswer(worker, rate, policy)
 
     def _picker(self, policy: RouterPolicy) -> Picker:
