@@ -144,7 +144,10 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, for model cards, status and validation."""
+    """What an engine is, for model cards, status and validation.
+
+    `handoff_address` is (host, port) where other engines reach it for KV; None where it hands nothing over.
+    """
 
     engine: str
     engine_id: str
@@ -154,6 +157,7 @@ class EngineInfo:
     num_gpu_blocks: int
     max_num_seqs: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    handoff_address: tuple[str, int] | None = None
 
 
 class KvEventPublisher(Protocol):
