@@ -26,7 +26,7 @@ from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
-HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death")
+HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death", "planner")
 """Of the statefile as a whole, what changes in the life of a run."""
 
 
