@@ -9,7 +9,7 @@ import io
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -26,11 +26,21 @@ KEPT = 60
 WIDE = 100
 """Columns from which on there is room for longer histories and the uptime."""
 
-BARS, GAP = "▁▂▃▄▅▆▇█", "·"
-BARS_ASCII, GAP_ASCII = "_.-=+*#@", " "
 GPU_COLOURS = {"free": "bright_black", "quarantined": "red", "taken": "magenta"}
 LEFT_FROM_NAME = 6
 """Characters of a long name's end that are always shown: the number of the worker is there."""
+
+
+class Marks(NamedTuple):
+    """What a picture is drawn with: bars from low to high, what stands for an unknown value and for cut text."""
+
+    bars: str
+    gap: str
+    cut: str
+
+
+MARKS = Marks("▁▂▃▄▅▆▇█", "·", "…")
+ASCII_MARKS = Marks("_.-=+*#@", " ", "~")
 
 
 class Histories:
@@ -71,12 +81,12 @@ class Frame:
 
 def render(frame: Frame, width: int, height: int | None = None, *, ascii_only: bool = False) -> RenderableType:
     """The picture for a terminal of so many columns; with a height, workers are left out where they do not fit."""
-    bars = (BARS_ASCII, GAP_ASCII) if ascii_only else (BARS, GAP)
-    above, below = _head(frame), _below(frame, width, bars)
+    marks = ASCII_MARKS if ascii_only else MARKS
+    above, below = _head(frame), _below(frame, width, marks)
     rows = _rows(frame.graph)
     room = len(rows) if height is None else max(1, height - _lines(Group(above, below), width) - 2)
     hidden = len(rows) - room if len(rows) > room else 0
-    table = _table(frame, rows[: len(rows) - hidden], width, bars)
+    table = _table(frame, rows[: len(rows) - hidden], width, marks)
     more = [Text(f"{hidden} more do not fit; `dynamo status` lists all", style="bright_black")] if hidden else []
     return Group(above, table, *more, below)
 
@@ -86,16 +96,14 @@ def _lines(part: RenderableType, width: int) -> int:
     return len(console.render_lines(part, console.options))
 
 
-def sparkline(
-    values: Sequence[float | None], cells: int, top: float | None = None, bars: tuple[str, str] = (BARS, GAP)
-) -> str:
+def sparkline(values: Sequence[float | None], cells: int, top: float | None = None, marks: Marks = MARKS) -> str:
     """The last values, one a character, right-aligned; blank where none is known. `top` is the highest bar's value
     (None: the largest one shown).
 
     >>> sparkline([0.0, 0.5, None, 1.0], 6, 1.0)
     '  ▁▅·█'
     """
-    steps, gap = bars
+    steps = marks.bars
     shown = values[-cells:] if cells else ()
     known = [value for value in shown if value is not None]
     if not known:
@@ -104,14 +112,14 @@ def sparkline(
 
     def bar(value: float | None) -> str:
         if value is None:
-            return gap
+            return marks.gap
         share = value / most if most > 0 else 0.0
         return steps[min(len(steps) - 1, max(0, int(share * len(steps))))]
 
     return "".join(map(bar, shown)).rjust(cells)
 
 
-def shorten(name: str, cells: int) -> str:
+def shorten(name: str, cells: int, cut: str = MARKS.cut) -> str:
     """A name in so many cells: its beginning and its end, where the worker's number is.
 
     >>> shorten("AVeryLongComponentName_12", 16)
@@ -120,7 +128,7 @@ def shorten(name: str, cells: int) -> str:
     if len(name) <= cells:
         return name
     tail = min(LEFT_FROM_NAME, max(0, cells - 2))
-    return name[: max(0, cells - tail - 1)] + "…" + name[len(name) - tail :]
+    return name[: max(0, cells - tail - 1)] + cut + name[len(name) - tail :]
 
 
 # --- the head ----------------------------------------------------------------------------------
@@ -128,7 +136,7 @@ def shorten(name: str, cells: int) -> str:
 
 def _head(frame: Frame) -> RenderableType:
     graph = frame.graph
-    line = Text(no_wrap=True, overflow="ellipsis")
+    line = Text(no_wrap=True, overflow="crop")
     line.append(str(graph["namespace"]), style="bold")
     line.append(f"  {graph['state']}", style="green" if graph["state"] == "ready" else "yellow")
     if graph.get("gpus"):
@@ -180,7 +188,7 @@ def _rows(graph: Graph) -> list[_Row]:
     return rows
 
 
-def _table(frame: Frame, rows: Sequence[_Row], width: int, bars: tuple[str, str]) -> Table:
+def _table(frame: Frame, rows: Sequence[_Row], width: int, marks: Marks) -> Table:
     """The name gets what the other columns leave."""
     wide = width >= WIDE
     gap, kv_cells, waiting_cells = (2, 20, 12) if wide else (1, 8, 6)
@@ -204,8 +212,10 @@ def _table(frame: Frame, rows: Sequence[_Row], width: int, bars: tuple[str, str]
         size = cells or (cells_of_name if title else 0)
         table.add_column(title, width=size, no_wrap=True, justify=justify, overflow="crop")  # type: ignore[arg-type]
     for row, name in zip(rows, names, strict=True):
-        cells_of_row = _cells(frame, row, kv_cells, waiting_cells, bars)
-        table.add_row(*cells_of_row[:1], Text(shorten(name, cells_of_name)), *cells_of_row[1 : len(columns) - 1])
+        cells_of_row = _cells(frame, row, kv_cells, waiting_cells, marks)
+        table.add_row(
+            *cells_of_row[:1], Text(shorten(name, cells_of_name, marks.cut)), *cells_of_row[1 : len(columns) - 1]
+        )
     return table
 
 
@@ -213,7 +223,7 @@ def _name(row: _Row, prefix: str) -> str:
     return "" if row.worker is None else str(row.worker["watcher_name"]).removeprefix(prefix)
 
 
-def _cells(frame: Frame, row: _Row, kv_cells: int, waiting_cells: int, bars: tuple[str, str]) -> list[Text]:
+def _cells(frame: Frame, row: _Row, kv_cells: int, waiting_cells: int, marks: Marks) -> list[Text]:
     """All but the name."""
     if row.worker is None:
         return [Text(row.gpus), Text(row.state, style=GPU_COLOURS.get(row.state, "")), *[Text("")] * 6]
@@ -223,10 +233,10 @@ def _cells(frame: Frame, row: _Row, kv_cells: int, waiting_cells: int, bars: tup
         Text(row.gpus),
         Text(row.state, style=STATE_COLOURS.get(row.state, "red")),
         Text("-" if kv is None else f"{kv:.0%}"),
-        Text(sparkline(frame.histories.of(name, "kv"), kv_cells, 1.0, bars), style="cyan"),
+        Text(sparkline(frame.histories.of(name, "kv"), kv_cells, 1.0, marks), style="cyan"),
         Text("-" if load is None else _running(load)),
         Text("-" if load is None else str(load["num_requests_waiting"])),
-        Text(sparkline(frame.histories.of(name, "waiting"), waiting_cells, None, bars), style="cyan"),
+        Text(sparkline(frame.histories.of(name, "waiting"), waiting_cells, None, marks), style="cyan"),
         Text(duration(row.worker.get("uptime_s"))),
     ]
 
@@ -244,21 +254,21 @@ def _running(load: Mapping[str, Any]) -> str:
 # --- below the table ---------------------------------------------------------------------------
 
 
-def _below(frame: Frame, width: int, bars: tuple[str, str]) -> RenderableType:
+def _below(frame: Frame, width: int, marks: Marks) -> RenderableType:
     """Each line with a word in front of it that says what it is about."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
     told = ""
-    for about, text in _told(frame, width, bars):
+    for about, text in _told(frame, width, marks):
         grid.add_row("" if about == told else about, text)
         told = about
     return Group(Text(""), grid) if grid.row_count else Text("")
 
 
-def _told(frame: Frame, width: int, bars: tuple[str, str]) -> Iterator[tuple[str, Text]]:
+def _told(frame: Frame, width: int, marks: Marks) -> Iterator[tuple[str, Text]]:
     graph, prefix = frame.graph, f"{frame.graph['namespace']}_"
-    yield from _queue(frame, 24 if width >= WIDE else 12, bars)
+    yield from _queue(frame, 24 if width >= WIDE else 12, marks)
     for worker in graph["workers"]:
         name = str(worker["watcher_name"]).removeprefix(prefix)
         if worker.get("drain") is not None:
@@ -272,13 +282,13 @@ def _told(frame: Frame, width: int, bars: tuple[str, str]) -> Iterator[tuple[str
     yield from (("note", Text(str(note))) for note in graph.get("notes") or ())
 
 
-def _queue(frame: Frame, cells: int, bars: tuple[str, str]) -> Iterator[tuple[str, Text]]:
+def _queue(frame: Frame, cells: int, marks: Marks) -> Iterator[tuple[str, Text]]:
     queue = frame.graph.get("prefill_queue")
     if queue is None:
         return
     shown = {name: "-" if value is None else value for name, value in queue.items()}
     text = Text(f"{shown['pending']} waiting ")
-    text.append(sparkline(frame.histories.of("", "queue"), cells, None, bars), style="cyan")
+    text.append(sparkline(frame.histories.of("", "queue"), cells, None, marks), style="cyan")
     text.append(f"  {shown['outstanding']} outstanding")
     if queue["dead_letters"]:
         text.append(f"  {queue['dead_letters']} given up (dead letters)", style="red")

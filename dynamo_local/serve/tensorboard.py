@@ -44,17 +44,21 @@ def available() -> bool:
     return find_spec("tensorboardX") is not None
 
 
+def check(log_dir: Path | None) -> None:
+    """`ConfigError` where somebody asks for scalars and the extra is not installed."""
+    if log_dir is not None and not available():
+        raise ConfigError(
+            f"Planner: log_dir ({log_dir}): TensorBoard scalars need the extra `tensorboard`; "
+            "`pip install 'dynamo-local[tensorboard]'`, or leave --log-dir out"
+        )
+
+
 def folder_for(log_dir: Path | None, base: Path, now: datetime) -> Path | None:
     """Where the scalars of a planner that starts `now` go: `log_dir`, or `logs/<MMDD_HHMMSS>`, both below `base`.
 
-    Nowhere (None) without `log_dir` where the extra is not installed: then nobody wants them. `ConfigError` where
-    `log_dir` was given without the extra.
+    Nowhere (None) without `log_dir` where the extra is not installed: then nobody wants them. Raises as `check`.
     """
-    if log_dir is not None and not available():
-        raise ConfigError(
-            f"log_dir ({log_dir}): TensorBoard scalars need the extra `tensorboard`; "
-            "`pip install 'dynamo-local[tensorboard]'`, or leave log_dir out"
-        )
+    check(log_dir)
     if log_dir is None:
         return base / "logs" / f"{now:%m%d_%H%M%S}" if available() else None
     return base / log_dir
@@ -78,7 +82,7 @@ class ScalarFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: Any = _open(folder)
         except OSError as error:
-            raise ConfigError(f"log_dir: {folder} cannot be written to: {error}") from error
+            raise ConfigError(f"Planner: log_dir: {folder} cannot be written to: {error}") from error
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
         self._thread.start()
