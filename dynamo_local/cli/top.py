@@ -20,6 +20,7 @@ from rich.live import Live
 
 from dynamo_local.cli import top_view
 from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.cli.planner_words import decision_line
 from dynamo_local.cli.top_view import Frame, Histories, render
 from dynamo_local.errors import NotRunning
 from dynamo_local.serve.paths import Paths
@@ -90,7 +91,8 @@ class Watch:
 
 def last_decision(graph: dict[str, Any]) -> tuple[str, ...]:
     """The planner's last decision in words; nothing where there was none."""
-    return ()
+    record = (graph.get("planner") or {}).get("last_decision")
+    return () if record is None else (decision_line(record),)
 
 
 def _live(console: Console, watch: Watch, frame: Frame, refresh_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -27,11 +27,12 @@ LAG_BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 class Board:
     """A planner's TensorBoard scalars, from `open` to `close`; a `PlannerObserver` that ignores what comes outside.
 
-    `base` is the folder that a relative log_dir, and `logs/<MMDD_HHMMSS>`, are in.
+    `base` is the folder that a relative log_dir is in, `logs` the run's own.
     """
 
-    def __init__(self, base: Path, clock: Clock, tell: Callable[[str], None]) -> None:
+    def __init__(self, base: Path, logs: Path, clock: Clock, tell: Callable[[str], None]) -> None:
         self._base = base
+        self._logs = logs
         self._clock = clock
         self._tell = tell
         self._log_dir: Path | None = None
@@ -53,7 +54,8 @@ class Board:
         """The planner starts, or its log_dir is changed. Raises `ConfigError`, with the old file still open."""
         if self._file is not None and log_dir == self._log_dir:
             return
-        folder = folder_for(log_dir, self._base, datetime.fromtimestamp(self._clock.wall_s()).astimezone())
+        now = datetime.fromtimestamp(self._clock.wall_s()).astimezone()
+        folder = folder_for(log_dir, base=self._base, logs=self._logs, now=now)
         try:
             file = None if folder is None else await asyncio.to_thread(ScalarFile, folder)
         except ConfigError as error:
@@ -92,7 +94,7 @@ class PlannerNow:
     """What its gauges are made of."""
 
     state: PlannerState = PlannerState.STOPPED
-    counts: Counts | None = None
+    counts: Counts = field(default_factory=Counts)
     dropped: int = 0
 
 
@@ -121,9 +123,7 @@ class PlannerMetrics:
 
     def on_reading(self, reading: Reading, fleet: Fleet) -> None:
         """See `PlannerObserver`."""
-        counts = self._now().counts
-        if counts is not None:
-            self.tick_lag.observe(counts.lag_s)
+        self.tick_lag.observe(self._now().counts.lag_s)
 
     def on_decision(self, record: DecisionRecord) -> None:
         """See `PlannerObserver`."""
@@ -150,9 +150,9 @@ def _families(now: PlannerNow) -> Iterator[Metric]:
     for each in PlannerState:
         state.add_metric([each], float(each is now.state))
     yield state
-    counts = now.counts or Counts()
-    yield CounterMetricFamily(f"{PREFIX}_ticks", "Ticks: pulls of the metrics, failed ones included", counts.pulls)
-    yield CounterMetricFamily(f"{PREFIX}_failed_ticks", "Ticks that raised; each was tried again", counts.failed_ticks)
+    ticks, failed = now.counts.pulls, now.counts.failed_ticks
+    yield CounterMetricFamily(f"{PREFIX}_ticks", "Ticks: pulls of the metrics, failed ones included", ticks)
+    yield CounterMetricFamily(f"{PREFIX}_failed_ticks", "Ticks that raised; each was tried again", failed)
     yield CounterMetricFamily(
         f"{PREFIX}_tensorboard_dropped_points", "TensorBoard points that never reached the disk", now.dropped
     )

@@ -53,15 +53,17 @@ def check(log_dir: Path | None) -> None:
         )
 
 
-def folder_for(log_dir: Path | None, base: Path, now: datetime) -> Path | None:
-    """Where the scalars of a planner that starts `now` go: `log_dir`, or `logs/<MMDD_HHMMSS>`, both below `base`.
+def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -> Path | None:
+    """Where the scalars of a planner that starts `now` go: `log_dir`, below `base` if it is relative.
 
-    Nowhere (None) without `log_dir` where the extra is not installed: then nobody wants them. Raises as `check`.
+    Without one: `tensorboard/<MMDD_HHMMSS>` in the run's own log folder (Dynamo's `logs/<MMDD_HHMMSS>` would be in
+    whatever folder the arbiter was started from), or nowhere (None) where the extra is not installed: then nobody
+    wants them. Raises as `check`.
     """
     check(log_dir)
-    if log_dir is None:
-        return base / "logs" / f"{now:%m%d_%H%M%S}" if available() else None
-    return base / log_dir
+    if log_dir is not None:
+        return base / log_dir
+    return logs / "tensorboard" / f"{now:%m%d_%H%M%S}" if available() else None
 
 
 class ScalarFile:

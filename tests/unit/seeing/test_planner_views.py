@@ -34,7 +34,7 @@ HOLD = Reason("PrefillWorker", 0, Rule.MISSING, {})
 
 async def test_readings_and_actions_are_written_by_the_second_since_the_start(tmp_path: Path) -> None:
     clock = HandClock()
-    board = Board(tmp_path, clock, pytest.fail)
+    board = Board(tmp_path, tmp_path, clock, pytest.fail)
     await board.open(Path("tb"))
     for second, queue in ((1, 3), (2, Missing("nats timeout")), (3, 5)):
         clock.at_s = 50.0 + second
@@ -51,7 +51,7 @@ async def test_readings_and_actions_are_written_by_the_second_since_the_start(tm
 
 async def test_a_board_that_is_not_open_takes_nothing_and_one_that_is_opened_again_begins_anew(tmp_path: Path) -> None:
     clock = HandClock()
-    board = Board(tmp_path, clock, pytest.fail)
+    board = Board(tmp_path, tmp_path, clock, pytest.fail)
     board.on_reading(Reading(1.0, 0, {}), FLEET)
     for folder in ("one", "two"):
         await board.open(Path(folder))
@@ -65,21 +65,21 @@ async def test_a_board_that_is_not_open_takes_nothing_and_one_that_is_opened_aga
 
 
 async def test_a_default_folder_that_cannot_be_written_is_told_and_no_reason_not_to_plan(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("a file is in its place")
+    (tmp_path / "tensorboard").write_text("a file is in its place")
     told: list[str] = []
-    board = Board(tmp_path, HandClock(), told.append)
+    board = Board(tmp_path, tmp_path, HandClock(), told.append)
     await board.open(None)
     assert board.folder is None
     assert "no TensorBoard scalars" in told[0]
     with pytest.raises(ConfigError, match="log_dir"):  # one that was asked for is a reason
-        await board.open(Path("logs/mine"))
+        await board.open(Path("tensorboard/mine"))
 
 
 async def test_without_the_extra_nothing_is_written_unless_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorboard, "available", lambda: False)
-    board = Board(tmp_path, HandClock(), pytest.fail)
+    board = Board(tmp_path, tmp_path, HandClock(), pytest.fail)
     await board.open(None)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="extra `tensorboard`"):
