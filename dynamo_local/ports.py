@@ -143,7 +143,10 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, for model cards, status and validation."""
+    """What an engine is, for model cards, status and validation.
+
+    `handoff_address` is (host, port) where other engines reach it for KV; None where it hands nothing over.
+    """
 
     engine: str
     engine_id: str
@@ -153,6 +156,7 @@ class EngineInfo:
     num_gpu_blocks: int
     max_num_seqs: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    handoff_address: tuple[str, int] | None = None
 
 
 class Engine(Protocol):

@@ -40,7 +40,7 @@ class PrefillReplies(Protocol):
 class WorkerContext(Protocol):
     """The worker's side of the runtime, as a component sees it.
 
-    `settings` is the validated configuration model of the service (None if it declared none).
+    `settings` is the validated configuration model of the service (None if it declared none), `gpus` its devices.
     `draining` is set from the moment on which the worker takes nothing new, and cleared when the drain was taken back.
     """
 
@@ -48,6 +48,7 @@ class WorkerContext(Protocol):
     component: str
     watcher_name: str
     run_id: str
+    gpus: int
     settings: Any
     kv: KeyValueStore
     nats: Any
@@ -89,6 +90,10 @@ class WorkerContext(Protocol):
 
     async def register_key(self, prefix: str, value: bytes) -> None:
         """Put `{prefix}:{lease hex}` under the worker's lease; put again whenever the lease is granted anew."""
+        ...
+
+    async def register_whole_key(self, key: str, value: bytes) -> None:
+        """The same for a key that has a name of its own, without the lease at its end."""
         ...
 
     async def announce(self, **facts: str) -> None:

@@ -71,6 +71,7 @@ class FakeWorkerContext:
         self.component = component
         self.watcher_name = f"{cluster.namespace}_{component}_{lease_id}"
         self.run_id = "run"
+        self.gpus = 0
         self.settings = settings
         self.kv = cluster.kv
         self.nats: Any = None
@@ -105,7 +106,9 @@ class FakeWorkerContext:
         return task
 
     async def register_key(self, prefix: str, value: bytes) -> None:
-        key = f"{prefix}:{self.lease_id:x}"
+        await self.register_whole_key(f"{prefix}:{self.lease_id:x}", value)
+
+    async def register_whole_key(self, key: str, value: bytes) -> None:
         await self.kv.put(key, value)
         self.keys.append(key)
 

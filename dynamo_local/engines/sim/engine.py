@@ -137,6 +137,7 @@ class SimEngine:
             num_gpu_blocks=config.num_gpu_blocks,
             max_num_seqs=config.max_num_seqs,
             options=dataclasses.asdict(self.options),
+            handoff_address=(self._listener.host, self._listener.port),
         )
 
     async def close(self) -> None:
