@@ -23,6 +23,7 @@ NAMES = (
     "arbiter_idle",
     "planner_loop",
     "status_command",
+    "planner_tick",
     "process_hosts",
     "drain",
 )
