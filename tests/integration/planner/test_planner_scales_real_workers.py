@@ -116,11 +116,11 @@ async def test_gpus_move_from_one_role_to_the_other(graph: Served) -> None:
     """Long prompts and short answers, then short prompts and long answers, on four GPUs."""
     planner(graph, "set", options={"max_gpu_budget": 4, "decode_kv_scale_up_threshold": 0.35})
     async with audited(graph) as audit:
-        answers = await open_loop(graph, steady(rate=9, seconds=14, prompt_words=450, tokens=2))
+        answers = await open_loop(graph, steady(rate=9, seconds=11, prompt_words=450, tokens=2))
         assert answers.wrong == []
         assert audit.most[PREFILL] >= 2
         first = len(audit.steps())
-        answers = await open_loop(graph, steady(rate=4, seconds=16, prompt_words=8, tokens=150))
+        answers = await open_loop(graph, steady(rate=4, seconds=13, prompt_words=8, tokens=150))
         assert answers.wrong == []
         moved = [(component, step) for _, component, step in audit.steps()[first:]]
         assert audit.most[DECODE] >= 2, decided(graph)[-5:]
