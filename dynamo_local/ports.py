@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -228,6 +228,10 @@ class EndpointClient(Protocol):
 
     async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
         """At least one; raises `NoWorkers` past the timeout."""
+        ...
+
+    async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
+        """Those that are not among these instance ids, as soon as there is one; none past the timeout."""
         ...
 
     async def call(

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components.picker import Picker, Sample
-from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy
+from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy, WorkerDraining
 from dynamo_local.ports import EndpointClient, ResponseStream
+from dynamo_local.runtime.requests.client import late_news_s
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,8 @@ class Dispatcher:
     """Chooses among a component's workers and repeats what failed before its first token.
 
     `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
-    request (a full worker only refuses, which costs nothing, so all of them may be asked).
+    request (a full or leaving worker only refuses, which costs nothing, so all of them may be asked). Where all that
+    we know of leave, others are waited for: a scale-down fails no request.
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class Dispatcher:
                 log.info("request %s: worker %x gave nothing: %s", request_id, worker, error)
             finally:
                 self._picker.finished(worker, request_id)
+            if isinstance(failures[worker], WorkerDraining):
+                await self._client.wait_for_others(failures, late_news_s(deadline_s, self._clock.now_s()))
         raise _verdict(failures, self._client)
 
     def _pick(self, failures: Mapping[int, DynamoError]) -> int | None:
         """The next worker, or None when nobody is left or too many have failed."""
-        if sum(not isinstance(error, WorkerBusy) for error in failures.values()) >= self._max_tries:
+        if sum(not isinstance(error, WorkerBusy | WorkerDraining) for error in failures.values()) >= self._max_tries:
             return None
         untried = [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
         return self._picker.pick(untried, self._loads(untried)) if untried else None

@@ -104,6 +104,34 @@ async def test_tries_are_bounded() -> None:
     assert len(client.calls) == 2
 
 
+async def test_workers_that_leave_refuse_however_many_they_are() -> None:
+    """Four of five drain at once and the news of it is late: no request pays for that (seen on a starved host)."""
+    client = FakeEndpointClient(dict.fromkeys(range(1, 6), good))
+    for leaving in (1, 2, 3, 4):
+        client.refuse(leaving, WorkerDraining("leaving"))
+    assert await collect(dispatcher(client, max_tries=1)) == [1, 2]
+    assert [call.instance_id for call in client.calls] == [1, 2, 3, 4, 5]
+
+
+async def test_a_request_that_all_refuse_as_leaving_waits_for_the_next_worker() -> None:
+    """A worker that is up already, only not yet in this list."""
+    client = FakeEndpointClient({1: good})
+    client.refuse(1, WorkerDraining("leaving"))
+    sent = asyncio.ensure_future(collect(dispatcher(client)))
+    while not client.calls:
+        await asyncio.sleep(0)
+    client.add_instance(2, good)
+    assert await sent == [1, 2]
+
+
+async def test_that_wait_ends_with_the_requests_deadline() -> None:
+    """Nobody else comes: the refusal is the client's, which is typed and can be repeated."""
+    client = FakeEndpointClient({1: good})
+    client.refuse(1, WorkerDraining("leaving"))
+    with pytest.raises(WorkerDraining):
+        await collect(dispatcher(client), timeout_s=0.05)
+
+
 async def test_no_worker_is_said_at_once() -> None:
     """An empty registry is NoWorkers, without waiting."""
     with pytest.raises(NoWorkers):
