@@ -42,6 +42,8 @@ POLL_S = 0.02
 
 DISAGG = ("graphs.disagg:Frontend", "-f", "configs/disagg.yaml")
 AGG = ("graphs.agg:Frontend", "-f", "configs/agg.yaml")
+AGG_ROUTER = ("graphs.agg_router:Frontend", "-f", "configs/agg_router.yaml")
+DISAGG_ROUTER = ("graphs.disagg_router:Frontend", "-f", "configs/disagg_router.yaml")
 
 T = TypeVar("T")
 
