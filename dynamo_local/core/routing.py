@@ -12,6 +12,11 @@ from typing import Protocol
 
 from dynamo_local.core.types import Load, Missing
 
+PUBLISH_INTERVAL_S = 1.0
+"""How often a worker publishes its load, at least."""
+MIN_CHANGE_INTERVAL_S = 0.1
+"""How often at most, where it changes all the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
