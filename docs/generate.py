@@ -112,13 +112,24 @@ def metrics() -> str:
     """The Frontend's metrics, from its registry."""
     from dynamo_local.components.http_metrics import HttpMetrics
 
-    found = HttpMetrics()
-    endings = {"counter": "_total"}
+    return metric_table(HttpMetrics())
+
+
+def arbiter_metrics() -> str:
+    """The arbiter's metrics, from its registry."""
+    from dynamo_local.serve.metrics import ArbiterMetrics
+
+    return metric_table(ArbiterMetrics())
+
+
+def metric_table(owner: Any) -> str:
+    """All families of `owner.registry`; labels are the family's, or its metric's among the owner's attributes."""
+    declared = {metric._name: metric._labelnames for metric in vars(owner).values() if hasattr(metric, "_labelnames")}
     rows = []
-    for family in found.registry.collect():
-        labels = {"dynamo_frontend_requests": "model, endpoint, request_type, status"}.get(family.name, "model")
-        labels = "–" if family.name.endswith("disconnected_clients") else labels
-        rows.append((f"`{family.name}{endings.get(family.type, '')}`", family.type, labels, family.documentation))
+    for family in owner.registry.collect():
+        labels = getattr(family, "_labelnames", None) or declared.get(family.name, ())
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append((f"`{name}`", family.type, ", ".join(labels) or "–", family.documentation))
     return table(("Metric", "Type", "Labels", "Meaning"), rows)
 
 
@@ -155,6 +166,7 @@ def _names(names: Iterable[str]) -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "allowed-environment": allowed_environment,
+    "arbiter-metrics": arbiter_metrics,
     "commands": commands,
     "frontend-options": _section("Frontend"),
     "http-errors": http_errors,

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.config import Config, load_config, resolve
+from dynamo_local.config import (
+    Config,
+    PlannerConfig,
+    check_planner,
+    load_config,
+    planned_components,
+    planner_config,
+    planner_starts,
+    resolve,
+)
 from dynamo_local.core.gpus import plan_on
 from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
@@ -39,7 +48,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep"."""
+    """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep".
+
+    `planner` is None where the configuration decides.
+    """
 
     target: str
     file: Path | None = None
@@ -52,6 +64,7 @@ class ServeOptions:
     on_arbiter_death: str | None = None
     adopt: bool = False
     replace: bool = False
+    planner: bool | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +84,8 @@ class Request:
     paths: Paths
     gpus_option: str | None
     cwd: Path
+    planner: PlannerConfig
+    planner_starts: bool
 
 
 def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Request:
@@ -80,6 +95,10 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
     graph = load_graph(options.target, base_dir=cwd)
     config = load_config(options.file, env=environ, overrides=options.overrides)
     spec = resolve(graph, config, namespace=options.namespace)
+    planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
+    if starts:
+        planned_components(spec)
+        check_planner(planner, spec)
     return Request(
         graph=spec,
         config=config,
@@ -87,6 +106,8 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
         paths=Paths.of(spec.namespace, environ),
         gpus_option=options.gpus if options.gpus is not None else config.host.gpus,
         cwd=cwd,
+        planner=planner,
+        planner_starts=starts,
     )
 
 
@@ -139,6 +160,8 @@ def plan_deployment(
         nats_server=nats,
         config_sections=config.masked_sections(),
         state_config_json=masked,
+        load_planner=request.planner,
+        load_planner_starts=request.planner_starts,
     )
     return deployment, pool
 
@@ -153,6 +176,7 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         keep_on_arbiter_death=options.on_arbiter_death == "keep",
         health_bound_s=config.host.health_bound_s,
         restart=RestartPolicy(**config.host.restart.model_dump()),
+        metrics_port=config.host.metrics_port,
     )
 
 

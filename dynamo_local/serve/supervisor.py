@@ -12,13 +12,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Coroutine
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, cast
 
 from dynamo_local.clock import Clock
-from dynamo_local.core import drains
-from dynamo_local.core.types import Missing, Role, WorkerState
+from dynamo_local.core.types import Role, WorkerState
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.adoption import Adoption, Found
@@ -38,6 +36,8 @@ from dynamo_local.serve.progress import Row, View
 from dynamo_local.serve.registrations import Registrations
 from dynamo_local.serve.sampling import Sampling
 from dynamo_local.serve.scaling import Scaler
+from dynamo_local.serve.seeing import Seeing
+from dynamo_local.serve.status import gpu_status, worker_status
 from dynamo_local.state import Environment, State, StateStore, SystemResources
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,14 @@ class Supervisor:
             background=self._background,
             tell=self._trouble,
         )
+        self.seeing = Seeing(
+            self.fleet,
+            pool,
+            self.sampling,
+            clock,
+            components=[service.name for service in deployment.graph.services],
+            state=lambda: self.state,
+        )
         self._started_s = clock.now_s()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._logs = Interleaver(from_end=True)
@@ -119,6 +127,7 @@ class Supervisor:
         With `found`, take that run back instead. Whoever calls lets us leave after an error, as after a run.
         """
         become_subreaper()
+        await self.seeing.start(self.deployment.settings.metrics_port)
         await self.arbiter.start()
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
@@ -334,9 +343,11 @@ class Supervisor:
             "nats_server": head.nats_server,
             "frontend_url": self.registrations.frontend_url,
             "prefill_queue": self.sampling.queue.as_json() if self.links.queue is not None else None,
+            "metrics_url": self.seeing.url,
+            "gpus": gpu_status(self.pool.ledger.snapshot()),
             "quarantined_gpus": self.pool.ledger.quarantined(),
             "notes": self.notes[-5:],
-            "workers": [_worker_status(worker, now_s) for worker in self.fleet.workers.values()],
+            "workers": [worker_status(worker, now_s) for worker in self.fleet.workers.values()],
         }
 
     def _ready_facts(self) -> dict[str, Any]:
@@ -377,6 +388,7 @@ class Supervisor:
         self.operations.leaving = True
         if self.state == "adopting":
             await self._close(for_good=False)  # nothing was taken over: nothing is ended
+            await self.seeing.stop()
             await self.guarding.stop()
             self._gone.set()
             return
@@ -401,6 +413,7 @@ class Supervisor:
             await self.arbiter.forget(name)
         await self.operations.sweep()
         await self.servers.stop()
+        await self.seeing.stop()
         await self.guarding.stop()  # last: until here it would have ended what we had not
         try:
             await asyncio.to_thread(self.fleet.store.remove_if_owned, self.deployment.run_id)
@@ -461,39 +474,3 @@ def _row(worker: Worker, now_s: float) -> Row:
         since_s=now_s - worker.since_s,
         note=f"{active} in flight" if active else worker.reason or "",
     )
-
-
-def _drain_status(worker: Worker, now_s: float) -> dict[str, Any] | None:
-    """What a draining worker has left, and how long it may and will probably take, seconds from now."""
-    if worker.state is not WorkerState.DRAINING:
-        return None
-    allowed_s = drains.leave_deadline_s(worker.plan.drain_deadline_s, served=worker.served)
-    deadline_s = None if worker.asked_s is None else round(worker.asked_s + allowed_s - now_s, 3)
-    left = drains.left(worker.load if worker.load is not None else Missing("not sampled"))
-    if isinstance(left, Missing):
-        return {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": deadline_s}
-    return {
-        "left_requests": left.running + left.waiting,
-        "left_tokens": left.tokens,
-        "eta_s": None if isinstance(left.eta_s, Missing) else left.eta_s,
-        "deadline_s": deadline_s,
-    }
-
-
-def _worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
-    return {
-        "watcher_name": worker.name,
-        "component": worker.plan.component,
-        "role": str(worker.plan.role),
-        "state": str(worker.state),
-        "pid": worker.pid,
-        "gpus": [str(device.index) for device in worker.gpus],
-        "lease": worker.lease,
-        "endpoints": list(worker.endpoints),
-        "uptime_s": None if worker.started_s is None else round(now_s - worker.started_s, 3),
-        "restarts": worker.restarts,
-        "reason": worker.reason,
-        "drain": _drain_status(worker, now_s),
-        "log_file": str(worker.plan.log_file),
-        "load": None if worker.load is None else asdict(worker.load),
-    }
