@@ -159,12 +159,10 @@ class Simulation:
     def _act(self, decision: Decision, now_s: float) -> None:
         done: list[str] = []
         refused: list[tuple[str, str]] = []
-        for reason in decision.reasons:
-            if not reason.step:
-                continue
-            answer = self.fleet.scale(reason.component, reason.step, now_s, f"planner:{len(self._run.acted) + 1}")
+        for component, step in decision.acts:
+            answer = self.fleet.scale(component, step, now_s, f"planner:{len(self._run.acted) + 1}")
             if answer.refused is not None:
-                refused.append((reason.component, str(answer.refused)))
+                refused.append((component, str(answer.refused)))
             elif answer.instructions:
-                done.append(reason.component)
+                done.append(component)
         self._run.acted.append(Acted(decision, tuple(done), tuple(refused)))

@@ -66,12 +66,13 @@ class BlockPool:
         taken = blank[split:]
         del blank[split:]
         taken.reverse()
+        evict, keys, by_key = self._cached.popitem, self._keys, self._by_key
         for _ in range(count - len(taken)):
-            block, _none = self._cached.popitem(last=False)
-            key = self._keys[block]
-            self._keys[block] = None
+            block, _none = evict(last=False)
+            key = keys[block]
             if key is not None:
-                del self._by_key[key]
+                keys[block] = None
+                del by_key[key]
             taken.append(block)
         references = self._references
         for block in taken:
@@ -80,19 +81,20 @@ class BlockPool:
 
     def store(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Say what full blocks hold. Content that another block holds already stays with that one (as in vLLM)."""
-        by_key = self._by_key
+        by_key, known = self._by_key, self._keys
         for block, key in zip(blocks, keys, strict=True):
-            if self._keys[block] is None and key not in by_key:
-                self._keys[block] = key
+            if known[block] is None and key not in by_key:
+                known[block] = key
                 by_key[key] = block
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each. Last ones first, so that of a sequence's blocks the tail is evicted first."""
-        references, keys = self._references, self._keys
+        references, keys, cached = self._references, self._keys, self._cached
         for block in reversed(blocks):
-            references[block] -= 1
-            if not references[block]:
+            count = references[block] - 1
+            references[block] = count
+            if not count:
                 if keys[block] is None:
                     self._blank.append(block)
                 else:
-                    self._cached[block] = None
+                    cached[block] = None

@@ -203,8 +203,9 @@ class SimScheduler:
             return None if self._held.expiry_s == math.inf else self._held.expiry_s
         if not quiet:
             return current.ends[0]
-        while len(current.ends) < min(current.limit, _LOOK_AHEAD_PASSES):
-            self._extend(current)
+        ahead = min(current.limit, _LOOK_AHEAD_PASSES) - len(current.ends)
+        if ahead > 0:
+            self._extend(current, ahead)
         return current.ends[-1]
 
     # --- time ----------------------------------------------------------------------------------
@@ -405,20 +406,21 @@ class SimScheduler:
             low, high = (middle, high) if new_blocks(middle) <= free else (low, middle)
         return low
 
-    def _extend(self, run: Pass) -> None:
-        """One more end of the run; or its limit, where a lease ends before the next pass begins."""
-        end_s = run.ends[-1]
-        if end_s >= self._held.expiry_s:
-            run.limit = len(run.ends)
-            return
-        batch = len(run.rows)
-        kv_tokens = run.kv_tokens + batch * len(run.ends)
-        run.ends.append(end_s + self._perf.decode_s(batch, kv_tokens, kv_tokens / batch) / self.config.speed)
+    def _extend(self, run: Pass, passes: int) -> None:
+        """So many more ends of the run; or its limit, where a lease ends before the next pass begins."""
+        ends, batch, speed, expiry_s = run.ends, len(run.rows), self.config.speed, self._held.expiry_s
+        end_s = ends[-1]
+        for decode_s in self._perf.decode_run_s(batch, run.kv_tokens + batch * len(ends), passes):
+            if end_s >= expiry_s:
+                run.limit = len(ends)
+                return
+            end_s += decode_s / speed
+            ends.append(end_s)
 
     def _complete(self, run: Pass, now_s: float) -> bool:
         """End the passes that are over by `now_s`; False if none is."""
         while run.ends[-1] <= now_s and len(run.ends) < run.limit:
-            self._extend(run)
+            self._extend(run, min(run.limit - len(run.ends), _LOOK_AHEAD_PASSES))
         count = bisect_right(run.ends, now_s)
         if not count:
             return False
