@@ -66,17 +66,22 @@ class BlockPool:
         taken = blank[split:]
         del blank[split:]
         taken.reverse()
-        evict, keys, by_key = self._cached.popitem, self._keys, self._by_key
-        for _ in range(count - len(taken)):
-            block, _none = evict(last=False)
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
+        references = self._references
+        for block in taken:
+            references[block] = 1
+        return taken
+
+    def _evict(self, count: int) -> list[int]:
+        """So many cached blocks, without their content."""
+        cached, keys, by_key = self._cached, self._keys, self._by_key
+        taken = [cached.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
             key = keys[block]
             if key is not None:
                 keys[block] = None
                 del by_key[key]
-            taken.append(block)
-        references = self._references
-        for block in taken:
-            references[block] = 1
         return taken
 
     def store(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:

@@ -135,10 +135,16 @@ class Grid:
             until = min(stop, x + batch * _steps(x, batch, xs[i + 1], ys, j, edge))
             low, dlow = self._z[i][j], self._z[i][j + 1] - self._z[i][j]
             high, dhigh = self._z[i + 1][j], self._z[i + 1][j + 1] - self._z[i + 1][j]
-            for at in range(x, until, batch):
-                fy = (at / batch - y0) / dy if edge is None else edge
-                a = low + dlow * fy
-                values.append(a + (high + dhigh * fy - a) * ((at - x0) / dx))
+            at_all = range(x, until, batch)
+            if edge is None:
+                values += [
+                    (a := low + dlow * (fy := (at / batch - y0) / dy)) + (high + dhigh * fy - a) * ((at - x0) / dx)
+                    for at in at_all
+                ]
+            else:
+                a = low + dlow * edge
+                rise = high + dhigh * edge - a
+                values += [a + rise * ((at - x0) / dx) for at in at_all]
             x = until
         return values
 
