@@ -51,7 +51,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _annotation(annotation: Any) -> str:
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_annotation(member) for member in typing.get_args(annotation) if member is not type(None))
@@ -74,6 +74,13 @@ def _section(name: str) -> Callable[[], str]:
         return options(getattr(dynamo_local.components, name).config_model)
 
     return render
+
+
+def planner_options() -> str:
+    """The section `Planner`."""
+    from dynamo_local.config import PlannerConfig
+
+    return options(PlannerConfig)
 
 
 # --- the other parts ---------------------------------------------------------------------------
@@ -173,6 +180,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "lifecycle": lifecycle,
     "metrics": metrics,
     "parameters": parameters,
+    "planner-options": planner_options,
     "prefill-worker-options": _section("PrefillWorker"),
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,

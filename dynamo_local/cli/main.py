@@ -17,6 +17,7 @@ COMMANDS = {
     "scale": ("dynamo_local.cli.scale:scale", "Add workers, or let some finish and leave."),
     "drain": ("dynamo_local.cli.drain:drain", "Let one worker finish and leave, or take that back."),
     "restart": ("dynamo_local.cli.restart:restart", "Drain workers and start them again."),
+    "planner": ("dynamo_local.cli.planner:planner", "Start, change and question the load planner."),
     "events": ("dynamo_local.cli.events:events", "Show what happened to the workers, and why."),
     "logs": ("dynamo_local.cli.logs:logs", "Show what the processes wrote."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),

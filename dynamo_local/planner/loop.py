@@ -97,7 +97,7 @@ class PlannerLoop:
         self._number = last_number
         self._tell = tell
         self._rounds: Rounds | None = None
-        self._next_s = 0.0
+        self._next_s = 0.0  # of a paused loop; else the rounds say
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -160,16 +160,17 @@ class PlannerLoop:
     async def _run(self) -> None:
         try:
             while self.state is not PlannerState.STOPPED:
-                if await self._until(self._due_s()):
-                    await self._supervised()
+                try:
+                    if await self._until(self._due_s()):
+                        await self._pull()
+                except Exception as error:
+                    self._failed(error)
+                    await self._until(self._clock.now_s() + self.options.metric_pulling_interval_s)
         finally:
             self._puller.close()
 
     def _due_s(self) -> float:
-        """`_next_s` is the grid of a paused loop, and what keeps a failing one from spinning."""
-        if self._rounds is None:
-            return self._next_s
-        return self._rounds.next_pull_at if self.trouble is None else max(self._rounds.next_pull_at, self._next_s)
+        return self._next_s if self._rounds is None else self._rounds.next_pull_at
 
     async def _until(self, deadline_s: float) -> bool:
         """True at the deadline; False where something was changed before."""
@@ -184,25 +185,20 @@ class PlannerLoop:
                 waiter.cancel()
             await asyncio.wait((sleep, wake))
 
-    async def _supervised(self) -> None:
+    async def _pull(self) -> None:
         """One pull, and the decision that may be due."""
-        due_s, now_s = self._due_s(), self._clock.now_s()
-        interval_s = self.options.metric_pulling_interval_s
-        self._next_s = max(self._next_s + interval_s, now_s + interval_s / 2)
+        now_s = self._clock.now_s()
         self.counts.pulls += 1
-        self.counts.lag_s = max(0.0, now_s - due_s)
-        try:
-            await self._tick()
-        except Exception as error:
-            self.counts.failed_ticks += 1
-            self._next_s = self._clock.now_s() + interval_s
-            log.exception("a tick of the planner failed; it goes on")
-            self._say(
-                f"a tick failed ({type(error).__name__}: {error}); it is tried again, the arbiter's log says more"
-            )
-        else:
-            blind = self._world.blind()
-            self._say(None if blind is None else f"holds: {blind}")
+        self.counts.lag_s = max(0.0, now_s - self._due_s())
+        self._next_s = max(self._next_s + self.options.metric_pulling_interval_s, now_s)
+        await self._tick()
+        blind = self._world.blind()
+        self._say(None if blind is None else f"holds: {blind}")
+
+    def _failed(self, error: Exception) -> None:
+        self.counts.failed_ticks += 1
+        log.error("a tick of the planner failed; it goes on", exc_info=error)
+        self._say(f"a tick failed ({type(error).__name__}: {error}); it is tried again, the arbiter's log says more")
 
     def _say(self, trouble: str | None) -> None:
         """Told once, and once more when it is over."""
@@ -216,8 +212,8 @@ class PlannerLoop:
         fleet = self._world.fleet()
         self._told(lambda observer: observer.on_reading(reading, fleet))
         rounds = self._rounds
-        if rounds is None or self.state is not PlannerState.RUNNING:
-            return
+        if rounds is None or reading.at_s < rounds.interval_began_s:
+            return  # paused, or begun anew while we asked
         began_s, readings = rounds.interval_began_s, (*rounds.readings, reading)
         decision = rounds.on_pull(reading, fleet)
         if decision is not None:

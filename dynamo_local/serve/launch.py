@@ -86,6 +86,7 @@ class Request:
     cwd: Path
     planner: PlannerConfig
     planner_starts: bool
+    planner_flag: bool | None
 
 
 def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Request:
@@ -108,6 +109,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
         cwd=cwd,
         planner=planner,
         planner_starts=starts,
+        planner_flag=options.planner,
     )
 
 
@@ -162,6 +164,7 @@ def plan_deployment(
         state_config_json=masked,
         load_planner=request.planner,
         load_planner_starts=request.planner_starts,
+        load_planner_flag=request.planner_flag,
     )
     return deployment, pool
 

@@ -57,7 +57,8 @@ class Deployment:
     """The whole run. `etcd_endpoints`/`nats_server` are None where we start our own server.
 
     `config_sections` and `state_config_json` have secrets masked: they are shown, and kept in the statefile.
-    `load_planner` are the options of the planner that scales the graph, whether or not it starts with it.
+    `load_planner` are the options of the planner that scales the graph, `load_planner_starts` if it starts with it;
+    an adopted run goes on as it was, unless the command line says otherwise (`load_planner_flag`).
     """
 
     graph: GraphSpec
@@ -74,6 +75,7 @@ class Deployment:
     state_config_json: str = "{}"
     load_planner: PlannerConfig = PlannerConfig()  # noqa: RUF009 - frozen
     load_planner_starts: bool = False
+    load_planner_flag: bool | None = None
 
     def describe(self) -> dict[str, Any]:
         """For `--dry-run`: configuration, watchers, GPUs and environments, secrets masked."""

@@ -1,4 +1,4 @@
-"""What `dynamo status --json` says of one worker and one GPU: values, from the arbiter's memory."""
+"""What `dynamo status --json` says of one worker and one GPU, and a start's progress: from the arbiter's memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from dynamo_local.core import drains
 from dynamo_local.core.gpus import GpuSnapshot
 from dynamo_local.core.types import Missing, WorkerState
 from dynamo_local.serve.fleet import Worker
+from dynamo_local.serve.progress import Row
+
+
+def row(worker: Worker, now_s: float) -> Row:
+    """Its line while the graph starts or leaves."""
+    active = worker.load.request_active_slots if worker.load is not None else 0
+    return Row(
+        name=worker.name,
+        state=str(worker.state),
+        gpus=",".join(str(device.index) for device in worker.gpus),
+        since_s=now_s - worker.since_s,
+        note=f"{active} in flight" if active else worker.reason or "",
+    )
 
 
 def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
