@@ -81,11 +81,13 @@ class Simulation:
         trace: Sequence[TraceRequest],
         *,
         planner: Planner | None = None,
+        no_operation: bool = False,
         perf: PerfModel | None = None,
         picker: Picker | None = None,
     ) -> None:
         self._options = options
         self._planner = planner
+        self._no_operation = no_operation
         self._agenda = Agenda()
         perf = perf or ProfileModel.load(options.sim.profile)
         self.flow = Flow(options, perf, self._agenda, picker or LeastLoaded())
@@ -159,7 +161,7 @@ class Simulation:
     def _act(self, decision: Decision, now_s: float) -> None:
         done: list[str] = []
         refused: list[tuple[str, str]] = []
-        for component, step in decision.acts:
+        for component, step in () if self._no_operation else decision.acts:
             answer = self.fleet.scale(component, step, now_s, f"planner:{len(self._run.acted) + 1}")
             if answer.refused is not None:
                 refused.append((component, str(answer.refused)))
