@@ -323,6 +323,7 @@ class Flow:
 
     def _cut(self, process: Process, now_s: float) -> None:
         """A process was killed with work in it. What has not produced a token goes elsewhere, the rest is lost."""
+        self._roll(process, now_s)
         jobs = [*process.streams.values(), *process.waiting.values()]
         process.streams.clear()
         process.waiting.clear()

@@ -92,9 +92,9 @@ def within(job: Job, slo: Slo) -> bool:
 def gpu_seconds(points: Sequence[FleetPoint], end_s: float) -> float:
     """Held GPUs times how long, from the first arrival (0 s) to the last completion."""
     total = 0.0
-    for point, later in zip(points, [*points[1:], None], strict=True):
-        until_s = end_s if later is None else min(later.at_s, end_s)
-        total += point.gpus_held * max(0.0, until_s - max(point.at_s, 0.0))
+    ends = [point.at_s for point in points[1:]] + [end_s]
+    for point, until_s in zip(points, ends, strict=False):
+        total += point.gpus_held * max(0.0, min(until_s, end_s) - max(point.at_s, 0.0))
     return total
 
 
