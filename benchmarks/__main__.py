@@ -22,7 +22,9 @@ NAMES = (
     "sim_engine",
     "simulate",
     "arbiter_idle",
+    "planner_loop",
     "status_command",
+    "planner_tick",
     "process_hosts",
     "drain",
 )

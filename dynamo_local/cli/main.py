@@ -14,6 +14,7 @@ COMMANDS = {
     "serve": ("dynamo_local.cli.serve:serve", "Run a graph on this host."),
     "down": ("dynamo_local.cli.down:down", "Leave: finish what streams, then end everything."),
     "status": ("dynamo_local.cli.status:status", "Show the graph's workers."),
+    "top": ("dynamo_local.cli.top:top", "Watch GPUs, workers, drains and the planner, live."),
     "scale": ("dynamo_local.cli.scale:scale", "Add workers, or let some finish and leave."),
     "drain": ("dynamo_local.cli.drain:drain", "Let one worker finish and leave, or take that back."),
     "restart": ("dynamo_local.cli.restart:restart", "Drain workers and start them again."),

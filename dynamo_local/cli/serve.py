@@ -67,7 +67,10 @@ def serve(
 
     options = ServeOptions(target=target, **{**words, "overrides": tuple(words["overrides"])})
     if dry_run:
-        deployment, _pool = plan_deployment(understand(options, os.environ, Path.cwd()), os.environ)
+        request = understand(options, os.environ, Path.cwd(), only_plan=True)
+        for note in request.notes:
+            click.echo(f"dynamo: {note}", err=True)
+        deployment, _pool = plan_deployment(request, os.environ)
         _print_plan(deployment.describe(), as_json)
         return 0
     if boot_report is None:

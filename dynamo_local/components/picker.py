@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
-from dynamo_local.core.routing import LeastLoaded, Picker, RoundRobin, Sample
-
-PickerName = Literal["round-robin", "random", "least-loaded"]
+from dynamo_local.core.kv_routing import KvCost
+from dynamo_local.core.routing import NO_HITS, LeastLoaded, Picker, RoundRobin, RouterPolicy, Sample
 
 
 class Random:
@@ -17,7 +15,7 @@ class Random:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample]) -> int:
+    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
         return self._rng.choice(sorted(candidates))
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
@@ -27,8 +25,10 @@ class Random:
         """Chance does not depend on load."""
 
 
-def make_picker(name: PickerName, seed: int | None = None) -> Picker:
-    """The picker of that name; `seed` is used by `random` only."""
+def make_picker(name: RouterPolicy, seed: int | None = None) -> Picker:
+    """The picker of that name; `seed` is for `random`, and for the ties of `kv` and `kv-load`."""
     if name == "random":
         return Random(random.Random(seed))
+    if name in ("kv", "kv-load"):
+        return KvCost(random.Random(seed).choice, prefix=name == "kv")
     return LeastLoaded() if name == "least-loaded" else RoundRobin()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
@@ -69,7 +69,8 @@ class RemotePrefill:
     """Prefills elsewhere, where that pays. One per decode worker.
 
     `settings` gives the thresholds of now, `prefill_workers` how many are registered, `timeout_s` bounds how
-    long a request waits for its KV. `conditional=False` sends every prefill away.
+    long a request waits for its KV. `conditional=False` sends every prefill away. `check` raises `KvTransferError`
+    for KV that cannot be used here.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RemotePrefill:
         prefill_workers: Callable[[], int],
         conditional: bool,
         timeout_s: float,
+        check: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._queue = queue
@@ -89,6 +91,7 @@ class RemotePrefill:
         self._prefill_workers = prefill_workers
         self._conditional = conditional
         self._timeout_s = timeout_s
+        self._check = check
         self._clock = clock or AsyncioClock()
         self._gauge = QueueGauge(queue, self._clock)
         self._cancels: set[asyncio.Task[None]] = set()
@@ -128,7 +131,10 @@ class RemotePrefill:
             entry = wire.prefill_entry(request, self._replies.reply_subject)
             await self._queue.enqueue(request.request_id, entry, deadline_s=self._timeout_s)
             self._gauge.enqueued()
-            return wire.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
+            params = wire.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
+        if self._check is not None:
+            await self._check(params)
+        return params
 
     def abandon(self, request_id: str) -> None:
         """Take the entry out of the queue, in the background: the request must not wait for that."""

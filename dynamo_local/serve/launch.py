@@ -30,7 +30,8 @@ from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.serve import lock
+from dynamo_local.serve import lock, tensorboard
+from dynamo_local.serve.engine_checks import check_engines
 from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import SupervisedHost
@@ -87,10 +88,14 @@ class Request:
     planner: PlannerConfig
     planner_starts: bool
     planner_flag: bool | None
+    notes: tuple[str, ...] = ()
 
 
-def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Request:
-    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing."""
+def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, only_plan: bool = False) -> Request:
+    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing.
+
+    `only_plan`: what this host lacks, but the plan's host may have, becomes a note.
+    """
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
     graph = load_graph(options.target, base_dir=cwd)
@@ -100,6 +105,8 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
+        tensorboard.check(planner.log_dir)
+    notes = check_engines(graph, spec, config, only_plan=only_plan)
     return Request(
         graph=spec,
         config=config,
@@ -110,6 +117,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
         planner=planner,
         planner_starts=starts,
         planner_flag=options.planner,
+        notes=notes,
     )
 
 

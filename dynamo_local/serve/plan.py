@@ -155,6 +155,8 @@ class WorkerPlanner:
                 "DYN_NAMESPACE": self.graph.namespace,
                 "DYN_RUN_ID": self.run_id,
                 "DYN_WATCHER_NAME": name,
+                "DYN_WORKER_FOLDER": str(self.paths.worker_folder(name)),
+                "DYN_WORKER_GPUS": str(spec.resources.gpu),
                 "DYN_STATEFILE": str(self.paths.statefile),
                 "DYN_LEASE_TTL_S": str(self.settings.lease_ttl_s),
                 "DYNAMO_SERVICE_CONFIG": self.service_config_json,
