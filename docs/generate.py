@@ -125,15 +125,18 @@ def metrics() -> str:
 def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
     from dynamo_local.serve.metrics import ArbiterMetrics
+    from dynamo_local.serve.planner_views import PlannerMetrics
 
-    return metric_table(ArbiterMetrics())
+    arbiter = ArbiterMetrics()
+    return metric_table(arbiter, PlannerMetrics(arbiter.registry))
 
 
-def metric_table(owner: Any) -> str:
-    """All families of `owner.registry`; labels are the family's, or its metric's among the owner's attributes."""
-    declared = {metric._name: metric._labelnames for metric in vars(owner).values() if hasattr(metric, "_labelnames")}
+def metric_table(*owners: Any) -> str:
+    """All families of the owners' registry; labels are the family's, or its metric's among an owner's attributes."""
+    metrics = [metric for owner in owners for metric in vars(owner).values() if hasattr(metric, "_labelnames")]
+    declared = {metric._name: metric._labelnames for metric in metrics}
     rows = []
-    for family in owner.registry.collect():
+    for family in owners[0].registry.collect():
         labels = getattr(family, "_labelnames", None) or declared.get(family.name, ())
         name = f"{family.name}_total" if family.type == "counter" else family.name
         rows.append((f"`{name}`", family.type, ", ".join(labels) or "–", family.documentation))
@@ -184,6 +187,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "prefill-worker-options": _section("PrefillWorker"),
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,
+    "router-options": _section("Router"),
     "vllm-worker-options": _section("VllmWorker"),
 }
 

@@ -32,6 +32,8 @@ def status_lines(planner: Mapping[str, Any], *, options: bool) -> Iterator[str]:
         yield f"waiting   {component} +1 for a GPU that is being freed"
     if planner.get("last_decision"):
         yield f"last      {decision_line(planner['last_decision'])}"
+    if planner.get("tensorboard"):
+        yield f"scalars   {planner['tensorboard']} (TensorBoard)"
     if planner.get("pulls"):
         failed = planner["failed_ticks"]
         yield f"counts    {planner['pulls']} pulls, {planner['decisions']} decisions, {failed} failed ticks"

@@ -158,7 +158,7 @@ class PlannerConfig(BaseModel):
     no_operation: bool = False
     """Observe, decide and log; act on nothing."""
     log_dir: Path | None = None
-    """Folder of the TensorBoard files; by default `logs/MMDD_HHMMSS`, by the time of the start."""
+    """Folder of the TensorBoard files; by default `tensorboard/MMDD_HHMMSS` (of the start) beside the logs."""
     adjustment_interval: Seconds = 30.0
     """Seconds between adjustments."""
     metric_pulling_interval: Seconds = 1.0

@@ -6,20 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.options import LoadOptions
+from dynamo_local.planner.otherwise import mean_name, nearest
 from dynamo_local.planner.rules import (
     NEW_DECODE_WORKER_GRACE_PERIOD,
-    NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD,
     Facts,
     Side,
     Verdict,
     floor_workers,
     judge,
 )
-from dynamo_local.planner.values import UNIT_BITS, Decision, KvSum, Observation, Pool, Reading, Reason
+from dynamo_local.planner.values import UNIT_BITS, Decision, Observation, Pool, Reading, Reason
 
 __all__ = ["LoadOptions", "LoadPolicy"]
 
@@ -35,7 +34,7 @@ class LoadPolicy:
         facts = self._facts(observation)
         verdicts = judge(facts)
         pools = observation.fleet.pools
-        reasons = tuple(_reason(side, verdict, facts) for side, verdict in zip(facts.sides, verdicts, strict=True))
+        reasons = tuple(_reason(facts, index, verdict) for index, verdict in enumerate(verdicts))
         targets = {pool.component: pool.capacity + reason.step for pool, reason in zip(pools, reasons, strict=True)}
         return Decision(
             now_s=observation.now_s,
@@ -52,8 +51,9 @@ class LoadPolicy:
             sides.append(
                 _side(
                     fleet.prefill,
-                    mean=sum(depths, Fraction()) / len(depths) if depths else None,
-                    expected=expected_queue(depths[0], depths[-1]) if depths else None,
+                    mean=exact_mean(depths),
+                    samples=len(depths),
+                    ends=(depths[0], depths[-1]) if depths else None,
                     down=options.prefill_queue_scale_down_threshold,
                     up=options.prefill_queue_scale_up_threshold,
                 )
@@ -63,6 +63,7 @@ class LoadPolicy:
             _side(
                 fleet.decode,
                 mean=mean_kv(observation.readings, options.decode_kv_per_waiting_request),
+                samples=sum(reading.kv.count for reading in observation.readings),
                 down=options.decode_kv_scale_down_threshold,
                 up=options.decode_kv_scale_up_threshold,
                 since_added_s=None if added_at_s is None else observation.interval_began_s - added_at_s,
@@ -81,41 +82,50 @@ def next_tick_at(observation: Observation, interval_s: float) -> float:
     """The first moment after now that is a whole number of intervals after this one began."""
     began_s = observation.interval_began_s
     count = math.floor((observation.now_s - began_s) / interval_s) + 1
-    while began_s + count * interval_s <= observation.now_s:
+    if began_s + count * interval_s <= observation.now_s:  # the quotient was rounded
         count += 1
     return began_s + count * interval_s
 
 
-def queue_samples(readings: Sequence[Reading]) -> list[Fraction]:
+def queue_samples(readings: Sequence[Reading]) -> list[float]:
     """The depths that could be had, in order."""
     return [
-        Fraction(reading.queue)
+        reading.queue
         for reading in readings
         if reading.queue is not None and not isinstance(reading.queue, Missing) and math.isfinite(reading.queue)
     ]
 
 
-def expected_queue(first: Fraction, last: Fraction) -> Fraction:
-    """Where the queue is heading by the time that a new prefill worker would help."""
-    return last + NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD * (last - first)
-
-
-def mean_kv(readings: Sequence[Reading], per_waiting_request: float = 0.0) -> Fraction | None:
-    """The mean over all samples of all workers, exact; None without one."""
-    *_, total = accumulate((reading.kv for reading in readings), initial=KvSum())
-    if not total.count:
+def exact_mean(values: Sequence[float]) -> float | None:
+    """Rounded once, at its end: the mean of equal values is that value. None without one."""
+    if not values:
         return None
-    kv = Fraction(total.units, total.count << UNIT_BITS)
-    return kv + Fraction(per_waiting_request) * total.waiting / total.count
+    if all(isinstance(value, int) for value in values):
+        return sum(values) / len(values)
+    return float(sum(map(Fraction, values), Fraction()) / len(values))
+
+
+def mean_kv(readings: Sequence[Reading], per_waiting_request: float = 0.0) -> float | None:
+    """The mean over all samples of all workers, rounded once like `exact_mean`; None without one."""
+    count = sum(reading.kv.count for reading in readings)
+    if not count:
+        return None
+    units = sum(reading.kv.units for reading in readings)
+    if per_waiting_request:
+        over, under = per_waiting_request.as_integer_ratio()
+        waiting = sum(reading.kv.waiting for reading in readings)
+        units += waiting * over * ((1 << UNIT_BITS) // under)
+    return units / (count << UNIT_BITS)
 
 
 def _side(
     pool: Pool,
     *,
-    mean: Fraction | None,
+    mean: float | None,
     down: float,
     up: float,
-    expected: Fraction | None = None,
+    samples: int,
+    ends: tuple[float, float] | None = None,
     since_added_s: float | None = None,
 ) -> Side:
     return Side(
@@ -126,31 +136,36 @@ def _side(
         deferred=pool.deferred,
         cancellable=pool.cancellable,
         gpus_spoken_for=pool.gpus_spoken_for,
+        gpus_lacking=pool.gpus_lacking,
         mean=mean,
         down=down,
         up=up,
-        expected=expected,
+        samples=samples,
+        ends=ends,
         since_added_s=since_added_s,
     )
 
 
-def _reason(side: Side, verdict: Verdict, facts: Facts) -> Reason:
+def _reason(facts: Facts, index: int, verdict: Verdict) -> Reason:
+    side = facts.sides[index]
     numbers: dict[str, float] = {
-        "down": side.down,
-        "up": side.up,
+        "scale_down_threshold": side.down,
+        "scale_up_threshold": side.up,
         "workers": side.capacity,
-        "floor": floor_workers(facts.min_gpu_budget, side.gpus_per_worker),
+        "workers_min": floor_workers(facts.min_gpu_budget, side.gpus_per_worker),
         "gpus_per_worker": side.gpus_per_worker,
         "gpus_counted": verdict.gpus_counted,
         "max_gpu_budget": facts.max_gpu_budget,
     }
     if side.mean is not None:
-        numbers["mean"] = float(side.mean)
-    if side.expected is not None:
-        numbers["expected"] = float(side.expected)
+        numbers[mean_name(side)] = side.mean
+    expected = side.expected
+    if expected is not None:
+        numbers["prefill_queue_expected"] = expected
     if side.since_added_s is not None:
         numbers["since_added_s"], numbers["grace_s"] = side.since_added_s, facts.grace_s
-    return Reason(side.component, verdict.step, verdict.rule, numbers, deferred=verdict.deferred)
+    otherwise = nearest(facts, index, verdict)
+    return Reason(side.component, verdict.step, verdict.rule, numbers, otherwise, verdict.deferred)
 
 
 def _in_order(reasons: Sequence[Reason]) -> tuple[Reason, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pydantic import TypeAdapter, ValidationError
 
 from dynamo_local.errors import BadInput
-from dynamo_local.planner.load import mean_kv, queue_samples
+from dynamo_local.planner.load import exact_mean, mean_kv, queue_samples
 from dynamo_local.planner.local_connector import Committed, Refused
 from dynamo_local.planner.options import LoadOptions
 from dynamo_local.planner.values import Decision, Fleet, Observation
@@ -72,15 +72,13 @@ class DecisionRecord:
 
 def inputs_of(observation: Observation, options: LoadOptions) -> Inputs:
     """What a record keeps of an observation."""
-    depths = queue_samples(observation.readings)
-    kv = mean_kv(observation.readings, options.decode_kv_per_waiting_request)
     samples = sum(reading.kv.count for reading in observation.readings)
     waiting = sum(reading.kv.waiting for reading in observation.readings)
     return Inputs(
         interval_began_s=observation.interval_began_s,
         readings=len(observation.readings),
-        prefill_queue_size=float(sum(depths) / len(depths)) if depths else None,
-        average_kv_load=None if kv is None else float(kv),
+        prefill_queue_size=exact_mean(queue_samples(observation.readings)),
+        average_kv_load=mean_kv(observation.readings, options.decode_kv_per_waiting_request),
         num_queued_request=waiting / samples if samples else None,
         fleet=observation.fleet,
     )

@@ -1,5 +1,5 @@
 """The load planner's rules (planner-rules 1-7), on the few numbers that they compare. `load.LoadPolicy` measures and
-explains; here it is decided. All arithmetic is exact (fractions), so a threshold is a threshold.
+explains; here it is decided.
 
 In prose, for each component:
 
@@ -16,8 +16,7 @@ In prose, for each component:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fractions import Fraction
+from typing import NamedTuple
 
 from dynamo_local.planner.values import Rule
 
@@ -28,13 +27,13 @@ NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD = 3
 """Intervals that the queue's trend is followed into the future: about what a new prefill worker needs to help."""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """One component: its workers, what was measured, and its thresholds.
 
-    `mean` is None without a sample. `expected` is where the prefill queue is heading (None for decode). `since_added_s`
-    is from the moment that the last worker was added to the beginning of the interval (None: grace is over, or there
-    is none: prefill).
+    `mean` is over `samples` of them, None without one. `ends` are the first and the last of the prefill queue (None
+    for decode, whose trend nobody asks for). `since_added_s` is from the moment that the last worker was added to the
+    beginning of the interval (None: no grace to be had, as for prefill). `gpus_spoken_for` counts against the budget;
+    `gpus_lacking` of these are what the waiting ones will take.
     """
 
     component: str
@@ -44,15 +43,24 @@ class Side:
     deferred: int
     cancellable: int
     gpus_spoken_for: int
-    mean: Fraction | None
+    gpus_lacking: int
+    mean: float | None
+    samples: int
     down: float
     up: float
-    expected: Fraction | None = None
+    ends: tuple[float, float] | None = None
     since_added_s: float | None = None
 
+    @property
+    def expected(self) -> float | None:
+        """Where the prefill queue is heading by the time that a new worker would help."""
+        if self.ends is None:
+            return None
+        first, last = self.ends
+        return last + NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD * (last - first)
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+
+class Facts(NamedTuple):
     """All numbers of one decision. `sides` are prefill (where there is one) and decode."""
 
     adjusting: bool
@@ -62,14 +70,17 @@ class Facts:
     grace_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What is decided about one component, by which rule. `gpus_counted` is the budget's use when it was its turn."""
 
     rule: Rule
-    step: int = 0
-    deferred: bool = False
-    gpus_counted: int = 0
+    step: int
+    deferred: bool
+    gpus_counted: int
+
+
+_Answer = tuple[Rule, int, bool]
+"""A verdict without the count."""
 
 
 def floor_workers(min_gpu_budget: int, gpus_per_worker: int) -> int:
@@ -79,54 +90,59 @@ def floor_workers(min_gpu_budget: int, gpus_per_worker: int) -> int:
 
 def judge(facts: Facts) -> tuple[Verdict, ...]:
     """One verdict for each side, in their order."""
-    spoken_for = sum(side.gpus_spoken_for for side in facts.sides)
+    counted = sum(side.gpus_spoken_for for side in facts.sides)
     if facts.adjusting:
-        return tuple(Verdict(Rule.ADJUSTING, gpus_counted=spoken_for) for _ in facts.sides)
-    downs = [_down(side, facts) for side in facts.sides]
+        return tuple(Verdict(Rule.ADJUSTING, 0, False, counted) for _ in facts.sides)
+    wishes = [_wish(side, facts) for side in facts.sides]
     freed = sum(
-        side.gpus_per_worker for side, down in zip(facts.sides, downs, strict=True) if down.step and not down.deferred
+        side.gpus_per_worker
+        for side, (_, step, deferred) in zip(facts.sides, wishes, strict=True)
+        if step and not deferred
     )
     verdicts = []
-    for side, down in zip(facts.sides, downs, strict=True):
-        verdict = down
-        if down.rule in (Rule.SCALE_UP, Rule.BELOW_FLOOR):
-            verdict = _up(side, down.rule, spoken_for, freed, facts.max_gpu_budget)
-        verdicts.append(Verdict(verdict.rule, verdict.step, verdict.deferred, spoken_for))
-        if verdict.rule in (Rule.SCALE_UP, Rule.BELOW_FLOOR):
-            spoken_for += side.gpus_per_worker
+    for side, answer in zip(facts.sides, wishes, strict=True):
+        if answer[0] in _WISHES:
+            answer = _up(side, answer[0], counted, freed, facts.max_gpu_budget)
+        verdicts.append(Verdict(*answer, counted))
+        if answer[0] in _WISHES:
+            counted += side.gpus_per_worker
     return tuple(verdicts)
 
 
-def _down(side: Side, facts: Facts) -> Verdict:
-    """Rules 1 and 3. `SCALE_UP` and `BELOW_FLOOR` with no step say that more is wanted: `_up` goes on."""
+_WISHES = (Rule.SCALE_UP, Rule.BELOW_FLOOR)
+"""One more is wanted: `_up` says whether it can be had."""
+
+
+def _wish(side: Side, facts: Facts) -> _Answer:
+    """Rules 1 and 3. One of `_WISHES` has no step yet."""
     floor = floor_workers(facts.min_gpu_budget, side.gpus_per_worker)
     if side.mean is None and side.capacity > 0:
-        return Verdict(Rule.MISSING)
-    if side.capacity < floor:
-        return Verdict(Rule.BELOW_FLOOR)
-    assert side.mean is not None  # without capacity it is below the floor, which is one at least
+        return Rule.MISSING, 0, False
+    if side.mean is None or side.capacity < floor:
+        return Rule.BELOW_FLOOR, 0, False
     if side.mean > side.up:
-        return Verdict(Rule.SCALE_UP)
+        return Rule.SCALE_UP, 0, False
     if side.mean >= side.down:
-        return Verdict(Rule.WITHIN)
+        return Rule.WITHIN, 0, False
     if side.capacity <= floor:
-        return Verdict(Rule.FLOOR)
+        return Rule.FLOOR, 0, False
     if side.since_added_s is not None and side.since_added_s < facts.grace_s:
-        return Verdict(Rule.GRACE)
-    return Verdict(Rule.SCALE_DOWN, -1, deferred=side.deferred > 0)
+        return Rule.GRACE, 0, False
+    return Rule.SCALE_DOWN, -1, side.deferred > 0
 
 
-def _up(side: Side, wanted: Rule, spoken_for: int, freed: int, budget: int) -> Verdict:
+def _up(side: Side, wish: Rule, counted: int, freed: int, budget: int) -> _Answer:
     """Rules 4, 5 and 7."""
     if side.waiting > 0:
-        return Verdict(Rule.COMING)
-    if wanted is Rule.SCALE_UP and side.expected is not None and side.expected <= side.up:
-        return Verdict(Rule.QUEUE_EMPTYING)
+        return Rule.COMING, 0, False
+    expected = side.expected
+    if wish is Rule.SCALE_UP and expected is not None and expected <= side.up:
+        return Rule.QUEUE_EMPTYING, 0, False
     if side.cancellable > 0:
-        return Verdict(Rule.TAKE_BACK, 1)
-    needed = spoken_for + side.gpus_per_worker
+        return Rule.TAKE_BACK, 1, False
+    needed = counted + side.gpus_per_worker
     if needed <= budget:
-        return Verdict(wanted, 1)
+        return wish, 1, False
     if needed - freed <= budget:
-        return Verdict(wanted, 1, deferred=True)
-    return Verdict(Rule.BUDGET)
+        return wish, 1, True
+    return Rule.BUDGET, 0, False

@@ -25,9 +25,6 @@ class KvSum:
     waiting: int = 0
     count: int = 0
 
-    def __add__(self, other: KvSum) -> KvSum:
-        return KvSum(self.units + other.units, self.waiting + other.waiting, self.count + other.count)
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:

@@ -30,7 +30,7 @@ from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.serve import lock
+from dynamo_local.serve import lock, tensorboard
 from dynamo_local.serve.engine_checks import check_engines
 from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
 from dynamo_local.serve.gpus import GpuPool
@@ -105,6 +105,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
+        tensorboard.check(planner.log_dir)
     notes = check_engines(graph, spec, config, only_plan=only_plan)
     return Request(
         graph=spec,

@@ -16,7 +16,7 @@ from dynamo_local.config import PlannerConfig, check_planner, planned_components
 from dynamo_local.core.types import GraphSpec, Load, Missing, WorkerState
 from dynamo_local.errors import BadInput, DynamoError, StateError
 from dynamo_local.planner.local_connector import LocalConnector
-from dynamo_local.planner.loop import PlannerLoop, PlannerState
+from dynamo_local.planner.loop import Counts, PlannerLoop, PlannerState
 from dynamo_local.planner.observing import PlannerObserver
 from dynamo_local.planner.pools import fleet_of
 from dynamo_local.planner.pulling import Puller, Sampled
@@ -72,6 +72,8 @@ class Planning:
         self.before_start: Callable[[PlannerConfig], Awaitable[None]] = _nothing
         """Called with the options of each start; a `DynamoError` refuses it."""
         self.after_stop: Callable[[], Awaitable[None]] = _nothing
+        self.onlookers_say: Callable[[], dict[str, Any]] = dict
+        """What they add to the status."""
 
     # --- with the run ----------------------------------------------------------------------------
 
@@ -166,10 +168,20 @@ class Planning:
     def state(self) -> PlannerState:
         return PlannerState.STOPPED if self._loop is None else self._loop.state
 
+    @property
+    def counts(self) -> Counts:
+        """Of this arbiter's time."""
+        return Counts() if self._loop is None else self._loop.counts
+
     def status(self) -> dict[str, Any]:
         """The object of `dynamo planner status --json`, and `planner` in `dynamo status --json`. Never waits."""
         options = self.options.model_dump(mode="json", exclude=set(NOT_OPTIONS))
-        told: dict[str, Any] = {"state": str(self.state), "no_operation": self.options.no_operation, "options": options}
+        told: dict[str, Any] = {
+            "state": str(self.state),
+            "no_operation": self.options.no_operation,
+            "options": options,
+            **self.onlookers_say(),
+        }
         loop, now_s = self._loop, self._clock.now_s()
         if loop is None:
             return {**told, "last_decision": None, "trouble": None}
@@ -272,8 +284,7 @@ class ArbiterWorld:
 
     def ready(self) -> tuple[str, ...]:
         """Names of the ready decode workers."""
-        workers = self._workers.values()
-        return tuple(w.name for w in workers if w.plan.component == self._decode and w.state is WorkerState.READY)
+        return tuple(worker.name for worker in self._scaler.view().ready(self._decode))
 
     def blind(self) -> str | None:
         """While etcd is away nobody knows who serves; while NATS is, nobody can be asked."""

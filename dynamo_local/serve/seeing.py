@@ -1,4 +1,4 @@
-"""The arbiter's own `/metrics`, composed: counted where things happen, served on loopback, read when asked.
+"""What can be seen of a run, composed: `/metrics`, counted where things happen, read when asked; TensorBoard.
 
 It shares the arbiter's loop: a scrape is some hundred microseconds of it, and reads what the loop alone changes.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_local.clock import Clock
+from dynamo_local.config import PlannerConfig
 from dynamo_local.serve.fleet import Fleet
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.metrics import CONTENT_TYPE, ArbiterMetrics, GpuSeconds, Now, gpus_by_state, gpus_held
+from dynamo_local.serve.planner_views import Board, PlannerMetrics, PlannerNow
+from dynamo_local.serve.planning import Planning
 from dynamo_local.serve.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -49,11 +53,26 @@ class Seeing:
         fleet.on_event = self.metrics.on_event
         fleet.on_change = self._settle
 
+    def watch(self, planning: Planning, base: Path, logs: Path, tell: Callable[[str], None]) -> None:
+        """Let TensorBoard and `/metrics` look on while that planner plans. See `Board`."""
+        board = Board(base, logs, self._clock, tell)
+
+        async def open_board(options: PlannerConfig) -> None:
+            await board.open(options.log_dir)
+
+        def now() -> PlannerNow:
+            return PlannerNow(planning.state, planning.counts, board.dropped)
+
+        planning.observers += [board, PlannerMetrics(self.metrics.registry, now)]
+        planning.before_start, planning.after_stop = open_board, board.close
+        planning.onlookers_say = lambda: {"tensorboard": None if board.folder is None else str(board.folder)}
+
     async def start(self, port: int) -> None:
         """Listen on loopback; 0 takes any free port. Raises `ConfigError` where the port cannot be had."""
         from dynamo_local.components.openai.server import HttpServer, bind_socket
 
-        server = HttpServer(metrics_app(self.metrics.exposition), bind_socket(LOOPBACK, port, option=PORT_OPTION))
+        sock = bind_socket(LOOPBACK, port, option=PORT_OPTION)
+        server = HttpServer(metrics_app(self.metrics.exposition), sock, idle=True)
         self._server = server
         await server.start()
 

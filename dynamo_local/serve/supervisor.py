@@ -121,6 +121,7 @@ class Supervisor:
             components=[service.name for service in deployment.graph.services],
             state=lambda: self.state,
         )
+        self.seeing.watch(self.planning, deployment.planner.cwd, deployment.paths.logs, self._trouble)
         self._started_s = clock.now_s()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._logs = Interleaver(from_end=True)

@@ -44,20 +44,26 @@ def available() -> bool:
     return find_spec("tensorboardX") is not None
 
 
-def folder_for(log_dir: Path | None, base: Path, now: datetime) -> Path | None:
-    """Where the scalars of a planner that starts `now` go: `log_dir`, or `logs/<MMDD_HHMMSS>`, both below `base`.
-
-    Nowhere (None) without `log_dir` where the extra is not installed: then nobody wants them. `ConfigError` where
-    `log_dir` was given without the extra.
-    """
+def check(log_dir: Path | None) -> None:
+    """`ConfigError` where somebody asks for scalars and the extra is not installed."""
     if log_dir is not None and not available():
         raise ConfigError(
-            f"log_dir ({log_dir}): TensorBoard scalars need the extra `tensorboard`; "
-            "`pip install 'dynamo-local[tensorboard]'`, or leave log_dir out"
+            f"Planner: log_dir ({log_dir}): TensorBoard scalars need the extra `tensorboard`; "
+            "`pip install 'dynamo-local[tensorboard]'`, or leave --log-dir out"
         )
-    if log_dir is None:
-        return base / "logs" / f"{now:%m%d_%H%M%S}" if available() else None
-    return base / log_dir
+
+
+def folder_for(log_dir: Path | None, *, base: Path, logs: Path, now: datetime) -> Path | None:
+    """Where the scalars of a planner that starts `now` go: `log_dir`, below `base` if it is relative.
+
+    Without one: `tensorboard/<MMDD_HHMMSS>` in the run's own log folder (Dynamo's `logs/<MMDD_HHMMSS>` would be in
+    whatever folder the arbiter was started from), or nowhere (None) where the extra is not installed: then nobody
+    wants them. Raises as `check`.
+    """
+    check(log_dir)
+    if log_dir is not None:
+        return base / log_dir
+    return logs / "tensorboard" / f"{now:%m%d_%H%M%S}" if available() else None
 
 
 class ScalarFile:
@@ -78,7 +84,7 @@ class ScalarFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: Any = _open(folder)
         except OSError as error:
-            raise ConfigError(f"log_dir: {folder} cannot be written to: {error}") from error
+            raise ConfigError(f"Planner: log_dir: {folder} cannot be written to: {error}") from error
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
         self._thread.start()

@@ -20,6 +20,7 @@ from dynamo_local.core.types import Role
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve.leaving import STAGES
+from tests.fakes.clean_imports import clean_imports
 from tests.fakes.pages import ROOT, blocks, pages, shell_commands
 
 EXAMPLE = ROOT / "examples" / "llm"
@@ -28,6 +29,13 @@ INSTALL, TESTS = (
     next(b for b in README if b.text.startswith(start)) for start in ("pip install '.", "pip install tox")
 )
 HELLO = next(b for b in README if b.language == "python")
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports():
+    """A graph that one test imports is not the next one's: others have a `graphs.disagg` of their own."""
+    with clean_imports():
+        yield
 
 
 def _blocks(language: str) -> list:
@@ -86,7 +94,7 @@ def test_second_command_of_the_readme_runs_every_check():
     assert list(shell_commands(TESTS.text)) == [["pip", "install", "tox"], ["tox"]]
     tox = configparser.ConfigParser()
     tox.read(ROOT / "tox.ini")
-    listed = set(re.split(r",\s*", tox["tox"]["env_list"].replace("\n", " ").strip()))
+    listed = set(re.split(r"[,\s]+", tox["tox"]["env_list"].strip()))
     assert {"lint", "types", "imports", "docs", "wheel", "integration"} <= listed
 
 

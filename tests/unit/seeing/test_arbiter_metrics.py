@@ -32,6 +32,7 @@ from dynamo_local.serve.sampling import Sampling
 from dynamo_local.serve.seeing import Seeing
 from dynamo_local.serve.status import gpu_status
 from dynamo_local.state import State
+from tests.fakes.hand_clock import HandClock
 from tests.fakes.memory_store import MemoryFile, MemoryStore
 from tests.fakes.scraped import Samples, by_label, samples
 from tests.simulation.world import MemoryEvents, NoLocks
@@ -40,22 +41,6 @@ WORKERS, DRAINS = "dynamo_arbiter_workers", "dynamo_arbiter_drains_total"
 RESTARTS, CUT = "dynamo_arbiter_restarts_total", "dynamo_arbiter_requests_cut_total"
 GPUS, GPU_SECONDS = "dynamo_arbiter_gpus", "dynamo_arbiter_gpu_held_seconds_total"
 QUEUE = "dynamo_arbiter_prefill_queue_requests"
-
-
-class HandClock:
-    """Time is what the test says."""
-
-    def __init__(self) -> None:
-        self.at_s = 100.0
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def wall_s(self) -> float:
-        return 1.8e9 + self.at_s
-
-    async def sleep_until(self, deadline_s: float) -> None:
-        raise AssertionError("nothing here sleeps")
 
 
 class House:
@@ -207,6 +192,7 @@ async def test_it_is_served_on_loopback_and_only_read(house: House) -> None:
         page = await http.get(url)
         assert page.headers["content-type"].startswith("text/plain; version=")
         assert samples(page.text)["dynamo_arbiter_state", ("ready",)] == 1.0
+        assert "date" not in page.headers  # the price of a server that does not tick
         assert (await http.head(url)).text == ""
         assert (await http.post(url)).status_code == 405
         assert (await http.get(url.removesuffix("/metrics"))).status_code == 404

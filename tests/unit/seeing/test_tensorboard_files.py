@@ -113,20 +113,23 @@ def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     assert caught.value.exit_code == EXIT_BAD_INPUT
 
 
-def test_without_a_log_dir_the_folder_has_the_start_in_its_name(tmp_path: Path) -> None:
-    assert folder_for(None, tmp_path, NOW) == tmp_path / "logs" / "0307_140509"
+def test_without_a_log_dir_the_folder_is_beside_the_logs_with_the_start_in_its_name(tmp_path: Path) -> None:
+    found = folder_for(None, base=tmp_path / "cwd", logs=tmp_path / "logs", now=NOW)
+    assert found == tmp_path / "logs" / "tensorboard" / "0307_140509"
 
 
-def test_a_log_dir_is_taken_from_the_folder_of_the_graph_and_an_absolute_one_as_it_is(tmp_path: Path) -> None:
-    assert folder_for(Path("tb"), tmp_path, NOW) == tmp_path / "tb"
-    assert folder_for(tmp_path / "x", Path("/else"), NOW) == tmp_path / "x"
+@pytest.mark.parametrize(("log_dir", "folder"), [("tb", "/graph/tb"), ("/abs", "/abs")])
+def test_a_log_dir_is_taken_from_the_folder_of_the_graph_and_an_absolute_one_as_it_is(
+    log_dir: str, folder: str
+) -> None:
+    assert folder_for(Path(log_dir), base=Path("/graph"), logs=Path("/logs"), now=NOW) == Path(folder)
 
 
 def test_without_the_extra_a_log_dir_is_refused_by_name_and_none_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorboard, "available", lambda: False)
-    assert folder_for(None, tmp_path, NOW) is None
+    assert folder_for(None, base=tmp_path, logs=tmp_path, now=NOW) is None
     with pytest.raises(ConfigError, match=r"extra `tensorboard`.*dynamo-local\[tensorboard\]") as caught:
-        folder_for(Path("tb"), tmp_path, NOW)
+        folder_for(Path("tb"), base=tmp_path, logs=tmp_path, now=NOW)
     assert caught.value.exit_code == EXIT_BAD_INPUT
