@@ -78,6 +78,7 @@ def cpu_host(model: Path) -> VllmHost:
         },
         env={
             "HF_HUB_OFFLINE": "1",
+            "PYTHONDONTWRITEBYTECODE": "",  # torch and vLLM are thousands of files
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the CPU build takes `mp`, and one more process, for `uni`
