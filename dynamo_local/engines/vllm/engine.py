@@ -89,7 +89,7 @@ class VllmEngine:
         if os.environ.pop("VLLM_PORT", None) is not None:
             log.warning("VLLM_PORT is ignored: with several engines on one host each must find ports of its own")
         # We have threads and connections: a forked EngineCore would inherit half of them.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # EngineCore gives itself a title, for which setproctitle would take the room of the environment: the mark by
         # which what a killed run left is found.
