@@ -12,7 +12,7 @@ import yaml
 
 from tests.fakes.served import Served
 
-START_TIMEOUT_S = 500
+START_TIMEOUT_S = 590
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,7 @@ class VllmHost:
         )
 
     def _worker(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        more = dict(more)
-        args = {"start-deadline": START_TIMEOUT_S, **more.pop("ServiceArgs", {})}
-        return {**self.args, **more, "common-configs": ["model", "served-model-name"], "ServiceArgs": args}
+        return {**self.args, **more, "common-configs": ["model", "served-model-name"]}
 
     def _served(self, folder: Path, graph: str, workers: Mapping[str, Any]) -> Served:
         common = {"model": str(self.model), "served-model-name": "tiny"}
@@ -57,7 +55,8 @@ class VllmHost:
         file = folder / f"{graph}.yaml"
         file.write_text(yaml.safe_dump(config))
         target = (f"graphs.{graph}:Frontend", "-f", str(file))
-        return Served(target=target, env=self.env, timeout_s=START_TIMEOUT_S)
+        # For all of the graph: the Frontend's start includes that of the engines behind it.
+        return Served("--start-deadline", str(START_TIMEOUT_S), target=target, env=self.env, timeout_s=START_TIMEOUT_S)
 
 
 def cpu_host(model: Path) -> VllmHost:
