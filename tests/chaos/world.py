@@ -25,6 +25,8 @@ PROCESSES_EVERY_S = 0.5
 LOOK_EVERY_S = 0.2
 GRACE_S = 3.0
 """After all is whole again: until every client of etcd and NATS has connected anew."""
+RESTART_TAKES_S = 60.0
+"""How long after a restart was asked for it may still be under way."""
 HEAL_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 60.0
 WHOLE = ("ready", "draining", "exited")
@@ -55,6 +57,7 @@ class Chaos:
         self.hurt: set[int] = set()
         self.refused: dict[str, int] = {}
         self._stopped: set[int] = set()
+        self._restarted_s: dict[str, float] = {}
         self._begin_s = time.monotonic()
         self._adopting = asyncio.Lock()
         self._arbiter_pid = int(served.status()["arbiter_pid"])
@@ -88,8 +91,8 @@ class Chaos:
         """What we broke and what has not healed yet."""
         return [fault.what for fault in self.faults if fault.ended_s is None]
 
-    def _break(self, what: str, healed: Callable[[Status], bool]) -> None:
-        self.faults.append(Fault(what, time.monotonic(), healed))
+    def _break(self, what: str, healed: Callable[[Status], bool], since_s: float | None = None) -> None:
+        self.faults.append(Fault(what, since_s or time.monotonic(), healed))
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -119,6 +122,7 @@ class Chaos:
 
     async def watch_status(self) -> None:
         """Note what has healed, and that the arbiter is the one that we know; until cancelled."""
+        looked_s = time.monotonic()
         while True:
             async with self._adopting:
                 status = await self.status()
@@ -128,7 +132,18 @@ class Chaos:
             for fault in self.faults:
                 if fault.ended_s is None and fault.healed(status):
                     fault.ended_s = time.monotonic() + GRACE_S
+            self._note_gaps(status, looked_s)
+            looked_s = time.monotonic()
             await asyncio.sleep(LOOK_EVERY_S)
+
+    def _note_gaps(self, status: Status, since_s: float) -> None:
+        """A restart may take a component's only ready worker (docs/operations.md): until it is back, that is broken."""
+        for name in BASE:
+            gap = f"{name} is restarted, its last"
+            asked_s = self._restarted_s.get(name)
+            recent = asked_s is not None and time.monotonic() - asked_s < RESTART_TAKES_S
+            if recent and not _ready(status["workers"], name) and gap not in self.broken():
+                self._break(gap, lambda status, name=name: _ready(status["workers"], name) > 0, since_s)  # type: ignore[misc]
 
     async def status(self) -> dict[str, Any]:
         """`dynamo status`, beside other tasks, with the pids of `etcd` and `nats`."""
@@ -197,6 +212,7 @@ class Chaos:
             reply = await self._ask("scale", component=action.component, target=action.target)
             self.note("  " + ", ".join(f"{i['kind']} {i['watcher_name']}" for i in reply["instructions"]))
         elif kind is Kind.ROLLING:
+            self._restarted_s[action.component] = time.monotonic()
             await self._ask("restart", name=action.component, rolling=True)
         elif (row := _chosen(action, status)) is None:
             self.note("  nobody to do it to")
@@ -204,6 +220,7 @@ class Chaos:
             await self._hurt(action, row)
         elif kind is Kind.RESTART:
             self.note(f"  {row['watcher_name']}")
+            self._restarted_s[action.component] = time.monotonic()
             await self._ask("restart", name=row["watcher_name"])
         else:
             await self._drain(action, row)
