@@ -267,6 +267,7 @@ class Adoption:
         worker.started_s = now_s - age_s(pid)  # not by the time of day, which may have been set meanwhile
         worker.served = entry.state in (WorkerState.READY, WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
         worker.ready_s = worker.started_s if worker.served else None
+        worker.heard_s = now_s if worker.served else None  # its silence counts from here on
         if entry.state is WorkerState.DRAINING:  # its deadline goes on from when it was asked
             worker.asked_s = now_s if entry.asked_s is None else min(now_s, entry.asked_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,11 @@ def _devices(pid: int) -> list[str]:
     return [uuid for value in values for uuid in value.decode().split(",") if uuid]
 
 
-def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int]) -> list[str]:
-    """Of the event log: processes that ended although nobody ordered it and we did not hurt them, and worse."""
+def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Callable[[float], bool]) -> list[str]:
+    """Of the event log: processes that ended although nobody ordered it and we did not hurt them, and worse.
+
+    `outage` says whether etcd or NATS was away at a time (seconds since 1970): a start may fail of that.
+    """
     found = []
     ordered: set[str] = set()
     for record in records:
@@ -62,7 +65,8 @@ def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int]) -> list[st
         elif event == "DrainCancelled":
             ordered.discard(name)
         elif event == "ProcessExited":
-            if pid not in hurt and name not in ordered:
+            failed_start = record["from"] == "starting" and outage(record["time"])
+            if pid not in hurt and name not in ordered and not failed_start:
                 found.append(f"{name} (pid {pid}) ended unasked, exit code {record['exit_code']}, seq {record['seq']}")
             ordered.discard(name)
         elif event in NEVER:

@@ -62,7 +62,7 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
             await asyncio.wait({load}, timeout=0 if chaos.wrong else 2 * ANSWER_S)
             chaos.wrong += [] if load.done() else [f"requests that never end: {tally.under_way}"]
             load.cancel()
-        chaos.wrong += tally.lost + unexplained(events(served), chaos.hurt)
+        chaos.wrong += tally.lost + unexplained(events(served), chaos.hurt, chaos.outage)
         with capsys.disabled():
             print(f"chaos: {tally}; refused commands {chaos.refused}", flush=True)
         if chaos.wrong:

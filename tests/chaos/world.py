@@ -79,6 +79,12 @@ class Chaos:
             if fault.began_s <= found.ended_s and (fault.ended_s is None or found.began_s <= fault.ended_s)
         ]
 
+    def outage(self, wall_s: float) -> bool:
+        """Whether etcd or NATS was broken at that time, seconds since 1970."""
+        at_s = wall_s - time.time() + time.monotonic()
+        servers = [fault for fault in self.faults if fault.what in ("etcd", "nats")]
+        return any(fault.began_s <= at_s <= (fault.ended_s or at_s) for fault in servers)
+
     async def calm(self) -> None:
         """Return when nothing is broken. It is a failure of the run if that takes too long."""
         deadline_s = time.monotonic() + HEAL_TIMEOUT_S
