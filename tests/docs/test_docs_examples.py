@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from dynamo_local.core.types import Role
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve.leaving import STAGES
+from tests.fakes.clean_imports import clean_imports
 from tests.fakes.pages import ROOT, blocks, pages, shell_commands
 
 EXAMPLE = ROOT / "examples" / "llm"
@@ -28,6 +30,13 @@ INSTALL, TESTS = (
     next(b for b in README if b.text.startswith(start)) for start in ("pip install '.", "pip install tox")
 )
 HELLO = next(b for b in README if b.language == "python")
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports() -> Iterator[None]:
+    """The examples' `graphs` must not stay for whoever imports another of that name in this process."""
+    with clean_imports():
+        yield
 
 
 def _blocks(language: str) -> list:
