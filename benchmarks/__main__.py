@@ -22,6 +22,7 @@ NAMES = (
     "sim_engine",
     "arbiter_idle",
     "status_command",
+    "planner_tick",
     "process_hosts",
     "drain",
 )

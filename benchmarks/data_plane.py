@@ -57,6 +57,9 @@ class OneInstance:
     async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
         return self.instances()
 
+    async def changed(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
     async def close(self) -> None:
         """Nothing to end."""
 

@@ -16,6 +16,7 @@ from circus.commands.base import Command
 from circus.exc import ArgumentError, MessageError
 
 from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, supervisor_of, text
+from dynamo_local.circus_plugins.planner_commands import Planned
 from dynamo_local.circus_plugins.stock import REFUSED, install_commands
 from dynamo_local.errors import DynamoError
 
@@ -49,6 +50,10 @@ class Commanded(Protocol):
 
     async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
         """`{"workers": […]}`, once committed."""
+        ...
+
+    def planner(self) -> Planned:
+        """Whom the planner's commands speak to."""
         ...
 
 
@@ -205,5 +210,6 @@ __all__ = [
     "DynamoRestart",
     "DynamoScale",
     "DynamoStatus",
+    "Planned",
     "install_commands",
 ]

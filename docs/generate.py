@@ -51,7 +51,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _annotation(annotation: Any) -> str:
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_annotation(member) for member in typing.get_args(annotation) if member is not type(None))
@@ -74,6 +74,13 @@ def _section(name: str) -> Callable[[], str]:
         return options(getattr(dynamo_local.components, name).config_model)
 
     return render
+
+
+def planner_options() -> str:
+    """The section `Planner`."""
+    from dynamo_local.config import PlannerConfig
+
+    return options(PlannerConfig)
 
 
 # --- the other parts ---------------------------------------------------------------------------
@@ -112,13 +119,27 @@ def metrics() -> str:
     """The Frontend's metrics, from its registry."""
     from dynamo_local.components.http_metrics import HttpMetrics
 
-    found = HttpMetrics()
-    endings = {"counter": "_total"}
+    return metric_table(HttpMetrics())
+
+
+def arbiter_metrics() -> str:
+    """The arbiter's metrics, from its registry."""
+    from dynamo_local.serve.metrics import ArbiterMetrics
+    from dynamo_local.serve.planner_views import PlannerMetrics
+
+    arbiter = ArbiterMetrics()
+    return metric_table(arbiter, PlannerMetrics(arbiter.registry))
+
+
+def metric_table(*owners: Any) -> str:
+    """All families of the owners' registry; labels are the family's, or its metric's among an owner's attributes."""
+    metrics = [metric for owner in owners for metric in vars(owner).values() if hasattr(metric, "_labelnames")]
+    declared = {metric._name: metric._labelnames for metric in metrics}
     rows = []
-    for family in found.registry.collect():
-        labels = {"dynamo_frontend_requests": "model, endpoint, request_type, status"}.get(family.name, "model")
-        labels = "–" if family.name.endswith("disconnected_clients") else labels
-        rows.append((f"`{family.name}{endings.get(family.type, '')}`", family.type, labels, family.documentation))
+    for family in owners[0].registry.collect():
+        labels = getattr(family, "_labelnames", None) or declared.get(family.name, ())
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append((f"`{name}`", family.type, ", ".join(labels) or "–", family.documentation))
     return table(("Metric", "Type", "Labels", "Meaning"), rows)
 
 
@@ -155,15 +176,18 @@ def _names(names: Iterable[str]) -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "allowed-environment": allowed_environment,
+    "arbiter-metrics": arbiter_metrics,
     "commands": commands,
     "frontend-options": _section("Frontend"),
     "http-errors": http_errors,
     "lifecycle": lifecycle,
     "metrics": metrics,
     "parameters": parameters,
+    "planner-options": planner_options,
     "prefill-worker-options": _section("PrefillWorker"),
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,
+    "router-options": _section("Router"),
     "vllm-worker-options": _section("VllmWorker"),
 }
 

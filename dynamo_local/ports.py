@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.core.types import Instance, Load
 
 # --- etcd --------------------------------------------------------------------------------------
@@ -143,7 +144,10 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, for model cards, status and validation."""
+    """What an engine is, for model cards, status and validation.
+
+    `handoff_address` is (host, port) where other engines reach it for KV; None where it hands nothing over.
+    """
 
     engine: str
     engine_id: str
@@ -153,6 +157,15 @@ class EngineInfo:
     num_gpu_blocks: int
     max_num_seqs: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    handoff_address: tuple[str, int] | None = None
+
+
+class KvEventPublisher(Protocol):
+    """Where an engine says what its KV cache holds. Hashes are those of `kv_hashes.block_hashes`, never its own."""
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """In the order in which they happened. From the event loop; returns at once and raises nothing."""
+        ...
 
 
 class Engine(Protocol):
@@ -224,6 +237,10 @@ class EndpointClient(Protocol):
 
     async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
         """At least one; raises `NoWorkers` past the timeout."""
+        ...
+
+    async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
+        """Those that are not among these instance ids, as soon as there is one; none past the timeout."""
         ...
 
     async def call(

@@ -112,6 +112,13 @@ class ServerEntry(_Model):
     pid_start_time: Seconds | None = None
 
 
+class PlannerEntry(_Model):
+    """The load planner of the run: what it does, and the options that differ from the defaults."""
+
+    state: Literal["stopped", "running", "paused"] = "stopped"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class SystemResources(_Model):
     """What the host has: indices as strings, under the predecessor's names."""
 
@@ -145,7 +152,8 @@ class State(_Model):
 
     `nats_token_file` is a path, never the token; URLs that carry credentials are refused.
     `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given. `servers` are the embedded
-    ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed.
+    ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed; `planner` is what
+    scales the graph by itself, None where nobody has asked for it.
     """
 
     schema_version: Literal[1] = 1
@@ -165,6 +173,7 @@ class State(_Model):
     gpus: str | None = None
     servers: dict[Name, ServerEntry] | None = None
     on_arbiter_death: Literal["end", "keep"] | None = None
+    planner: PlannerEntry | None = None
 
     @field_validator("etcd_endpoints", "nats_server", "frontend_url")
     @classmethod

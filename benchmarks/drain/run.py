@@ -37,7 +37,7 @@ class Shape:
     """
 
     speed: float = 10.0
-    thinning: int = 4
+    thinning: int = 3
     answer_max: int = 600
     actions: int = 1000
     decode: int = 6
@@ -45,7 +45,7 @@ class Shape:
     others_every: int = 5
     ramp_s: float = 5.0
     between_s: float = 0.5
-    prefill_every_s: float = 11.0
+    prefill_every_s: float = 22.0
     processor_every_s: float = 20.0
     probe_every_s: float = 0.5
     crashes: int = 20

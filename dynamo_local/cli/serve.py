@@ -35,6 +35,11 @@ POLL_S = 0.02
     default=None,
     help="What becomes of the workers when this process is killed: ended (the default), or kept serving for --adopt.",
 )
+@click.option(
+    "--planner/--no-planner",
+    default=None,
+    help="Scale the graph by its load, or do not. By default it is if the configuration has a `Planner` section.",
+)
 @click.option("--adopt", is_flag=True, help="Take back the running workers of a killed `dynamo serve`.")
 @click.option("--replace", is_flag=True, help="End what a killed `dynamo serve` left running at once, and start anew.")
 @click.option("--detach", "-d", is_flag=True, help="Return when everything is ready, or has failed.")
@@ -61,7 +66,10 @@ def serve(
 
     options = ServeOptions(target=target, **{**words, "overrides": tuple(words["overrides"])})
     if dry_run:
-        deployment, _pool = plan_deployment(understand(options, os.environ, Path.cwd()), os.environ)
+        request = understand(options, os.environ, Path.cwd(), only_plan=True)
+        for note in request.notes:
+            click.echo(f"dynamo: {note}", err=True)
+        deployment, _pool = plan_deployment(request, os.environ)
         _print_plan(deployment.describe(), as_json)
         return 0
     if boot_report is None:

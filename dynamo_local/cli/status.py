@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.cli.planner_words import status_line
 from dynamo_local.serve.paths import Paths
 
 COLUMNS = ("WORKER", "COMPONENT", "STATE", "PID", "GPUS", "LEASE", "UPTIME", "RUNNING", "WAITING", "KV", "NOTE")
@@ -59,6 +60,8 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
         head.append(f"frontend  {graph['frontend_url']}")
     head.append(f"etcd      {graph['etcd_endpoints']}   nats {graph['nats_server']}")
     head += _queue(graph.get("prefill_queue"))
+    if line := status_line(graph.get("planner")):
+        head.append(f"planner   {line}")
     for uuid, why in (graph.get("quarantined_gpus") or {}).items():
         head.append(f"GPU       {uuid} is quarantined: {why}")
     for note in graph.get("notes", ()):

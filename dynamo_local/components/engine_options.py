@@ -6,14 +6,103 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dynamo_local.components.model import TINY_MODEL, TINY_TOKENS
 from dynamo_local.engines import make_engine
 from dynamo_local.errors import ConfigError
-from dynamo_local.ports import Engine
+from dynamo_local.ports import Engine, KvEventPublisher
+from dynamo_local.sdk.checks import listing, nearest
+from dynamo_local.sdk.service_config import underscored
+from dynamo_local.sdk.settings import accepted_names
+
+if TYPE_CHECKING:
+    from dynamo_local.engines.vllm.options import Transfer, VllmOptions
 
 log = logging.getLogger(__name__)
+
+EngineName = Literal["sim", "vllm"]
+
+
+class EngineConfig(BaseModel):
+    """What the sections of all workers with an engine have in common.
+
+    Keys that are not named here are the engine's: vLLM takes its own arguments, the sim engine none (it has `sim`).
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    model: str = Field(
+        default=TINY_MODEL, min_length=1, description="Local model folder, or sim-tiny with the sim engine."
+    )
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="The model's name in the API; by default `model`."
+    )
+    engine: EngineName | None = Field(
+        default=None,
+        description="What computes: sim or vllm. By default sim for the model sim-tiny, and vllm for any other.",
+    )
+    sim: dict[str, Any] = Field(default_factory=dict, description="Options of the sim engine; see docs/sim-engine.md.")
+    max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")
+
+    @field_validator("sim")
+    @classmethod
+    def _sim_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_sim_options(value)
+
+    @model_validator(mode="after")
+    def _one_engine(self) -> Self:
+        extra = self.model_extra or {}
+        if self.engine_name == "sim":
+            for key in extra:
+                names = accepted_names(type(self))
+                near = nearest(underscored(key), names)
+                raise ValueError(f"unknown key {key!r}; allowed: {listing(names)}{near}")
+            return self
+        if self.model == TINY_MODEL:
+            raise ValueError(f"engine is vllm, but model is {TINY_MODEL}, which only the sim engine has; give a folder")
+        if self.sim:
+            raise ValueError("sim: options of the sim engine have no effect with engine vllm; remove them")
+        try:
+            self.vllm_options(0).words()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or self.model
+
+    @property
+    def engine_name(self) -> EngineName:
+        """The engine that was meant: a real model is never answered with simulated tokens unasked."""
+        return self.engine or ("sim" if self.model == TINY_MODEL else "vllm")
+
+    def vllm_options(self, gpus: int) -> VllmOptions:
+        """For a worker with so many GPUs."""
+        from dynamo_local.engines.vllm.options import VllmOptions
+
+        return VllmOptions(
+            model=str(Path(self.model).expanduser()) if self.model.startswith("~") else self.model,
+            served_model_name=self.served_model_name,
+            max_model_len=self.max_model_len,
+            gpus=gpus,
+            transfer=self.kv_transfer,
+            args={underscored(key): value for key, value in (self.model_extra or {}).items()},
+            **self.more_vllm_options(),
+        )
+
+    @property
+    def kv_transfer(self) -> Transfer:
+        """Which end of a KV hand-off the engine is."""
+        return "none"
+
+    def more_vllm_options(self) -> dict[str, Any]:
+        """Our own options of the vLLM engine, where the section has some."""
+        return {}
 
 
 def check_sim_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -53,9 +142,14 @@ def _vocab_size(model: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-async def start_engine(kind: str, model: str, max_model_len: int | None, options: Mapping[str, Any]) -> Engine:
+async def start_engine(config: EngineConfig, gpus: int, kv_events: KvEventPublisher | None = None) -> Engine:
     """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind."""
-    engine = make_engine(kind, sim_options(model, max_model_len, options))
+    options: VllmOptions | dict[str, Any]
+    if config.engine_name == "vllm":
+        options = config.vllm_options(gpus)
+    else:
+        options = sim_options(config.model, config.max_model_len, config.sim)
+    engine = make_engine(config.engine_name, options, kv_events=kv_events)
     try:
         await engine.start()
     except BaseException:

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 
-from dynamo_local.components.engine_options import check_sim_options, start_engine
-from dynamo_local.components.model import TINY_MODEL
+from dynamo_local.components.engine_options import EngineConfig, start_engine
 from dynamo_local.ports import Engine
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import Work, current_context
 
+if TYPE_CHECKING:
+    from dynamo_local.engines.vllm.options import Transfer
 
-class PrefillWorkerConfig(BaseModel):
-    """Options of the `PrefillWorker` service."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class PrefillWorkerConfig(EngineConfig):
+    """Options of the `PrefillWorker` service, and those of its engine."""
 
-    model: str = Field(default=TINY_MODEL, min_length=1, description="Model folder, or sim-tiny with the sim engine.")
-    served_model_name: str | None = Field(
-        default=None, min_length=1, description="Accepted for common-configs; unused."
-    )
-    engine: Literal["sim"] = Field(default="sim", description="What computes the KV.")
-    sim: dict[str, Any] = Field(default_factory=dict, description="Options of the sim engine; see docs/sim-engine.md.")
-    max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")
     max_concurrent_prefills: int = Field(
         default=1, ge=1, description="Entries computed at once. More share a pass: more throughput, longer waits."
     )
 
-    @field_validator("sim")
-    @classmethod
-    def _sim_options(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_sim_options(value)
+    @property
+    def kv_transfer(self) -> Transfer:
+        return "producer"
 
 
 @service(dynamo={"namespace": "dynamo", "role": "prefill"}, resources={"gpu": 1}, workers=1, config=PrefillWorkerConfig)
@@ -47,17 +39,21 @@ class PrefillWorker:
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then pull."""
+        from dynamo_local.components.engine_directory import EngineCard, engine_key
         from dynamo_local.components.prefill import Prefiller
 
         self._context = context = current_context()
         config: PrefillWorkerConfig = context.settings
-        self._engine = await start_engine(config.engine, config.model, config.max_model_len, config.sim)
+        self._engine = await start_engine(config, context.gpus)
         self._prefiller = Prefiller(
             self._engine,
             await context.prefill_queue(),
             await context.prefill_replies(),
             max_concurrent_prefills=config.max_concurrent_prefills,
         )
+        card = EngineCard.of(self._engine.info, context.watcher_name)
+        if card is not None:
+            await context.register_whole_key(engine_key(context.namespace, card.engine_id), card.encode())
         context.set_load_source(self._engine.load, self._engine.load_changed)
         context.set_work_source(lambda: Work(self._prefiller.request_ids, self._prefiller.in_hand))
         context.vital(self._engine.wait_failed(), "the engine")

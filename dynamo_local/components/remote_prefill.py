@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import wire
-from dynamo_local.core.disagg import DisaggSettings, decide_prefill
+from dynamo_local.core.disagg import DisaggSettings, SampledDepth, decide_prefill
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.ports import EngineRequest, PrefillQueue
@@ -21,37 +21,30 @@ from dynamo_local.sdk.context import PrefillReplies
 
 log = logging.getLogger(__name__)
 
-DEPTH_MAX_AGE_S = 0.05
 DEPTH_TIMEOUT_S = 0.5
 
 
 class QueueGauge:
-    """The prefill queue's `pending`, asked at most every `DEPTH_MAX_AGE_S` and by one request at a time.
-
-    What this worker has enqueued since the sample is added: a burst that arrives within one sample would else
-    find the queue empty as a whole. What others took out since is not seen, which errs towards local prefill.
-    """
+    """The prefill queue's `pending`, asked at most every `DEPTH_MAX_AGE_S` and by one request at a time."""
 
     def __init__(self, queue: PrefillQueue, clock: Clock) -> None:
         self._queue = queue
         self._clock = clock
-        self._value: int | Missing = Missing("not sampled yet")
-        self._fresh_until_s = float("-inf")
-        self._enqueued = 0
+        self._depth = SampledDepth()
         self._refresh: asyncio.Task[None] | None = None
 
     def enqueued(self) -> None:
         """One entry more, until the next sample."""
-        self._enqueued += 1
+        self._depth.enqueued()
 
     async def pending(self) -> int | Missing:
         """Entries waiting, at most `DEPTH_MAX_AGE_S` old; `Missing` where the queue does not answer."""
-        if self._clock.now_s() >= self._fresh_until_s:
+        if self._depth.due(self._clock.now_s()):
             if self._refresh is None or self._refresh.done():
                 self._refresh = asyncio.create_task(self._sample(), name="prefill queue depth")
             # Shielded: one caller's cancellation must not take the sample from the others.
             await asyncio.shield(self._refresh)
-        return self._value if isinstance(self._value, Missing) else self._value + self._enqueued
+        return self._depth.pending
 
     async def close(self) -> None:
         """End a sample that is under way."""
@@ -60,22 +53,24 @@ class QueueGauge:
             await asyncio.wait([self._refresh])
 
     async def _sample(self) -> None:
-        self._enqueued = 0
+        self._depth.asked()
+        value: int | Missing
         try:
             async with asyncio.timeout(DEPTH_TIMEOUT_S):
-                self._value = (await self._queue.depth()).pending
+                value = (await self._queue.depth()).pending
         except TimeoutError:
-            self._value = Missing(f"no answer within {DEPTH_TIMEOUT_S} s")
+            value = Missing(f"no answer within {DEPTH_TIMEOUT_S} s")
         except InfraUnavailable as error:
-            self._value = Missing(str(error))
-        self._fresh_until_s = self._clock.now_s() + DEPTH_MAX_AGE_S
+            value = Missing(str(error))
+        self._depth.sampled(value, self._clock.now_s())
 
 
 class RemotePrefill:
     """Prefills elsewhere, where that pays. One per decode worker.
 
     `settings` gives the thresholds of now, `prefill_workers` how many are registered, `timeout_s` bounds how
-    long a request waits for its KV. `conditional=False` sends every prefill away.
+    long a request waits for its KV. `conditional=False` sends every prefill away. `check` raises `KvTransferError`
+    for KV that cannot be used here.
     """
 
     def __init__(
@@ -87,6 +82,7 @@ class RemotePrefill:
         prefill_workers: Callable[[], int],
         conditional: bool,
         timeout_s: float,
+        check: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._queue = queue
@@ -95,6 +91,7 @@ class RemotePrefill:
         self._prefill_workers = prefill_workers
         self._conditional = conditional
         self._timeout_s = timeout_s
+        self._check = check
         self._clock = clock or AsyncioClock()
         self._gauge = QueueGauge(queue, self._clock)
         self._cancels: set[asyncio.Task[None]] = set()
@@ -134,7 +131,10 @@ class RemotePrefill:
             entry = wire.prefill_entry(request, self._replies.reply_subject)
             await self._queue.enqueue(request.request_id, entry, deadline_s=self._timeout_s)
             self._gauge.enqueued()
-            return wire.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
+            params = wire.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
+        if self._check is not None:
+            await self._check(params)
+        return params
 
     def abandon(self, request_id: str) -> None:
         """Take the entry out of the queue, in the background: the request must not wait for that."""

@@ -6,12 +6,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 
-from dynamo_local.components.engine_options import check_sim_options, start_engine
-from dynamo_local.components.model import TINY_MODEL
+from dynamo_local.components.engine_options import EngineConfig, start_engine
 from dynamo_local.components.models_view import ModelCard, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
 from dynamo_local.core.disagg import DisaggSettings
@@ -20,26 +19,21 @@ from dynamo_local.sdk.context import WorkerContext, current_context
 
 if TYPE_CHECKING:  # what only a running worker needs is imported by its start: a graph's import stays cheap
     from dynamo_local.components.remote_prefill import RemotePrefill
+    from dynamo_local.engines.vllm.options import Transfer
 
 log = logging.getLogger(__name__)
 
 _DEFAULT = DisaggSettings()
 
 
-class VllmWorkerConfig(BaseModel):
-    """Options of the `VllmWorker` service."""
+class VllmWorkerConfig(EngineConfig):
+    """Options of the `VllmWorker` service, and those of its engine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str = Field(default=TINY_MODEL, min_length=1, description="Model folder, or sim-tiny with the sim engine.")
-    served_model_name: str | None = Field(
-        default=None, min_length=1, description="The model's name in the API; by default `model`."
-    )
-    engine: Literal["sim"] = Field(default="sim", description="What computes the tokens.")
-    sim: dict[str, Any] = Field(default_factory=dict, description="Options of the sim engine; see docs/sim-engine.md.")
-    max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")
     max_num_waiting: int = Field(
         default=1024, ge=1, description="Requests waiting for the engine at which new ones are refused (429)."
+    )
+    kv_events: bool = Field(
+        default=True, description="Say which KV blocks are cached; a Router with the policy kv needs it."
     )
     remote_prefill: bool = Field(default=False, description="Send prefills to the prefill workers.")
     conditional_disagg: bool = Field(default=False, description="Only those that the two thresholds below let through.")
@@ -61,15 +55,19 @@ class VllmWorkerConfig(BaseModel):
         "another prefill worker can take over, and not above the KV's lease of 30 s.",
     )
 
-    @field_validator("sim")
-    @classmethod
-    def _sim_options(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_sim_options(value)
+    kv_pull_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        description="With vLLM: how long a request waits for the KV of its remote prefill before it is prefilled "
+        "locally; below the lease under which that KV is kept (kv_lease_duration, 30 s).",
+    )
 
     @property
-    def name(self) -> str:
-        """The model's name in the API."""
-        return self.served_model_name or self.model
+    def kv_transfer(self) -> Transfer:
+        return "consumer" if self.remote_prefill else "none"
+
+    def more_vllm_options(self) -> dict[str, Any]:
+        return {"kv_pull_timeout_s": self.kv_pull_timeout_s}
 
 
 @service(dynamo={"namespace": "dynamo", "role": "decode"}, resources={"gpu": 1}, workers=1, config=VllmWorkerConfig)
@@ -88,9 +86,12 @@ class VllmWorker:
 
         context = current_context()
         config: VllmWorkerConfig = context.settings
-        self._engine = await start_engine(config.engine, config.model, config.max_model_len, config.sim)
+        self._kv_events = await context.kv_events() if config.kv_events else None
+        self._engine = await start_engine(config, context.gpus, self._kv_events)
         self._stack.push_async_callback(self._engine.close)
         context.vital(self._engine.wait_failed(), "the engine")
+        if self._kv_events is not None:
+            self._kv_events.block_size = self._engine.info.block_size
         self._remote = None
         if config.remote_prefill and self.prefill_worker is None:
             log.warning("remote-prefill is on, but the graph has no prefill worker: every prefill is local")
@@ -102,6 +103,7 @@ class VllmWorker:
         await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())
 
     async def _make_remote(self, context: WorkerContext, config: VllmWorkerConfig) -> RemotePrefill:
+        from dynamo_local.components.engine_directory import EngineDirectory
         from dynamo_local.components.remote_prefill import RemotePrefill
         from dynamo_local.runtime.settings import WatchedSettings, disagg_settings_key
 
@@ -110,6 +112,8 @@ class VllmWorker:
         self._stack.push_async_callback(settings.close)
         await settings.start()
         workers = await context.endpoint_client(self.prefill_worker.component, "status")
+        directory = EngineDirectory(context.kv, context.namespace, self._engine.info)
+        self._stack.push_async_callback(directory.close)
         remote = RemotePrefill(
             await context.prefill_queue(),
             await context.prefill_replies(),
@@ -117,6 +121,7 @@ class VllmWorker:
             prefill_workers=lambda: len(workers.instances()),
             conditional=config.conditional_disagg,
             timeout_s=config.prefill_timeout_s,
+            check=directory.check,
         )
         self._stack.push_async_callback(remote.finish)
         return remote
@@ -125,6 +130,16 @@ class VllmWorker:
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Token ids in, token ids out; see `components.wire`."""
         async with contextlib.aclosing(self._decoder.generate(request)) as items:
+            async for item in items:
+                yield item
+
+    @endpoint()
+    async def kv_blocks(self, request: dict[str, Any] | None = None) -> AsyncGenerator[dict[str, Any], None]:
+        """Which KV blocks are cached here, for a Router that has missed something; see `runtime.kv_wire`."""
+        if self._kv_events is None:
+            yield {"block_size": self._engine.info.block_size, "epoch": "-", "seq": 0, "replay": False}
+            return
+        async with contextlib.aclosing(self._kv_events.answer(request)) as items:
             async for item in items:
                 yield item
 

@@ -10,16 +10,25 @@ from __future__ import annotations
 from dynamo_local.config.json_schema import config_json_schema
 from dynamo_local.config.loading import Config, load_config
 from dynamo_local.config.overrides import parse_overrides
-from dynamo_local.config.resolve import planner_config, resolve
+from dynamo_local.config.resolve import (
+    check_planner,
+    planned_components,
+    planner_config,
+    planner_starts,
+    resolve,
+)
 from dynamo_local.config.schema import HostConfig, PlannerConfig
 
 __all__ = [
     "Config",
     "HostConfig",
     "PlannerConfig",
+    "check_planner",
     "config_json_schema",
     "load_config",
     "parse_overrides",
+    "planned_components",
     "planner_config",
+    "planner_starts",
     "resolve",
 ]

@@ -26,7 +26,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
         word = rest.pop(0)
         path, text = _split(word, rest)
         value: Any = (
-            True if text is None else text if path[1:3] == [SERVICE_ARGS, "envs"] and path[3:] else _value(text)
+            True if text is None else text if path[1:3] == [SERVICE_ARGS, "envs"] and path[3:] else parse_value(text)
         )
         if value is True and path[1:3] == [SERVICE_ARGS, "envs"]:
             raise ConfigError(f"{word!r} has no value: write --{'.'.join(path)}=value")
@@ -61,7 +61,7 @@ def _split(word: str, rest: list[str]) -> tuple[list[str], str | None]:
     return path, rest.pop(0)
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """JSON; `True`/`FALSE` too, as YAML has them; anything else is text, also what JSON calls NaN or 1e999."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -16,6 +16,7 @@ from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import validate_section
 
 DEFAULT_NAMESPACE = "dynamo"
+ROUTER = "Router"
 
 
 def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> GraphSpec:
@@ -30,8 +31,11 @@ def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> Gra
     _check_sections(graph, config)
     specs = tuple(_service_spec(service, graph, config) for service in graph.services.values())
     spec = GraphSpec(namespace=name, target=graph.target, services=specs)
+    _check_router(config.source, spec)
     if PLANNER in config.sections:
-        _check_planner(planner_config(graph, config), spec)
+        planner = planner_config(graph, config)
+        check_planner(planner, spec)
+        check_start(planner, spec)
     return spec
 
 
@@ -40,6 +44,29 @@ def planner_config(graph: LoadedGraph, config: Config) -> PlannerConfig:
     service = graph.services.get(PLANNER)
     section = {} if service is not None and service.config_model is not None else config.service(PLANNER)
     return validate_section(PlannerConfig, f"{config.source}: {PLANNER}", section)
+
+
+def planner_starts(graph: LoadedGraph, config: Config, *, flag: bool | None) -> bool:
+    """Whether the load planner starts with the graph: as the command line's flag says, else if there is a section
+    that does not say `enabled: false`. A section of a graph's own Planner service is that service's."""
+    if flag is not None:
+        return flag
+    return PLANNER in config.sections and PLANNER not in graph.services and planner_config(graph, config).enabled
+
+
+def planned_components(graph: GraphSpec) -> tuple[str | None, str]:
+    """The prefill component (None in an aggregated graph) and the decode one that a load planner moves.
+
+    Raises `ConfigError` where it cannot know which: it moves one component of each role.
+    """
+    prefill = [spec.name for spec in graph.services if spec.role is Role.PREFILL]
+    decode = [spec.name for spec in graph.services if spec.role in (Role.DECODE, Role.AGGREGATED)]
+    if len(decode) != 1:
+        there = f"it has {listing(decode)}" if decode else "it has none"
+        raise ConfigError(f"Planner: it scales a graph with one decode (or aggregated) component; {there}")
+    if len(prefill) > 1:
+        raise ConfigError(f"Planner: it scales a graph with one prefill component; it has {listing(prefill)}")
+    return (prefill[0] if prefill else None), decode[0]
 
 
 def _check_sections(graph: LoadedGraph, config: Config) -> None:
@@ -93,15 +120,29 @@ def _max_workers(service: DynamoService[Any]) -> int | None:
     return None if limit is None else int(limit)
 
 
-def _check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
-    """What the options say about engines and models against what the graph says (planner-rules)."""
+def _check_router(source: str, graph: GraphSpec) -> None:
+    """`router: kv` has an effect only where something knows what the workers have cached."""
+    if any(spec.name == ROUTER for spec in graph.services):
+        return
+    for spec in graph.services:
+        if spec.config.get("router") == "kv":
+            raise ConfigError(
+                f"{source}: {spec.name}: router is kv, but the graph has no {ROUTER} service: take "
+                "graphs.agg_router or graphs.disagg_router, link one, or choose least-loaded, kv-load, round-robin "
+                "or random"
+            )
+
+
+def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
+    """What the options say about engines and models against what the graph says (planner-rules).
+
+    Raises `ConfigError` that names the option.
+    """
     _check_model_name(planner, graph)
     if planner.namespace not in (None, graph.namespace):
         raise ConfigError(f"Planner: namespace is {planner.namespace!r}, but the graph's is {graph.namespace!r}")
-    held, smallest = 0, 0
-    for spec in graph.services:
-        if spec.role not in (Role.PREFILL, Role.DECODE, Role.AGGREGATED):
-            continue
+    smallest = 0
+    for spec in _planned(graph):
         option = "prefill_engine_num_gpu" if spec.role is Role.PREFILL else "decode_engine_num_gpu"
         given = getattr(planner, option)
         if given is not None and given != spec.resources.gpu:
@@ -109,17 +150,25 @@ def _check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
                 f"Planner: {option} is {given}, but {spec.name} asks for {spec.resources.gpu} GPUs per worker; "
                 f"leave {option} out, or make them agree"
             )
-        held += spec.workers * spec.resources.gpu
         smallest += spec.resources.gpu
     if smallest > planner.max_gpu_budget:
         raise ConfigError(
             f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but one worker of each role needs {smallest} GPUs"
         )
+
+
+def check_start(planner: PlannerConfig, graph: GraphSpec) -> None:
+    """Whether the workers that the graph starts with are within the budget. Raises `ConfigError`."""
+    held = sum(spec.workers * spec.resources.gpu for spec in _planned(graph))
     if held > planner.max_gpu_budget:
         raise ConfigError(
             f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but the graph starts with {held} GPUs; "
             "raise it, or start fewer workers"
         )
+
+
+def _planned(graph: GraphSpec) -> list[ServiceSpec]:
+    return [spec for spec in graph.services if spec.role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)]
 
 
 def _check_model_name(planner: PlannerConfig, graph: GraphSpec) -> None:

@@ -121,6 +121,8 @@ class HostConfig(BaseModel):
     """Names or globs of variables that workers inherit beyond the allow-list of `core.secrets`."""
     health_bound_s: Seconds = 30.0
     """A worker that answers nothing for so long, while etcd and NATS do, is hung and treated as crashed."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of the arbiter's own `/metrics`, on 127.0.0.1; 0 takes any free one."""
     restart: Annotated[RestartConfig, BeforeValidator(_underscored, json_schema_input_type=RestartConfig)] = (
         RestartConfig()
     )
@@ -143,13 +145,20 @@ class ServiceArgs(BaseModel):
 class PlannerConfig(BaseModel):
     """Options of the load planner under Dynamo's names and defaults (planner-rules: options and defaults)."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(**_STRICT, use_attribute_docstrings=True)
 
+    enabled: bool = True
+    """Whether the section starts the planner with the graph; `dynamo planner start` starts it at any time."""
     namespace: str | None = None
+    """Namespace that the planner looks at; the graph's own, or it is refused."""
     served_model_name: str | None = None
+    """Model being served; one that differs from the Frontend's is refused."""
     environment: Literal["local"] = "local"
+    """Where the workers run."""
     no_operation: bool = False
+    """Observe, decide and log; act on nothing."""
     log_dir: Path | None = None
+    """Folder of the TensorBoard files; by default `tensorboard/MMDD_HHMMSS` (of the start) beside the logs."""
     adjustment_interval: Seconds = 30.0
     """Seconds between adjustments."""
     metric_pulling_interval: Seconds = 1.0
@@ -159,12 +168,19 @@ class PlannerConfig(BaseModel):
     min_gpu_budget: Gpus = 1
     """GPUs below which neither prefill nor decode goes."""
     decode_kv_scale_up_threshold: Fraction = 0.9
+    """Mean KV cache use (0..1) of the decode workers above which one is added."""
     decode_kv_scale_down_threshold: Fraction = 0.5
+    """Mean KV cache use below which one is taken away."""
+    decode_kv_per_waiting_request: Threshold = 0.0
+    """Added to a decode worker's KV use for each request that waits there (Dynamo's first planner: 0.02)."""
     prefill_queue_scale_up_threshold: Threshold = 0.5
+    """Mean number of requests waiting in the prefill queue above which a prefill worker is added."""
     prefill_queue_scale_down_threshold: Threshold = 0.2
+    """Mean number of waiting requests below which one is taken away."""
     decode_engine_num_gpu: Gpus | None = None
-    """None: the service's `resources.gpu`."""
+    """GPUs of a decode engine; the service's `resources.gpu`, or it is refused."""
     prefill_engine_num_gpu: Gpus | None = None
+    """GPUs of a prefill engine; the same."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -27,6 +27,8 @@ SET_BY_SERVE = frozenset(
         "DYN_RUN_ID",
         "DYN_STATEFILE",
         "DYN_WATCHER_NAME",
+        "DYN_WORKER_FOLDER",
+        "DYN_WORKER_GPUS",
         "DYNAMO_SERVICE_CONFIG",
     }
 )

@@ -7,10 +7,11 @@ sets it before the component's class is instantiated; tests set a fake one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.core.types import Load
 from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
 
@@ -37,10 +38,21 @@ class PrefillReplies(Protocol):
     async def send_reply(self, subject: str, request_id: str, result: Any) -> None: ...
 
 
+class KvEvents(Protocol):
+    """`ports.KvEventPublisher`, and the answers for a Router that has missed something; `runtime.kv_publisher`."""
+
+    block_size: int
+    """Tokens per block; the component sets it once its engine has started."""
+
+    def publish(self, events: Sequence[KvEvent]) -> None: ...
+
+    def answer(self, request: Mapping[str, Any] | None) -> AsyncGenerator[dict[str, Any], None]: ...
+
+
 class WorkerContext(Protocol):
     """The worker's side of the runtime, as a component sees it.
 
-    `settings` is the validated configuration model of the service (None if it declared none).
+    `settings` is the validated configuration model of the service (None if it declared none), `gpus` its devices.
     `draining` is set from the moment on which the worker takes nothing new, and cleared when the drain was taken back.
     """
 
@@ -48,6 +60,7 @@ class WorkerContext(Protocol):
     component: str
     watcher_name: str
     run_id: str
+    gpus: int
     settings: Any
     kv: KeyValueStore
     nats: Any
@@ -91,6 +104,10 @@ class WorkerContext(Protocol):
         """Put `{prefix}:{lease hex}` under the worker's lease; put again whenever the lease is granted anew."""
         ...
 
+    async def register_whole_key(self, key: str, value: bytes) -> None:
+        """The same for a key that has a name of its own, without the lease at its end."""
+        ...
+
     async def announce(self, **facts: str) -> None:
         """Facts for `dynamo status`, e.g. `frontend_url`; they go into the statefile."""
         ...
@@ -100,6 +117,10 @@ class WorkerContext(Protocol):
     async def prefill_queue(self) -> PrefillQueue: ...
 
     async def prefill_replies(self) -> PrefillReplies: ...
+
+    async def kv_events(self) -> KvEvents:
+        """Where this worker's engine says what its KV cache holds."""
+        ...
 
 
 _current: WorkerContext | None = None

@@ -26,7 +26,7 @@ from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
-HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death")
+HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death", "planner")
 """Of the statefile as a whole, what changes in the life of a run."""
 
 
@@ -101,6 +101,10 @@ class Fleet:
         self.clock = clock
         self.workers: dict[str, Worker] = {}
         self.on_trouble: Callable[[str], None] = log.warning
+        self.on_event: Callable[[Worker, WorkerState, Event], None] = lambda worker, before, event: None
+        """Called with every event that was applied, and the state of before."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called at every change of any worker, its GPUs included."""
         self.unwritten = False
         self._seen: object = ()
         self._changed = asyncio.Event()
@@ -141,6 +145,7 @@ class Fleet:
                 time_s=self.clock.wall_s(),
             )
             records.append(record)
+            self.on_event(worker, before, event)
         async with self._writing:  # first come, first written: the log is in the order of the events
             await self.commit(after)
             await self._log(records)
@@ -247,6 +252,7 @@ class Fleet:
 
     def notify(self) -> None:
         """Wake everybody who waits in `until`."""
+        self.on_change()
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -15,13 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.config import Config, load_config, resolve
+from dynamo_local.config import (
+    Config,
+    PlannerConfig,
+    check_planner,
+    load_config,
+    planned_components,
+    planner_config,
+    planner_starts,
+    resolve,
+)
 from dynamo_local.core.gpus import plan_on
 from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.serve import lock
+from dynamo_local.serve import lock, tensorboard
+from dynamo_local.serve.engine_checks import check_engines
 from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import SupervisedHost
@@ -39,7 +49,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep"."""
+    """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep".
+
+    `planner` is None where the configuration decides.
+    """
 
     target: str
     file: Path | None = None
@@ -52,6 +65,7 @@ class ServeOptions:
     on_arbiter_death: str | None = None
     adopt: bool = False
     replace: bool = False
+    planner: bool | None = None
 
 
 @dataclass(slots=True)
@@ -71,15 +85,28 @@ class Request:
     paths: Paths
     gpus_option: str | None
     cwd: Path
+    planner: PlannerConfig
+    planner_starts: bool
+    planner_flag: bool | None
+    notes: tuple[str, ...] = ()
 
 
-def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> Request:
-    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing."""
+def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, only_plan: bool = False) -> Request:
+    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing.
+
+    `only_plan`: what this host lacks, but the plan's host may have, becomes a note.
+    """
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
     graph = load_graph(options.target, base_dir=cwd)
     config = load_config(options.file, env=environ, overrides=options.overrides)
     spec = resolve(graph, config, namespace=options.namespace)
+    planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
+    if starts:
+        planned_components(spec)
+        check_planner(planner, spec)
+        tensorboard.check(planner.log_dir)
+    notes = check_engines(graph, spec, config, only_plan=only_plan)
     return Request(
         graph=spec,
         config=config,
@@ -87,6 +114,10 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path) -> 
         paths=Paths.of(spec.namespace, environ),
         gpus_option=options.gpus if options.gpus is not None else config.host.gpus,
         cwd=cwd,
+        planner=planner,
+        planner_starts=starts,
+        planner_flag=options.planner,
+        notes=notes,
     )
 
 
@@ -139,6 +170,9 @@ def plan_deployment(
         nats_server=nats,
         config_sections=config.masked_sections(),
         state_config_json=masked,
+        load_planner=request.planner,
+        load_planner_starts=request.planner_starts,
+        load_planner_flag=request.planner_flag,
     )
     return deployment, pool
 
@@ -153,6 +187,7 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         keep_on_arbiter_death=options.on_arbiter_death == "keep",
         health_bound_s=config.host.health_bound_s,
         restart=RestartPolicy(**config.host.restart.model_dump()),
+        metrics_port=config.host.metrics_port,
     )
 
 

@@ -101,6 +101,10 @@ class Paths:
     def log_file(self, watcher: str) -> Path:
         return self.logs / f"{watcher}.log"
 
+    def worker_folder(self, watcher: str) -> Path:
+        """For sockets of what the worker starts; made by the worker, gone with the run. Short: they have long names."""
+        return self.runtime / "w" / watcher
+
     def prepare(self) -> None:
         """Create the folders, private; refuse a control socket whose path the kernel would cut."""
         length = len(os.fsencode(str(self.control_socket)))

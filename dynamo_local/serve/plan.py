@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.config.schema import PlannerConfig
 from dynamo_local.core.gpus import GpuAsk, GpuDevice, cuda_visible_devices
 from dynamo_local.core.restarts import DEFAULT_POLICY, RestartPolicy
 from dynamo_local.core.secrets import allowed_env, mask_env
@@ -48,6 +49,7 @@ class Settings:
     keep_on_arbiter_death: bool = False
     health_bound_s: float = 30.0
     restart: RestartPolicy = DEFAULT_POLICY
+    metrics_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Deployment:
     """The whole run. `etcd_endpoints`/`nats_server` are None where we start our own server.
 
     `config_sections` and `state_config_json` have secrets masked: they are shown, and kept in the statefile.
+    `load_planner` are the options of the planner that scales the graph, `load_planner_starts` if it starts with it;
+    an adopted run goes on as it was, unless the command line says otherwise (`load_planner_flag`).
     """
 
     graph: GraphSpec
@@ -69,6 +73,9 @@ class Deployment:
     nats_server: str | None
     config_sections: Mapping[str, Any] = field(default_factory=dict)
     state_config_json: str = "{}"
+    load_planner: PlannerConfig = PlannerConfig()  # noqa: RUF009 - frozen
+    load_planner_starts: bool = False
+    load_planner_flag: bool | None = None
 
     def describe(self) -> dict[str, Any]:
         """For `--dry-run`: configuration, watchers, GPUs and environments, secrets masked."""
@@ -80,6 +87,7 @@ class Deployment:
             "gpus": self.gpus_option,
             "etcd_endpoints": self.etcd_endpoints or "embedded",
             "nats_server": self.nats_server or "embedded",
+            "planner": self.load_planner.model_dump(mode="json") if self.load_planner_starts else None,
             "infra_watchers": [f"{self.graph.namespace}_{name}" for name in infra],
             "watchers": [
                 {
@@ -147,6 +155,8 @@ class WorkerPlanner:
                 "DYN_NAMESPACE": self.graph.namespace,
                 "DYN_RUN_ID": self.run_id,
                 "DYN_WATCHER_NAME": name,
+                "DYN_WORKER_FOLDER": str(self.paths.worker_folder(name)),
+                "DYN_WORKER_GPUS": str(spec.resources.gpu),
                 "DYN_STATEFILE": str(self.paths.statefile),
                 "DYN_LEASE_TTL_S": str(self.settings.lease_ttl_s),
                 "DYNAMO_SERVICE_CONFIG": self.service_config_json,

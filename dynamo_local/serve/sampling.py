@@ -6,11 +6,14 @@ answer has *no* load, not a load of zero; one that stays silent while etcd and N
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dynamo_local.clock import Clock
+from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
 from dynamo_local.ports import QueueDepth
 from dynamo_local.serve.fleet import Fleet
@@ -22,6 +25,10 @@ SAMPLE_EVERY_S = 1.0
 STALE_S = 3 * SAMPLE_EVERY_S
 """A load older than three samples is none (planner-rules)."""
 DEAD_LETTERS_EVERY_S = 5.0
+TOLERANCE_S = 0.2
+"""Pulls of somebody else that come so much late are waited for."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -41,41 +48,72 @@ class QueueView:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class LoadsSample:
+    """The answers of one scatter request: load and the time at which it was measured, by watcher name.
+
+    `failed` says why nobody could be asked.
+    """
+
+    loads: Mapping[str, tuple[Load, float]]
+    failed: Missing | None = None
+
+
 class Sampling:
-    """Samples all running workers and the prefill queue."""
+    """Samples all running workers and the prefill queue: once a second by itself, and whenever somebody asks.
+
+    Who asks while a sample is under way gets that one's; and by itself it asks nobody whom somebody else asks.
+    """
 
     def __init__(self, namespace: str, fleet: Fleet, links: Links, clock: Clock) -> None:
         self._namespace = namespace
         self._fleet = fleet
         self._links = links
         self._clock = clock
+        self._sampler: Any = None
+        self._loads = _Shared(self._ask_loads, clock)
+        self._depth = _Shared(self._ask_depth, clock)
         self.queue = QueueView()
 
     async def run(self) -> None:
         """For ever, on deadlines that do not drift."""
+        next_s = letters_s = self._clock.now_s()
+        while True:
+            await self._clock.sleep_until(next_s)
+            now_s = self._clock.now_s()
+            asked_s = self._loads.began_s
+            if asked_s is not None and now_s - asked_s < SAMPLE_EVERY_S - TOLERANCE_S:
+                next_s = asked_s + SAMPLE_EVERY_S + TOLERANCE_S  # somebody else pulls
+            else:
+                await asyncio.gather(self._loads.get(), self._depth.get())
+                next_s = max(next_s + SAMPLE_EVERY_S, self._clock.now_s())
+            if self._links.queue is not None and now_s >= letters_s:
+                await self._count_dead_letters()
+                letters_s = now_s + DEAD_LETTERS_EVERY_S
+
+    async def loads(self) -> LoadsSample:
+        """Ask all running workers now. Never raises; takes as long as the slowest, a quarter of a second at most."""
+        return await self._loads.get()
+
+    async def depth(self) -> QueueDepth | Missing:
+        """Ask for the prefill queue's depth now."""
+        return await self._depth.get()
+
+    async def _ask_loads(self) -> LoadsSample:
         from dynamo_local.runtime.load import LoadSampler
 
-        sampler = LoadSampler(self._links.nats, self._namespace)
-        next_s = self._clock.now_s()
-        letters_s = next_s
-        while True:
-            await self._loads(sampler)
-            if self._links.queue is not None:
-                await self._depth(letters=self._clock.now_s() >= letters_s)
-                letters_s = max(letters_s, self._clock.now_s() + DEAD_LETTERS_EVERY_S - SAMPLE_EVERY_S)
-            next_s = max(next_s + SAMPLE_EVERY_S, self._clock.now_s())
-            await self._clock.sleep_until(next_s)
-
-    async def _loads(self, sampler: Any) -> None:
+        if self._sampler is None:
+            self._sampler = LoadSampler(self._links.nats, self._namespace)
+        failed, reports = None, {}
         try:
-            reports = await sampler.sample(expected=len(self._fleet.running()))
+            reports = await self._sampler.sample(expected=len(self._fleet.running()))
         except DynamoError as error:
             log.debug("no load sample: %s", error)
-            reports = None
+            failed = Missing(str(error))
         now_s = self._clock.now_s()
-        blameless = reports is None or not self._links.answer  # while we cannot ask, silence is nobody's fault
+        blameless = failed is not None or not self._links.answer  # while we cannot ask, silence is nobody's fault
         for worker in self._fleet.workers.values():
-            report = None if reports is None else reports.get(worker.name)
+            report = reports.get(worker.name)
             if report is not None:
                 worker.load, worker.heard_s = report.load, now_s
                 continue
@@ -83,13 +121,45 @@ class Sampling:
                 worker.load = None
             if worker.heard_s is not None and blameless:
                 worker.heard_s = now_s
+        return LoadsSample({name: (report.load, now_s - report.age_s) for name, report in reports.items()}, failed)
 
-    async def _depth(self, *, letters: bool) -> None:
-        queue: Any = self._links.queue
+    async def _ask_depth(self) -> QueueDepth | Missing:
+        queue = self._links.queue
+        if queue is None:
+            return Missing("there is no prefill queue")
         try:
             self.queue.depth = await queue.depth()
-            if letters:
-                self.queue.dead_letters = len(await queue.dead_letters())
         except DynamoError as error:
             log.debug("the prefill queue was not sampled: %s", error)
             self.queue = QueueView()
+            return Missing(str(error))
+        return self.queue.depth
+
+    async def _count_dead_letters(self) -> None:
+        queue: Any = self._links.queue
+        try:
+            self.queue.dead_letters = len(await queue.dead_letters())
+        except DynamoError as error:
+            log.debug("the dead letters were not counted: %s", error)
+            self.queue.dead_letters = None
+
+
+class _Shared(Generic[T]):
+    """One sample at a time: who comes while one is taken waits for that one. `began_s`: when the last was begun."""
+
+    def __init__(self, take: Callable[[], Awaitable[T]], clock: Clock) -> None:
+        self._take = take
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._last: tuple[float, T] | None = None
+        self.began_s: float | None = None
+
+    async def get(self) -> T:
+        asked_s = self._clock.now_s()
+        async with self._lock:
+            if self._last is not None and self._last[0] >= asked_s:
+                return self._last[1]  # taken while we waited
+            self.began_s = asked_s
+            sample = await self._take()
+            self._last = (self._clock.now_s(), sample)
+            return sample

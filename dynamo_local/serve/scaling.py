@@ -65,6 +65,8 @@ class Scaler:
         self._background = background
         self._tell = tell
         self._deciding = asyncio.Lock()
+        self.on_manual: Callable[[str], None] = lambda stimulus_id: None
+        """Called when a person's command has changed something: whoever plans by itself holds still for a while."""
 
     def view(self) -> FleetView:
         """The fleet at this moment, as a value."""
@@ -104,7 +106,7 @@ class Scaler:
                 wait_for_gpus=wait_for_gpus,
             )
 
-        instructions = await self._carry_out(decide, stimulus_id)
+        instructions = await self._carry_out(decide, stimulus_id, by_person=by_person)
         view = self.view()
         return {
             "component": component,
@@ -133,6 +135,7 @@ class Scaler:
         plan = rolling.plan_restart(self.view(), target, stimulus_id=stimulus_id, force=force)
         for warning in plan.warnings:
             self._tell(warning)
+        self.on_manual(stimulus_id)
         self._background(self._restart(plan))
         return {"workers": [name for name, _ in plan.todo], "warnings": list(plan.warnings)}
 
@@ -155,12 +158,19 @@ class Scaler:
     # --- carrying out --------------------------------------------------------------------------
 
     async def _carry_out(
-        self, decide: Callable[[FleetView], Decision], stimulus_id: str, *, wait_for_cancel: bool = False
+        self,
+        decide: Callable[[FleetView], Decision],
+        stimulus_id: str,
+        *,
+        wait_for_cancel: bool = False,
+        by_person: bool = True,
     ) -> tuple[Instruction, ...]:
         async with self._deciding:
             await self._pool.refresh()
             instructions = decide(self.view()).or_raise()
             await self._commit(instructions, stimulus_id)
+        if by_person and instructions:
+            self.on_manual(stimulus_id)
         for instruction in instructions:
             if wait_for_cancel and isinstance(instruction, CancelDrain):
                 await self._call_back(self._fleet.workers[instruction.name], stimulus_id)

@@ -12,13 +12,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Coroutine
-from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from dynamo_local.clock import Clock
-from dynamo_local.core import drains
-from dynamo_local.core.types import Missing, Role, WorkerState
+from dynamo_local.core.types import Role, WorkerState
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.adoption import Adoption, Found
@@ -27,18 +25,22 @@ from dynamo_local.serve.events import EventLog, event_log_path
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.guarding import Guarding
+from dynamo_local.serve.head import arbiter_facts, head_of, policy, without_credentials
 from dynamo_local.serve.host import AdoptingHost, SupervisedHost
 from dynamo_local.serve.leaving import Leaving
 from dynamo_local.serve.links import INFRA_TIMEOUT_S, Links
 from dynamo_local.serve.logs import Interleaver, log_tail, rotate
 from dynamo_local.serve.operations import Operations
 from dynamo_local.serve.plan import Deployment
-from dynamo_local.serve.processes import become_subreaper, start_time_s
-from dynamo_local.serve.progress import Row, View
+from dynamo_local.serve.planning import Planning
+from dynamo_local.serve.processes import become_subreaper
+from dynamo_local.serve.progress import View
 from dynamo_local.serve.registrations import Registrations
 from dynamo_local.serve.sampling import Sampling
 from dynamo_local.serve.scaling import Scaler
-from dynamo_local.state import Environment, State, StateStore, SystemResources
+from dynamo_local.serve.seeing import Seeing
+from dynamo_local.serve.status import gpu_status, row, worker_status
+from dynamo_local.state import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class Supervisor:
         self.view = view
         self.state = "starting"
         self.notes: list[str] = []
-        self.fleet = Fleet(_head(deployment), store, EventLog(event_log_path(deployment.paths.logs)), clock)
+        self.fleet = Fleet(head_of(deployment), store, EventLog(event_log_path(deployment.paths.logs)), clock)
         self.fleet.on_trouble = self._trouble
         self.links = Links(namespace, deployment.run_id)
         marks = partial(leftovers.marks, namespace, deployment.paths.statefile, deployment.run_id)
@@ -99,6 +101,27 @@ class Supervisor:
             background=self._background,
             tell=self._trouble,
         )
+        self.planning = Planning(
+            deployment.graph,
+            deployment.load_planner,
+            scaler=self.scaler,
+            fleet=self.fleet,
+            sampling=self.sampling,
+            links=self.links,
+            clock=clock,
+            logs=deployment.paths.logs,
+            background=self._background,
+            tell=self._trouble,
+        )
+        self.seeing = Seeing(
+            self.fleet,
+            pool,
+            self.sampling,
+            clock,
+            components=[service.name for service in deployment.graph.services],
+            state=lambda: self.state,
+        )
+        self.seeing.watch(self.planning, deployment.planner.cwd, deployment.paths.logs, self._trouble)
         self._started_s = clock.now_s()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._logs = Interleaver(from_end=True)
@@ -119,9 +142,13 @@ class Supervisor:
         With `found`, take that run back instead. Whoever calls lets us leave after an error, as after a run.
         """
         become_subreaper()
+        await self.seeing.start(self.deployment.settings.metrics_port)
         await self.arbiter.start()
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
+        await self.planning.begin(
+            starts=self.deployment.load_planner_flag, by_default=self.deployment.load_planner_starts
+        )
         self.view.ready(self._ready_facts())
 
     async def _start_anew(self) -> None:
@@ -144,7 +171,7 @@ class Supervisor:
         """Until the very end the run is our predecessor's: its guardian watches, and a failure of ours ends nothing."""
         self.state = "adopting"
         adoption = Adoption(found, self.deployment, self, cast(AdoptingHost, self.arbiter))  # only ours is asked to
-        self.fleet.head = found.state.model_copy(update={"components": {}, **_arbiter_facts(self.deployment)})
+        self.fleet.head = found.state.model_copy(update={"components": {}, **arbiter_facts(self.deployment)})
         adoption.restore()
         for name in (*self.fleet.workers, *self.servers.names):
             self._logs.watch(name, self.deployment.paths.log_file(name))
@@ -154,7 +181,7 @@ class Supervisor:
         await self._unless_stopped(self.registrations.looked_through(INFRA_TIMEOUT_S))
         await adoption.resume()
         await self.guarding.replace()
-        self.fleet.head.on_arbiter_death = _policy(self.deployment)
+        self.fleet.head.on_arbiter_death = policy(self.deployment)
         await self._record_servers()
 
     async def _record_servers(self) -> None:
@@ -180,7 +207,7 @@ class Supervisor:
             env["DYN_NATS_TOKEN_FILE"] = token_file
         self.operations.env = {**env, "ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats}
         self.fleet.head.etcd_endpoints = etcd
-        self.fleet.head.nats_server = _without_credentials(nats)
+        self.fleet.head.nats_server = without_credentials(nats)
         self.fleet.head.nats_token_file = env.get("DYN_NATS_TOKEN_FILE")
         for origin in self.servers.origins:
             self.view.event(origin)
@@ -278,7 +305,7 @@ class Supervisor:
     def _show_rows(self) -> None:
         now_s = self.clock.now_s()
         workers = self.fleet.workers.values()
-        self.view.rows(self.state, [_row(worker, now_s) for worker in workers])
+        self.view.rows(self.state, [row(worker, now_s) for worker in workers])
 
     def _background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
@@ -312,6 +339,11 @@ class Supervisor:
         self._check_running()
         return await self.scaler.restart(name_or_component, rolling_=rolling, force=force, stimulus_id=stimulus_id)
 
+    def planner(self) -> Planning:
+        """Whom the `dynamo planner` commands speak to."""
+        self._check_running()
+        return self.planning
+
     def _check_running(self) -> None:
         if self.state != "ready":
             raise DynamoError(f"the graph is {self.state}; nothing can be changed now, see `dynamo status`")
@@ -334,9 +366,12 @@ class Supervisor:
             "nats_server": head.nats_server,
             "frontend_url": self.registrations.frontend_url,
             "prefill_queue": self.sampling.queue.as_json() if self.links.queue is not None else None,
+            "metrics_url": self.seeing.url,
+            "gpus": gpu_status(self.pool.ledger.snapshot()),
             "quarantined_gpus": self.pool.ledger.quarantined(),
+            "planner": self.planning.status(),
             "notes": self.notes[-5:],
-            "workers": [_worker_status(worker, now_s) for worker in self.fleet.workers.values()],
+            "workers": [worker_status(worker, now_s) for worker in self.fleet.workers.values()],
         }
 
     def _ready_facts(self) -> dict[str, Any]:
@@ -375,8 +410,10 @@ class Supervisor:
         if not self._asked_down.done():
             self._asked_down.set_result("the run ended")
         self.operations.leaving = True
+        await self.planning.halt()
         if self.state == "adopting":
             await self._close(for_good=False)  # nothing was taken over: nothing is ended
+            await self.seeing.stop()
             await self.guarding.stop()
             self._gone.set()
             return
@@ -401,6 +438,7 @@ class Supervisor:
             await self.arbiter.forget(name)
         await self.operations.sweep()
         await self.servers.stop()
+        await self.seeing.stop()
         await self.guarding.stop()  # last: until here it would have ended what we had not
         try:
             await asyncio.to_thread(self.fleet.store.remove_if_owned, self.deployment.run_id)
@@ -414,86 +452,3 @@ class InterruptedStart(DynamoError):
 
     code = "interrupted"
     exit_code = 130
-
-
-def _arbiter_facts(deployment: Deployment) -> dict[str, Any]:
-    return {
-        "circus_endpoint": deployment.paths.circus_endpoint,
-        "arbiter_pid": os.getpid(),
-        "arbiter_start_time": start_time_s(os.getpid()),
-    }
-
-
-def _policy(deployment: Deployment) -> Literal["end", "keep"]:
-    return "keep" if deployment.settings.keep_on_arbiter_death else "end"
-
-
-def _head(deployment: Deployment) -> State:
-    """The statefile of a new run, before there is a worker in it."""
-    return State(
-        namespace=deployment.graph.namespace,
-        run_id=deployment.run_id,
-        **_arbiter_facts(deployment),
-        on_arbiter_death=_policy(deployment),
-        runtime_dir=str(deployment.paths.runtime),
-        target=deployment.graph.target,
-        gpus=deployment.gpus_option,
-        environment=Environment(
-            DYNAMO_SERVICE_CONFIG=deployment.state_config_json,
-            SYSTEM_RESOURCES=SystemResources(
-                total_gpus=len(deployment.gpus), gpu_info=[str(device.index) for device in deployment.gpus]
-            ),
-        ),
-    )
-
-
-def _without_credentials(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return scheme + separator + rest.rpartition("@")[2]
-
-
-def _row(worker: Worker, now_s: float) -> Row:
-    active = worker.load.request_active_slots if worker.load is not None else 0
-    return Row(
-        name=worker.name,
-        state=str(worker.state),
-        gpus=",".join(str(device.index) for device in worker.gpus),
-        since_s=now_s - worker.since_s,
-        note=f"{active} in flight" if active else worker.reason or "",
-    )
-
-
-def _drain_status(worker: Worker, now_s: float) -> dict[str, Any] | None:
-    """What a draining worker has left, and how long it may and will probably take, seconds from now."""
-    if worker.state is not WorkerState.DRAINING:
-        return None
-    allowed_s = drains.leave_deadline_s(worker.plan.drain_deadline_s, served=worker.served)
-    deadline_s = None if worker.asked_s is None else round(worker.asked_s + allowed_s - now_s, 3)
-    left = drains.left(worker.load if worker.load is not None else Missing("not sampled"))
-    if isinstance(left, Missing):
-        return {"left_requests": None, "left_tokens": None, "eta_s": None, "deadline_s": deadline_s}
-    return {
-        "left_requests": left.running + left.waiting,
-        "left_tokens": left.tokens,
-        "eta_s": None if isinstance(left.eta_s, Missing) else left.eta_s,
-        "deadline_s": deadline_s,
-    }
-
-
-def _worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
-    return {
-        "watcher_name": worker.name,
-        "component": worker.plan.component,
-        "role": str(worker.plan.role),
-        "state": str(worker.state),
-        "pid": worker.pid,
-        "gpus": [str(device.index) for device in worker.gpus],
-        "lease": worker.lease,
-        "endpoints": list(worker.endpoints),
-        "uptime_s": None if worker.started_s is None else round(now_s - worker.started_s, 3),
-        "restarts": worker.restarts,
-        "reason": worker.reason,
-        "drain": _drain_status(worker, now_s),
-        "log_file": str(worker.plan.log_file),
-        "load": None if worker.load is None else asdict(worker.load),
-    }

@@ -13,15 +13,18 @@ from typing import Any
 from dynamo_local.core.types import Load, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
+from dynamo_local.runtime.kv_publisher import NatsKvEventPublisher
 from dynamo_local.runtime.lease import LeaseKeeper
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from dynamo_local.runtime.prefill_replies import PrefillReplies
 from dynamo_local.runtime.requests import RequestPlane
-from dynamo_local.sdk.context import Work
+from dynamo_local.sdk.context import KvEvents, Work
 
 log = logging.getLogger("dynamo_local.worker")
 
 Callback = Callable[[], Awaitable[None]]
+KeyOf = Callable[[int], str]
+"""The key under a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Identity:
     nats_token_file: Path | None
     lease_ttl_s: int
     start_deadline_s: float
+    gpus: int = 0
 
     @classmethod
     def of(cls, env: Mapping[str, str], component: str) -> Identity:
@@ -61,6 +65,7 @@ class Identity:
             nats_token_file=Path(token) if token else None,
             lease_ttl_s=int(env.get("DYN_LEASE_TTL_S", "10")),
             start_deadline_s=float(env.get("DYN_START_DEADLINE_S", "300")),
+            gpus=int(env.get("DYN_WORKER_GPUS", "0")),
         )
 
 
@@ -96,6 +101,7 @@ class Context:
         self.component = identity.component
         self.watcher_name = identity.watcher_name
         self.run_id = identity.run_id
+        self.gpus = identity.gpus
         self.settings = settings
         self.kv = connections.kv
         self.nats = connections.nats
@@ -111,7 +117,7 @@ class Context:
         self._on_facts = on_facts
         self._on_drain: list[Callback] = []
         self._on_resume: list[Callback] = []
-        self._waiting_keys: list[tuple[str, bytes]] | None = []
+        self._waiting_keys: list[tuple[KeyOf, bytes]] | None = []
 
     # --- for the component (sdk.context.WorkerContext) -------------------------------------------
 
@@ -141,11 +147,10 @@ class Context:
             self._on_fatal(task.get_name(), error)
 
     async def register_key(self, prefix: str, value: bytes) -> None:
-        """Before the worker is ready the key waits: a model must not be listed before it can be asked."""
-        if self._waiting_keys is not None:
-            self._waiting_keys.append((prefix, value))
-        else:
-            await self._register(prefix, value)
+        await self._register_soon(lambda lease: f"{prefix}:{lease_hex(lease)}", value)
+
+    async def register_whole_key(self, key: str, value: bytes) -> None:
+        await self._register_soon(lambda _lease: key, value)
 
     async def announce(self, **facts: str) -> None:
         self.facts.update(facts)
@@ -166,16 +171,29 @@ class Context:
         await replies.start()
         return replies
 
+    async def kv_events(self) -> KvEvents:
+        events = NatsKvEventPublisher(self.nats, self.namespace, self.component, lambda: self.lease_id)
+        self._stack.push_async_callback(events.close)
+        await events.start()
+        return events
+
     # --- for the process -------------------------------------------------------------------------
 
     async def register_waiting_keys(self) -> None:
         """The worker can be asked now: put the component's keys, and from now on each at once."""
         waiting, self._waiting_keys = self._waiting_keys or [], None
-        for prefix, value in waiting:
-            await self._register(prefix, value)
+        for key_of, value in waiting:
+            await self._register(key_of, value)
 
-    async def _register(self, prefix: str, value: bytes) -> None:
-        await self._lease.register(lambda lease: f"{prefix}:{lease_hex(lease)}", lambda _lease: value)
+    async def _register_soon(self, key_of: KeyOf, value: bytes) -> None:
+        """Before the worker is ready the key waits: a model must not be listed before it can be asked."""
+        if self._waiting_keys is not None:
+            self._waiting_keys.append((key_of, value))
+        else:
+            await self._register(key_of, value)
+
+    async def _register(self, key_of: KeyOf, value: bytes) -> None:
+        await self._lease.register(key_of, lambda _lease: value)
 
     def drain_callbacks(self) -> list[Callback]:
         """Those, and in the order, that the component gave."""

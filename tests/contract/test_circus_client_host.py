@@ -99,6 +99,7 @@ async def stop_stubborn(harness: Harness) -> None:
     assert "already running" in refused["reason"]
 
 
+@pytest.mark.short
 async def test_a_start_waits_out_somebody_elses_slow_stop(harness: Harness) -> None:
     """Lesson 13: circusd refuses `add` while any stop runs. It is tried again, and the delay is what the docs say."""
     await stop_stubborn(harness)
@@ -182,6 +183,7 @@ async def test_a_second_process_of_a_live_worker_ends_at_once(harness: Harness) 
     assert is_alive(pid)
 
 
+@pytest.mark.short
 async def test_circusds_stop_signal_does_not_cut_what_streams(harness: Harness) -> None:
     """`quit` and `stop` would SIGTERM all at once: the supervisor has an order, and hears of it by an event."""
     pid = await harness.start("ns_A")

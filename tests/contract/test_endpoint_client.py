@@ -206,6 +206,19 @@ async def test_a_draining_instance_is_passed_over(world: World) -> None:
         await world.client.call(1, instance_id=1)
 
 
+async def test_a_call_that_all_refuse_as_leaving_waits_for_the_next_instance(world: World) -> None:
+    """The list is late: a component's last ready worker is never drained."""
+    await world.serve(count, 1)
+    await world.stop_accepting(1)
+    waiting = asyncio.create_task(world.client.call(1))
+    assert await world.client.wait_for_others((1,), 0.05) == ()
+    await world.serve(count, 2)
+    stream = await waiting
+    assert stream.instance_id == 2
+    await stream.aclose()
+    assert [i.instance_id for i in await world.client.wait_for_others((1,), 5.0)] == [2]
+
+
 @pytest.mark.parametrize("error", [errors.InvalidRequest("too long", param="prompt"), errors.KvTransferError("lost")])
 async def test_errors_keep_their_type_and_details(world: World, error: errors.DynamoError) -> None:
     """What the handler raised after two items is raised after those two items."""

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,8 +32,8 @@ HELLO = next(b for b in README if b.language == "python")
 
 
 @pytest.fixture(autouse=True)
-def _clean_imports() -> Iterator[None]:
-    """The examples' `graphs` must not stay for whoever imports another of that name in this process."""
+def _clean_imports():
+    """A graph that one test imports is not the next one's: others have a `graphs.disagg` of their own."""
     with clean_imports():
         yield
 

@@ -13,8 +13,9 @@ items take the way through msgpack, a slow reader holds the handler back, `aclos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
 from dynamo_local.ports import ResponseStream
+from dynamo_local.runtime.requests.client import LATE_NEWS_S
 from dynamo_local.runtime.requests.context import RequestContext
 from dynamo_local.runtime.requests.frames import decode_value, encode_value
 from dynamo_local.runtime.requests.handlers import Handler, drive
@@ -191,6 +193,15 @@ class FakeEndpointClient:
             raise errors.NoWorkers(f"no instance of {self.component}/{self.endpoint} within {timeout_s:g} s") from error
         return self.instances()
 
+    async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (others := tuple(i for i in self.instances() if i.instance_id not in than)):
+                    self.instances_changed.clear()
+                    await self.instances_changed.wait()
+                return others
+        return ()
+
     async def call(
         self,
         payload: Any,
@@ -203,6 +214,9 @@ class FakeEndpointClient:
         if timeout_s is not None and timeout_s <= 0:
             raise errors.DeadlineExceeded("the deadline had passed before the request was sent")
         chosen = self._choose() if instance_id is None else instance_id
+        if instance_id is None and isinstance(self._refusals.get(chosen), errors.WorkerDraining):
+            others = await self.wait_for_others(self._refusals, LATE_NEWS_S if timeout_s is None else timeout_s)
+            chosen = others[0].instance_id if others else chosen
         self.calls.append(Call(chosen, payload, request_id, timeout_s))
         if chosen in self._refusals:
             raise self._refusals[chosen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from dynamo_local.core.types import Instance
@@ -91,6 +91,9 @@ class FakeEndpoint:
 
     async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
         return self.instances()
+
+    async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
+        return ()
 
     async def call(
         self,

@@ -25,7 +25,7 @@ class HandView:
 
     def __init__(self) -> None:
         self.registered: dict[int, Instance] = {}
-        self.changed = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def instances(self) -> tuple[Instance, ...]:
         return tuple(self.registered[i] for i in sorted(self.registered))
@@ -34,11 +34,18 @@ class HandView:
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.registered:
-                    self.changed.clear()
-                    await self.changed.wait()
+                    await self.changed()
         except TimeoutError as error:
             raise errors.NoWorkers("no instance in time") from error
         return self.instances()
+
+    async def changed(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def announce(self) -> None:
+        """Whoever waits for a change looks again."""
+        self._changed.set()
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -78,7 +85,7 @@ class Bench:
         self.view.registered[instance_id] = Instance(
             self.namespace, "Worker", "generate", instance_id, self.subject(instance_id)
         )
-        self.view.changed.set()
+        self.view.announce()
 
     def deregister(self, instance_id: int) -> None:
         del self.view.registered[instance_id]

@@ -42,6 +42,8 @@ POLL_S = 0.02
 
 DISAGG = ("graphs.disagg:Frontend", "-f", "configs/disagg.yaml")
 AGG = ("graphs.agg:Frontend", "-f", "configs/agg.yaml")
+AGG_ROUTER = ("graphs.agg_router:Frontend", "-f", "configs/agg_router.yaml")
+DISAGG_ROUTER = ("graphs.disagg_router:Frontend", "-f", "configs/disagg_router.yaml")
 
 T = TypeVar("T")
 
@@ -61,7 +63,9 @@ class Served:
         files: Mapping[str, str] | None = None,
         beside: Served | None = None,
         frontend: bool = True,
+        timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> None:
+        self.timeout_s = timeout_s
         self._own_folder = beside is None
         # Short: a unix socket's path has 107 bytes, and pytest's folders alone have 80.
         self.folder = beside.folder if beside else Path(tempfile.mkdtemp(prefix="dl-"))
@@ -91,7 +95,7 @@ class Served:
 
     # --- commands --------------------------------------------------------------------------------
 
-    def cli(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S, **popen: Any) -> subprocess.CompletedProcess[str]:
+    def cli(self, *words: str, timeout_s: float | None = None, **popen: Any) -> subprocess.CompletedProcess[str]:
         """Run `dynamo WORDS` to its end."""
         return subprocess.run(
             [sys.executable, "-m", "dynamo_local.cli.main", *words],
@@ -100,7 +104,7 @@ class Served:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=self.timeout_s if timeout_s is None else timeout_s,
             check=False,
             **popen,
         )

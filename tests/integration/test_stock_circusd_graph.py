@@ -102,6 +102,7 @@ def under() -> Iterator[Guest]:
         yield running.ready()
 
 
+@pytest.mark.short
 async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None:
     """Beside theirs, in their list, under the names that the statefile has."""
     names = ("etcd", "nats", "guardian", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
@@ -125,6 +126,7 @@ def test_workers_hold_their_gpus_locks_and_their_logs(under: Guest) -> None:
     assert "DYN_" not in json.dumps(options)
 
 
+@pytest.mark.short
 async def test_scale_up_and_down(under: Guest) -> None:
     """`dynamo scale` and its waiting work unchanged; siblings live on (lesson 2)."""
     before = under.served.pids()
@@ -137,6 +139,7 @@ async def test_scale_up_and_down(under: Guest) -> None:
     assert under.served.pids() == before
 
 
+@pytest.mark.short
 async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
     """By the supervisor, after its back-off; circusd's `respawn` is off. The cause is told."""
     pid = under.served.pids()["VllmWorker"]
@@ -164,6 +167,7 @@ def test_serve_beside_it_is_refused(under: Guest) -> None:
     assert "the circusd plugin plugin:dynamo" in done.stderr
 
 
+@pytest.mark.short
 async def test_circusctl_stop_of_a_worker_is_a_drain(under: Guest) -> None:
     """circusd signals nothing that hurts; the plugin hears of it, and the stream is finished."""
     up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
@@ -243,6 +247,7 @@ def test_reloadconfig_drains_the_graph_and_a_restart_of_the_plugin_brings_it_bac
         assert set(under.watchers().values()) == {"active"}
 
 
+@pytest.mark.short
 def test_down_leaves_their_watchers_and_stays_down() -> None:
     """And `circusctl start plugin:dynamo` brings it up again."""
     with guest() as under:
@@ -352,6 +357,7 @@ def test_a_deployment_that_cannot_run_is_said_once() -> None:
         assert under.watchers() == {}
 
 
+@pytest.mark.short
 def test_the_shipped_circus_ini_runs() -> None:
     """As its own comment says."""
     with Served() as served:

@@ -26,13 +26,14 @@ CLOSE_TIMEOUT_S = 5.0
 """After this, connections whose peers do not read are cut."""
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket, not listening yet. Raises `ConfigError` that says what to change."""
+def bind_socket(host: str, port: int, *, option: str = "Frontend.port") -> socket.socket:
+    """A bound TCP socket, not listening yet. Raises `ConfigError` that says what to change: the `option`."""
+    section, _, key = option.partition(".")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError(
-            f"Frontend: the option `host` ({host!r}) is not an address of this machine: {error}"
+            f"{section}: the option `host` ({host!r}) is not an address of this machine: {error}"
         ) from error
     family, kind, proto, _, address = found[0]
     sock = socket.socket(family, kind, proto)
@@ -43,22 +44,22 @@ def bind_socket(host: str, port: int) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise _bind_error(host, port, error) from error
+        raise _bind_error(host, port, error, section, key) from error
     if not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback:
-        logger.warning("the Frontend listens on %s, beyond this machine, and asks for no credentials", host)
+        logger.warning("%s: it listens on %s, beyond this machine, and asks for no credentials", section, host)
     return sock
 
 
-def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
-    choose = "choose another with --Frontend.port=PORT (0 takes any free one), or `port:` in the Frontend's section"
+def _bind_error(host: str, port: int, error: OSError, section: str, key: str) -> ConfigError:
+    choose = f"choose another with --{section}.{key}=PORT (0 takes any free one), or `{key}:` in the section {section}"
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"Frontend: port {port} on {host} is in use by another program; {choose}")
+        return ConfigError(f"{section}: port {port} on {host} is in use by another program; {choose}")
     if error.errno == errno.EACCES:
-        return ConfigError(f"Frontend: no permission to listen on port {port} of {host}; {choose}")
+        return ConfigError(f"{section}: no permission to listen on port {port} of {host}; {choose}")
     if error.errno == errno.EADDRNOTAVAIL:
-        message = f"Frontend: {host} is not an address of this machine; set --Frontend.host (127.0.0.1 by default)"
+        message = f"{section}: {host} is not an address of this machine; set --{section}.host (127.0.0.1 by default)"
         return ConfigError(message)
-    return ConfigError(f"Frontend: cannot listen on {host} port {port}: {error}; {choose}")
+    return ConfigError(f"{section}: cannot listen on {host} port {port}: {error}; {choose}")
 
 
 def url_of(sock: socket.socket) -> str:

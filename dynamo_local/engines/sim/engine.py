@@ -15,9 +15,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.kv_events import AllBlocksCleared, KvEvent
 from dynamo_local.core.types import Load
 from dynamo_local.engines.sim.handoffs import Handoff
-from dynamo_local.engines.sim.keys import OutputKeys, block_keys
+from dynamo_local.engines.sim.keys import OutputKeys
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.perf import PerfModel, ProfileModel
 from dynamo_local.engines.sim.requests import (
@@ -34,7 +35,8 @@ from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
 from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest, pull_request_of
 from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
-from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason
+from dynamo_local.kv_hashes import block_hashes
+from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason, KvEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class SimEngine:
     """An `Engine` that schedules like vLLM, takes a profile's time, and computes `tokens.expected_output`.
 
     `transport` defaults to a loopback side channel of its own; engines on a virtual clock share an `InMemoryTransport`.
-    `perf_model` defaults to the profile that the options name.
+    `perf_model` defaults to the profile that the options name. `kv_events` is told what its KV cache holds.
     """
 
     def __init__(
@@ -91,7 +93,10 @@ class SimEngine:
         clock: Clock | None = None,
         transport: KvTransport | None = None,
         perf_model: PerfModel | None = None,
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
+        self._kv_events = kv_events
+        self._journal: list[KvEvent] | None = None if kv_events is None else []
         self.options = options or SimOptions()
         self._clock = clock or AsyncioClock()
         self._transport = transport or LoopbackTransport()
@@ -127,7 +132,7 @@ class SimEngine:
         config, max_model_len = _shape(self.options, perf)
         self._listener = await self._transport.serve(self)
         await self._clock.sleep_until(ready_at_s)
-        self._scheduler = SimScheduler(config, perf)
+        self._scheduler = SimScheduler(config, perf, self._journal)
         self._info = EngineInfo(
             engine="sim",
             engine_id=self._engine_id,
@@ -137,9 +142,12 @@ class SimEngine:
             num_gpu_blocks=config.num_gpu_blocks,
             max_num_seqs=config.max_num_seqs,
             options=dataclasses.asdict(self.options),
+            handoff_address=(self._listener.host, self._listener.port),
         )
 
     async def close(self) -> None:
+        if self._scheduler is not None and self._kv_events is not None:
+            self._kv_events.publish((AllBlocksCleared(),))
         self._scheduler = None
         for stream in self._streams.values():
             stream.reason = stream.reason or "abort"
@@ -202,7 +210,7 @@ class SimEngine:
         self._kick()
         self._count += 1
         internal_id = f"{request.request_id}-{self._count:x}"
-        keys = block_keys(prompt, options.block_size)
+        keys = block_hashes(prompt, options.block_size)
         scheduler.submit(
             SimRequest(
                 internal_id,
@@ -288,8 +296,14 @@ class SimEngine:
         if self._scheduler is None or not prompt_token_ids:
             return 0.0
         self._pump()
-        keys = block_keys(prompt_token_ids, self.options.block_size)
+        keys = block_hashes(prompt_token_ids, self.options.block_size)
         return self._scheduler.matched_tokens(keys) / len(prompt_token_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; False while requests hold blocks (as vLLM's)."""
+        done = self._running_scheduler().reset_prefix_cache(self._now_s())
+        self._tell_kv_events()
+        return done
 
     async def wait_failed(self) -> None:
         while self._scheduler is not None:
@@ -365,6 +379,7 @@ class SimEngine:
             events = scheduler.advance(now_s)
             if events:
                 self._dispatch(events)
+            self._tell_kv_events()
             at_s = scheduler.next_event_at(quiet=self.options.coalesce_passes)
             if at_s is None or at_s > now_s:
                 return at_s
@@ -392,6 +407,11 @@ class SimEngine:
                 task = asyncio.get_running_loop().create_task(self._pull(event, stream))
                 self._pulls[event.request_id] = task
         self._notify()
+
+    def _tell_kv_events(self) -> None:
+        if self._journal and self._kv_events is not None:
+            self._kv_events.publish(tuple(self._journal))
+            self._journal.clear()
 
     def _notify(self) -> None:
         if self._changed is not None:

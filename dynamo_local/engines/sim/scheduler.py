@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Sequence
 
+from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.engines.sim.blocks import BlockPool
 from dynamo_local.engines.sim.handoffs import Handoff, HandoffTable
 from dynamo_local.engines.sim.perf import PerfModel
@@ -44,13 +45,14 @@ class SimScheduler:
 
     Call `advance(now_s)` whenever `next_event_at()` is reached. The other calls take the time too, and first bring the
     schedule to it; the events of that are returned by the next `advance`. Calls at the instant at which a pass begins
-    still join it, until `next_event_at` or a later time is asked for.
+    still join it, until `next_event_at` or a later time is asked for. `journal` gets the KV cache's events, where the
+    requests' keys are block hashes.
     """
 
-    def __init__(self, config: SchedulerConfig, perf: PerfModel) -> None:
+    def __init__(self, config: SchedulerConfig, perf: PerfModel, journal: list[KvEvent] | None = None) -> None:
         self.config = config
         self._perf = perf
-        self._pool = BlockPool(config.num_gpu_blocks)
+        self._pool = BlockPool(config.num_gpu_blocks, journal)
         self._seqs: dict[str, Seq] = {}
         self._waiting: deque[Seq] = deque()
         self._pulling: dict[str, Seq] = {}
@@ -181,6 +183,11 @@ class SimScheduler:
         if handoff is not None:
             self._pool.release(handoff.blocks)
             self._touch()
+
+    def reset_prefix_cache(self, now_s: float) -> bool:
+        """Forget what is cached; False, and nothing is changed, while any request holds blocks (as vLLM's)."""
+        self._roll(now_s)
+        return self._pool.clear()
 
     def advance(self, now_s: float) -> list[Event]:
         """What happened up to and including `now_s`, in order, since the last call."""
@@ -374,7 +381,8 @@ class SimScheduler:
         """Tell the pool what this pass fills blocks with (as vLLM: at scheduling, so that neighbours share)."""
         full = min(computed // self.config.block_size, len(seq.keys))
         if full > seq.stored:
-            self._pool.store(seq.blocks[seq.stored : full], seq.keys[seq.stored : full])
+            parent = seq.keys[seq.stored - 1] if seq.stored else None
+            self._pool.store(seq.blocks[seq.stored : full], seq.keys[seq.stored : full], parent)
             seq.stored = full
 
     def _free(self, seq: Seq) -> None:
@@ -382,8 +390,10 @@ class SimScheduler:
         size = self.config.block_size
         full = seq.computed // size
         if seq.request.output_keys is not None and seq.generated and full > seq.stored:
-            keys = [*seq.request.block_keys, *seq.request.output_keys(seq.computed)][seq.stored : full]
-            self._pool.store(seq.blocks[seq.stored : seq.stored + len(keys)], keys)
+            every = [*seq.request.block_keys, *seq.request.output_keys(seq.computed)]
+            keys = every[seq.stored : full]
+            parent = every[seq.stored - 1] if seq.stored else None
+            self._pool.store(seq.blocks[seq.stored : seq.stored + len(keys)], keys, parent)
         self._pool.release(seq.blocks)
         seq.blocks = []
 

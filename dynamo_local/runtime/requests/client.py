@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
+from collections.abc import Collection
 from typing import Any, Final, Protocol
 
 from dynamo_local import errors
@@ -17,6 +19,15 @@ AVOID_S: Final = {GONE: 1.0, SILENT: 10.0}
 to its TTL (10 s). Nobody on the subject costs a quarter of a millisecond to find out again, silence the whole accept
 timeout; and after a restart of NATS "nobody" is true for a moment only."""
 
+LATE_NEWS_S: Final = 5.0
+"""How long a request that every instance we know of has refused as leaving waits for news of others. A component's
+last ready worker is not drained, so there are others: the list is late (a starved host, etcd away for a moment)."""
+
+
+def late_news_s(deadline_s: float | None, now_s: float) -> float:
+    """`LATE_NEWS_S`, or what is left until the deadline."""
+    return LATE_NEWS_S if deadline_s is None else max(0.0, min(LATE_NEWS_S, deadline_s - now_s))
+
 
 class View(Protocol):
     """What `runtime.discovery.InstanceView` gives us."""
@@ -24,6 +35,8 @@ class View(Protocol):
     def instances(self) -> tuple[Instance, ...]: ...
 
     async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]: ...
+
+    async def changed(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -56,6 +69,15 @@ class NatsEndpointClient:
         """At least one; raises `NoWorkers` past the timeout."""
         return await self._view.wait_for_instances(timeout_s)
 
+    async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
+        """Those that are not among these instance ids, as soon as there is one; none past the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (others := tuple(i for i in self.instances() if i.instance_id not in than)):
+                    await self._view.changed()
+                return others
+        return ()
+
     async def call(
         self,
         payload: Any,
@@ -67,7 +89,8 @@ class NatsEndpointClient:
         """Send to that instance, or to the next one in turn. Returns once a worker has accepted it.
 
         Without `instance_id`, an instance that is gone, full or leaving is passed over for the next, each at
-        most once; a request that was accepted is never sent again. `timeout_s` bounds the whole answer.
+        most once; a request that was accepted is never sent again. Where all that we know of leave, news from etcd
+        is late: it is waited for. `timeout_s` bounds the whole answer.
 
         Raises `InvalidRequest` (the payload cannot travel), `NoWorkers`, `WorkerDraining`, `WorkerBusy`, `WorkerLost`,
         `DeadlineExceeded`, `NatsUnavailable`: after any of these the handler has produced nothing.
@@ -90,7 +113,10 @@ class NatsEndpointClient:
                 return await self._send(instance, request_id, encoded, deadline_s)
             except errors.WorkerBusy as error:
                 busy = error
-            except (errors.WorkerDraining, errors.WorkerLost) as error:
+            except errors.WorkerDraining as error:
+                last = error
+                await self.wait_for_others(tried, late_news_s(deadline_s, clock.now_s()))
+            except errors.WorkerLost as error:
                 last = error
         raise busy or last or errors.NoWorkers(f"no instance of {self.component}/{self.endpoint} is registered")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class LazyEndpointClient:
 
     async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
         return await (await self.resolve()).wait_for_instances(timeout_s)
+
+    async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
+        return await (await self.resolve()).wait_for_others(than, timeout_s)
 
     async def call(
         self,

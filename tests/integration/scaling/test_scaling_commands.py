@@ -20,6 +20,7 @@ pytestmark = pytest.mark.infra
 BOTH = ["VllmWorker", "VllmWorker_1"]
 
 
+@pytest.mark.short
 async def test_scaling_under_load_loses_nothing_and_touches_no_sibling(graph: Served) -> None:
     """lesson 1, lesson 2: up, down and to a number; every stream is right; whoever is not named keeps its pid."""
     before = graph.pids()
@@ -52,6 +53,7 @@ async def test_new_workers_get_the_lowest_free_names_and_their_own_devices(graph
     assert {w["pid"] for w in rows.values()} >= set(graph.pids().values())
 
 
+@pytest.mark.short
 async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Served) -> None:
     """The same process serves on within a second, its streams go on, and there is no second process."""
     before, seen, took_s = graph.pids(), len(events(graph)), []
@@ -95,6 +97,7 @@ def _serves(served: Served, name: str) -> bool:
     return row["state"] == "ready" and row["lease"] is not None
 
 
+@pytest.mark.short
 async def test_drain_and_cancel_by_name(graph: Served) -> None:
     """`dynamo drain NAME` and `--cancel`: a name, a state, and the same process serves on."""
     before = graph.pids()
@@ -118,6 +121,7 @@ async def test_drain_and_cancel_by_name(graph: Served) -> None:
     assert answers == [expected(prompt, 400, ignore_eos=True) for prompt in prompts]
 
 
+@pytest.mark.short
 async def test_the_last_ready_worker_needs_force_and_its_name_comes_back(graph: Served) -> None:
     """Refused with the reason; forced, the bare entry stays as a template, and `+1` starts that name again."""
     with pytest.raises(ArbiterRefused, match=r"dynamo_VllmWorker would go, the last ready worker .* --force"):

@@ -124,6 +124,7 @@ async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
 # --- crashing ------------------------------------------------------------------------------------
 
 
+@pytest.mark.short
 async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Served) -> None:
     """Its lease is revoked, not left to its TTL of ten seconds; the next process follows the back-off within a
     moment (`benchmarks.drain` measures it: 20 ms); siblings live on."""
@@ -146,6 +147,7 @@ async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Ser
     assert flaky.worker("Flaky_1")["restarts"] >= 2
 
 
+@pytest.mark.short
 async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(flaky: Served) -> None:
     """After the policy's number of failures it holds no GPU and says what it last wrote; `dynamo restart` clears it."""
     sibling = flaky.pids()["Flaky"]
@@ -225,6 +227,7 @@ async def test_failures_while_nats_is_away_do_not_count(flaky: Served) -> None:
 # --- many ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.short
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_64_workers_are_added_in_one_command(tmp_path: Path) -> None:

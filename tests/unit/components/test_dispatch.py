@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_local.components.dispatch import Dispatcher
-from dynamo_local.components.picker import LeastLoaded, RoundRobin
+from dynamo_local.components.routing import Routed
+from dynamo_local.core.routing import LeastLoaded, RoundRobin
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -104,6 +105,34 @@ async def test_tries_are_bounded() -> None:
     assert len(client.calls) == 2
 
 
+async def test_workers_that_leave_refuse_however_many_they_are() -> None:
+    """Four of five drain at once and the news of it is late: no request pays for that (seen on a starved host)."""
+    client = FakeEndpointClient(dict.fromkeys(range(1, 6), good))
+    for leaving in (1, 2, 3, 4):
+        client.refuse(leaving, WorkerDraining("leaving"))
+    assert await collect(dispatcher(client, max_tries=1)) == [1, 2]
+    assert [call.instance_id for call in client.calls] == [1, 2, 3, 4, 5]
+
+
+async def test_a_request_that_all_refuse_as_leaving_waits_for_the_next_worker() -> None:
+    """A worker that is up already, only not yet in this list."""
+    client = FakeEndpointClient({1: good})
+    client.refuse(1, WorkerDraining("leaving"))
+    sent = asyncio.ensure_future(collect(dispatcher(client)))
+    while not client.calls:
+        await asyncio.sleep(0)
+    client.add_instance(2, good)
+    assert await sent == [1, 2]
+
+
+async def test_that_wait_ends_with_the_requests_deadline() -> None:
+    """Nobody else comes: the refusal is the client's, which is typed and can be repeated."""
+    client = FakeEndpointClient({1: good})
+    client.refuse(1, WorkerDraining("leaving"))
+    with pytest.raises(WorkerDraining):
+        await collect(dispatcher(client), timeout_s=0.05)
+
+
 async def test_no_worker_is_said_at_once() -> None:
     """An empty registry is NoWorkers, without waiting."""
     with pytest.raises(NoWorkers):
@@ -140,3 +169,52 @@ async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
     await batches.aclose()
     assert ended.is_set()
     assert picker._in_flight(1) == (0, 0)
+
+
+class Told:
+    """A Router that gives these answers, in turn."""
+
+    def __init__(self, *answers: Routed | None) -> None:
+        self.answers = list(answers)
+        self.avoided: list[tuple[int, ...]] = []
+
+    async def choose(self, token_ids: Any, request_id: str, tokens: int, avoid: Any) -> Routed | None:
+        self.avoided.append(tuple(avoid))
+        return self.answers.pop(0)
+
+
+async def routed(client: FakeEndpointClient, router: Told) -> list[int]:
+    """Tokens of one request through a dispatcher with that Router."""
+    subject = Dispatcher(client, RoundRobin(), lambda ids: {}, router=router)
+    sending = subject.send({"token_ids": [1]}, request_id="r", tokens=9, timeout_s=5)
+    async with contextlib.aclosing(sending) as batches:
+        return [token for batch in [b async for b in batches] for item in batch for token in item["token_ids"]]
+
+
+async def test_the_routers_worker_gets_the_request_with_its_hit_rate() -> None:
+    """What the Router knows goes on to the worker's local-or-remote rule."""
+    client = FakeEndpointClient({1: good, 2: good})
+
+    assert await routed(client, Told(Routed(2, 0.75))) == [1, 2]
+    (call,) = client.calls
+    assert (call.instance_id, call.payload) == (2, {"token_ids": [1], "prefix_hit_rate": 0.75})
+
+
+@pytest.mark.parametrize("answer", [None, Routed(9, 0.75)])
+async def test_without_a_usable_answer_the_picker_decides(answer: Routed | None) -> None:
+    """The Router is away, or names a worker that is not there: nothing is said of a hit rate."""
+    client = FakeEndpointClient({1: good, 2: good})
+
+    assert await routed(client, Told(answer)) == [1, 2]
+    assert client.calls[0].payload == {"token_ids": [1]}
+
+
+async def test_the_router_is_told_who_has_failed_the_request() -> None:
+    """The second question names the first worker; a hit rate holds for its own worker only."""
+    client = FakeEndpointClient({1: good, 2: good})
+    client.refuse(2, WorkerLost("gone"))
+    router = Told(Routed(2, 0.75), Routed(1, 0.0))
+
+    assert await routed(client, router) == [1, 2]
+    assert router.avoided == [(), (2,)]
+    assert [call.payload["prefix_hit_rate"] for call in client.calls] == [0.75, 0.0]

@@ -250,3 +250,9 @@ def test_schema_without_a_graph_takes_any_service() -> None:
     assert "gpus" in schema["properties"]["Host"]["properties"]
     assert "adjustment-interval" in schema["properties"]["Planner"]["properties"]
     assert "ServiceArgs" in schema["additionalProperties"]["properties"]
+
+
+def test_router_kv_needs_a_router_service() -> None:
+    """Without one nothing knows what is cached: refused, with what to do."""
+    with pytest.raises(ConfigError, match="Frontend: router is kv, but the graph has no Router service"):
+        run("Frontend: {router: kv}")

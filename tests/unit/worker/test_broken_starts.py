@@ -10,6 +10,7 @@ import pytest
 
 from dynamo_local.components import Frontend, PrefillWorker, Processor, VllmWorker, engine_options
 from dynamo_local.components.engine_options import start_engine
+from dynamo_local.components.vllm_worker import VllmWorkerConfig
 from dynamo_local.sdk import DynamoService
 
 
@@ -32,7 +33,7 @@ async def test_an_engine_that_is_cancelled_while_it_loads_is_closed(monkeypatch:
     """Its port, its processes and its GPU memory go with it."""
     engine = SlowEngine()
     monkeypatch.setattr(engine_options, "make_engine", lambda kind, options: engine)
-    starting = asyncio.create_task(start_engine("sim", "sim-tiny", None, {}))
+    starting = asyncio.create_task(start_engine(VllmWorkerConfig(), 0))
     await engine.starting.wait()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

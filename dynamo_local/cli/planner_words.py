@@ -1,0 +1,77 @@
+"""The planner's state and decisions in a line each. Reads JSON only: `dynamo status` must answer in 400 ms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+
+def status_line(planner: Mapping[str, Any] | None) -> str | None:
+    """The planner's one line in `dynamo status`; None where nobody has asked for a planner."""
+    if planner is None:
+        return None
+    last, told = planner.get("last_decision"), _state(planner)
+    if planner["state"] == "stopped" and last is None:
+        return None
+    if planner.get("trouble"):
+        return f"{told}: {planner['trouble']}"
+    return told if last is None else f"{told}; last: {decision_line(last)}"
+
+
+def status_lines(planner: Mapping[str, Any], *, options: bool) -> Iterator[str]:
+    """`dynamo planner status`."""
+    yield f"planner   {_state(planner)}"
+    if planner.get("trouble"):
+        yield f"note      {planner['trouble']}"
+    if planner.get("adjusting"):
+        yield "next      when the adjustment under way has ended, and an interval after it"
+    elif planner.get("next_decision_s") is not None:
+        yield f"next      in {max(0.0, planner['next_decision_s']):.1f} s"
+    for component in planner.get("waiting_for_gpus", ()):
+        yield f"waiting   {component} +1 for a GPU that is being freed"
+    if planner.get("last_decision"):
+        yield f"last      {decision_line(planner['last_decision'])}"
+    if planner.get("tensorboard"):
+        yield f"scalars   {planner['tensorboard']} (TensorBoard)"
+    if planner.get("pulls"):
+        failed = planner["failed_ticks"]
+        yield f"counts    {planner['pulls']} pulls, {planner['decisions']} decisions, {failed} failed ticks"
+    if options:
+        yield ""
+        width = max(len(name) for name in planner["options"])
+        for name, value in planner["options"].items():
+            shown = "-" if value is None else str(value).lower() if isinstance(value, bool) else value
+            yield f"{name.replace('_', '-'):{width}}  {shown}"
+
+
+def _state(planner: Mapping[str, Any]) -> str:
+    acts = ", no operation: it decides and acts on nothing" if planner["no_operation"] else ""
+    every = planner["options"]["adjustment_interval"]
+    return f"{planner['state']}{acts}, every {every:g} s" if planner["state"] == "running" else planner["state"]
+
+
+def decision_line(record: Mapping[str, Any]) -> str:
+    """`planner:17 at 14:03:21: PrefillWorker hold (floor), VllmWorker +1 (scale_up: committed)`"""
+    at = datetime.fromtimestamp(record["wall_s"]).astimezone()
+    parts = [_step(reason, record["outcomes"]) for reason in record["decision"]["reasons"]]
+    return f"{record['stimulus_id']} at {at:%H:%M:%S}: {', '.join(parts)}"
+
+
+def history_row(record: Mapping[str, Any]) -> str:
+    """One decision of `dynamo planner history`, with the numbers that it was made from."""
+    inputs = record["inputs"]
+    numbers = (("queue", "prefill_queue_size"), ("kv", "average_kv_load"))
+    seen = [f"{what} {inputs[key]:.2f}" for what, key in numbers if inputs.get(key) is not None]
+    line = decision_line(record)
+    return f"{line}  [{', '.join(seen) or 'no sample'}]"
+
+
+def _step(reason: Mapping[str, Any], outcomes: Mapping[str, Any]) -> str:
+    step = f"{reason['step']:+d}" if reason["step"] else "hold"
+    outcome = outcomes.get(reason["component"])
+    became = ""
+    if outcome is not None:
+        why = f": {outcome['reason']}" if outcome.get("reason") else ""
+        became = f"; {str(outcome['outcome']).replace('_', ' ')}{why}"
+    return f"{reason['component']} {step} ({str(reason['rule']).replace('_', ' ')}{became})"

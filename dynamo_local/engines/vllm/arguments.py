@@ -1,0 +1,72 @@
+"""vLLM's own parser over our words. Imports vLLM: only for a process that may (the worker's, and the check's)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from dynamo_local.errors import ConfigError
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc, unused-ignore]
+    """argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def engine_args(words: Sequence[str], *, also_known: Sequence[str] = ()) -> AsyncEngineArgs:
+    """The arguments as vLLM understands them, its own checks of single values done.
+
+    Raises `ConfigError` naming an unknown option and its nearest spelling, `also_known` (our own keys) among them.
+    """
+    parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False, allow_abbrev=False))
+    known = {option for action in parser._actions for option in action.option_strings}
+    for word in words:
+        option = word.partition("=")[0]
+        if option.startswith("--") and option not in known:
+            raise ConfigError(_unknown(option, known, also_known))
+    try:
+        parsed = parser.parse_args(list(words))
+        return AsyncEngineArgs.from_cli_args(parsed)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def for_this_host(args: AsyncEngineArgs) -> AsyncEngineArgs:
+    """What depends on the build of vLLM: on its CPU build, KV that is handed over lies in plain memory."""
+    config: Any = args.kv_transfer_config
+    if config is not None and current_platform.is_cpu():
+        config.kv_buffer_device = "cpu"
+    return args
+
+
+def _unknown(option: str, known: set[str], also_known: Sequence[str]) -> str:
+    name = option.removeprefix("--")
+    if name.startswith("no-") and f"--{name[3:]}" in known:
+        return f"{name[3:]} is no switch: give it a value"
+    ours = {key.replace("_", "-") for key in also_known}
+    names = sorted({other.removeprefix("--") for other in known if other.startswith("--")} | ours)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    hint = f"; did you mean {near[0]!r}?" if near else "; see `vllm serve --help=all`"
+    return f"unknown key {name!r}: neither an option of this service nor of vLLM{hint}"
+
+
+def explain(words: Sequence[str], also_known: Sequence[str]) -> str | None:
+    """What is wrong with them, None if nothing."""
+    try:
+        engine_args(words, also_known=also_known)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def explain_all(text: str) -> str:
+    """`[[words, also known], …]` -> `[what is wrong, or null, …]`, both as JSON."""
+    return json.dumps([explain(words, also_known) for words, also_known in json.loads(text)])

@@ -1,0 +1,72 @@
+"""Have vLLM's parser look at the sections of a graph before anything starts, in a process of its own.
+
+vLLM takes ten seconds and half a gigabyte to import, and starts threads: none of that belongs into an arbiter that
+forks. One process looks at all sections.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dynamo_local.errors import ConfigError
+
+CHECK_TIMEOUT_S = 180.0
+"""A cold import from a slow disk takes most of a minute."""
+
+_MARK = "dynamo-local-vllm-check:"
+_CODE = (
+    "import sys\n"
+    "from dynamo_local.engines.vllm.arguments import explain_all\n"
+    f"print({_MARK!r} + explain_all(sys.stdin.read()))\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSection:
+    """A section's words for vLLM, and the names of the options that are not vLLM's."""
+
+    words: tuple[str, ...]
+    own_options: tuple[str, ...]
+
+
+def is_installed() -> bool:
+    """Whether vLLM can be imported here; it is not."""
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None  # a folder of that name in the working folder is no package
+
+
+def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
+    """Section -> what vLLM's parser says; only those that it refuses. Raises `ConfigError` if it cannot be asked."""
+    asked = json.dumps([[section.words, section.own_options] for section in sections.values()])
+    # No compute here: the check must not touch a GPU, whoever holds it.
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE],
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=CHECK_TIMEOUT_S,
+            check=False,
+            env=env,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"vLLM's parser did not answer within {CHECK_TIMEOUT_S:g} s; try `{sys.executable} -c 'import vllm'`"
+        ) from None
+    answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode != 0 or not answers:
+        raise ConfigError(f"vLLM is installed, but cannot be imported: {_last_line(done.stderr)}")
+    found: Sequence[str | None] = json.loads(answers[-1])
+    return {name: why for name, why in zip(sections, found, strict=True) if why is not None}
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it ended without a word"

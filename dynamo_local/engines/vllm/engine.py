@@ -1,0 +1,319 @@
+"""vLLM behind `ports.Engine`: `AsyncLLM` in this process, EngineCore (and its workers) as its children.
+
+The import and the start take tens of seconds and block, so both happen in a thread: the lease is kept alive meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, cast
+
+from dynamo_local.core.types import Load
+from dynamo_local.engines.vllm import plugin, private
+from dynamo_local.engines.vllm.checking import is_installed
+from dynamo_local.engines.vllm.handoffs import Handoffs
+from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
+from dynamo_local.engines.vllm.stats import Statistics
+from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason, SamplingParams
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_TIMEOUT_S = 15.0
+"""For EngineCore to end by itself; past it vLLM kills it. Below the worker's time for its shutdown hooks."""
+
+_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
+
+
+class VllmEngine:
+    """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it."""
+
+    def __init__(self, options: VllmOptions, *, name: str | None = None) -> None:
+        self.options = options
+        self._words = options.words()
+        self._name = name or os.environ.get("DYN_WATCHER_NAME") or f"engine-{os.getpid()}"
+        self._private: private.Private | None = None
+        self._llm: Any = None
+        self._sampling: Any = None
+        self._info: EngineInfo | None = None
+        self._statistics = Statistics(0, 0)
+        self._handoffs = Handoffs(KV_LEASE_S)
+        self._changed: asyncio.Event | None = None
+        self._death: str | None = None
+        self._dead = asyncio.Event()
+        self._closed = False
+        self._watches: list[tuple[asyncio.AbstractEventLoop, int]] = []
+        self._count = 0
+
+    # --- life ----------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineError("the engine has not been started; await start() first")
+        return self._info
+
+    async def start(self) -> None:
+        """Import vLLM, load the model. Raises `ConfigError` for arguments, `EngineError` for what fails later."""
+        if not is_installed():
+            raise ConfigError(
+                "the engine is vllm, which is not installed here; "
+                "`pip install 'dynamo-local[vllm]'` (docs/vllm.md), or set engine: sim"
+            )
+        self._private = private.take(self._name, dict(os.environ))
+        os.environ.update(self._private.environment)
+        os.environ[plugin.WORKER_PID] = str(os.getpid())
+        if os.environ.pop("VLLM_PORT", None) is not None:
+            log.warning("VLLM_PORT is ignored: with several engines on one host each must find ports of its own")
+        # We have threads and connections: a forked EngineCore would inherit half of them.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # EngineCore gives itself a title, for which setproctitle would take the room of the environment: the mark by
+        # which what a killed run left is found.
+        os.environ["SPT_NOENV"] = "1"
+        started_s = time.monotonic()
+        self._llm = await asyncio.to_thread(self._build)
+        if self._closed:
+            await self.close()
+            raise EngineError("the engine was closed while it started")
+        self._watch_processes()
+        self._info = self._describe()
+        log.info("vLLM was ready after %.1f s", time.monotonic() - started_s)
+
+    def _build(self) -> Any:
+        """In a thread of its own."""
+        from vllm import SamplingParams as VllmSampling
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from dynamo_local.engines.vllm.arguments import engine_args, for_this_host
+        from dynamo_local.engines.vllm.stat_logger import stat_logger
+
+        self._sampling = VllmSampling
+        self._delta = RequestOutputKind.DELTA
+        args = for_this_host(engine_args(self._words))
+        try:
+            return AsyncLLM.from_engine_args(args, stat_loggers=[stat_logger(self._recorded)])
+        except Exception as error:
+            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+    def _describe(self) -> EngineInfo:
+        config = self._llm.vllm_config
+        transfer = config.kv_transfer_config
+        extra = getattr(transfer, "kv_connector_extra_config", None) or {}
+        self._handoffs = Handoffs(float(extra.get("kv_lease_duration", KV_LEASE_S)))
+        blocks = int(config.cache_config.num_gpu_blocks or 0)
+        slots = int(config.scheduler_config.max_num_seqs)
+        self._statistics = Statistics(slots, blocks)
+        assert self._private is not None
+        return EngineInfo(
+            engine="vllm",
+            engine_id=str(transfer.engine_id) if transfer is not None else str(uuid.uuid4()),
+            model=self.options.model,
+            max_model_len=int(config.model_config.max_model_len),
+            block_size=int(config.cache_config.block_size),
+            num_gpu_blocks=blocks,
+            max_num_seqs=slots,
+            options={"words": list(self._words)},
+            handoff_address=(self._private.host, self._private.port) if transfer is not None else None,
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+        llm, self._llm = self._llm, None
+        for loop, fd in self._watches:
+            loop.remove_reader(fd)
+            os.close(fd)
+        self._watches.clear()
+        if llm is not None:
+            log.info("prompt tokens by source: %s", dict(self._statistics.prompt_tokens))
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
+        if self._private is not None:
+            self._private.close()
+        self._dead.set()
+        self._notify()
+
+    def _watch_processes(self) -> None:
+        """Whichever process of the engine ends, the engine has ended."""
+        loop = asyncio.get_running_loop()
+        for process in multiprocessing.active_children():
+            if process.pid is None:
+                continue
+            try:
+                fd = os.pidfd_open(process.pid)
+            except ProcessLookupError:
+                self._die(f"{process.name} ended during the start")
+                continue
+            self._watches.append((loop, fd))
+            loop.add_reader(fd, self._die, f"its process {process.name} (pid {process.pid}) ended")
+
+    def _die(self, why: str) -> None:
+        if self._death is None and not self._closed:
+            self._death = f"vLLM has ended by itself: {why}"
+            log.error("%s", self._death)
+            self._dead.set()
+            self._notify()
+
+    # --- requests ------------------------------------------------------------------------------
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        llm = self._running()
+        params = request.kv_transfer_params or {}
+        self._check(request)
+        self._count += 1
+        # Ids that come again (a redelivered prefill) must not meet in the engine.
+        internal_id = f"{request.request_id}-{self._count:x}"
+        sampling = self._sampling_params(request.sampling, params)
+        prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+        self._statistics.opened(internal_id, request.sampling.max_tokens)
+        self._notify()
+        outputs = cast(AsyncGenerator[Any, None], llm.generate(prompt, sampling, internal_id))
+        try:
+            async with contextlib.aclosing(self._bounded(outputs, request, params)) as bounded:
+                async for output in bounded:
+                    yield output
+                    self._statistics.produced(internal_id, len(output.token_ids), time.monotonic())
+        finally:
+            self._statistics.closed(internal_id)
+            self._notify()
+
+    async def _bounded(
+        self, outputs: AsyncGenerator[Any, None], request: EngineRequest, params: Mapping[str, Any]
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """vLLM's outputs as ours. KV that is to be pulled must be here by a deadline: past its lease it is wrong KV."""
+        pulls = bool(params.get("do_remote_prefill"))
+        deadline_s = self.options.kv_pull_timeout_s if pulls else None
+        started = False
+        async with contextlib.aclosing(outputs):
+            while True:
+                try:
+                    async with asyncio.timeout(None if started else deadline_s):
+                        output = await anext(outputs)
+                except TimeoutError:
+                    raise self._not_pulled(request, f"it did not come within {deadline_s:g} s") from None
+                except StopAsyncIteration:
+                    return
+                except Exception as error:
+                    raise self._translated(error, request) from error
+                answer = self._converted(output)
+                if answer.finish_reason == "error":
+                    if pulls and not started:
+                        raise self._not_pulled(request, "the connector could not load it")
+                    raise EngineError(f"vLLM ended request {request.request_id} with an error; see the worker's log")
+                started = started or bool(answer.token_ids)
+                if answer.kv_transfer_params is not None:
+                    self._handoffs.add(time.monotonic())
+                yield answer
+                if answer.finish_reason is not None:
+                    return
+
+    def _converted(self, output: Any) -> EngineOutput:
+        completion = output.outputs[0] if output.outputs else None
+        reason = None if completion is None else completion.finish_reason
+        return EngineOutput(
+            token_ids=() if completion is None else tuple(completion.token_ids),
+            finish_reason=None if reason is None else _REASONS.get(reason, "error"),
+            num_cached_tokens=output.num_cached_tokens,
+            kv_transfer_params=output.kv_transfer_params,
+        )
+
+    def _sampling_params(self, asked: SamplingParams, params: Mapping[str, Any]) -> Any:
+        """vLLM's own. KV is handed over only by a request that ended by length: a prefill must not stop by itself."""
+        hands_over = bool(params.get("do_remote_decode"))
+        try:
+            return self._sampling(
+                max_tokens=asked.max_tokens,
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                top_k=asked.top_k,
+                seed=asked.seed,
+                presence_penalty=asked.presence_penalty,
+                frequency_penalty=asked.frequency_penalty,
+                stop_token_ids=[] if hands_over else list(asked.stop_token_ids),
+                ignore_eos=asked.ignore_eos or hands_over,
+                min_tokens=asked.min_tokens,
+                detokenize=False,
+                output_kind=self._delta,
+                extra_args={"kv_transfer_params": dict(params)} if params else None,
+            )
+        except ValueError as error:
+            raise InvalidRequest(" ".join(str(error).split())) from error
+
+    def _check(self, request: EngineRequest) -> None:
+        length, longest = len(request.prompt_token_ids), self.info.max_model_len
+        if not length:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if length >= longest:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens; this model takes {longest} for prompt and output together",
+                param="prompt",
+            )
+
+    def _running(self) -> Any:
+        if self._death is not None:
+            raise EngineDead(self._death)
+        if self._llm is None:
+            raise EngineError("the engine does not run: it was closed, or not started")
+        return self._llm
+
+    def _translated(self, error: Exception, request: EngineRequest) -> Exception:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if isinstance(error, EngineDeadError):
+            self._die(str(error) or "EngineCore is dead")
+            return EngineDead(self._death or str(error))
+        cause = error.__cause__ if isinstance(error, EngineGenerateError) and error.__cause__ else error
+        text = " ".join(str(cause).split()) or type(cause).__name__
+        if isinstance(cause, ValueError):
+            return InvalidRequest(text)
+        return EngineError(f"vLLM failed on request {request.request_id}: {type(cause).__name__}: {text}")
+
+    def _not_pulled(self, request: EngineRequest, why: str) -> KvTransferError:
+        params = request.kv_transfer_params or {}
+        return KvTransferError(
+            f"the KV of request {request.request_id} was not pulled from engine {params.get('remote_engine_id')} at "
+            f"{params.get('remote_host')}:{params.get('remote_port')}: {why}; prefill it again",
+            remote_request_id=params.get("remote_request_id"),
+        )
+
+    # --- what can be seen ----------------------------------------------------------------------
+
+    def load(self) -> Load:
+        return self._statistics.load(self._handoffs.num_held(time.monotonic()))
+
+    async def load_changed(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        await self._changed.wait()
+
+    def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
+        """0.0: AsyncLLM does not say which blocks its EngineCore has."""
+        return 0.0
+
+    async def wait_failed(self) -> None:
+        await self._dead.wait()
+        if self._death is not None:
+            raise EngineDead(self._death)
+
+    async def wait_handoffs(self) -> None:
+        while self._llm is not None and (left_s := self._handoffs.seconds_left(time.monotonic())) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self.load_changed()
+
+    def _recorded(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        self._statistics.record(scheduler_stats, iteration_stats)
+        self._handoffs.observe(scheduler_stats, self._statistics.num_live)
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

@@ -1,0 +1,40 @@
+"""KV that was computed for another engine and is still here, as far as this side can tell. Pure.
+
+vLLM keeps the blocks under a lease, which the engine that will pull them renews while the request waits there; it
+tells nobody when they were pulled. What tells us is the cache: no request lives here and no block is in use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+
+class Handoffs:
+    """Hand-offs of one engine, oldest first. `lease_s` is the connector's; times are monotonic seconds.
+
+    The other side waits for less than a lease, and its last renewal lasts a lease: twice that is the end of it.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._kept_s = 2 * lease_s
+        self._held: deque[float] = deque()
+
+    def add(self, now_s: float) -> None:
+        """A request has ended, and its KV is kept for another engine."""
+        self._held.append(now_s + self._kept_s)
+
+    def observe(self, scheduler_stats: Any, num_live: int) -> None:
+        """vLLM's `SchedulerStats` after a pass (None: it said nothing)."""
+        if scheduler_stats is not None and not num_live and scheduler_stats.kv_cache_usage == 0.0:
+            self._held.clear()
+
+    def num_held(self, now_s: float) -> int:
+        """How many may still be held."""
+        while self._held and self._held[0] <= now_s:
+            self._held.popleft()
+        return len(self._held)
+
+    def seconds_left(self, now_s: float) -> float:
+        """Until the last of them is over at the latest; 0 if none is held."""
+        return self._held[-1] - now_s if self.num_held(now_s) else 0.0

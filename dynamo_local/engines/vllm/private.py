@@ -1,0 +1,132 @@
+"""What each engine on a host must have for itself: ports, a folder for its sockets, a cache.
+
+A lease is an *abstract* unix socket of that name: host-wide across users and namespaces, held by the process, and
+given back by the kernel when the process ends in whatever way. There is no file to go stale. TCP ports live in
+the same network namespace as these names do.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dynamo_local.errors import EngineError
+
+PORTS = range(20_000, 28_000)
+"""Below 32768, where the kernel takes ports for outgoing connections: a port that is free now stays free."""
+PORTS_PER_ENGINE = 16
+"""NIXL listens on the first plus the rank."""
+IPC_PATH_MAX = 107
+_IPC_NAME_BYTES = 40
+"""vLLM's sockets are called like UUIDs, in the folder that we name."""
+
+
+@dataclass(slots=True)
+class Private:
+    """One engine's own. `environment` is what vLLM reads; `close` gives everything back."""
+
+    host: str
+    port: int
+    environment: dict[str, str]
+    folder: Path
+    _leases: list[socket.socket] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Remove the folder of sockets and let go of the leases. The cache stays: it makes the next start faster."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for lease in self._leases:
+            lease.close()
+        self._leases.clear()
+
+
+def take(name: str, environ: Mapping[str, str]) -> Private:
+    """Ports and folders for the engine of the worker `name`. Raises `EngineError` where no port is left."""
+    leases: list[socket.socket] = []
+    try:
+        port = _port_block(name, leases)
+        cache = _cache_folder(name, environ, leases)
+        folder = _socket_folder(environ)
+    except BaseException:
+        for lease in leases:
+            lease.close()
+        raise
+    host = environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or "127.0.0.1"
+    environment = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_RPC_BASE_PATH": str(folder),
+        "VLLM_CACHE_ROOT": str(cache),
+    }
+    return Private(host, port, environment, folder, leases)
+
+
+def lease(name: str) -> socket.socket | None:
+    """Hold that name until the socket is closed; None if somebody else on this host holds it."""
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        held.bind(f"\0dynamo-local/{name}")
+    except OSError as error:
+        held.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return held
+
+
+def _port_block(name: str, leases: list[socket.socket]) -> int:
+    """The first of `PORTS_PER_ENGINE` ports that nobody listens on. Each worker begins to look elsewhere."""
+    blocks = len(PORTS) // PORTS_PER_ENGINE
+    first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    for n in range(blocks):
+        port = PORTS.start + (first + n) % blocks * PORTS_PER_ENGINE
+        held = lease(f"ports/{port}")
+        if held is None:
+            continue
+        if all(_is_free(port + offset) for offset in range(PORTS_PER_ENGINE)):
+            leases.append(held)
+            return port
+        held.close()
+    raise EngineError(f"no {PORTS_PER_ENGINE} free ports in a row between {PORTS.start} and {PORTS.stop} on this host")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+def _cache_folder(name: str, environ: Mapping[str, str], leases: list[socket.socket]) -> Path:
+    """The worker's own, run after run: compiled graphs are found again. Of two of one name, the second has `NAME.1`."""
+    configured = environ.get("VLLM_CACHE_ROOT")
+    root = Path(configured) if configured else Path(environ.get("HOME") or Path.home()) / ".cache" / "vllm"
+    n = 0
+    while True:
+        folder = root / "dynamo-local" / (name if n == 0 else f"{name}.{n}")
+        held = lease(f"cache/{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}")
+        if held is not None:
+            leases.append(held)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return folder
+        n += 1
+
+
+def _socket_folder(environ: Mapping[str, str]) -> Path:
+    """In the run's own folder, which goes with the run; elsewhere if sockets in there had too long a path."""
+    given = environ.get("DYN_WORKER_FOLDER")
+    if given and len(os.fsencode(given)) + _IPC_NAME_BYTES <= IPC_PATH_MAX:
+        folder = Path(given)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700, parents=True)
+        return folder
+    return Path(tempfile.mkdtemp(prefix="dyn-vllm-"))

@@ -1,0 +1,109 @@
+"""One decision with all that belongs to it, as one line of the decision log."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter, ValidationError
+
+from dynamo_local.errors import BadInput
+from dynamo_local.planner.load import exact_mean, mean_kv, queue_samples
+from dynamo_local.planner.local_connector import Committed, Refused
+from dynamo_local.planner.options import LoadOptions
+from dynamo_local.planner.values import Decision, Fleet, Observation
+
+
+class Outcome(enum.StrEnum):
+    """What became of a step."""
+
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    NO_OPERATION = "no_operation"
+    """`--no-operation`: it was not to be carried out."""
+    DEFERRED = "deferred"
+    """It waits for a GPU, or takes back one that waited; nothing is committed for it now."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """`workers` are those of a committed step (the intent stands in the statefile); `reason`, `code` and `retryable`
+    are a refusal's."""
+
+    outcome: Outcome
+    workers: tuple[str, ...] = ()
+    reason: str | None = None
+    code: str | None = None
+    retryable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What was observed, summed up. Means over all samples of the interval; None without one (never 0).
+
+    `prefill_queue_size` counts requests nobody has pulled, `average_kv_load` is 0..1 (what waits is added by the
+    option `decode_kv_per_waiting_request`), `num_queued_request` is the mean number of requests that wait in a
+    decode worker. `readings` counts the pulls.
+    """
+
+    interval_began_s: float
+    readings: int
+    prefill_queue_size: float | None
+    average_kv_load: float | None
+    num_queued_request: float | None
+    fleet: Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """Inputs, decision and outcome. `wall_s` is Unix time; all other times are of the planner's own clock.
+
+    `outcomes` has one entry for each component with a step. `stimulus_id` is the one under which the statefile and
+    the event log name what the decision caused.
+    """
+
+    wall_s: float
+    stimulus_id: str
+    inputs: Inputs
+    decision: Decision
+    outcomes: Mapping[str, StepOutcome] = field(default_factory=dict)
+
+
+def inputs_of(observation: Observation, options: LoadOptions) -> Inputs:
+    """What a record keeps of an observation."""
+    samples = sum(reading.kv.count for reading in observation.readings)
+    waiting = sum(reading.kv.waiting for reading in observation.readings)
+    return Inputs(
+        interval_began_s=observation.interval_began_s,
+        readings=len(observation.readings),
+        prefill_queue_size=exact_mean(queue_samples(observation.readings)),
+        average_kv_load=mean_kv(observation.readings, options.decode_kv_per_waiting_request),
+        num_queued_request=waiting / samples if samples else None,
+        fleet=observation.fleet,
+    )
+
+
+def outcome_of(result: Committed | Refused) -> StepOutcome:
+    """A connector's answer as it is recorded."""
+    if isinstance(result, Refused):
+        return StepOutcome(Outcome.REFUSED, (), result.reason, result.code, result.retryable)
+    return StepOutcome(Outcome.COMMITTED, result.workers)
+
+
+_RECORD = TypeAdapter(DecisionRecord)
+
+
+def to_line(record: DecisionRecord) -> str:
+    """One line of JSON, without its newline."""
+    return _RECORD.dump_json(record).decode()
+
+
+def from_line(line: str) -> DecisionRecord:
+    """The record of a line. Raises `BadInput` for one that is none (a half-written last line, another program's)."""
+    try:
+        return _RECORD.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadInput(f"not a line of the decision log: {where + ': ' if where else ''}{first['msg']}") from None

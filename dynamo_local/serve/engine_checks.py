@@ -1,0 +1,47 @@
+"""What only vLLM can say about a section is asked before anything starts: a typing error must not cost a GPU start."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dynamo_local.config import Config
+from dynamo_local.core.types import GraphSpec
+from dynamo_local.errors import ConfigError
+from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.sdk.settings import accepted_names, validate_section
+
+log = logging.getLogger(__name__)
+
+
+def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_plan: bool = False) -> tuple[str, ...]:
+    """Raises `ConfigError` naming the section and the key that vLLM refuses, or that vLLM is not installed.
+
+    `only_plan` (`--dry-run`): on a host without vLLM say so instead; the plan is good for another host.
+    """
+    from dynamo_local.engines.vllm.checking import VllmSection, is_installed, what_is_wrong
+
+    sections = {}
+    for service in spec.services:
+        model = graph.services[service.name].config_model
+        if model is None or not hasattr(model, "vllm_options"):
+            continue
+        settings: Any = validate_section(model, f"{config.source}: {service.name}", service.config)
+        if settings.engine_name != "vllm":
+            continue
+        try:
+            words = settings.vllm_options(service.resources.gpu).words()
+        except ConfigError as error:
+            raise ConfigError(f"{config.source}: {service.name}: {error}") from None
+        sections[service.name] = VllmSection(tuple(words), tuple(accepted_names(model)))
+    if not sections:
+        return ()
+    if not is_installed():
+        named = ", ".join(sections)
+        missing = f"{named}: the engine is vllm, which is not installed here"
+        if only_plan:
+            return (f"{missing}: its options were not checked",)
+        raise ConfigError(f"{missing}; `pip install 'dynamo-local[vllm]'` (docs/vllm.md), or set engine: sim")
+    for name, why in what_is_wrong(sections).items():
+        raise ConfigError(f"{config.source}: {name}: {why}")
+    return ()

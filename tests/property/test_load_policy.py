@@ -1,0 +1,166 @@
+"""What holds of every decision of the load planner, whatever it sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynamo_local.core.types import Load, Missing
+from dynamo_local.planner.load import LoadOptions, LoadPolicy
+from dynamo_local.planner.rules import floor_workers
+from dynamo_local.planner.values import Observation, Reading, Rule
+from tests.fakes.observations import DECODE, NOT_HAD, PREFILL, fleet, pool, reading
+from tests.fakes.planner_worlds import observations, options, short_of, with_number
+
+SLOW_IS_FINE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def steps(seen: Observation, given_options: LoadOptions) -> dict[str, int]:
+    """By component."""
+    return LoadPolicy(given_options).on_tick(seen).steps
+
+
+@SLOW_IS_FINE
+@given(observations(), options())
+def test_each_counterfactual_is_true_and_nearest_of_its_number(seen: Observation, given_options: LoadOptions) -> None:
+    """Fed back, the step flips to what was said; one step short of it, it does not."""
+    decision = LoadPolicy(given_options).on_tick(seen)
+    for reason in decision.reasons:
+        other = reason.otherwise
+        if other is None:
+            continue
+        component = reason.component
+        flipped = steps(*with_number(seen, given_options, component, other.name, other.needed))
+        assert flipped[component] == other.step != reason.step
+        short = short_of(other.needed, other.value)
+        assert steps(*with_number(seen, given_options, component, other.name, short))[component] == reason.step
+
+
+@SLOW_IS_FINE
+@given(observations(), options())
+def test_there_is_one_for_each_step_and_each_refusal(seen: Observation, given_options: LoadOptions) -> None:
+    """Missing data leave none, nor does a world in which nothing else can be done (no budget for one more)."""
+    for reason in LoadPolicy(given_options).on_tick(seen).reasons:
+        if reason.rule in (Rule.SCALE_DOWN, Rule.SCALE_UP, Rule.BUDGET, Rule.GRACE):
+            assert reason.otherwise is not None
+
+
+@SLOW_IS_FINE
+@given(observations(adjusting=True), options())
+def test_floor_and_budget_always_hold(seen: Observation, given_options: LoadOptions) -> None:
+    """An up never brings what is held above the budget; a down never brings a component below its floor."""
+    decision = LoadPolicy(given_options).on_tick(seen)
+    pools = {pool.component: pool for pool in seen.fleet.pools}
+    down = sum(pools[r.component].gpus_per_worker for r in decision.reasons if r.step < 0 and not r.deferred)
+    up = [r for r in decision.reasons if r.step > 0 and r.rule is not Rule.TAKE_BACK]
+    spoken_for = seen.fleet.gpus_spoken_for
+    now = sum(pools[r.component].gpus_per_worker for r in up if not r.deferred)
+    in_the_end = sum(pools[r.component].gpus_per_worker for r in up) - down
+    if now:
+        assert spoken_for + now <= given_options.max_gpu_budget
+    if up:
+        assert spoken_for + in_the_end <= given_options.max_gpu_budget
+    for reason in decision.reasons:
+        capacity = pools[reason.component].capacity
+        floor = floor_workers(given_options.min_gpu_budget, pools[reason.component].gpus_per_worker)
+        assert decision.targets[reason.component] == capacity + reason.step
+        if reason.step < 0:
+            assert capacity + reason.step >= floor
+
+
+def without(seen: Observation, component: str) -> Observation:
+    """All of that component's samples lost."""
+
+    def lost(pull: Reading) -> Reading:
+        if component == PREFILL:
+            return replace(pull, queue=None if pull.queue is None else NOT_HAD)
+        return replace(pull, loads={worker: NOT_HAD for worker in pull.loads})
+
+    return replace(seen, readings=tuple(lost(pull) for pull in seen.readings))
+
+
+@SLOW_IS_FINE
+@given(observations(), options(), st.sampled_from([PREFILL, DECODE]))
+def test_missing_data_never_acts(seen: Observation, given_options: LoadOptions, component: str) -> None:
+    """A component that has a worker keeps its number, and its reason is `missing`."""
+    decision = LoadPolicy(given_options).on_tick(without(seen, component))
+    pools = {pool.component: pool for pool in seen.fleet.pools}
+    for reason in decision.reasons:
+        if reason.component == component and pools[component].capacity:
+            assert (reason.step, reason.rule) == (0, Rule.MISSING)
+
+
+@SLOW_IS_FINE
+@given(observations(), options(), st.floats(0, 1), st.integers(0, 20))
+def test_higher_load_never_gives_fewer_workers(
+    seen: Observation, given_options: LoadOptions, more_kv: float, more_queue: int
+) -> None:
+    """Of a component whose own load is higher, with the same fleet and the other's load as it was."""
+
+    def loaded(pull: Reading) -> Reading:
+        return replace(
+            pull,
+            loads={
+                worker: load
+                if isinstance(load, Missing)
+                else replace(load, gpu_cache_usage_perc=min(1.0, load.gpu_cache_usage_perc + more_kv))
+                for worker, load in pull.loads.items()
+            },
+        )
+
+    def queued(pull: Reading) -> Reading:
+        queue = pull.queue
+        return replace(pull, queue=queue if queue is None or isinstance(queue, Missing) else queue + more_queue)
+
+    before = steps(seen, given_options)
+    for component, change in ((DECODE, loaded), (PREFILL, queued)):
+        if component in before:
+            after = steps(replace(seen, readings=tuple(change(pull) for pull in seen.readings)), given_options)
+            assert after[component] >= before[component]
+
+
+@pytest.mark.parametrize("aggregated", [False, True])
+@SLOW_IS_FINE
+@given(
+    prefill=st.integers(1, 4),
+    decode=st.integers(1, 4),
+    kv_work=st.floats(0.05, 6).filter(lambda work: not 0.9 < work < 1.0),
+    queue_work=st.floats(0, 5),
+    given_options=st.builds(
+        LoadOptions,
+        max_gpu_budget=st.integers(8, 12),
+        min_gpu_budget=st.integers(1, 2),
+        decode_kv_per_waiting_request=st.just(0.0),
+    ),
+)
+def test_constant_load_settles(
+    aggregated: bool, prefill: int, decode: int, kv_work: float, queue_work: float, given_options: LoadOptions
+) -> None:
+    """A plant whose KV use and queue are its work, shared by its workers: after some intervals nothing moves.
+
+    Not for a load of 0.9 to 1.0 workers: too much for one, and less than half of two. With these thresholds it swings
+    between one and two (as slowly as grace lets it), and the rules say so.
+    """
+    now_s, p, d = 0.0, prefill, decode
+    history = []
+    for _ in range(24):
+        queue = queue_work / p
+        kv = min(1.0, kv_work / d)
+        seen_fleet = fleet(None if aggregated else p, pool(DECODE, d, added_at_s=-1e6))
+        pulls = tuple(reading(now_s + n, None if aggregated else queue, kv, d) for n in range(2))
+        decision = LoadPolicy(given_options).on_tick(Observation(now_s + 30, now_s, pulls, seen_fleet))
+        p, d = decision.targets.get(PREFILL, p), decision.targets[DECODE]
+        now_s += 30
+        history.append((p, d))
+    late = set(history[16:])
+    assert len(late) == 1, f"still moving: {late}"
+
+
+def test_a_load_that_is_no_number_is_missing() -> None:
+    """NaN made all comparisons false in the predecessor (lesson 14)."""
+    pulls = (Reading(1.0, None, {"d": Load(gpu_cache_usage_perc=float("nan"))}),)
+    decision = LoadPolicy(LoadOptions()).on_tick(Observation(30.0, 0.0, pulls, fleet(None, 2)))
+    assert [(reason.step, reason.rule) for reason in decision.reasons] == [(0, Rule.MISSING)]

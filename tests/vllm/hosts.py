@@ -1,0 +1,100 @@
+"""Where the cases run: vLLM's CPU build with a tiny model, or CUDA with one that the caller names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.fakes.served import Served
+
+START_TIMEOUT_S = 290.0
+
+
+@dataclass(frozen=True)
+class VllmHost:
+    """`args` are vLLM's own, for every worker; `env` is for all that is started; `gpus` is `Host: gpus`."""
+
+    model: Path
+    gpus: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    prefill_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def aggregated(self, folder: Path, **decode: Any) -> Served:
+        """`graphs.agg` with real vLLM; `decode` are keys of the VllmWorker's section."""
+        return self._served(folder, "agg", {"VllmWorker": self._worker(decode)})
+
+    def disaggregated(self, folder: Path, *, prefill: Mapping[str, Any] | None = None, **decode: Any) -> Served:
+        """`graphs.disagg`, every prefill remote unless `decode` says otherwise."""
+        return self._served(
+            folder,
+            "disagg",
+            {
+                "VllmWorker": self._worker({"remote-prefill": True, **decode}),
+                "PrefillWorker": self._worker({**self.prefill_args, **(prefill or {})}),
+            },
+        )
+
+    def _worker(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self.args, **more, "common-configs": ["model", "served-model-name"]}
+
+    def _served(self, folder: Path, graph: str, workers: Mapping[str, Any]) -> Served:
+        common = {"model": str(self.model), "served-model-name": "tiny"}
+        config = {
+            "Common": common,
+            "Host": {"gpus": self.gpus},
+            "Frontend": {"served-model-name": "tiny"},
+            "Processor": {"common-configs": ["model", "served-model-name"]},
+            **workers,
+        }
+        file = folder / f"{graph}.yaml"
+        file.write_text(yaml.safe_dump(config))
+        target = (f"graphs.{graph}:Frontend", "-f", str(file))
+        return Served(target=target, env=self.env, timeout_s=START_TIMEOUT_S)
+
+
+def cpu_host(model: Path) -> VllmHost:
+    """Two cores and a few GiB are enough: one thread per engine, a small cache, no compilation."""
+    return VllmHost(
+        model,
+        gpus="sim:8",
+        args={
+            "dtype": "float32",  # the CPU build's bfloat16 needs AMX
+            "enforce-eager": True,
+            "distributed-executor-backend": "uni",
+            "block-size": 32,
+            "num-gpu-blocks-override": 300,
+            "kv-cache-memory-bytes": 64 * 1024 * 1024,
+            "max-num-seqs": 16,
+            "max-model-len": 4096,
+            "enable-prefix-caching": False,  # what is transferred is counted: nothing must be there already
+        },
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "UCX_TLS": "sm,tcp,self",
+        },
+    )
+
+
+def cuda_host(model: Path) -> VllmHost:
+    """Any model that fits one GPU; half the memory is left to whoever else uses the card."""
+    return VllmHost(
+        model,
+        gpus=os.environ.get("DYN_VLLM_GPUS", "all"),
+        args={
+            "max-model-len": 4096,
+            "max-num-seqs": 16,
+            "gpu-memory-utilization": 0.5,
+            "enforce-eager": True,
+            "enable-prefix-caching": False,
+        },
+        env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )

