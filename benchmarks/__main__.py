@@ -21,6 +21,7 @@ NAMES = (
     "statefile",
     "sim_engine",
     "arbiter_idle",
+    "planner_loop",
     "status_command",
     "planner_tick",
     "process_hosts",

@@ -17,12 +17,15 @@ from tests.fakes.pages import ROOT
 
 FOR_RECORDS_ONLY = {
     "circus_plugins/arbiter.py": "circus wants a wall time for its own `started`, and in the event that it publishes",
+    "dynamo_local/cli/top.py": "the time of a decision, for people",
     "dynamo_local/clock.py": "it is the clock",
     "dynamo_local/components/openai/generation.py": "`created` of an answer, as OpenAI's API has it",
     "dynamo_local/components/vllm_worker.py": "`created` of the model card",
+    "dynamo_local/planner/loop.py": "the time of a decision's record, for people",
     "dynamo_local/runtime/load.py": "the age of a report is wrong until the next one, a second later",
     "dynamo_local/runtime/prefill_queue.py": "deadlines between processes: what expires is prefilled locally",
     "dynamo_local/serve/fleet.py": "`started_at` and the time of an event, for people",
+    "dynamo_local/serve/planner_views.py": "the name of a folder, and the x axis of TensorBoard's wall view",
     "dynamo_local/serve/progress.py": "the time of a line; whether an empty boot report is young",
 }
 """File -> why the time of day is right there, and what a jump does."""
