@@ -20,6 +20,7 @@ NAMES = (
     "data_plane",
     "statefile",
     "sim_engine",
+    "simulate",
     "arbiter_idle",
     "planner_loop",
     "status_command",
