@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from dynamo_local.planner.scalars import (
+    DECODE_SCALING_ACTION,
+    NUM_DECODE_WORKERS,
+    NUM_GPU,
+    NUM_PREFILL_WORKERS,
+    PREFILL_SCALING_ACTION,
+)
+from tests.fakes.event_files import named, read_points
 from tests.fakes.planned import (
     DECODE,
     PREFILL,
@@ -83,20 +92,35 @@ async def test_workers_come_and_go_with_the_load_and_no_request_is_lost(graph: S
     assert answers.right == len(load)
     assert audit.most[PREFILL] + audit.most[DECODE] > 2
     assert audit.held_max <= BUDGET
-    for number, component, _ in audit.steps():
+    for number, component, _step in audit.steps():
         caused = [event for event in events(graph) if event["stimulus_id"] == f"planner:{number}"]
         assert component in {event["component"] for event in caused}, "the event log names the decision"
+
+
+async def test_tensorboard_tells_what_the_decision_log_tells(graph: Served) -> None:
+    """Of all decisions since the start; the workers and GPUs of every pull are within the budget, and end at 1P1D."""
+    folder = Path(planner(graph, "status")["tensorboard"])
+    planner(graph, "stop")
+    points = read_points(folder)
+    logged = [reason for record in decided(graph) for reason in record["decision"]["reasons"]]
+    for component, action in ((PREFILL, PREFILL_SCALING_ACTION), (DECODE, DECODE_SCALING_ACTION)):
+        steps = [r["step"] for r in logged if r["component"] == component and r["rule"] != "gpu_freed"]
+        assert [value for _, value in named(points, action)] == steps
+    assert max(value for _, value in named(points, NUM_GPU)) <= BUDGET
+    for workers in (NUM_PREFILL_WORKERS, NUM_DECODE_WORKERS):
+        assert named(points, workers)[-1][1] == 1
+    planner(graph, "start")
 
 
 async def test_gpus_move_from_one_role_to_the_other(graph: Served) -> None:
     """Long prompts and short answers, then short prompts and long answers, on four GPUs."""
     planner(graph, "set", options={"max_gpu_budget": 4, "decode_kv_scale_up_threshold": 0.35})
     async with audited(graph) as audit:
-        answers = await open_loop(graph, steady(rate=9, seconds=14, prompt_words=450, tokens=2))
+        answers = await open_loop(graph, steady(rate=9, seconds=11, prompt_words=450, tokens=2))
         assert answers.wrong == []
         assert audit.most[PREFILL] >= 2
         first = len(audit.steps())
-        answers = await open_loop(graph, steady(rate=4, seconds=16, prompt_words=8, tokens=150))
+        answers = await open_loop(graph, steady(rate=4, seconds=13, prompt_words=8, tokens=150))
         assert answers.wrong == []
         moved = [(component, step) for _, component, step in audit.steps()[first:]]
         assert audit.most[DECODE] >= 2, decided(graph)[-5:]
