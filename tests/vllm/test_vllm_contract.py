@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import pytest_asyncio
 
+from dynamo_local.core.kv_events import BlocksStored, KvEvent
 from dynamo_local.engines.vllm import VllmEngine, VllmOptions
+from dynamo_local.errors import KvTransferError
+from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import Engine
-from tests.fakes.engine_contract import EngineContract, check_closed
+from tests.fakes.engine_contract import PROMPT, EngineContract, check_closed, collect, request, until_idle
 from tests.vllm.hosts import VllmHost
 
 pytestmark = [
@@ -20,6 +25,21 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM's and torch's own
 ]
 
+PULL_TIMEOUT_S = 8.0
+
+
+class Published:
+    """A publisher that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[KvEvent] = []
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        self.events += events
+
+
+PUBLISHED = Published()
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(vllm_host: VllmHost) -> AsyncIterator[Engine]:
@@ -27,7 +47,11 @@ async def engine(vllm_host: VllmHost) -> AsyncIterator[Engine]:
     before = dict(os.environ)
     os.environ.update(vllm_host.env)
     args = {name.replace("-", "_"): value for name, value in vllm_host.args.items() if name != "max-model-len"}
-    made = VllmEngine(VllmOptions(str(vllm_host.model), max_model_len=4096, args=args), name="contract")
+    args["enable_prefix_caching"] = True
+    options = VllmOptions(
+        str(vllm_host.model), max_model_len=4096, transfer="consumer", kv_pull_timeout_s=PULL_TIMEOUT_S, args=args
+    )
+    made = VllmEngine(options, name="contract", kv_events=PUBLISHED)
     await made.start()
     yield made
     await made.close()
@@ -37,6 +61,38 @@ async def engine(vllm_host: VllmHost) -> AsyncIterator[Engine]:
 
 class TestVllmEngine(EngineContract):
     """vLLM on the CPU."""
+
+    async def test_kv_of_an_engine_that_is_gone_is_an_error(self, engine: Engine) -> None:
+        """Within the deadline and before any token: the worker then prefills by itself, on this same engine."""
+        gone = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": "00000000-0000-0000-0000-000000000000",
+            "remote_request_id": "nobody",
+            "remote_block_ids": [[1, 2, 3, 4]],
+            "remote_host": "127.0.0.1",
+            "remote_port": 9,
+            "tp_size": 1,
+        }
+        began_s = time.monotonic()
+        with pytest.raises(KvTransferError, match="prefill it again"):
+            await collect(engine, request("orphan", kv_transfer_params=gone))
+        assert time.monotonic() - began_s < PULL_TIMEOUT_S + 5.0
+        await until_idle(engine)
+        assert await collect(engine, request("orphan-local"))
+
+    async def test_its_kv_events_are_ours(self, engine: Engine) -> None:
+        """What was computed is cached under our hashes, and the hit rate knows it."""
+        await collect(engine, request("cached"))
+        known = block_hashes(PROMPT, engine.info.block_size)
+        async with asyncio.timeout(10.0):
+            while engine.prefix_hit_rate(PROMPT) == 0.0:
+                await asyncio.sleep(0.05)  # events come over a socket of vLLM's
+        assert engine.prefix_hit_rate(PROMPT) == len(known) * engine.info.block_size / len(PROMPT)
+        stored = {
+            value for event in PUBLISHED.events if isinstance(event, BlocksStored) for value in event.block_hashes
+        }
+        assert set(known) <= stored
 
     async def test_closed_is_closed(self, engine: Engine) -> None:
         """See `check_closed`; the last of the module."""
