@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
+from dynamo_local.components.prefill import REMOTE_DECODE
 from dynamo_local.core.kv_events import BlocksStored, KvEvent
 from dynamo_local.engines.vllm import VllmEngine, VllmOptions
 from dynamo_local.errors import KvTransferError
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 
 PULL_TIMEOUT_S = 8.0
+LEASE_S = 12
 
 
 class Published:
@@ -48,6 +50,7 @@ async def engine(vllm_host: VllmHost) -> AsyncIterator[Engine]:
     os.environ.update(vllm_host.env)
     args = {name.replace("-", "_"): value for name, value in vllm_host.args.items() if name != "max-model-len"}
     args["enable_prefix_caching"] = True
+    args["kv_transfer_config"] = {"kv_connector_extra_config": {"kv_lease_duration": LEASE_S}}
     options = VllmOptions(
         str(vllm_host.model), max_model_len=4096, transfer="consumer", kv_pull_timeout_s=PULL_TIMEOUT_S, args=args
     )
@@ -80,6 +83,20 @@ class TestVllmEngine(EngineContract):
         assert time.monotonic() - began_s < PULL_TIMEOUT_S + 5.0
         await until_idle(engine)
         assert await collect(engine, request("orphan-local"))
+
+    async def test_kv_for_another_engine_is_kept_until_its_lease_is_over(self, engine: Engine) -> None:
+        """Nobody pulls it; whoever waits for the hand-offs waits for that, and for no longer than it takes."""
+        answer = await collect(engine, request("handed-over", 1, kv_transfer_params=dict(REMOTE_DECODE)))
+        params = answer[-1].kv_transfer_params
+        assert params is not None
+        assert params["remote_engine_id"] == engine.info.engine_id
+        assert (params["remote_host"], params["remote_port"]) == engine.info.handoff_address
+        assert engine.load().gpu_cache_usage_perc > 0.0
+        began_s = time.monotonic()
+        async with asyncio.timeout(3 * LEASE_S):
+            await engine.wait_handoffs()
+        assert time.monotonic() - began_s > LEASE_S / 2
+        assert engine.load().gpu_cache_usage_perc == 0.0
 
     async def test_its_kv_events_are_ours(self, engine: Engine) -> None:
         """What was computed is cached under our hashes, and the hit rate knows it."""
