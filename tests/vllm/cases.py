@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.scaled import ascale
+from tests.fakes.scaled import ascale, events
 from tests.fakes.served import Served, auntil
 from tests.vllm.asking import Streaming, complete_all, engine_pids, prompt_tokens_by_source, prompts
 from tests.vllm.hosts import VllmHost
@@ -157,6 +157,9 @@ class Leaving:
             assert reasons == ["length"] * 4
             assert gone
             await auntil(lambda: not _alive(gone), LEAVE_S, what=served.processes)
+            await auntil(lambda: "VllmWorker_1" not in served.states(), LEAVE_S, what=served.states)
+            left = [event for event in events(served, "VllmWorker_1") if event["event"] == "ProcessExited"]
+            assert [event["exit_code"] for event in left] == [0]
             assert await complete_all(served, asked()[:1], 4)
 
 
