@@ -21,7 +21,7 @@ from tests.vllm.hosts import VllmHost
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("default"),  # vLLM's and torch's own
 ]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.vllm import cases
 
-pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
 
 
 class TestAggregated(cases.Aggregated):
