@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def start_time_s(pid: int) -> float | None:
     if fields is None or fields[0] == "Z":
         return None
     return int(fields[19]) / _TICKS_PER_S
+
+
+def age_s(pid: int) -> float:
+    """For how many seconds it has run; 0 for one that is gone. No change of the time of day moves it."""
+    started_s = start_time_s(pid)
+    return 0.0 if started_s is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
 def is_alive(pid: int, started_s: float | None = None) -> bool:
