@@ -243,7 +243,8 @@ class Served:
                 if self.paths.control_socket.exists():
                     self.down()
                 self.reap_foreground()
-                assert self.leftovers() == []
+                left = self.leftovers()
+                assert left == [], left
             else:
                 self._add_logs(error)
         finally:
