@@ -315,6 +315,8 @@ class Chaos:
 
 def _chosen(action: Action, status: Status) -> Mapping[str, Any] | None:
     rows = [row for row in status["workers"] if row["component"] == action.component and row["pid"]]
+    if action.kind is Kind.HANG:  # one that hangs while it starts has its start deadline: five minutes
+        rows = [row for row in rows if row["state"] != "starting"]
     return rows[int(action.unit * len(rows))] if rows else None
 
 
