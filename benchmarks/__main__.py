@@ -20,6 +20,8 @@ NAMES = (
     "data_plane",
     "statefile",
     "sim_engine",
+    "routing",
+    "kv_index",
     "arbiter_idle",
     "status_command",
     "planner_tick",

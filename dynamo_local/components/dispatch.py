@@ -38,8 +38,8 @@ class Dispatcher:
 
     `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
     request (a full or leaving worker only refuses, which costs nothing, so all of them may be asked). Where all that
-    we know of leave, others are waited for: a scale-down fails no request. A `router` is asked first; the picker decides
-    where it does not know, or names a worker that is not there (any more).
+    we know of leave, others are waited for: a scale-down fails no request. A `router` is asked first; the picker
+    decides where it does not know, or names a worker that is not there (any more).
     """
 
     def __init__(

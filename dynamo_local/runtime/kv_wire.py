@@ -4,7 +4,7 @@ A worker's endpoint `kv_blocks` takes `{"epoch", "seq"}` (what the asker has; `"
 
     {"block_size", "epoch", "seq", "replay": bool}      first; after this answer the asker has everything up to `seq`
     {"batches": [batch, …]}                             replay: what was published since
-    {"block_hashes": [int, …]}                          else: all blocks that the worker holds
+    {"runs": [[int, …], …]}                             else: all blocks that it holds, as they follow each other
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Answer(msgspec.Struct):
 
 class _Part(msgspec.Struct):
     batches: list[_Batch] = []
-    block_hashes: list[int] = []
+    runs: list[list[int]] = []
 
 
 _decoder = msgspec.msgpack.Decoder(_Batch)
@@ -86,10 +86,10 @@ def parse_answer(item: Any) -> Answer:
     return msgspec.convert(item, Answer)
 
 
-def parse_part(item: Any) -> tuple[list[EventBatch], list[int]]:
-    """`(batches, block hashes)` of an item behind the first. Raises `msgspec.ValidationError`."""
+def parse_part(item: Any) -> tuple[list[EventBatch], list[list[int]]]:
+    """`(batches, runs)` of an item behind the first. Raises `msgspec.ValidationError`."""
     part = msgspec.convert(item, _Part)
-    return [_from_wire(batch) for batch in part.batches], part.block_hashes
+    return [_from_wire(batch) for batch in part.batches], part.runs
 
 
 def _to_wire(worker: int, batch: EventBatch) -> _Batch:
