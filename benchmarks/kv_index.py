@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from benchmarks.drain.trace import TRACE
 from benchmarks.harness import Report, at_least
-from benchmarks.mooncake import read_trace
+from benchmarks.routing import SHORT_REQUESTS, full_blocks
 from dynamo_local.core.kv_events import BlocksStored
 from dynamo_local.core.kv_index import KvIndex
 from dynamo_local.core.kv_tracker import EventBatch
 from dynamo_local.runtime.kv_wire import decode_batch, encode_batch
+from dynamo_local.twin.trace import read_trace
 
 SEQUENCES, BLOCKS = 1000, 64
-SHORT_REQUESTS = 1500
 Sequences = Sequence[list[int]]
 Holders = Callable[[int], Sequence[int]]
 """Which workers hold the n-th sequence."""
@@ -92,8 +93,8 @@ def run(short: bool) -> Report:
         _measure(report, f"{what}, all hold all", made, lambda _, w=workers: range(w), 1 if short else 3, beside)  # type: ignore[misc]
     names: dict[int, int] = {}
     trace = [
-        [names.setdefault(block, rng.getrandbits(63)) for block in row.full_blocks()]
-        for row in read_trace(first=SHORT_REQUESTS if short else None)
+        [names.setdefault(block, rng.getrandbits(63)) for block in full_blocks(row)]
+        for row in read_trace(TRACE, limit=SHORT_REQUESTS if short else None)
     ]
     asked = [blocks for blocks in trace if blocks]
     _measure(report, f"Mooncake trace, {len(asked):,} prompts, 8 workers", asked, lambda n: (n % 8,), rounds, beside)

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.drain.trace import TRACE
 from benchmarks.harness import Report, at_least, percentile
-from benchmarks.mooncake import BLOCK_TOKENS, Row, read_trace
 from dynamo_local.components.picker import make_picker
 from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.core.kv_index import KvIndex
@@ -22,6 +22,8 @@ from dynamo_local.core.routing import RouterPolicy, Sample
 from dynamo_local.core.types import Load
 from dynamo_local.engines.sim import ProfileModel, SimOptions, SimScheduler
 from dynamo_local.engines.sim.requests import Finished, SchedulerConfig, SimRequest, Started, Tokens
+from dynamo_local.twin.trace import HASH_BLOCK_TOKENS as BLOCK_TOKENS
+from dynamo_local.twin.trace import TraceRequest, read_trace
 
 WORKERS = 8
 BLOCKS = 2000
@@ -69,7 +71,7 @@ class Fleet:
         self._arrived_s: dict[str, float] = {}
         self._worker: dict[str, int] = {}
 
-    def run(self, rows: Sequence[Row]) -> Outcome:
+    def run(self, rows: Sequence[TraceRequest]) -> Outcome:
         """All requests, to their ends."""
         for number, row in enumerate(rows):
             while self._heap and self._heap[0][0] <= row.at_s:
@@ -81,8 +83,8 @@ class Fleet:
             self._advance(worker, at_s)
         return self.outcome
 
-    def _arrive(self, name: str, row: Row) -> None:
-        blocks, now_s, length = row.full_blocks(), row.at_s, row.input_length
+    def _arrive(self, name: str, row: TraceRequest) -> None:
+        blocks, now_s, length = full_blocks(row), row.at_s, row.input_length
         hits = hit_rates(self._index.find_matches(blocks), BLOCK_TOKENS, length)
         for worker in range(WORKERS):
             self._sample(worker, now_s)
@@ -140,7 +142,7 @@ class Fleet:
 def run(short: bool) -> Report:
     """Every policy over the same requests; the short form takes the first of them only, too few for the target."""
     report = Report("routing")
-    rows = read_trace(first=SHORT_REQUESTS if short else None)
+    rows = read_trace(TRACE, limit=SHORT_REQUESTS if short else None)
     outcomes = {policy: Fleet(policy).run(rows) for policy in POLICIES}
     for policy, outcome in outcomes.items():
         if outcome.finished != len(rows):
@@ -163,13 +165,18 @@ def run(short: bool) -> Report:
     return report
 
 
-def endless(rows: Sequence[Row]) -> float:
+def full_blocks(row: TraceRequest) -> tuple[int, ...]:
+    """The ids of its full blocks: those that can be had again."""
+    return row.hash_ids[: row.input_length // BLOCK_TOKENS]
+
+
+def endless(rows: Sequence[TraceRequest]) -> float:
     """Share of prompt tokens that one cache without an end would have had."""
     seen: set[int] = set()
     found = 0
     for row in rows:
         # The last token is always computed: a prompt that is all blocks gives up its last one.
-        blocks = row.full_blocks()
+        blocks = full_blocks(row)
         found += sum(block in seen for block in blocks[: (row.input_length - 1) // BLOCK_TOKENS])
         seen.update(blocks)
     return found * BLOCK_TOKENS / sum(row.input_length for row in rows)

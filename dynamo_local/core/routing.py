@@ -12,6 +12,11 @@ from typing import Literal, Protocol, get_args
 
 from dynamo_local.core.types import Load, Missing
 
+PUBLISH_INTERVAL_S = 1.0
+"""How often a worker publishes its load, at least."""
+MIN_CHANGE_INTERVAL_S = 0.1
+"""How often at most, where it changes all the time."""
+
 RouterPolicy = Literal["least-loaded", "kv", "kv-load", "round-robin", "random"]
 """How a worker is picked: fewest requests; what it has cached against its load; its load as `kv` sees it; in turn;
 by chance."""

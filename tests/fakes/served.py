@@ -38,6 +38,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "llm"
 MODEL = "sim-tiny"
 COMMAND_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
+"""Six processes that all import at once, on a machine that may do something else."""
 POLL_S = 0.02
 
 DISAGG = ("graphs.disagg:Frontend", "-f", "configs/disagg.yaml")
@@ -116,7 +118,7 @@ class Served:
 
     def start(self) -> Self:
         """`dynamo serve … --detach`, which must succeed."""
-        done = self.cli(*self.serve_words("--detach"))
+        done = self.cli(*self.serve_words("--detach"), timeout_s=START_TIMEOUT_S)
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return self
 

@@ -73,20 +73,26 @@ class BlockPool:
         taken = blank[split:]
         del blank[split:]
         taken.reverse()
-        evicted: list[Hashable] = []
-        for _ in range(count - len(taken)):
-            block, _none = self._cached.popitem(last=False)
-            key = self._keys[block]
-            self._keys[block] = None
-            if key is not None:
-                del self._by_key[key]
-                evicted.append(key)
-            taken.append(block)
-        if evicted and self.journal is not None:
-            self.journal.append(BlocksRemoved(cast(tuple[int, ...], tuple(evicted))))
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
         references = self._references
         for block in taken:
             references[block] = 1
+        return taken
+
+    def _evict(self, count: int) -> list[int]:
+        """So many cached blocks, without their content."""
+        cached, keys, by_key = self._cached, self._keys, self._by_key
+        taken = [cached.popitem(last=False)[0] for _ in range(count)]
+        evicted: list[Hashable] = []
+        for block in taken:
+            key = keys[block]
+            if key is not None:
+                keys[block] = None
+                del by_key[key]
+                evicted.append(key)
+        if evicted and self.journal is not None:
+            self.journal.append(BlocksRemoved(cast(tuple[int, ...], tuple(evicted))))
         return taken
 
     def store(self, blocks: Sequence[int], keys: Sequence[Hashable], parent: Hashable | None = None) -> None:
@@ -94,12 +100,18 @@ class BlockPool:
 
         `parent` is the key of the block before them, None for the first of a sequence.
         """
-        by_key = self._by_key
+        by_key, known = self._by_key, self._keys
+        if self.journal is None:
+            for block, key in zip(blocks, keys, strict=True):
+                if known[block] is None and key not in by_key:
+                    known[block] = key
+                    by_key[key] = block
+            return
         run: list[Hashable] = []
         run_parent = before = parent
         for block, key in zip(blocks, keys, strict=True):
-            if self._keys[block] is None and key not in by_key:
-                self._keys[block] = key
+            if known[block] is None and key not in by_key:
+                known[block] = key
                 by_key[key] = block
                 if not run:
                     run_parent = before
@@ -130,11 +142,12 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each. Last ones first, so that of a sequence's blocks the tail is evicted first."""
-        references, keys = self._references, self._keys
+        references, keys, cached = self._references, self._keys, self._cached
         for block in reversed(blocks):
-            references[block] -= 1
-            if not references[block]:
+            count = references[block] - 1
+            references[block] = count
+            if not count:
                 if keys[block] is None:
                     self._blank.append(block)
                 else:
-                    self._cached[block] = None
+                    cached[block] = None

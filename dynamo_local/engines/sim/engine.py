@@ -17,6 +17,7 @@ from typing import Any
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv_events import AllBlocksCleared, KvEvent
 from dynamo_local.core.types import Load
+from dynamo_local.engines.sim.facts import load_of, shape_of
 from dynamo_local.engines.sim.handoffs import Handoff
 from dynamo_local.engines.sim.keys import OutputKeys
 from dynamo_local.engines.sim.options import SimOptions
@@ -26,7 +27,6 @@ from dynamo_local.engines.sim.requests import (
     Finished,
     HandoffExpired,
     PullReady,
-    SchedulerConfig,
     SimRequest,
     Started,
     Tokens,
@@ -34,13 +34,12 @@ from dynamo_local.engines.sim.requests import (
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
 from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest, pull_request_of
-from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.errors import EngineDead, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason, KvEventPublisher
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_MAX_MODEL_LEN = 131_072
 _REMEMBERED_EXPIRIES = 1000
 
 
@@ -129,7 +128,7 @@ class SimEngine:
         """Load the profile, open the side channel, and take `start_up_s / speed` in all. Raises `ConfigError`."""
         ready_at_s = self._clock.now_s() + self.options.start_up_s / self.options.speed
         perf = self._perf_model or ProfileModel.load(self.options.profile)
-        config, max_model_len = _shape(self.options, perf)
+        config, max_model_len = shape_of(self.options, perf)
         self._listener = await self._transport.serve(self)
         await self._clock.sleep_until(ready_at_s)
         self._scheduler = SimScheduler(config, perf, self._journal)
@@ -274,18 +273,7 @@ class SimEngine:
         if scheduler is None:
             return Load()
         self._pump()
-        used, total = scheduler.pool.used, scheduler.pool.total
-        return Load(
-            request_active_slots=scheduler.num_running,
-            request_total_slots=scheduler.config.max_num_seqs,
-            kv_active_blocks=used,
-            kv_total_blocks=total,
-            num_requests_waiting=scheduler.num_waiting,
-            gpu_cache_usage_perc=used / total,
-            gpu_prefix_cache_hit_rate=scheduler.prefix_hit_rate,
-            remaining_tokens=scheduler.remaining_tokens,
-            itl_ms=None if scheduler.itl_s is None else scheduler.itl_s * 1000,
-        )
+        return load_of(scheduler)
 
     async def load_changed(self) -> None:
         if self._changed is None:
@@ -496,24 +484,3 @@ class SimEngine:
         elif self._scheduler is not None:
             self._scheduler.pulled(event.request_id, self._clock.now_s())
             self._kick()
-
-
-def _shape(options: SimOptions, perf: PerfModel) -> tuple[SchedulerConfig, int]:
-    """The scheduler's configuration and `max_model_len`. Raises `ConfigError` if one request cannot fit the cache."""
-    num_gpu_blocks = options.num_gpu_blocks or perf.max_kv_tokens // options.block_size
-    capacity = num_gpu_blocks * options.block_size
-    max_model_len = options.max_model_len or min(_DEFAULT_MAX_MODEL_LEN, capacity)
-    if max_model_len > capacity:
-        raise ConfigError(
-            f"max_model_len {max_model_len} does not fit the KV cache of {capacity} tokens "
-            f"({num_gpu_blocks} blocks of {options.block_size}): lower it, or raise num_gpu_blocks"
-        )
-    config = SchedulerConfig(
-        num_gpu_blocks=num_gpu_blocks,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        speed=options.speed,
-        kv_lease_duration_s=options.kv_lease_duration_s,
-    )
-    return config, max_model_len
