@@ -83,14 +83,14 @@ class Binding:
 def run(short: bool) -> Report:
     """1,000 × 64 blocks over 8 and 64 workers, and the Mooncake trace over 8."""
     report = Report("kv_index")
-    rounds = 3 if short else 9
+    rounds = 3 if short else 5
     beside = _installed()
     rng = random.Random(1)
     made = [[rng.getrandbits(63) for _ in range(BLOCKS)] for _ in range(SEQUENCES)]
     for workers in (8, 64):
         what = f"{SEQUENCES:,} × {BLOCKS} blocks, {workers} workers"
         _measure(report, f"{what}, one holder each", made, lambda n, w=workers: (n % w,), rounds, beside)  # type: ignore[misc]
-        _measure(report, f"{what}, all hold all", made, lambda _, w=workers: range(w), 1 if short else 3, beside)  # type: ignore[misc]
+        _measure(report, f"{what}, all hold all", made, lambda _, w=workers: range(w), 1 if short else 2, beside)  # type: ignore[misc]
     names: dict[int, int] = {}
     trace = [
         [names.setdefault(block, rng.getrandbits(63)) for block in full_blocks(row)]

@@ -34,7 +34,7 @@ class KvIndex:
     def __init__(self, expiry_s: float | None = None) -> None:
         self._expiry_s = expiry_s
         self._run_of: dict[int, _Run] = {}
-        self._runs: OrderedDict[_Run, float] = OrderedDict()
+        self._runs: dict[_Run, float] = {} if expiry_s is None else OrderedDict()
         """All runs and, with an expiry, when each was used last: the longest unused first."""
         self._bit: dict[int, int] = {}
         self._of_bit: dict[int, int] = {}
@@ -219,7 +219,8 @@ class KvIndex:
                 run = self._split(run, [first, first + length])[1 if first else 0]
             run.holders |= bit
             self._counts[worker] += length
-        self._touch(run, now_s)
+        if self._expiry_s is not None:
+            self._touch(run, now_s)
 
     def _split(self, run: _Run, cuts: Sequence[int]) -> list[_Run]:
         """The run's parts: `cuts` are where one begins or ends. The first keeps the object."""
@@ -230,7 +231,7 @@ class KvIndex:
             part = _Run(blocks[begin:end], run.holders)
             self._run_of.update(zip(part.blocks, repeat(part)))
             self._runs[part] = self._runs[run]
-            if self._expiry_s is not None:
+            if isinstance(self._runs, OrderedDict):
                 self._runs.move_to_end(part, last=False)  # as old as the whole; at worst it goes a little early
             parts.append(part)
         if places:
@@ -247,7 +248,7 @@ class KvIndex:
 
     def _touch(self, run: _Run, now_s: float) -> None:
         self._runs[run] = now_s
-        if self._expiry_s is not None:
+        if isinstance(self._runs, OrderedDict):
             self._runs.move_to_end(run)
 
     def _expire(self, now_s: float, expiry_s: float) -> None:

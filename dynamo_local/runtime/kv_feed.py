@@ -152,7 +152,7 @@ class KvFeed:
                     await self._ask(worker)
             except TimeoutError:
                 log.warning("worker %x did not tell its KV blocks within %g s; asking again", worker, SYNC_TIMEOUT_S)
-            except (DynamoError, msgspec.ValidationError) as error:
+            except (DynamoError, msgspec.DecodeError) as error:
                 log.info("worker %x cannot be asked for its KV blocks; trying again: %s", worker, error)
             else:
                 if not self._tracker.needs_sync(worker):

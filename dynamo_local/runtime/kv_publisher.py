@@ -19,7 +19,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo_local.core.kv_tracker import EventBatch
 from dynamo_local.errors import NatsUnavailable
-from dynamo_local.runtime.kv_wire import batches_item, encode_batch, kv_events_subject
+from dynamo_local.runtime.kv_wire import encode_batch, kv_events_subject, runs_item
 from dynamo_local.runtime.nats_errors import nats_call
 
 log = logging.getLogger(__name__)
@@ -99,9 +99,9 @@ class NatsKvEventPublisher:
         runs = _runs(self._held) if since is None else []  # of this moment: the items are read later
         yield {"block_size": self.block_size, "epoch": self._epoch, "seq": self._seq, "replay": since is not None}
         for batch in since or ():
-            yield batches_item([batch])
+            yield {"batches": [encode_batch(0, batch)]}
         for begin in range(0, len(runs), RUNS_PER_ITEM):
-            yield {"runs": runs[begin : begin + RUNS_PER_ITEM]}
+            yield runs_item(runs[begin : begin + RUNS_PER_ITEM])
 
     def _since(self, epoch: str, seq: int) -> list[EventBatch] | None:
         """Batches behind `seq`, or None where they are not kept (or of another epoch)."""
