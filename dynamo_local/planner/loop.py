@@ -166,7 +166,8 @@ class PlannerLoop:
                         await self._pull()
                 except Exception as error:
                     self._failed(error)
-                    await self._until(self._clock.now_s() + self.options.metric_pulling_interval_s)
+                    if self.state is not PlannerState.STOPPED:
+                        await self._until(self._clock.now_s() + self.options.metric_pulling_interval_s)
         finally:
             self._puller.close()
 
@@ -241,6 +242,8 @@ class PlannerLoop:
     async def _act(self, component: str, step: int, stimulus_id: str) -> StepOutcome:
         if self.no_operation:
             return StepOutcome(Outcome.NO_OPERATION)
+        if (why := self._world.blind()) is not None:  # an up that waited for its GPU comes at any time
+            return StepOutcome(Outcome.REFUSED, (), why, "blind", retryable=True)
         act = self._connector.add_component if step > 0 else self._connector.remove_component
         try:
             return outcome_of(await act(component, stimulus_id=stimulus_id))

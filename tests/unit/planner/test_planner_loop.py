@@ -271,6 +271,52 @@ async def test_while_etcd_or_nats_is_away_it_holds_says_so_once_and_goes_on() ->
 
 
 @on_virtual_time
+async def test_an_up_that_waited_for_a_gpu_is_not_carried_out_while_etcd_is_away() -> None:
+    """It is decided again when there is something to decide it from."""
+    rig = Rig(prefill=2, decode=1)
+    rig.kv = 0.95
+    rig.start(replace(OPTIONS, max_gpu_budget=3))
+    await rig.until(10.5)
+    assert [(component, step) for component, step, *_ in rig.acts] == [(PREFILL, -1)]
+    assert rig.records[0].outcomes[DECODE].outcome is Outcome.DEFERRED
+    rig.blindness, rig.pools = "etcd does not answer", rig.grown(prefill=1)
+    await rig.until(25.5)
+    assert rig.rules(DECODE)[1] == "gpu_freed"
+    assert rig.records[1].outcomes[DECODE].code == "blind"
+    assert len(rig.acts) == 1
+    rig.blindness = None
+    await rig.until(45.5)
+    assert (DECODE, 1) in {(component, step) for component, step, *_ in rig.acts}
+    await rig.loop.stop()
+
+
+@on_virtual_time
+async def test_a_source_that_fails_for_long_is_told_of_once() -> None:
+    """`dynamo status` says what is not known, in words that do not change with every pull."""
+    rig = Rig()
+    rig.start()
+    await rig.until(5.5)
+    rig.before_depth = failing(NatsUnavailable("NATS is away"))
+    await rig.until(25.5)
+    assert rig.told == ["planner: holds: the depth of the prefill queue is not known"]
+    rig.before_depth = taking(0.0)
+    await rig.until(27.5)
+    assert len(rig.told) == 2
+    await rig.loop.stop()
+
+
+@on_virtual_time
+async def test_a_loop_that_fails_is_stopped_at_once() -> None:
+    """Also where pulls are minutes apart."""
+    rig = Rig()
+    rig.start(replace(OPTIONS, adjustment_interval_s=600.0, metric_pulling_interval_s=300.0))
+    rig.fleet_fails = [ValueError("no fleet")]
+    await rig.until(310.0)
+    await rig.loop.stop()
+    assert rig.clock.now_s() == pytest.approx(310.0)
+
+
+@on_virtual_time
 async def test_to_stop_waits_for_the_decision_that_is_being_carried_out() -> None:
     rig = Rig()
     rig.kv, rig.before_act = 0.95, taking(2.0)
