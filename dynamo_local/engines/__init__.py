@@ -25,7 +25,7 @@ def make_engine(
     """The engine of that kind, not yet started. Its package is imported here, so that others cost nothing.
 
     `options` are the engine's own: `VllmOptions` for `vllm`, those of `SimOptions` for `sim`, keys with hyphens or
-    underscores. `kv_events` is told what the sim engine's KV cache holds; None: nobody wants to know.
+    underscores. `kv_events` is told what the engine's KV cache holds; None: nobody wants to know.
     Raises `ConfigError` for an unknown kind, an unknown option or a value that cannot be used.
     """
     if kind == "vllm":
@@ -33,7 +33,7 @@ def make_engine(
 
         if not isinstance(options, VllmOptions):
             raise ConfigError("the vllm engine needs VllmOptions: it has no default model")
-        return VllmEngine(options)
+        return VllmEngine(options, kv_events=kv_events)
     if kind == "sim":
         from dynamo_local.engines.sim import SimEngine, SimOptions
 

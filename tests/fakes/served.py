@@ -118,7 +118,7 @@ class Served:
 
     def start(self) -> Self:
         """`dynamo serve … --detach`, which must succeed."""
-        done = self.cli(*self.serve_words("--detach"), timeout_s=START_TIMEOUT_S)
+        done = self.cli(*self.serve_words("--detach"), timeout_s=max(START_TIMEOUT_S, self.timeout_s))
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return self
 
