@@ -36,8 +36,8 @@ from dynamo_local.ports import (
 log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""For EngineCore to end by itself; past it vLLM kills it. With NIXL it hangs in its teardown (15 s were not enough on two
-busy cores), and by now nothing is left that could be lost."""
+"""For EngineCore to end by itself; past it vLLM kills it. With NIXL it hangs in its teardown (15 s were not enough on
+two busy cores), and by now nothing is left that could be lost."""
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
