@@ -22,7 +22,7 @@ from dynamo_local.core.kv_tracker import EventBatch
 from dynamo_local.runtime.kv_wire import decode_batch, encode_batch
 from dynamo_local.twin.trace import read_trace
 
-SEQUENCES, BLOCKS = 1000, 64
+SEQUENCES, SHORT_SEQUENCES, BLOCKS = 1000, 200, 64
 Sequences = Sequence[list[int]]
 Holders = Callable[[int], Sequence[int]]
 """Which workers hold the n-th sequence."""
@@ -86,9 +86,9 @@ def run(short: bool) -> Report:
     rounds = 3 if short else 5
     beside = _installed()
     rng = random.Random(1)
-    made = [[rng.getrandbits(63) for _ in range(BLOCKS)] for _ in range(SEQUENCES)]
+    made = [[rng.getrandbits(63) for _ in range(BLOCKS)] for _ in range(SHORT_SEQUENCES if short else SEQUENCES)]
     for workers in (8, 64):
-        what = f"{SEQUENCES:,} × {BLOCKS} blocks, {workers} workers"
+        what = f"{len(made):,} × {BLOCKS} blocks, {workers} workers"
         _measure(report, f"{what}, one holder each", made, lambda n, w=workers: (n % w,), rounds, beside)  # type: ignore[misc]
         _measure(report, f"{what}, all hold all", made, lambda _, w=workers: range(w), 1 if short else 2, beside)  # type: ignore[misc]
     names: dict[int, int] = {}
