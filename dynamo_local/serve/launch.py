@@ -276,7 +276,8 @@ def _logging_to(path: Path) -> Iterator[None]:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    logging.getLogger("circus").setLevel(logging.WARNING)
+    for chatty in ("circus", "uvicorn"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     path.touch(mode=0o600)
     try:
         yield
