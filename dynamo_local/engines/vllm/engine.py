@@ -105,10 +105,11 @@ class VllmEngine:
         log.info("vLLM was ready after %.1f s", time.monotonic() - started_s)
 
     def _listen_to_kv_events(self) -> None:
-        """Where the section says nothing of its own about them, and one engine speaks."""
+        """Where blocks are cached at all, the section says nothing of its own about events, and one engine speaks."""
         args = self.options.args
         assert self._private is not None
-        if self._kv_events is None or "kv_events_config" in args or args.get("data_parallel_size", 1) != 1:
+        cached = args.get("enable_prefix_caching", True) and args.get("data_parallel_size", 1) == 1
+        if self._kv_events is None or "kv_events_config" in args or not cached:
             return
         endpoint = f"ipc://{self._private.folder / 'kv'}"
         config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": ""}
@@ -202,7 +203,8 @@ class VllmEngine:
         # Ids that come again (a redelivered prefill) must not meet in the engine.
         internal_id = f"{request.request_id}-{self._count:x}"
         sampling = self._sampling_params(request.sampling, params)
-        prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+        # With its type, vLLM takes it as it is; a raw prompt would go through its renderer, in a thread.
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
         self._statistics.opened(internal_id, request.sampling.max_tokens)
         self._notify()
         outputs = cast(AsyncGenerator[Any, None], llm.generate(prompt, sampling, internal_id))
