@@ -35,8 +35,9 @@ from dynamo_local.ports import (
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_TIMEOUT_S = 15.0
-"""For EngineCore to end by itself; past it vLLM kills it. Below the worker's time for its shutdown hooks."""
+SHUTDOWN_TIMEOUT_S = 5.0
+"""For EngineCore to end by itself; past it vLLM kills it. With NIXL it hangs in its teardown (15 s were not enough on
+two busy cores), and by now nothing is left that could be lost."""
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
@@ -164,6 +165,9 @@ class VllmEngine:
         self._watches.clear()
         if llm is not None:
             log.info("prompt tokens by source: %s", dict(self._statistics.prompt_tokens))
+            handler = getattr(llm, "output_handler", None)
+            if handler is not None and not self._statistics.num_live:
+                handler.cancel()  # nobody waits for it: it need not tell the log that the engine has died
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
         if self._bridge is not None:
             await self._bridge.close()
