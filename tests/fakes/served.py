@@ -264,8 +264,7 @@ class Served:
         found += [f"file {path}" for path in self.paths.runtime.parent.glob("boot-*")]
         mine = [self.paths.runtime] if not self._own_folder else [self.folder]
         found += [f"socket {path}" for folder in mine for path in folder.rglob("*") if _is_socket(path)]
-        left = _shared_memory() - self._shared_memory
-        found += [f"shared memory {name}" for name in left if not _in_use(name)]
+        found += [f"shared memory {name}" for name in _shared_memory() - self._shared_memory]
         return found
 
     def processes(self) -> list[tuple[int, str]]:
@@ -306,12 +305,6 @@ class Served:
 
 def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def _in_use(shared_memory: str) -> bool:
-    """Somebody alive has it mapped: another test's engine, for ours are gone."""
-    mark = f"/dev/shm/{shared_memory}\n".encode()
-    return any(mark in _about(pid, "maps") for pid in _pids())
 
 
 def _is_socket(path: Path) -> bool:
