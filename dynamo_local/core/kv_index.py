@@ -207,9 +207,11 @@ class KvIndex:
             run.blocks.extend(blocks)
         else:
             run = _Run(list(blocks), bit)
+            self._runs[run] = now_s
         self._run_of.update(zip(blocks, repeat(run)))
         self._counts[worker] += len(blocks)
-        self._touch(run, now_s)
+        if self._expiry_s is not None:
+            self._touch(run, now_s)
 
     def _hold(self, worker: int, bit: int, run: _Run, block: int, length: int, now_s: float) -> None:
         """So many blocks of one run, from that one: all of it or a part."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.core.kv_index import KvIndex
@@ -18,8 +19,7 @@ MAX_EARLY = 1024
 """Batches kept while one before them is missing; past it they are dropped, and asked for again."""
 
 
-@dataclass(frozen=True, slots=True)
-class EventBatch:
+class EventBatch(NamedTuple):
     """What one publisher said at once. Without events it only repeats the number of the last batch: a sign of life, by
     which the loss of that one is seen."""
 
