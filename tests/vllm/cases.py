@@ -17,7 +17,7 @@ from tests.vllm.asking import Streaming, complete_all, engine_pids, prompt_token
 from tests.vllm.hosts import VllmHost
 
 LEAVE_S = 60.0
-START_S = 240.0
+START_S = 590.0
 ANSWER_TOKENS = 24
 LONG_TOKENS = 600
 

@@ -159,10 +159,7 @@ class VllmEngine:
     async def close(self) -> None:
         self._closed = True
         llm, self._llm = self._llm, None
-        for loop, fd in self._watches:
-            loop.remove_reader(fd)
-            os.close(fd)
-        self._watches.clear()
+        self._watch_no_more()
         if llm is not None:
             log.info("prompt tokens by source: %s", dict(self._statistics.prompt_tokens))
             handler = getattr(llm, "output_handler", None)
@@ -189,11 +186,20 @@ class VllmEngine:
                 continue
             self._watches.append((loop, fd))
             loop.add_reader(fd, self._die, f"its process {process.name} (pid {process.pid}) ended")
+        if not self._watches:
+            self._die("none of its processes is there after the start")
+
+    def _watch_no_more(self) -> None:
+        for loop, fd in self._watches:
+            loop.remove_reader(fd)
+            os.close(fd)
+        self._watches.clear()
 
     def _die(self, why: str) -> None:
         if self._death is None and not self._closed:
             self._death = f"vLLM has ended by itself: {why}"
             log.error("%s", self._death)
+            self._watch_no_more()  # a dead process is readable for ever
             self._dead.set()
             self._notify()
 
