@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def no_leaked_processes() -> Iterator[None]:
     _, alive = psutil.wait_procs(children, timeout=3.0)
     left = [f"{child.pid} {' '.join(child.cmdline())}" for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     assert left == [], f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heard() -> None:
+    """Who starts the tests in the background (`tox &` in a script) has SIGINT ignored, and all children inherit that:
+    Ctrl-C could then not be tested."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

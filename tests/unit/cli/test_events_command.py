@@ -174,5 +174,5 @@ def test_follow_goes_on_until_ctrl_c(log: EventLog, following: subprocess.Popen[
     log.append([record(DRAIN, S.READY, S.DRAINING, name="dynamo_Other"), record(DRAIN, S.READY, S.DRAINING)])
     assert json.loads(following.stdout.readline())["seq"] == 5
     following.send_signal(signal.SIGINT)
-    assert following.wait(10) == 0
+    assert following.wait(30) == 0
     assert following.stdout.read() == ""

@@ -246,7 +246,7 @@ def test_the_live_view_follows_an_arbiter_and_leaves_the_terminal_as_it_was(
                 screen.process.send_signal(signal.SIGINT)
             else:
                 screen.press(how)
-            assert screen.process.wait(10.0) == code
+            assert screen.process.wait(30.0) == code
             screen.until("\x1b[?1049l")  # the alternate screen is left
             assert screen.attributes() == screen.before
         finally:
