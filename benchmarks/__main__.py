@@ -20,8 +20,11 @@ NAMES = (
     "data_plane",
     "statefile",
     "sim_engine",
+    "simulate",
     "arbiter_idle",
+    "planner_loop",
     "status_command",
+    "planner_tick",
     "process_hosts",
     "drain",
 )

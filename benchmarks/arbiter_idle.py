@@ -23,6 +23,8 @@ from benchmarks.processes import ROOT, cpu_s, module_command, rss_mib
 WATCHERS = 64
 CPU_TARGET_PERCENT = 1.0
 MEMORY_TARGET_MIB = 96.0
+AGGREGATED = ("graphs.agg:Frontend", "-f", "configs/agg.yaml", f"--VllmWorker.ServiceArgs.workers={WATCHERS - 2}")
+"""With a Frontend and a Processor."""
 SETTLE_S = 1.0
 """After the start: imports, garbage and buffers of the start are not idling."""
 
@@ -34,9 +36,9 @@ def run(short: bool) -> Report:
     with ExitStack() as stack:
         place = stack.enter_context(folders())
         plain = stack.enter_context(_plain_circus(place.root))
-        ours = stack.enter_context(_our_arbiter(place))
+        ours = stack.enter_context(our_arbiter(place, AGGREGATED))
         time.sleep(SETTLE_S)
-        used = [_window({"ours": ours, "circus": plain}, window_s) for _ in range(windows)]
+        used = [window({"ours": ours, "circus": plain}, window_s) for _ in range(windows)]
         memory = {name: [rss_mib(pid)] for name, pid in (("ours", ours), ("circus", plain))}
     percent = {name: [u[name] * 100 for u in used] for name in ("ours", "circus")}
     what = f"{WATCHERS} watchers"
@@ -50,7 +52,7 @@ def run(short: bool) -> Report:
     return report
 
 
-def _window(pids: dict[str, int], seconds: float) -> dict[str, float]:
+def window(pids: Mapping[str, int], seconds: float) -> dict[str, float]:
     """Share of a core that each used in the next so many seconds."""
     begin_s = time.perf_counter()
     before = {name: cpu_s(pid) for name, pid in pids.items()}
@@ -61,10 +63,9 @@ def _window(pids: dict[str, int], seconds: float) -> dict[str, float]:
 
 
 @contextmanager
-def _our_arbiter(place: Folders) -> Iterator[int]:
-    """`dynamo serve` in the foreground with `WATCHERS` sleeping workers, all ready; gives its pid."""
-    words = ["graphs.agg:Frontend", "-f", "configs/agg.yaml", "--gpus", f"sim:{WATCHERS}", "--namespace", NAMESPACE]
-    words += [f"--VllmWorker.ServiceArgs.workers={WATCHERS - 2}"]  # and a Frontend and a Processor
+def our_arbiter(place: Folders, graph: Sequence[str]) -> Iterator[int]:
+    """`dynamo serve GRAPH` in the foreground with `WATCHERS` sleeping workers, all ready; gives its pid."""
+    words = [*graph, "--gpus", f"sim:{WATCHERS}", "--namespace", NAMESPACE]
     command = module_command("benchmarks.arbiters", "ours", *words)
     env = {**place.env, "PYTHONPATH": str(ROOT)}
     log = place.root / "arbiter.out"

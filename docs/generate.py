@@ -187,6 +187,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "prefill-worker-options": _section("PrefillWorker"),
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,
+    "router-options": _section("Router"),
     "vllm-worker-options": _section("VllmWorker"),
 }
 

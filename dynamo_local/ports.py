@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.core.types import Instance, Load
 
 # --- etcd --------------------------------------------------------------------------------------
@@ -157,6 +158,14 @@ class EngineInfo:
     max_num_seqs: int
     options: Mapping[str, Any] = field(default_factory=dict)
     handoff_address: tuple[str, int] | None = None
+
+
+class KvEventPublisher(Protocol):
+    """Where an engine says what its KV cache holds. Hashes are those of `kv_hashes.block_hashes`, never its own."""
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """In the order in which they happened. From the event loop; returns at once and raises nothing."""
+        ...
 
 
 class Engine(Protocol):

@@ -66,7 +66,9 @@ class ComponentEntry(_Model):
     `lease` is hex, as at the end of the etcd keys in `endpoints`; `started_at` is seconds since 1970,
     `pid_start_time` seconds since boot (pid and start time together identify a process);
     `reason` is the cause of the last change of state; `course` says what a drain is for where it is not for good
-    (`core.fleet_view.Course`).
+    (`core.fleet_view.Course`). For the arbiter's successor, in seconds of the host's monotonic clock, which no change
+    of the time of day moves: `asked_s`, when it was asked to leave, and `failures_s`, when it failed lately;
+    `failures_streak` is how often in a row.
     """
 
     watcher_name: Name
@@ -88,6 +90,9 @@ class ComponentEntry(_Model):
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
     course: str | None = None
+    asked_s: Seconds | None = None
+    failures_s: list[Seconds] | None = None
+    failures_streak: Annotated[int, Field(ge=0)] | None = None
 
     @model_validator(mode="after")
     def _endpoints_under_lease(self) -> ComponentEntry:

@@ -21,6 +21,7 @@ COMMANDS = {
     "planner": ("dynamo_local.cli.planner:planner", "Start, change and question the load planner."),
     "events": ("dynamo_local.cli.events:events", "Show what happened to the workers, and why."),
     "logs": ("dynamo_local.cli.logs:logs", "Show what the processes wrote."),
+    "simulate": ("dynamo_local.cli.simulate:simulate", "Try a trace on a virtual fleet: planner, fixed, or a sweep."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
 }

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,10 +100,10 @@ def _run_detached(options: Any, boot_report: Path) -> int:
 
 def _detach() -> int:
     """The parent's side: start the same command in a session of its own and follow its boot report."""
-    folder = private_folder(runtime_root(os.environ))
-    handle, name = tempfile.mkstemp(prefix="boot-", suffix=".jsonl", dir=folder)
-    os.close(handle)
-    report, errors = Path(name), Path(name).with_suffix(".err")
+    from dynamo_local.serve.progress import errors_beside, new_boot_report
+
+    lock, report = new_boot_report(private_folder(runtime_root(os.environ)))
+    errors = errors_beside(report)
     words = [word for word in sys.argv[1:] if word not in ("--detach", "-d")]
     try:
         with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stderr:
@@ -121,6 +120,7 @@ def _detach() -> int:
     finally:
         report.unlink(missing_ok=True)
         errors.unlink(missing_ok=True)
+        os.close(lock)
 
 
 @contextmanager

@@ -59,6 +59,8 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
     if graph.get("frontend_url"):
         head.append(f"frontend  {graph['frontend_url']}")
     head.append(f"etcd      {graph['etcd_endpoints']}   nats {graph['nats_server']}")
+    if graph.get("metrics_url"):
+        head.append(f"metrics   {graph['metrics_url']}")
     head += _queue(graph.get("prefill_queue"))
     if line := status_line(graph.get("planner")):
         head.append(f"planner   {line}")

@@ -22,7 +22,7 @@ from dynamo_local.cli import top_view
 from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_words import decision_line
 from dynamo_local.cli.top_view import Frame, Histories, render
-from dynamo_local.errors import NotRunning
+from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.serve.paths import Paths
 
 LOOK_TIMEOUT_S = 2.0
@@ -92,7 +92,16 @@ class Watch:
 def last_decision(graph: dict[str, Any]) -> tuple[str, ...]:
     """The planner's last decision in words; nothing where there was none."""
     record = (graph.get("planner") or {}).get("last_decision")
-    return () if record is None else (decision_line(record),)
+    if record is None:
+        return ()
+    from dynamo_local.serve.decisions import words  # pydantic: a third of a second that most graphs never need
+
+    try:
+        lines = words(record).splitlines()
+    except BadInput:  # an arbiter of another version
+        return (decision_line(record),)
+    at = time.strftime("%H:%M:%S", time.localtime(record["wall_s"]))
+    return (f"{record['stimulus_id']} at {at}:", *lines)
 
 
 def _live(console: Console, watch: Watch, frame: Frame, refresh_s: float) -> None:

@@ -24,7 +24,11 @@ KEPT = 60
 """Values of a history, one a refresh."""
 
 WIDE = 100
-"""Columns from which on there is room for longer histories and the uptime."""
+"""Columns from which on there is room for the uptime."""
+
+KV_CELLS, RUNNING_CELLS, WAITING_CELLS = 4, 9, 7
+HISTORIES_MIN = 14
+"""Cells of a row that a long name does not take from the two histories."""
 
 GPU_COLOURS = {"free": "bright_black", "quarantined": "red", "taken": "magenta"}
 LEFT_FROM_NAME = 6
@@ -189,33 +193,33 @@ def _rows(graph: Graph) -> list[_Row]:
 
 
 def _table(frame: Frame, rows: Sequence[_Row], width: int, marks: Marks) -> Table:
-    """The name gets what the other columns leave."""
-    wide = width >= WIDE
-    gap, kv_cells, waiting_cells = (2, 20, 12) if wide else (1, 8, 6)
-    columns = [
-        ("GPU", max([3, *(len(row.gpus) for row in rows)]), "left"),
-        ("WORKER", 0, "left"),
-        ("STATE", max([8, *(len(row.state) for row in rows)]), "left"),
-        ("KV", 4, "right"),
-        ("", kv_cells, "left"),
-        ("RUNNING", 8, "right"),
-        ("WAITING", 7, "right"),
-        ("", waiting_cells, "left"),
-        *([("UP", 6, "right")] if wide else []),
-    ]
+    """Numbers have their fixed places; names, then histories, share what is left."""
     prefix = f"{frame.graph['namespace']}_"
     names = [_name(row, prefix) for row in rows]
-    spare = width - sum(cells for _, cells, _ in columns) - gap * (len(columns) - 1)
-    cells_of_name = max(LEFT_FROM_NAME, min(spare, max([len("WORKER"), *map(len, names)])))
+    gap, uptime = (2, [("UP", 6, "right")]) if width >= WIDE else (1, [])
+    gpus, states = max([3, *(len(row.gpus) for row in rows)]), max([8, *(len(row.state) for row in rows)])
+    left = width - gpus - states - sum((KV_CELLS, RUNNING_CELLS, WAITING_CELLS, *(cells for _, cells, _ in uptime)))
+    left -= gap * (7 + len(uptime))
+    name_cells = max(LEFT_FROM_NAME, min(left - HISTORIES_MIN, max([len("WORKER"), *map(len, names)])))
+    kv_history = min(KEPT, max(1, (left - name_cells) * 3 // 5))
+    waiting_history = min(KEPT, max(1, left - name_cells - kv_history))
+    columns = [
+        ("GPU", gpus, "left"),
+        ("WORKER", name_cells, "left"),
+        ("STATE", states, "left"),
+        ("KV", KV_CELLS, "right"),
+        ("", kv_history, "left"),
+        ("RUNNING", RUNNING_CELLS, "right"),
+        ("WAITING", WAITING_CELLS, "right"),
+        ("", waiting_history, "left"),
+        *uptime,
+    ]
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for title, cells, justify in columns:
-        size = cells or (cells_of_name if title else 0)
-        table.add_column(title, width=size, no_wrap=True, justify=justify, overflow="crop")  # type: ignore[arg-type]
+        table.add_column(title, width=cells, no_wrap=True, justify=justify, overflow="crop")  # type: ignore[arg-type]
     for row, name in zip(rows, names, strict=True):
-        cells_of_row = _cells(frame, row, kv_cells, waiting_cells, marks)
-        table.add_row(
-            *cells_of_row[:1], Text(shorten(name, cells_of_name, marks.cut)), *cells_of_row[1 : len(columns) - 1]
-        )
+        first, *others = _cells(frame, row, kv_history, waiting_history, marks)
+        table.add_row(first, Text(shorten(name, name_cells, marks.cut)), *others[: len(columns) - 2])
     return table
 
 

@@ -1,4 +1,4 @@
-"""The services that ship: `from dynamo_local.components import Frontend, Processor, VllmWorker, PrefillWorker`.
+"""The services that ship: `from dynamo_local.components import Frontend, Processor, Router, VllmWorker, PrefillWorker`.
 
 Each is imported when it is first asked for: a worker's start-up should not pay for its siblings' libraries.
 """
@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     from dynamo_local.components.frontend import Frontend
     from dynamo_local.components.prefill_worker import PrefillWorker
     from dynamo_local.components.processor import Processor
+    from dynamo_local.components.router import Router
     from dynamo_local.components.vllm_worker import VllmWorker
 
 _MODULES = {
     "Frontend": "frontend",
     "PrefillWorker": "prefill_worker",
     "Processor": "processor",
+    "Router": "router",
     "VllmWorker": "vllm_worker",
 }
 
-__all__ = ["Frontend", "PrefillWorker", "Processor", "VllmWorker"]
+__all__ = ["Frontend", "PrefillWorker", "Processor", "Router", "VllmWorker"]
 
 
 def __getattr__(name: str) -> Any:

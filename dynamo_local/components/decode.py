@@ -44,14 +44,15 @@ class Decoder:
         # A client may send the same request id twice, and a retry does: the engine needs one of its own.
         request_id = f"{asked.request_id}-{secrets.token_hex(4)}"
         request = EngineRequest(request_id, asked.token_ids, asked.sampling)
-        async with contextlib.aclosing(self._outputs(request)) as outputs:
+        async with contextlib.aclosing(self._outputs(request, asked.prefix_hit_rate)) as outputs:
             async for output in outputs:
                 yield wire.generate_item(output)
 
-    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def _outputs(self, request: EngineRequest, hit_rate: float | None) -> AsyncGenerator[EngineOutput, None]:
         params: Mapping[str, Any] | None = None
         if self._remote is not None:
-            hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
+            if hit_rate is None:  # nobody has asked a Router: what the engine knows itself
+                hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
             params = await self._remote.prefill(request, hit_rate)
         if params is not None and self._remote is not None:
             started = False

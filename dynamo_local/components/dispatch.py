@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.components.picker import Picker, Sample
+from dynamo_local.components.routing import Routed
+from dynamo_local.core.routing import Picker, Sample
 from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy, WorkerDraining
 from dynamo_local.ports import EndpointClient, ResponseStream
 from dynamo_local.runtime.requests.client import late_news_s
@@ -22,12 +23,23 @@ log = logging.getLogger(__name__)
 Batch = list[dict[str, Any]]
 
 
+class Chooser(Protocol):
+    """Who knows better than the picker here: a Router."""
+
+    async def choose(
+        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int]
+    ) -> Routed | None:
+        """The worker; None where it cannot be said in time. Raises nothing of its own."""
+        ...
+
+
 class Dispatcher:
     """Chooses among a component's workers and repeats what failed before its first token.
 
     `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
     request (a full or leaving worker only refuses, which costs nothing, so all of them may be asked). Where all that
-    we know of leave, others are waited for: a scale-down fails no request.
+    we know of leave, others are waited for: a scale-down fails no request. A `router` is asked first; the picker
+    decides where it does not know, or names a worker that is not there (any more).
     """
 
     def __init__(
@@ -37,7 +49,9 @@ class Dispatcher:
         loads: Callable[[Sequence[int]], Mapping[int, Sample]],
         max_tries: int = 3,
         clock: Clock | None = None,
+        router: Chooser | None = None,
     ) -> None:
+        self._router = router
         self._client = client
         self._picker = picker
         self._loads = loads
@@ -45,7 +59,7 @@ class Dispatcher:
         self._clock = clock or AsyncioClock()
 
     async def send(
-        self, payload: Any, *, request_id: str, tokens: int, timeout_s: float | None
+        self, payload: Mapping[str, Any], *, request_id: str, tokens: int, timeout_s: float | None
     ) -> AsyncGenerator[Batch, None]:
         """The worker's items as they arrived together. `tokens` bounds what the request may generate.
 
@@ -54,12 +68,16 @@ class Dispatcher:
         """
         deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
         failures: dict[int, DynamoError] = {}
-        while (worker := self._pick(failures)) is not None:
+        while (routed := await self._choose(payload, request_id, tokens, failures)) is not None:
+            worker = routed.worker
+            known = {} if routed.prefix_hit_rate is None else {"prefix_hit_rate": routed.prefix_hit_rate}
             left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
             self._picker.routed(worker, request_id, tokens, self._clock.now_s())
             produced = False
             try:
-                stream = await self._client.call(payload, instance_id=worker, request_id=request_id, timeout_s=left_s)
+                stream = await self._client.call(
+                    {**payload, **known}, instance_id=worker, request_id=request_id, timeout_s=left_s
+                )
                 async with _batches(stream) as batches:
                     async for batch in batches:
                         produced = produced or any(item["token_ids"] for item in batch)
@@ -76,12 +94,22 @@ class Dispatcher:
                 await self._client.wait_for_others(failures, late_news_s(deadline_s, self._clock.now_s()))
         raise _verdict(failures, self._client)
 
-    def _pick(self, failures: Mapping[int, DynamoError]) -> int | None:
+    async def _choose(
+        self, payload: Mapping[str, Any], request_id: str, tokens: int, failures: Mapping[int, DynamoError]
+    ) -> Routed | None:
         """The next worker, or None when nobody is left or too many have failed."""
         if sum(not isinstance(error, WorkerBusy | WorkerDraining) for error in failures.values()) >= self._max_tries:
             return None
-        untried = [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
-        return self._picker.pick(untried, self._loads(untried)) if untried else None
+        untried = self._untried(failures)
+        if self._router is not None and untried:
+            routed = await self._router.choose(payload["token_ids"], request_id, tokens, tuple(failures))
+            untried = self._untried(failures)
+            if routed is not None and routed.worker in untried:
+                return routed
+        return Routed(self._picker.pick(untried, self._loads(untried))) if untried else None
+
+    def _untried(self, failures: Mapping[int, DynamoError]) -> list[int]:
+        return [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
 
 
 @contextlib.asynccontextmanager

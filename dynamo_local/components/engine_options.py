@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from dynamo_local.components.model import TINY_MODEL, TINY_TOKENS
 from dynamo_local.engines import make_engine
 from dynamo_local.errors import ConfigError
-from dynamo_local.ports import Engine
+from dynamo_local.ports import Engine, KvEventPublisher
 from dynamo_local.sdk.checks import listing, nearest
 from dynamo_local.sdk.service_config import underscored
 from dynamo_local.sdk.settings import accepted_names
@@ -142,14 +142,14 @@ def _vocab_size(model: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-async def start_engine(config: EngineConfig, gpus: int) -> Engine:
+async def start_engine(config: EngineConfig, gpus: int, kv_events: KvEventPublisher | None = None) -> Engine:
     """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind."""
     options: VllmOptions | dict[str, Any]
     if config.engine_name == "vllm":
         options = config.vllm_options(gpus)
     else:
         options = sim_options(config.model, config.max_model_len, config.sim)
-    engine = make_engine(config.engine_name, options)
+    engine = make_engine(config.engine_name, options, kv_events=kv_events)
     try:
         await engine.start()
     except BaseException:

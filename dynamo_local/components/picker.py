@@ -1,59 +1,12 @@
-"""Which worker gets the next request. Pure: candidates and loads in, an instance id out.
-
-A picker also remembers what this Processor has sent since each worker's last load sample: a sample is up
-to a second old, and without that a burst of requests would all go to the one that looked idle.
-"""
+"""The pickers by name: those of `core.routing`, and one that leaves it to chance (the core knows no `random`)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
 
-from dynamo_local.core.types import Load, Missing
-
-PickerName = Literal["round-robin", "random", "least-loaded"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A worker's load, and when (monotonic seconds of the Processor) it arrived."""
-
-    load: Load | Missing
-    at_s: float
-
-
-class Picker(Protocol):
-    """A choice among instance ids. `routed` and `finished` bracket each request that was sent."""
-
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample]) -> int:
-        """One of `candidates` (never empty)."""
-        ...
-
-    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
-        """The request went to that worker; `tokens` bounds what it may still generate."""
-        ...
-
-    def finished(self, instance_id: int, request_id: str) -> None: ...
-
-
-class RoundRobin:
-    """In turn, by instance id, whatever joins or leaves."""
-
-    def __init__(self) -> None:
-        self._last = -1
-
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample]) -> int:
-        order = sorted(candidates)
-        self._last = next((i for i in order if i > self._last), order[0])
-        return self._last
-
-    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
-        """Turns do not depend on load."""
-
-    def finished(self, instance_id: int, request_id: str) -> None:
-        """Turns do not depend on load."""
+from dynamo_local.core.kv_routing import KvCost
+from dynamo_local.core.routing import NO_HITS, LeastLoaded, Picker, RoundRobin, RouterPolicy, Sample
 
 
 class Random:
@@ -62,7 +15,7 @@ class Random:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample]) -> int:
+    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
         return self._rng.choice(sorted(candidates))
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
@@ -72,56 +25,10 @@ class Random:
         """Chance does not depend on load."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    tokens: int
-    at_s: float
-
-
-class LeastLoaded:
-    """Fewest requests (active + waiting), then fewest tokens still to come, then in turn.
-
-    To each sample is added what was sent after it. A worker whose load is missing is not taken for idle:
-    it counts as the busiest known one, or as what is in flight from here, whichever is more; where no
-    load is known, the requests in flight from here decide.
-    """
-
-    def __init__(self) -> None:
-        self._sent: dict[int, dict[str, _Sent]] = {}
-        self._turn = RoundRobin()
-
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample]) -> int:
-        known = {i: score for i in candidates if (score := self._score(i, loads.get(i))) is not None}
-        worst = max(known.values(), default=(0, 0))
-        scores = {i: known[i] if i in known else max(worst, self._in_flight(i)) for i in candidates}
-        best = min(scores.values())
-        return self._turn.pick([i for i in candidates if scores[i] == best], loads)
-
-    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
-        self._sent.setdefault(instance_id, {})[request_id] = _Sent(tokens, now_s)
-
-    def finished(self, instance_id: int, request_id: str) -> None:
-        sent = self._sent.get(instance_id, {})
-        sent.pop(request_id, None)
-        if not sent:
-            self._sent.pop(instance_id, None)
-
-    def _score(self, instance_id: int, sample: Sample | None) -> tuple[int, int] | None:
-        """(requests, tokens), or None where the load is missing."""
-        if sample is None or isinstance(sample.load, Missing):
-            return None
-        load = sample.load
-        since = [s for s in self._sent.get(instance_id, {}).values() if s.at_s >= sample.at_s]
-        requests = load.request_active_slots + load.num_requests_waiting + len(since)
-        return requests, load.remaining_tokens + sum(s.tokens for s in since)
-
-    def _in_flight(self, instance_id: int) -> tuple[int, int]:
-        sent = self._sent.get(instance_id, {}).values()
-        return len(sent), sum(s.tokens for s in sent)
-
-
-def make_picker(name: PickerName, seed: int | None = None) -> Picker:
-    """The picker of that name; `seed` is used by `random` only."""
+def make_picker(name: RouterPolicy, seed: int | None = None) -> Picker:
+    """The picker of that name; `seed` is for `random`, and for the ties of `kv` and `kv-load`."""
     if name == "random":
         return Random(random.Random(seed))
+    if name in ("kv", "kv-load"):
+        return KvCost(random.Random(seed).choice, prefix=name == "kv")
     return LeastLoaded() if name == "least-loaded" else RoundRobin()

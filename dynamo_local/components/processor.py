@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.model import TINY_MODEL
-from dynamo_local.components.picker import PickerName, Sample, make_picker
+from dynamo_local.components.picker import make_picker
+from dynamo_local.components.router import Router
 from dynamo_local.components.vllm_worker import VllmWorker
-from dynamo_local.core.types import Missing
+from dynamo_local.core.routing import RouterPolicy
 from dynamo_local.runtime.requests.context import current_request
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import current_context
-
-if TYPE_CHECKING:  # what only a running Processor needs is imported by its start: a graph's import stays cheap
-    from dynamo_local.runtime.load import LoadView
 
 
 class ProcessorConfig(BaseModel):
@@ -41,26 +39,18 @@ class ProcessorConfig(BaseModel):
     served_model_name: str | None = Field(
         default=None, min_length=1, description="The model's name in the API; by default `model`."
     )
-    router: PickerName = Field(
-        default="least-loaded", description="How a worker is picked: round-robin, random or least-loaded."
+    router: RouterPolicy = Field(
+        default="least-loaded",
+        description="How a worker is picked: least-loaded, kv-load, round-robin or random; kv needs the Router "
+        "service. Where there is one it is asked, and this is for when it is away (kv then means kv-load).",
     )
-    router_seed: int | None = Field(default=None, description="Seed of the random router; None: another in every run.")
+    router_seed: int | None = Field(default=None, description="Seed of what is left to chance; None: another each run.")
+    router_timeout_s: float = Field(
+        default=0.5, gt=0, le=10, description="How long a request waits for the Router before it is routed without it."
+    )
     max_tries: int = Field(
         default=3, ge=1, le=16, description="Workers that may fail a request before its first token until it fails."
     )
-
-
-def samples(view: LoadView, clock: Clock, instance_ids: Sequence[int]) -> dict[int, Sample]:
-    """The view's loads as the picker takes them: a missing one stays missing."""
-    now_s = clock.now_s()
-    found: dict[int, Sample] = {}
-    for instance_id in instance_ids:
-        report = view.get(instance_id)
-        if isinstance(report, Missing):
-            found[instance_id] = Sample(report, now_s)
-        else:
-            found[instance_id] = Sample(report.load, now_s - report.age_s)
-    return found
 
 
 @service(dynamo={"namespace": "dynamo", "role": "other"}, workers=1, config=ProcessorConfig)
@@ -68,6 +58,7 @@ class Processor:
     """Turns OpenAI requests into token requests to the workers, and their tokens into text."""
 
     worker = depends(VllmWorker)
+    router = depends(Router, optional=True)
 
     def __init__(self) -> None:
         self._stack = contextlib.AsyncExitStack()  # a start that is broken off is stopped like any other
@@ -78,6 +69,7 @@ class Processor:
         from dynamo_local.components.dispatch import Dispatcher
         from dynamo_local.components.models_view import ModelsView
         from dynamo_local.components.pipeline import Pipeline
+        from dynamo_local.components.routing import RouterLink, samples
         from dynamo_local.components.tokenizer import load_tokenizer
         from dynamo_local.runtime.load import LoadView
 
@@ -89,14 +81,23 @@ class Processor:
         clock = AsyncioClock()
         self._view = LoadView(context.nats, context.namespace, self.worker.component, clock)
         self._stack.push_async_callback(self._view.close)
-        if config.router == "least-loaded":
+        if config.router not in ("round-robin", "random"):
             await self._view.start()
         picker = make_picker(config.router, config.router_seed)
         models = ModelsView(context.namespace, name)
         follow = asyncio.create_task(models.follow(context.kv), name="model cards")
         self._stack.push_async_callback(_end, follow)
+        router = None
+        if self.router is not None:
+            asking = await context.endpoint_client(self.router.component, "generate")
+            router = RouterLink(asking, config.router_timeout_s, clock)
         dispatcher = Dispatcher(
-            client, picker, lambda ids: samples(self._view, clock, ids), max_tries=config.max_tries, clock=clock
+            client,
+            picker,
+            lambda ids: samples(self._view, clock, ids),
+            max_tries=config.max_tries,
+            clock=clock,
+            router=router,
         )
         self._pipeline = Pipeline(tokenizer, models, dispatcher, name)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import wire
-from dynamo_local.core.disagg import DisaggSettings, decide_prefill
+from dynamo_local.core.disagg import DisaggSettings, SampledDepth, decide_prefill
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.ports import EngineRequest, PrefillQueue
@@ -21,37 +21,30 @@ from dynamo_local.sdk.context import PrefillReplies
 
 log = logging.getLogger(__name__)
 
-DEPTH_MAX_AGE_S = 0.05
 DEPTH_TIMEOUT_S = 0.5
 
 
 class QueueGauge:
-    """The prefill queue's `pending`, asked at most every `DEPTH_MAX_AGE_S` and by one request at a time.
-
-    What this worker has enqueued since the sample is added: a burst that arrives within one sample would else
-    find the queue empty as a whole. What others took out since is not seen, which errs towards local prefill.
-    """
+    """The prefill queue's `pending`, asked at most every `DEPTH_MAX_AGE_S` and by one request at a time."""
 
     def __init__(self, queue: PrefillQueue, clock: Clock) -> None:
         self._queue = queue
         self._clock = clock
-        self._value: int | Missing = Missing("not sampled yet")
-        self._fresh_until_s = float("-inf")
-        self._enqueued = 0
+        self._depth = SampledDepth()
         self._refresh: asyncio.Task[None] | None = None
 
     def enqueued(self) -> None:
         """One entry more, until the next sample."""
-        self._enqueued += 1
+        self._depth.enqueued()
 
     async def pending(self) -> int | Missing:
         """Entries waiting, at most `DEPTH_MAX_AGE_S` old; `Missing` where the queue does not answer."""
-        if self._clock.now_s() >= self._fresh_until_s:
+        if self._depth.due(self._clock.now_s()):
             if self._refresh is None or self._refresh.done():
                 self._refresh = asyncio.create_task(self._sample(), name="prefill queue depth")
             # Shielded: one caller's cancellation must not take the sample from the others.
             await asyncio.shield(self._refresh)
-        return self._value if isinstance(self._value, Missing) else self._value + self._enqueued
+        return self._depth.pending
 
     async def close(self) -> None:
         """End a sample that is under way."""
@@ -60,15 +53,16 @@ class QueueGauge:
             await asyncio.wait([self._refresh])
 
     async def _sample(self) -> None:
-        self._enqueued = 0
+        self._depth.asked()
+        value: int | Missing
         try:
             async with asyncio.timeout(DEPTH_TIMEOUT_S):
-                self._value = (await self._queue.depth()).pending
+                value = (await self._queue.depth()).pending
         except TimeoutError:
-            self._value = Missing(f"no answer within {DEPTH_TIMEOUT_S} s")
+            value = Missing(f"no answer within {DEPTH_TIMEOUT_S} s")
         except InfraUnavailable as error:
-            self._value = Missing(str(error))
-        self._fresh_until_s = self._clock.now_s() + DEPTH_MAX_AGE_S
+            value = Missing(str(error))
+        self._depth.sampled(value, self._clock.now_s())
 
 
 class RemotePrefill:

@@ -32,6 +32,9 @@ class VllmWorkerConfig(EngineConfig):
     max_num_waiting: int = Field(
         default=1024, ge=1, description="Requests waiting for the engine at which new ones are refused (429)."
     )
+    kv_events: bool = Field(
+        default=True, description="Say which KV blocks are cached; a Router with the policy kv needs it."
+    )
     remote_prefill: bool = Field(default=False, description="Send prefills to the prefill workers.")
     conditional_disagg: bool = Field(default=False, description="Only those that the two thresholds below let through.")
     max_local_prefill_length: int = Field(
@@ -83,9 +86,12 @@ class VllmWorker:
 
         context = current_context()
         config: VllmWorkerConfig = context.settings
-        self._engine = await start_engine(config, context.gpus)
+        self._kv_events = await context.kv_events() if config.kv_events else None
+        self._engine = await start_engine(config, context.gpus, self._kv_events)
         self._stack.push_async_callback(self._engine.close)
         context.vital(self._engine.wait_failed(), "the engine")
+        if self._kv_events is not None:
+            self._kv_events.block_size = self._engine.info.block_size
         self._remote = None
         if config.remote_prefill and self.prefill_worker is None:
             log.warning("remote-prefill is on, but the graph has no prefill worker: every prefill is local")
@@ -124,6 +130,16 @@ class VllmWorker:
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Token ids in, token ids out; see `components.wire`."""
         async with contextlib.aclosing(self._decoder.generate(request)) as items:
+            async for item in items:
+                yield item
+
+    @endpoint()
+    async def kv_blocks(self, request: dict[str, Any] | None = None) -> AsyncGenerator[dict[str, Any], None]:
+        """Which KV blocks are cached here, for a Router that has missed something; see `runtime.kv_wire`."""
+        if self._kv_events is None:
+            yield {"block_size": self._engine.info.block_size, "epoch": "-", "seq": 0, "replay": False}
+            return
+        async with contextlib.aclosing(self._kv_events.answer(request)) as items:
             async for item in items:
                 yield item
 

@@ -3,10 +3,12 @@
 Requests are checked by msgspec when they arrive (once per request); response items are built and read
 without it (once per frame of tokens, on the hot path).
 
-    generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}}
+    generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}, "prefix_hit_rate"?: 0..1}
     generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int}
     prefill entry     {"token_ids", "sampling", "reply_subject"}
     prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int}; a failure travels as PrefillReplies' error
+    route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
+    route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
     response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend
 """
 
@@ -28,6 +30,26 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     request_id: str
     token_ids: list[int]
     sampling: SamplingParams
+    prefix_hit_rate: float | None = None
+    """What the Router knows of this prompt's blocks here; None: nobody has asked it."""
+
+
+class RouteRequest(msgspec.Struct, frozen=True):
+    """What `Router.generate` takes. `avoid` are workers that have failed this request already."""
+
+    token_ids: list[int]
+    request_id: str = ""
+    max_tokens: int = 0
+    avoid: list[int] = []
+    lora_id: int = 0
+
+
+class RouteAnswer(msgspec.Struct, frozen=True):
+    """What `Router.generate` answers: the worker, the share of the prompt that it has cached, and by which policy."""
+
+    worker_id: int
+    prefix_hit_rate: float
+    router: str
 
 
 class PrefillEntry(msgspec.Struct, frozen=True):
@@ -56,6 +78,14 @@ def parse_generate_request(payload: Any) -> GenerateRequest:
         return msgspec.convert(payload, GenerateRequest)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"generate request: {error}") from error
+
+
+def parse_route_request(payload: Any) -> RouteRequest:
+    """Raises `InvalidRequest` that names the field."""
+    try:
+        return msgspec.convert(payload, RouteRequest)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"route request: {error}") from error
 
 
 def generate_item(output: EngineOutput) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import validate_section
 
 DEFAULT_NAMESPACE = "dynamo"
+ROUTER = "Router"
 
 
 def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> GraphSpec:
@@ -30,6 +31,7 @@ def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> Gra
     _check_sections(graph, config)
     specs = tuple(_service_spec(service, graph, config) for service in graph.services.values())
     spec = GraphSpec(namespace=name, target=graph.target, services=specs)
+    _check_router(config.source, spec)
     if PLANNER in config.sections:
         planner = planner_config(graph, config)
         check_planner(planner, spec)
@@ -116,6 +118,19 @@ def _max_workers(service: DynamoService[Any]) -> int | None:
     """The class's `max_workers`, where it has one; a frontend listens on one port."""
     limit = getattr(service.inner, "max_workers", 1 if service.role is Role.FRONTEND else None)
     return None if limit is None else int(limit)
+
+
+def _check_router(source: str, graph: GraphSpec) -> None:
+    """`router: kv` has an effect only where something knows what the workers have cached."""
+    if any(spec.name == ROUTER for spec in graph.services):
+        return
+    for spec in graph.services:
+        if spec.config.get("router") == "kv":
+            raise ConfigError(
+                f"{source}: {spec.name}: router is kv, but the graph has no {ROUTER} service: take "
+                "graphs.agg_router or graphs.disagg_router, link one, or choose least-loaded, kv-load, round-robin "
+                "or random"
+            )
 
 
 def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:

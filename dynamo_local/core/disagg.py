@@ -28,6 +28,45 @@ class DisaggSettings:
                 raise ValueError(f"{name} must be 0 or more, not {value}")
 
 
+DEPTH_MAX_AGE_S = 0.05
+"""How old the queue's depth may be when it decides about a request."""
+
+
+class SampledDepth:
+    """The prefill queue's depth as one decode worker knows it: the last sample, and what it enqueued since.
+
+    A burst that arrives within one sample would else find the queue empty as a whole. What others took out since is
+    not seen, which errs towards local prefill.
+    """
+
+    def __init__(self) -> None:
+        self._value: int | Missing = Missing("not sampled yet")
+        self._fresh_until_s = float("-inf")
+        self._enqueued = 0
+
+    def due(self, now_s: float) -> bool:
+        """Whether a new sample is needed."""
+        return now_s >= self._fresh_until_s
+
+    def asked(self) -> None:
+        """A sample is being taken: what is enqueued from now on may not be in it."""
+        self._enqueued = 0
+
+    def sampled(self, value: int | Missing, now_s: float) -> None:
+        """This was the answer."""
+        self._value = value
+        self._fresh_until_s = now_s + DEPTH_MAX_AGE_S
+
+    def enqueued(self) -> None:
+        """One entry more, until the next sample."""
+        self._enqueued += 1
+
+    @property
+    def pending(self) -> int | Missing:
+        """Entries waiting, as far as is known."""
+        return self._value if isinstance(self._value, Missing) else self._value + self._enqueued
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillDecision:
     """`reason` is one line for the log; `prefill_length` counts the tokens that are not cached."""

@@ -10,28 +10,33 @@ from dynamo_local.errors import ConfigError
 if TYPE_CHECKING:
     from dynamo_local.clock import Clock
     from dynamo_local.engines.vllm.options import VllmOptions
-    from dynamo_local.ports import Engine
+    from dynamo_local.ports import Engine, KvEventPublisher
 
 ENGINES = ("sim", "vllm")
 
 
 def make_engine(
-    kind: str, options: Mapping[str, Any] | VllmOptions | None = None, *, clock: Clock | None = None
+    kind: str,
+    options: Mapping[str, Any] | VllmOptions | None = None,
+    *,
+    clock: Clock | None = None,
+    kv_events: KvEventPublisher | None = None,
 ) -> Engine:
     """The engine of that kind, not yet started. Its package is imported here, so that others cost nothing.
 
     `options` are the engine's own: `VllmOptions` for `vllm`, those of `SimOptions` for `sim`, keys with hyphens or
-    underscores. Raises `ConfigError` for an unknown kind, an unknown option or a value that cannot be used.
+    underscores. `kv_events` is told what the engine's KV cache holds; None: nobody wants to know.
+    Raises `ConfigError` for an unknown kind, an unknown option or a value that cannot be used.
     """
     if kind == "vllm":
         from dynamo_local.engines.vllm import VllmEngine, VllmOptions
 
         if not isinstance(options, VllmOptions):
             raise ConfigError("the vllm engine needs VllmOptions: it has no default model")
-        return VllmEngine(options)
+        return VllmEngine(options, kv_events=kv_events)
     if kind == "sim":
         from dynamo_local.engines.sim import SimEngine, SimOptions
 
         assert options is None or isinstance(options, Mapping)
-        return SimEngine(SimOptions.from_mapping(options or {}), clock=clock)
+        return SimEngine(SimOptions.from_mapping(options or {}), clock=clock, kv_events=kv_events)
     raise ConfigError(f"there is no engine {kind!r}; the engines are: {', '.join(ENGINES)}")

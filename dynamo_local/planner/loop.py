@@ -21,7 +21,7 @@ from dynamo_local.planner.local_connector import Committed, Refused
 from dynamo_local.planner.observing import PlannerObserver
 from dynamo_local.planner.pulling import Puller
 from dynamo_local.planner.record import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
-from dynamo_local.planner.rounds import Policy, Rounds
+from dynamo_local.planner.rounds import STALE_PULLS, Policy, Rounds
 from dynamo_local.planner.values import Decision, Fleet, Observation, Reading
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class PlannerLoop:
         self._tell = tell
         self._rounds: Rounds | None = None
         self._next_s = 0.0  # of a paused loop; else the rounds say
+        self._unseen = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -165,7 +166,8 @@ class PlannerLoop:
                         await self._pull()
                 except Exception as error:
                     self._failed(error)
-                    await self._until(self._clock.now_s() + self.options.metric_pulling_interval_s)
+                    if self.state is not PlannerState.STOPPED:
+                        await self._until(self._clock.now_s() + self.options.metric_pulling_interval_s)
         finally:
             self._puller.close()
 
@@ -191,9 +193,10 @@ class PlannerLoop:
         self.counts.pulls += 1
         self.counts.lag_s = max(0.0, now_s - self._due_s())
         self._next_s = max(self._next_s + self.options.metric_pulling_interval_s, now_s)
-        await self._tick()
-        blind = self._world.blind()
-        self._say(None if blind is None else f"holds: {blind}")
+        reading = await self._tick()
+        self._unseen = self._unseen + 1 if (unknown := _unknown(reading)) is not None else 0
+        why = self._world.blind() or (unknown if self._unseen >= STALE_PULLS else None)
+        self._say(None if why is None else f"holds: {why}")
 
     def _failed(self, error: Exception) -> None:
         self.counts.failed_ticks += 1
@@ -207,17 +210,18 @@ class PlannerLoop:
         self._tell(f"planner: {trouble}" if trouble is not None else f"planner: goes on (it was: {self.trouble})")
         self.trouble = trouble
 
-    async def _tick(self) -> None:
+    async def _tick(self) -> Reading:
         reading = await self._puller.pull(self._world.ready(), self.options.metric_pulling_interval_s)
         fleet = self._world.fleet()
         self._told(lambda observer: observer.on_reading(reading, fleet))
         rounds = self._rounds
         if rounds is None or reading.at_s < rounds.interval_began_s:
-            return  # paused, or begun anew while we asked
+            return reading  # paused, or begun anew while we asked
         began_s, readings = rounds.interval_began_s, (*rounds.readings, reading)
         decision = rounds.on_pull(reading, fleet)
         if decision is not None:
             await self._carry_out(decision, Observation(decision.now_s, began_s, readings, fleet))
+        return reading
 
     async def _carry_out(self, decision: Decision, observation: Observation) -> None:
         self._number += 1
@@ -238,6 +242,8 @@ class PlannerLoop:
     async def _act(self, component: str, step: int, stimulus_id: str) -> StepOutcome:
         if self.no_operation:
             return StepOutcome(Outcome.NO_OPERATION)
+        if (why := self._world.blind()) is not None:  # an up that waited for its GPU comes at any time
+            return StepOutcome(Outcome.REFUSED, (), why, "blind", retryable=True)
         act = self._connector.add_component if step > 0 else self._connector.remove_component
         try:
             return outcome_of(await act(component, stimulus_id=stimulus_id))
@@ -276,3 +282,12 @@ class _Seeing:
 def _unseen(reading: Reading, why: Missing) -> Reading:
     loads: Iterable[str] = reading.loads
     return Reading(reading.at_s, None if reading.queue is None else why, dict.fromkeys(loads, why))
+
+
+def _unknown(reading: Reading) -> str | None:
+    """What a role is held for now, in words that stay the same while it lasts."""
+    if isinstance(reading.queue, Missing):
+        return "the depth of the prefill queue is not known"
+    if reading.loads and all(isinstance(load, Missing) for load in reading.loads.values()):
+        return "no load of a decode worker is known"
+    return None

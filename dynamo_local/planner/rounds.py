@@ -18,7 +18,8 @@ The rules, in prose:
 * New options apply from the next decision on; the interval keeps its beginning and its readings.
 * An up that a decision deferred waits here until GPUs are really free under the budget, and is then carried out
   by a decision of its own (`Rule.GPU_FREED`). Until then it counts as capacity on its way (rule 5). If a drain is
-  taken back and its GPU does not come after all, the up is forgotten.
+  taken back and its GPU does not come after all (in three pulls, since a step takes a moment to be seen), the up is
+  forgotten.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dynamo_local.planner.values import Decision, Fleet, Observation, Pool, Read
 T = TypeVar("T")
 
 STALE_PULLS = 3
-"""A value older than so many pulls is missing."""
+"""A value older than so many pulls is missing; what is not seen in so many pulls does not come."""
 
 _SLACK = 1e-6
 """Share of a pulling interval by which a pull's time may miss the interval's end and still be it (rounding)."""
@@ -60,6 +61,7 @@ class Rounds:
         self._policy = policy
         self._options = options
         self._deferred: dict[str, int] = {}
+        self._in_vain = 0
         self._notes: tuple[str, ...] = ()
         self._readings: list[Reading] = []
         self._pulls = 0
@@ -193,6 +195,7 @@ class Rounds:
             if not reason.deferred:
                 continue
             if reason.step > 0:
+                self._in_vain = 0
                 self._deferred[reason.component] = sizes[reason.component]
             else:
                 self._deferred.pop(reason.component, None)
@@ -223,6 +226,7 @@ class Rounds:
             numbers = {"gpus_counted": held, "gpus_per_worker": size, "max_gpu_budget": budget}
             reason = Reason(component, 1, Rule.GPU_FREED, numbers)
             return Decision(now_s, {component: pool.capacity + 1}, (reason,), now_s)
-        if held - leaving + size > budget:
+        self._in_vain = self._in_vain + 1 if held - leaving + size > budget else 0
+        if self._in_vain >= STALE_PULLS:
             self._forget_deferred("the drain whose GPU it waited for was taken back")
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -31,6 +32,10 @@ T = TypeVar("T")
 
 CONNECT_RETRY_S = 0.05
 WATCH_RETRY_S = 0.1
+REFILL_S = 2.0
+"""How long an etcd that came back without any key we knew is given until those who lost theirs register again (they
+notice by their next keepalive): their requests are served meanwhile, the last known state is better than none."""
+REFILL_POLL_S = 0.05
 """Between attempts to list again while etcd is away. gRPC's own back-off below bounds the recovery."""
 HEARTBEAT_S = 1.0
 """A silent watch is asked for its progress this often; it is dead after `HEARTBEATS_MISSED` without any answer."""
@@ -84,6 +89,34 @@ class _Member:
         self.kv = rpc.KVStub(self.channel)
         self.lease = rpc.LeaseStub(self.channel)
         self.watch = rpc.WatchStub(self.channel)
+
+
+class _Known:
+    """The keys that a watch has told of, to tell an etcd that lost its data from one whose workers have left."""
+
+    def __init__(self) -> None:
+        self._keys: set[str] = set()
+        self._until_s: float | None = None
+
+    def may_come_back(self, kvs: Sequence[KeyValue]) -> bool:
+        """Nothing of what we knew is listed, less than that is, and it has not been so for `REFILL_S`."""
+        if len(kvs) >= len(self._keys) or any(kv.key in self._keys for kv in kvs):
+            return False
+        now_s = time.monotonic()
+        if self._until_s is None:
+            self._until_s = now_s + REFILL_S
+        return now_s < self._until_s
+
+    def listed(self, kvs: Sequence[KeyValue]) -> None:
+        """This is told of as the whole."""
+        self._keys, self._until_s = {kv.key for kv in kvs}, None
+
+    def changed(self, event: WatchEvent) -> None:
+        """This is told of as a change."""
+        if isinstance(event, PutEvent):
+            self._keys.add(event.kv.key)
+        elif isinstance(event, DeleteEvent):
+            self._keys.discard(event.key)
 
 
 class EtcdStore:
@@ -238,6 +271,7 @@ class EtcdStore:
     ) -> AsyncGenerator[WatchEvent, None]:
         """See `ports.KeyValueStore.watch_prefix`. Ends only by closing it or the store."""
         lost = False
+        known = _Known()
         while not self._closed:
             try:
                 kvs, revision = await self.get_prefix(prefix)
@@ -251,9 +285,14 @@ class EtcdStore:
                 await asyncio.sleep(WATCH_RETRY_S)
                 continue
             lost = False
+            if known.may_come_back(kvs):
+                await asyncio.sleep(REFILL_POLL_S)
+                continue
+            known.listed(kvs)
             yield SnapshotEvent(tuple(kvs), revision)
             async with aclosing(self._follow(prefix, revision + 1)) as events:
                 async for event in events:
+                    known.changed(event)
                     yield event
             if not self._closed:
                 lost = True

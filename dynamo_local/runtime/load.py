@@ -18,14 +18,13 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.runtime.nats_errors import flush, nats_call
 
 log = logging.getLogger(__name__)
 
-PUBLISH_INTERVAL_S = 1.0
-MIN_CHANGE_INTERVAL_S = 0.1
 STALE_AFTER_S = 3 * PUBLISH_INTERVAL_S
 FORGET_AFTER_S = 60.0
 

@@ -1,6 +1,7 @@
-"""Thresholds of the conditional prefill decision, watched in etcd and changeable at run time.
+"""Settings watched in etcd and changeable at run time: thresholds of the prefill decision, the Router's policy.
 
 etcdctl put dynamo/disagg_router/Qwen/Qwen3-0.6B '{"max_local_prefill_length": 500}'
+etcdctl put dynamo/router/Qwen/Qwen3-0.6B '{"router": "kv"}'
 """
 
 from __future__ import annotations
@@ -12,13 +13,24 @@ import json
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, fields
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.core.routing import RouterSettings
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import DeleteEvent, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
 
-__all__ = ["DisaggSettings", "WatchedSettings", "disagg_settings_key", "encode_settings", "parse_settings"]
+__all__ = [
+    "DisaggSettings",
+    "RouterSettings",
+    "WatchedSettings",
+    "disagg_settings_key",
+    "encode_settings",
+    "parse_settings",
+    "router_settings_key",
+]
+
+S = TypeVar("S", DisaggSettings, RouterSettings)
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +43,17 @@ def disagg_settings_key(namespace: str, name: str) -> str:
     return f"{namespace}/disagg_router/{name}"
 
 
-def encode_settings(settings: DisaggSettings) -> bytes:
+def router_settings_key(namespace: str, name: str) -> str:
+    """etcd key of the Router's policy; `name` as above."""
+    return f"{namespace}/router/{name}"
+
+
+def encode_settings(settings: DisaggSettings | RouterSettings) -> bytes:
     """JSON, as `parse_settings` reads it."""
     return json.dumps(asdict(settings)).encode()
 
 
-def parse_settings(value: bytes, default: DisaggSettings) -> DisaggSettings:
+def parse_settings(value: bytes, default: S) -> S:
     """JSON object -> settings; a field that is left out keeps the default's value.
 
     Raises `ConfigError` that names the field: not JSON, not an object, an unknown field, a value out of range.
@@ -47,34 +64,34 @@ def parse_settings(value: bytes, default: DisaggSettings) -> DisaggSettings:
         raise ConfigError(f"not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"not a JSON object but {raw!r}")
-    known = [f.name for f in fields(DisaggSettings)]
+    known = [f.name for f in fields(default)]
     for name in raw:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
             raise ConfigError(f"unknown field {name!r}{hint}")
     try:
-        return DisaggSettings(**{**asdict(default), **raw})
+        return type(default)(**{**asdict(default), **raw})
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-class WatchedSettings:
+class WatchedSettings(Generic[S]):
     """A live view of one key. A value that cannot be used is logged with its reason, and the old one stays.
 
     The key's absence (also its deletion) means the default. While etcd is away, the last value stays.
     """
 
-    def __init__(self, kv: KeyValueStore, key: str, default: DisaggSettings) -> None:
+    def __init__(self, kv: KeyValueStore, key: str, default: S) -> None:
         self._kv = kv
         self._key = key
-        self._default = default
-        self._current = default
+        self._default: S = default
+        self._current: S = default
         self._seen = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
 
     @property
-    def current(self) -> DisaggSettings:
+    def current(self) -> S:
         """What is in force now."""
         return self._current
 

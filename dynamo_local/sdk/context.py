@@ -7,10 +7,11 @@ sets it before the component's class is instantiated; tests set a fake one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.core.types import Load
 from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
 
@@ -35,6 +36,17 @@ class PrefillReplies(Protocol):
     def expect(self, request_id: str) -> Any: ...
 
     async def send_reply(self, subject: str, request_id: str, result: Any) -> None: ...
+
+
+class KvEvents(Protocol):
+    """`ports.KvEventPublisher`, and the answers for a Router that has missed something; `runtime.kv_publisher`."""
+
+    block_size: int
+    """Tokens per block; the component sets it once its engine has started."""
+
+    def publish(self, events: Sequence[KvEvent]) -> None: ...
+
+    def answer(self, request: Mapping[str, Any] | None) -> AsyncGenerator[dict[str, Any], None]: ...
 
 
 class WorkerContext(Protocol):
@@ -105,6 +117,10 @@ class WorkerContext(Protocol):
     async def prefill_queue(self) -> PrefillQueue: ...
 
     async def prefill_replies(self) -> PrefillReplies: ...
+
+    async def kv_events(self) -> KvEvents:
+        """Where this worker's engine says what its KV cache holds."""
+        ...
 
 
 _current: WorkerContext | None = None

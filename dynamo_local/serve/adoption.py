@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.gpus import GpuDevice
+from dynamo_local.core.restarts import RestartHistory
 from dynamo_local.core.types import GraphSpec, WorkerState
 from dynamo_local.errors import ConfigError, DynamoError, NamespaceBusy, NotRunning
 from dynamo_local.serve import leftovers
@@ -26,7 +27,7 @@ from dynamo_local.serve.host import AdoptingHost
 from dynamo_local.serve.infra import EtcdSpec, NatsSpec, ServerBinary
 from dynamo_local.serve.paths import Paths
 from dynamo_local.serve.plan import Deployment, WatcherPlan, WorkerPlanner
-from dynamo_local.serve.processes import is_alive, start_time_s
+from dynamo_local.serve.processes import age_s, is_alive, start_time_s
 from dynamo_local.state import ComponentEntry, ServerEntry, State, load
 
 if TYPE_CHECKING:
@@ -247,6 +248,7 @@ class Adoption:
         worker.state, worker.reason = entry.state, entry.reason
         worker.starts = entry.restarts + 1
         worker.course = _course(entry)
+        worker.history = _history(entry, supervisor.clock.now_s())
         worker.lease = entry.lease
         pid = self.found.pids.get(plan.name)
         if pid is not None:
@@ -262,10 +264,12 @@ class Adoption:
         worker.lease = None  # the registry will say, of this very pid
         worker.pid, worker.pid_start_time = pid, start_time_s(pid)
         worker.started_at = entry.started_at
-        worker.started_s = now_s - max(0.0, supervisor.clock.wall_s() - (entry.started_at or supervisor.clock.wall_s()))
+        worker.started_s = now_s - age_s(pid)  # not by the time of day, which may have been set meanwhile
         worker.served = entry.state in (WorkerState.READY, WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
         worker.ready_s = worker.started_s if worker.served else None
-        worker.asked_s = now_s if entry.state is WorkerState.DRAINING else None
+        worker.heard_s = now_s if worker.served else None  # its silence counts from here on
+        if entry.state is WorkerState.DRAINING:  # its deadline goes on from when it was asked
+            worker.asked_s = now_s if entry.asked_s is None else min(now_s, entry.asked_s)
 
     def _restore_server(self, name: str, entry: ServerEntry) -> None:
         spec = _server_spec(entry, self.deployment.paths)
@@ -288,6 +292,12 @@ class Adoption:
                 await supervisor.registrations.unregistered(worker, lease or "")
             supervisor.operations.resume(worker, self._ended.get(worker.name))
         await supervisor.fleet.commit(list(supervisor.fleet.workers))
+
+
+def _history(entry: ComponentEntry, now_s: float) -> RestartHistory:
+    """What its restarts are decided by. Times to come are of before a reboot, or edited: left out."""
+    failures_s = tuple(at_s for at_s in entry.failures_s or () if at_s <= now_s)
+    return RestartHistory(failures_s, entry.failures_streak or 0)
 
 
 def _course(entry: ComponentEntry) -> Course:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.planner.record import DecisionRecord, from_line, to_line
+from dynamo_local.planner.explain import explain
+from dynamo_local.planner.record import DecisionRecord, Outcome, StepOutcome, from_line, to_line
 from dynamo_local.serve import jsonl
 from dynamo_local.serve.jsonl import JsonLog, Record
 
@@ -50,5 +51,19 @@ def parse(logged: Record) -> DecisionRecord:
 
 
 def words(logged: Record) -> str:
-    """The decision as a person is told of it. Raises `BadInput` as `parse` does."""
-    return str(parse(logged).decision.reasons)
+    """The decision as a person is told of it: a line for each component, and what became of each step.
+
+    Raises `BadInput` as `parse` does.
+    """
+    record = parse(logged)
+    return "\n".join([*explain(record.decision), *(_became(name, step) for name, step in record.outcomes.items())])
+
+
+def _became(component: str, step: StepOutcome) -> str:
+    if step.outcome is Outcome.COMMITTED:
+        return f"{component}: carried out on {', '.join(step.workers) or 'no worker'}"
+    if step.outcome is Outcome.REFUSED:
+        return f"{component}: refused ({step.reason}); it is decided again by the next interval"
+    if step.outcome is Outcome.NO_OPERATION:
+        return f"{component}: not carried out (no-operation)"
+    return f"{component}: put off until a GPU is free"

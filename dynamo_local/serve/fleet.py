@@ -294,6 +294,8 @@ def _write_entry(state: State, worker: Worker) -> None:
     entry.start_deadline_s, entry.drain_deadline_s = plan.start_deadline_s, plan.drain_deadline_s
     entry.resources = _resources(worker)
     entry.course = None if worker.course is Course.STEADY else str(worker.course)
+    entry.asked_s = worker.asked_s
+    entry.failures_s, entry.failures_streak = list(worker.history.failures_s) or None, worker.history.streak or None
     if worker.pid is None:
         entry.lease, entry.endpoints = None, []
 

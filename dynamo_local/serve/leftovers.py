@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from dynamo_local.core.types import watcher_name
 from dynamo_local.errors import DynamoError, StateError
 from dynamo_local.serve.paths import Paths
-from dynamo_local.serve.processes import is_alive, sessions, start_time_s
+from dynamo_local.serve.processes import is_alive, is_resource_tracker, sessions, start_time_s
 from dynamo_local.state import StateMissing, read_raw
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 GONE_TIMEOUT_S = 10.0
 REVOKE_TIMEOUT_S = 0.5
 """For each call to etcd: one that does not answer lets the leases expire by themselves."""
+TRACKER_GRACE_S = 2.0
 POLL_S = 0.005
 SERVERS = ("nats", "etcd")
 """In the order in which they end: NATS clients may still look something up."""
@@ -207,10 +208,12 @@ def _in_sessions(of: Iterable[Known]) -> dict[int, str]:
 def end(find: Callable[[], Mapping[int, str]], timeout_s: float = GONE_TIMEOUT_S) -> list[str]:
     """Kill what `find` gives (pid -> name), again until it gives nothing, and wait until all of it is gone.
 
+    A resource tracker, which clears /dev/shm once the others are dead, has a moment to go by itself.
     Returns what was ended, in words. Raises `Unkillable`.
     """
     ended: dict[int, tuple[str, float]] = {}
-    deadline_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
+    deadline_s = began_s + timeout_s
     while True:
         found = find()
         for pid, name in found.items():
@@ -218,6 +221,8 @@ def end(find: Callable[[], Mapping[int, str]], timeout_s: float = GONE_TIMEOUT_S
             if started_s is None:
                 continue
             ended[pid] = (name, started_s)
+            if time.monotonic() < began_s + TRACKER_GRACE_S and is_resource_tracker(pid):
+                continue
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

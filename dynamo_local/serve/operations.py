@@ -16,13 +16,10 @@ from functools import partial
 from typing import Any
 
 from dynamo_local.clock import Clock
-from dynamo_local.core import drains
 from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.lifecycle import (
     BackoffElapsed,
     BackoffStarted,
-    DrainCancelled,
-    DrainDeadlinePassed,
     Faulted,
     HealthFailed,
     ProcessExited,
@@ -34,16 +31,17 @@ from dynamo_local.core.lifecycle import (
     StartDeadlinePassed,
 )
 from dynamo_local.core.restarts import Fault, RestartHistory, after_exit
-from dynamo_local.core.types import Missing, WorkerState
-from dynamo_local.errors import DynamoError, GpuError, InfraUnavailable, RequestError
+from dynamo_local.core.types import WorkerState
+from dynamo_local.errors import DynamoError, GpuError
 from dynamo_local.serve import leftovers
+from dynamo_local.serve.draining import Draining
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.host import ProcessHost, ProcessSpec
 from dynamo_local.serve.links import Links
 from dynamo_local.serve.logs import log_tail, set_aside
 from dynamo_local.serve.plan import WorkerPlanner
-from dynamo_local.serve.processes import how_it_ended, kill_session, send_signal, start_time_s
+from dynamo_local.serve.processes import how_it_ended, kill_session, start_time_s
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +84,9 @@ class Operations:
         self._tell = tell
         self.end_children = partial(leftovers.end_children, planner.paths, planner.run_id)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        namespace = planner.graph.namespace
+        self.draining = Draining(namespace, fleet, links, clock, self._locks, background=background, tell=tell)
+        self.ask_again = self.draining.ask_again
 
     # --- starting ------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Operations:
                 worker.asked_s, worker.reason = self._clock.now_s(), reason
             event = Spawned(stimulus_id=stimulus_id, pid=pid, pid_start_time=worker.pid_start_time)
             await self.fleet.apply({worker.name: event})
-        self._background(self.ask_to_leave(worker, stimulus_id) if leaves else self._watch_start(worker, pid))
+        self._background(self.draining.ask_to_leave(worker, stimulus_id) if leaves else self._watch_start(worker, pid))
 
     def spec(self, worker: Worker) -> ProcessSpec:
         """How it is run."""
@@ -178,119 +179,6 @@ class Operations:
         event = StartDeadlinePassed(stimulus_id="start-deadline", deadline_s=worker.plan.start_deadline_s)
         await self.fleet.apply({worker.name: event})
         kill_session(pid)
-
-    # --- leaving -------------------------------------------------------------------------------
-
-    async def ask_to_leave(self, worker: Worker, stimulus_id: str) -> None:
-        """Out of routing, by the sign that fits its role; the drain is committed already. Bounded by a deadline."""
-        if not await self._ask(worker):
-            return
-        self._background(self._watch_drain(worker, stimulus_id))
-
-    def ask_again(self, worker: Worker) -> None:
-        """A worker that leaves has registered: it came back from a drain that was ordered again meanwhile."""
-        log.info("%s is asked to leave once more: it has registered again", worker.name)
-        self._background(self._ask(worker))
-
-    async def _ask(self, worker: Worker) -> bool:
-        """False where that order is out of date: its process is gone, or it was called back."""
-        async with self._locks[worker.name]:
-            if worker.state is not WorkerState.DRAINING or worker.course is Course.RETURNING:
-                return False
-            if worker.asked_s is None:
-                worker.asked_s = self._clock.now_s()
-            sign = drains.how(worker.plan.role, registered=worker.lease is not None, etcd_ok=self._links.connected)
-            revoked = sign is drains.LeaveBy.REVOKE_LEASE and await self._revoked(worker)
-            if not revoked and worker.pid is not None:
-                send_signal(worker.pid, signal.SIGTERM)
-            worker.told = True
-            return True
-
-    async def _revoked(self, worker: Worker) -> bool:
-        try:
-            await self._links.revoke(worker.lease or "0")
-        except InfraUnavailable as error:
-            log.warning("%s: its lease cannot be revoked (%s); asking it by SIGTERM", worker.name, error)
-            return False
-        return True
-
-    async def _watch_drain(self, worker: Worker, stimulus_id: str) -> None:
-        """At its deadline the whole session is ended, and the requests that this cut are counted and named."""
-        pid, asked_s = worker.pid, worker.asked_s
-
-        def settled() -> bool:
-            return worker.pid != pid or worker.asked_s != asked_s or worker.state is not WorkerState.DRAINING
-
-        if pid is None or asked_s is None:
-            return
-        deadline_s = asked_s + drains.leave_deadline_s(worker.plan.drain_deadline_s, served=worker.served)
-        while not await self.fleet.until(settled, deadline_s):
-            later_s = asked_s + drains.leave_deadline_s(worker.plan.drain_deadline_s, served=worker.served)
-            if later_s <= deadline_s:
-                await self._cut(worker, pid, stimulus_id)
-                return
-            deadline_s = later_s  # it registered in the moment that it was asked: it may hold requests
-
-    async def _cut(self, worker: Worker, pid: int, stimulus_id: str) -> None:
-        cut, requests = await self._in_flight(worker)
-        if worker.pid != pid or worker.state is not WorkerState.DRAINING:
-            return  # it left, or its drain was taken back, while we asked
-        waited_s = self._clock.now_s() - (worker.asked_s or self._clock.now_s())
-        count = f"{cut} requests were cut" if isinstance(cut, int) else f"what that cut is unknown ({cut.reason})"
-        worker.reason = f"was not gone {waited_s:.0f} s after it was asked to leave; {count}"
-        event = DrainDeadlinePassed(stimulus_id=stimulus_id, deadline_s=waited_s, requests_cut=cut)
-        await self.fleet.apply({worker.name: event})
-        more = f" and {cut - NAMED_REQUESTS} more" if isinstance(cut, int) and cut > NAMED_REQUESTS else ""
-        named = f": {', '.join(requests[:NAMED_REQUESTS])}{more}" if requests else ""
-        self._tell(f"{worker.name} {worker.reason}{named}")
-        kill_session(pid)
-
-    async def _in_flight(self, worker: Worker) -> tuple[int | Missing, list[str]]:
-        """How many requests it holds, and the ids of some; of one that does not answer, as many as it last said."""
-        try:
-            answer = await self.control(worker.name, "status")
-        except (RequestError, InfraUnavailable) as error:
-            return drains.cut(Missing(str(error)) if worker.load is None else worker.load), []
-        return int(answer["in_flight"]), [str(request) for request in answer["requests"]]
-
-    async def call_back(self, worker: Worker, stimulus_id: str) -> None:
-        """Take a drain back: the same process registers again. Raises what the worker answers if it is too late."""
-        async with self._locks[worker.name]:
-            try:
-                if worker.told:
-                    await self._until_it_knows(worker)
-                await self.control(worker.name, "cancel_drain")
-            except (RequestError, DynamoError) as error:
-                log.warning("%s: its drain could not be taken back: %s", worker.name, error)
-                raise
-            if worker.state is WorkerState.DRAINING and worker.course is not Course.RETURNING:
-                return  # ordered to leave again meanwhile: the later order is carried out next
-            worker.asked_s = worker.reason = None
-            worker.told = False
-            worker.course = Course.STEADY
-            if worker.state is WorkerState.DRAINING:  # its registration may have been seen before its answer
-                await self.fleet.apply({worker.name: DrainCancelled(stimulus_id=stimulus_id)})
-
-    async def _until_it_knows(self, worker: Worker) -> None:
-        """Return when the worker has begun the drain that it was told to begin. Raises what its answers are.
-
-        The sign comes by etcd or as a signal, the call back over NATS. One that came first would find nothing to take
-        back, and the worker would leave after all (seen: one in twenty, milliseconds after a drain).
-        """
-        deadline_s = self._clock.now_s() + CONTROL_TIMEOUT_S
-        while (await self.control(worker.name, "status"))["state"] == "ready":
-            if self._clock.now_s() >= deadline_s:
-                await self.control(worker.name, "drain", reason=worker.reason or "it was told to")
-                return
-            await self._clock.sleep_until(self._clock.now_s() + SIGN_POLL_S)
-
-    async def control(self, name: str, op: str, **args: Any) -> dict[str, Any]:
-        """Ask a worker's control endpoint; raises `RequestError` kinds, `NatsUnavailable`."""
-        from dynamo_local.runtime.control import ControlClient
-
-        client = ControlClient(self._links.nats, self._planner.graph.namespace)
-        answer: dict[str, Any] = await client.call(name, op, timeout_s=CONTROL_TIMEOUT_S, **args)
-        return answer
 
     # --- exits ---------------------------------------------------------------------------------
 
@@ -475,10 +363,8 @@ class Operations:
     def _resume_running(self, worker: Worker, pid: int) -> None:
         if worker.state is WorkerState.STARTING:
             self._background(self._watch_start(worker, pid))
-        elif worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING:
-            self._background(self.call_back(worker, ADOPTED))
         elif worker.state is WorkerState.DRAINING:
-            self._background(self.ask_to_leave(worker, ADOPTED))  # it may never have been told
+            self._background(self.draining.resume(worker, ADOPTED))
         elif worker.state is not WorkerState.READY:
             kill_session(pid)  # as was decided
 
@@ -495,10 +381,13 @@ class Operations:
                 await self._hung(worker, f"is hung: it has answered nothing for {silent_s:.0f} s")
 
     async def _hung(self, worker: Worker, reason: str) -> None:
-        expired = worker.state is WorkerState.DRAINING and worker.asked_s is None
-        if worker.state is not WorkerState.READY and not expired:
-            return  # a start has its own deadline, and so has a drain that was asked for
-        pid, worker.reason = worker.pid, reason
+        pid, asked = worker.pid, worker.asked_s is not None
+        if pid is not None and worker.state is WorkerState.DRAINING and asked:
+            await self.draining.end_hung(worker, pid, reason)
+            return
+        if worker.state not in (WorkerState.READY, WorkerState.DRAINING):
+            return  # a start has its own deadline
+        worker.reason = reason
         await self.fleet.apply({worker.name: HealthFailed(stimulus_id="health", reason=reason)})
         await self._links.try_revoke(worker.lease, worker.name)
         if pid is not None:

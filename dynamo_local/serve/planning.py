@@ -284,8 +284,7 @@ class ArbiterWorld:
 
     def ready(self) -> tuple[str, ...]:
         """Names of the ready decode workers."""
-        workers = self._workers.values()
-        return tuple(w.name for w in workers if w.plan.component == self._decode and w.state is WorkerState.READY)
+        return tuple(worker.name for worker in self._scaler.view().ready(self._decode))
 
     def blind(self) -> str | None:
         """While etcd is away nobody knows who serves; while NATS is, nobody can be asked."""

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def start_time_s(pid: int) -> float | None:
     return int(fields[19]) / _TICKS_PER_S
 
 
+def age_s(pid: int) -> float:
+    """For how many seconds it has run; 0 for one that is gone. No change of the time of day moves it."""
+    started_s = start_time_s(pid)
+    return 0.0 if started_s is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+
+
 def is_alive(pid: int, started_s: float | None = None) -> bool:
     """The process runs, is no zombie and (where given) is still the one that started then."""
     found = start_time_s(pid)
@@ -79,13 +86,27 @@ def sessions() -> dict[int, dict[int, float]]:
     return found
 
 
+def is_resource_tracker(pid: int) -> bool:
+    """Python's own helper that removes shared memory and semaphores once all who shared them are dead, and goes.
+
+    Killed with them it would leave `psm_*` and `sem.mp-*` in /dev/shm until the next boot.
+    """
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def kill_session(session: int, signum: int = signal.SIGKILL) -> list[int]:
     """Signal every member of the session; returns the pids that were there.
 
-    circus's own escalation missed 4 of 6 grandchildren (circus-facts); the session does not.
+    circus's own escalation missed 4 of 6 grandchildren (circus-facts); the session does not. A resource tracker is
+    left to end by itself.
     """
     hit = []
     for pid in session_members(session):
+        if signum == signal.SIGKILL and is_resource_tracker(pid):
+            continue
         try:
             os.kill(pid, signum)
         except ProcessLookupError:

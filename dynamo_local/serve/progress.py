@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from dynamo_local.serve.logs import colour_of
+
+_BOOT = "boot-"
+_BOOT_YOUNG_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +188,40 @@ class BootReport:
 
     def close(self) -> None:
         self._file.close()
+
+
+def new_boot_report(folder: Path) -> tuple[int, Path]:
+    """A new file for a `BootReport`, locked while its reader (we) lives. Close the descriptor, then remove the file.
+
+    What a reader that was killed has left in the folder goes first: nobody else would ever remove it.
+    """
+    for path in folder.glob(f"{_BOOT}*.jsonl"):
+        _remove_unread(path)
+    fd, name = tempfile.mkstemp(prefix=_BOOT, suffix=".jsonl", dir=folder)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd, Path(name)
+
+
+def errors_beside(boot_report: Path) -> Path:
+    """Where what the arbiter writes to stderr goes meanwhile."""
+    return boot_report.with_suffix(".err")
+
+
+def _remove_unread(path: Path) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return  # its reader has just removed it
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_size == 0 and time.time() - os.fstat(fd).st_mtime < _BOOT_YOUNG_S:
+            return  # between its making and its lock
+        path.unlink(missing_ok=True)
+        errors_beside(path).unlink(missing_ok=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(fd)
 
 
 def open_view(*, detached: bool, boot_report: Path) -> View:

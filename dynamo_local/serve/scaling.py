@@ -222,23 +222,16 @@ class Scaler:
         elif isinstance(instruction, Revive):
             self._background(ops.bring_back(worker, stimulus_id))
         elif isinstance(instruction, CancelDrain):
-            self._background(self._called_back(worker, stimulus_id))
+            self._background(ops.draining.called_back(worker, stimulus_id))
         elif worker.runs:
-            self._background(ops.ask_to_leave(worker, stimulus_id))
+            self._background(ops.draining.ask_to_leave(worker, stimulus_id))
         elif isinstance(instruction, TakeBack) and worker.state is WorkerState.EXITED:
             self._background(ops.remove(worker))  # it had no process; what follows an exit, follows it by itself
-
-    async def _called_back(self, worker: Worker, stimulus_id: str) -> None:
-        """Nobody waits for this answer: a worker that finished first is started again when it is gone (its course)."""
-        try:
-            await self._operations.call_back(worker, stimulus_id)
-        except DynamoError as error:
-            self._tell(f"the drain of {worker.name} came to its end before it was taken back ({error}); it starts anew")
 
     async def _call_back(self, worker: Worker, stimulus_id: str) -> None:
         """A person waits for this answer: where it is no, the worker just leaves, and nothing is started instead."""
         try:
-            await self._operations.call_back(worker, stimulus_id)
+            await self._operations.draining.call_back(worker, stimulus_id)
         except DynamoError:
             if worker.course is Course.RETURNING:
                 worker.course = Course.STEADY

@@ -71,7 +71,8 @@ class Seeing:
         """Listen on loopback; 0 takes any free port. Raises `ConfigError` where the port cannot be had."""
         from dynamo_local.components.openai.server import HttpServer, bind_socket
 
-        server = HttpServer(metrics_app(self.metrics.exposition), bind_socket(LOOPBACK, port, option=PORT_OPTION))
+        sock = bind_socket(LOOPBACK, port, option=PORT_OPTION)
+        server = HttpServer(metrics_app(self.metrics.exposition), sock, idle=True)
         self._server = server
         await server.start()
 

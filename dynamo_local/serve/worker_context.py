@@ -13,11 +13,12 @@ from typing import Any
 from dynamo_local.core.types import Load, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
+from dynamo_local.runtime.kv_publisher import NatsKvEventPublisher
 from dynamo_local.runtime.lease import LeaseKeeper
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from dynamo_local.runtime.prefill_replies import PrefillReplies
 from dynamo_local.runtime.requests import RequestPlane
-from dynamo_local.sdk.context import Work
+from dynamo_local.sdk.context import KvEvents, Work
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -169,6 +170,12 @@ class Context:
         self._stack.push_async_callback(replies.close)
         await replies.start()
         return replies
+
+    async def kv_events(self) -> KvEvents:
+        events = NatsKvEventPublisher(self.nats, self.namespace, self.component, lambda: self.lease_id)
+        self._stack.push_async_callback(events.close)
+        await events.start()
+        return events
 
     # --- for the process -------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dynamo_local.core.types import Missing
 from dynamo_local.planner.load import LoadOptions, LoadPolicy
 from dynamo_local.planner.values import Decision, Observation, Rule
 from tests.fakes.observations import DECODE, NOT_HAD, PREFILL, observe, pool, readings
@@ -47,6 +48,16 @@ class Case:
         assert decision.acts == (steps if self.acts is None else self.acts), self.name
         due_s = self.observation.interval_began_s + 2 * self.options.adjustment_interval_s
         assert decision.next_tick_at == (due_s if self.next_tick_at is None else self.next_tick_at), self.name
+        self._check_numbers(decision)
+
+    def _check_numbers(self, decision: Decision) -> None:
+        """Each reason has the numbers that could be had, and no others."""
+        depths = [pull.queue for pull in self.observation.readings if not isinstance(pull.queue, Missing)]
+        had = {"average_kv_load"} if any(pull.kv.count for pull in self.observation.readings) else set()
+        if self.prefill is not None and depths:
+            had |= {"prefill_queue_size", "prefill_queue_expected"}
+        found = {name for reason in decision.reasons for name in reason.numbers}
+        assert found & {"average_kv_load", "prefill_queue_size", "prefill_queue_expected"} == had, self.name
         of_decode = next(reason.numbers for reason in decision.reasons if reason.component == DECODE)
         assert ("since_added_s" in of_decode) is (self.observation.fleet.decode.added_at_s is not None), self.name
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.cli import asking, main, status, waiting
+from dynamo_local.cli import asking, main, planner, status, waiting
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import NotRunning
 
@@ -41,7 +41,7 @@ class ScriptedArbiter:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> ScriptedArbiter:
         """Take the arbiter's place in the command line; nobody sleeps between two looks."""
-        for module in (asking, waiting, status):
+        for module in (asking, planner, waiting, status):
             monkeypatch.setattr(module, "ask_arbiter", self.ask)
         monkeypatch.setattr(waiting, "POLL_S", 0.0)
         return self

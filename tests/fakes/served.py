@@ -38,10 +38,14 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "llm"
 MODEL = "sim-tiny"
 COMMAND_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
+"""Six processes that all import at once, on a machine that may do something else."""
 POLL_S = 0.02
 
 DISAGG = ("graphs.disagg:Frontend", "-f", "configs/disagg.yaml")
 AGG = ("graphs.agg:Frontend", "-f", "configs/agg.yaml")
+AGG_ROUTER = ("graphs.agg_router:Frontend", "-f", "configs/agg_router.yaml")
+DISAGG_ROUTER = ("graphs.disagg_router:Frontend", "-f", "configs/disagg_router.yaml")
 
 T = TypeVar("T")
 
@@ -114,7 +118,7 @@ class Served:
 
     def start(self) -> Self:
         """`dynamo serve … --detach`, which must succeed."""
-        done = self.cli(*self.serve_words("--detach"))
+        done = self.cli(*self.serve_words("--detach"), timeout_s=max(START_TIMEOUT_S, self.timeout_s))
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return self
 
@@ -239,7 +243,8 @@ class Served:
                 if self.paths.control_socket.exists():
                     self.down()
                 self.reap_foreground()
-                assert self.leftovers() == []
+                left = self.leftovers()
+                assert left == [], left
             else:
                 self._add_logs(error)
         finally:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.core.types import Load
 from dynamo_local.errors import RequestCancelled, WorkerLost, to_wire
 from dynamo_local.runtime.prefill_replies import ExpectedReply
@@ -63,6 +64,20 @@ class FakePrefillReplies:
         self._switchboard.pop(self.reply_subject, None)
 
 
+class FakeKvEvents:
+    """`sdk.context.KvEvents`: what was said, for tests to look at."""
+
+    def __init__(self) -> None:
+        self.block_size = 0
+        self.events: list[KvEvent] = []
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        self.events += events
+
+    async def answer(self, request: Mapping[str, Any] | None) -> AsyncGenerator[dict[str, Any], None]:
+        yield {"block_size": self.block_size, "epoch": "fake", "seq": 0, "replay": False}
+
+
 class FakeWorkerContext:
     """`sdk.context.WorkerContext`; `keys`, `load_source` and `drained` are for tests to look at."""
 
@@ -81,6 +96,7 @@ class FakeWorkerContext:
         self.queues: list[FakePrefillQueue] = []
         self.facts: dict[str, str] = {}
         self.load_source: Callable[[], Load] | None = None
+        self.kv_told = FakeKvEvents()
         self.replies = FakePrefillReplies(cluster.switchboard, f"replies.{lease_id}")
         self._cluster = cluster
         self.work_source: Callable[[], Work] = Work
@@ -122,6 +138,9 @@ class FakeWorkerContext:
         queue = FakePrefillQueue(self._cluster.queue_server, self.run_id, ack_wait_s=self._cluster.ack_wait_s)
         self.queues.append(queue)
         return queue
+
+    async def kv_events(self) -> FakeKvEvents:
+        return self.kv_told
 
     async def prefill_replies(self) -> FakePrefillReplies:
         return self.replies

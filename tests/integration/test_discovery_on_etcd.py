@@ -181,6 +181,31 @@ async def test_a_view_heals_after_etcd_lost_its_data(own_etcd: RealEtcd) -> None
     await store.close()
 
 
+async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own_etcd: RealEtcd) -> None:
+    """Workers need a moment to notice and register under new leases: until then the last known are better than none."""
+    store = await EtcdStore.connect(own_etcd.endpoint)
+    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
+    await view.start(DEADLINE_S)
+    await put(store, "dynamo")
+    await view.wait_for_instances(DEADLINE_S)
+    seen: list[int] = []
+
+    async def note() -> None:
+        while True:
+            seen.append(len(view.instances()))
+            await view.changed()
+
+    noting = asyncio.create_task(note())
+    await own_etcd.restart(lose_data=True)
+    await until_it_answers(store)
+    again = await put(store, "dynamo")
+    await until_it_is(view, again)
+    noting.cancel()
+    assert 0 not in seen
+    await view.close()
+    await store.close()
+
+
 async def test_a_view_may_start_before_etcd(tmp_path: Path) -> None:
     """All processes are spawned at once: it is empty and stale, says why, and fills when etcd is there."""
     server = RealEtcd(tmp_path)

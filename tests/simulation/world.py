@@ -281,8 +281,9 @@ def simulated_system(world: World) -> Iterator[None]:
     where = "dynamo_local.serve"
     with (
         mock.patch(f"{where}.operations.kill_session", end),
+        mock.patch(f"{where}.draining.kill_session", end),
         mock.patch(f"{where}.leaving.kill_session", end),
-        mock.patch(f"{where}.operations.send_signal", world.send_signal),
+        mock.patch(f"{where}.draining.send_signal", world.send_signal),
         mock.patch(f"{where}.leaving.send_signal", world.send_signal),
         mock.patch(f"{where}.operations.start_time_s", lambda pid: float(pid)),
         mock.patch(f"{where}.operations.log_tail", return_value="the end of its log"),

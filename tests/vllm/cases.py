@@ -36,7 +36,8 @@ def asked(count: int | None = None) -> Sequence[str]:
 async def reference(host: VllmHost, folder: Path, answers: dict[str, str]) -> dict[str, str]:
     """The aggregated graph's answers, asked for once per run."""
     if not answers:
-        with host.aggregated(folder).start() as served:
+        with host.aggregated(folder) as served:
+            served.start()
             answers.update(zip(asked(), await complete_all(served, asked(), ANSWER_TOKENS), strict=True))
     return answers
 
@@ -48,7 +49,8 @@ class Aggregated:
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
         """The same text streamed and not; a client that leaves frees its blocks; SIGTERM lets long streams end."""
-        with vllm_host.aggregated(tmp_path).start() as served:
+        with vllm_host.aggregated(tmp_path) as served:
+            served.start()
             texts = await complete_all(served, asked(), ANSWER_TOKENS)
             answers.update(zip(asked(), texts, strict=True))
             assert len(set(texts)) > 1, "the model says the same to everything: nothing would be shown"
@@ -83,7 +85,8 @@ class Killed:
 
     async def test_no_engine_core_survives_kill_9(self, vllm_host: VllmHost, tmp_path: Path) -> None:
         """EngineCore is gone within seconds, the worker comes back, and answers; so when EngineCore is killed."""
-        with vllm_host.aggregated(tmp_path).start() as served:
+        with vllm_host.aggregated(tmp_path) as served:
+            served.start()
             for victim in ("worker", "engine"):
                 engines, worker = engine_pids(served), served.pids()["VllmWorker"]
                 cores = [pid for pid in engines if _is_engine_core(pid)]
@@ -102,7 +105,8 @@ class Disaggregated:
     ) -> None:
         """Token for token, over all prompts; every prompt token of the decode worker came by transfer."""
         expected = await reference(vllm_host, tmp_path, answers)
-        with vllm_host.disaggregated(tmp_path).start() as served:
+        with vllm_host.disaggregated(tmp_path) as served:
+            served.start()
             keys = served.keys("dynamo/nixl_metadata/")
             assert len(keys) == 1, keys
             texts = await complete_all(served, asked(), ANSWER_TOKENS)
@@ -121,7 +125,8 @@ class Leaving:
 
     async def test_prefill_and_decode_workers_come_and_go(self, vllm_host: VllmHost, tmp_path: Path) -> None:
         """1P1D to 2P2D and back, by lease revoke and by `dynamo scale`, with long streams in flight: all complete."""
-        with vllm_host.disaggregated(tmp_path).start() as served:
+        with vllm_host.disaggregated(tmp_path) as served:
+            served.start()
             async with served.client() as client:
                 streams = [Streaming(client, prompt, LONG_TOKENS) for prompt in asked()[:2]]
                 await asyncio.wait_for(asyncio.gather(*(stream.started.wait() for stream in streams)), 60.0)
@@ -140,7 +145,8 @@ class Leaving:
 
     async def test_a_decode_worker_leaves_by_its_lease(self, vllm_host: VllmHost, tmp_path: Path) -> None:
         """Its long streams complete, its memory and processes go; the other one serves on."""
-        with vllm_host.aggregated(tmp_path, **{"ServiceArgs": {"workers": 2}}).start() as served:
+        with vllm_host.aggregated(tmp_path, **{"ServiceArgs": {"workers": 2}}) as served:
+            served.start()
             async with served.client() as client:
                 streams = [Streaming(client, prompt, LONG_TOKENS) for prompt in asked()[:4]]
                 await asyncio.wait_for(asyncio.gather(*(stream.started.wait() for stream in streams)), 60.0)
@@ -163,7 +169,8 @@ class PrefillDies:
         """Killed while prompts are under way: each is prefilled again, elsewhere or here, and the texts are right."""
         expected = await reference(vllm_host, tmp_path, answers)
         some = list(asked())[:8]
-        with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 6.0}).start() as served:
+        with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 6.0}) as served:
+            served.start()
             assert await complete_all(served, some[:1], ANSWER_TOKENS) == [expected[some[0]]]
             asking = asyncio.create_task(complete_all(served, some, ANSWER_TOKENS, at_once=8))
             await asyncio.sleep(0.05)

@@ -12,7 +12,7 @@ import yaml
 
 from tests.fakes.served import Served
 
-START_TIMEOUT_S = 290.0
+START_TIMEOUT_S = 590
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class VllmHost:
         file = folder / f"{graph}.yaml"
         file.write_text(yaml.safe_dump(config))
         target = (f"graphs.{graph}:Frontend", "-f", str(file))
-        return Served(target=target, env=self.env, timeout_s=START_TIMEOUT_S)
+        # For all of the graph: the Frontend's start includes that of the engines behind it.
+        return Served("--start-deadline", str(START_TIMEOUT_S), target=target, env=self.env, timeout_s=START_TIMEOUT_S)
 
 
 def cpu_host(model: Path) -> VllmHost:
@@ -76,9 +77,13 @@ def cpu_host(model: Path) -> VllmHost:
         },
         env={
             "HF_HUB_OFFLINE": "1",
+            "PYTHONDONTWRITEBYTECODE": "",  # torch and vLLM are thousands of files
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the CPU build takes `mp`, and one more process, for `uni`
             "OMP_NUM_THREADS": "1",
+            # What vLLM has looked at once (its parser's answers, a model's class) is not looked at again.
+            "VLLM_CACHE_ROOT": os.environ.get("DYN_VLLM_CACHE") or str(model.parent / "cache"),
             "UCX_TLS": "sm,tcp,self",
         },
     )

@@ -16,5 +16,5 @@ if ! "${uv[@]}" --dry-run --no-deps "$torch" >/dev/null 2>&1; then
     exit 3
 fi
 # Without torchvision, torchaudio, torchcodec and triton: gigabytes, or no CPU build.
-"${uv[@]}" --override "$here/overrides.txt" -r "$here/requirements.txt"
+"${uv[@]}" --compile-bytecode --override "$here/overrides.txt" -r "$here/requirements.txt"
 "$python" "$here/name_vllm.py"

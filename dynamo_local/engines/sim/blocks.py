@@ -2,21 +2,28 @@
 
 A block is *used* (references > 0), *cached* (free, but its content can be had again; oldest goes first) or *blank*.
 used + cached + blank = total, always.
+
+What becomes reusable, or ceases to be, can be written down as a KV cache's events (`journal`): keys are the block
+hashes of `kv_hashes` then.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from typing import cast
+
+from dynamo_local.core.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 
 
 class BlockPool:
-    """`total` blocks, numbered from 0."""
+    """`total` blocks, numbered from 0. Events are appended to `journal`, if there is one; its reader empties it."""
 
-    __slots__ = ("_blank", "_by_key", "_cached", "_keys", "_references", "total")
+    __slots__ = ("_blank", "_by_key", "_cached", "_keys", "_references", "journal", "total")
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, journal: list[KvEvent] | None = None) -> None:
         self.total = total
+        self.journal = journal
         self._references = [0] * total
         self._keys: list[Hashable | None] = [None] * total
         self._by_key: dict[Hashable, int] = {}
@@ -66,33 +73,81 @@ class BlockPool:
         taken = blank[split:]
         del blank[split:]
         taken.reverse()
-        for _ in range(count - len(taken)):
-            block, _none = self._cached.popitem(last=False)
-            key = self._keys[block]
-            self._keys[block] = None
-            if key is not None:
-                del self._by_key[key]
-            taken.append(block)
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
         references = self._references
         for block in taken:
             references[block] = 1
         return taken
 
-    def store(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
-        """Say what full blocks hold. Content that another block holds already stays with that one (as in vLLM)."""
-        by_key = self._by_key
+    def _evict(self, count: int) -> list[int]:
+        """So many cached blocks, without their content."""
+        cached, keys, by_key = self._cached, self._keys, self._by_key
+        taken = [cached.popitem(last=False)[0] for _ in range(count)]
+        evicted: list[Hashable] = []
+        for block in taken:
+            key = keys[block]
+            if key is not None:
+                keys[block] = None
+                del by_key[key]
+                evicted.append(key)
+        if evicted and self.journal is not None:
+            self.journal.append(BlocksRemoved(cast(tuple[int, ...], tuple(evicted))))
+        return taken
+
+    def store(self, blocks: Sequence[int], keys: Sequence[Hashable], parent: Hashable | None = None) -> None:
+        """Say what full blocks hold. Content that another block holds already stays with that one (as in vLLM).
+
+        `parent` is the key of the block before them, None for the first of a sequence.
+        """
+        by_key, known = self._by_key, self._keys
+        if self.journal is None:
+            for block, key in zip(blocks, keys, strict=True):
+                if known[block] is None and key not in by_key:
+                    known[block] = key
+                    by_key[key] = block
+            return
+        run: list[Hashable] = []
+        run_parent = before = parent
         for block, key in zip(blocks, keys, strict=True):
-            if self._keys[block] is None and key not in by_key:
-                self._keys[block] = key
+            if known[block] is None and key not in by_key:
+                known[block] = key
                 by_key[key] = block
+                if not run:
+                    run_parent = before
+                run.append(key)
+            elif run:
+                self._stored(run, run_parent)
+                run = []
+            before = key
+        if run:
+            self._stored(run, run_parent)
+
+    def _stored(self, run: list[Hashable], parent: Hashable | None) -> None:
+        if self.journal is not None:
+            self.journal.append(BlocksStored(cast(tuple[int, ...], tuple(run)), cast("int | None", parent)))
+
+    def clear(self) -> bool:
+        """Forget all content; False, and nothing is changed, while blocks are in use (as vLLM's reset)."""
+        if self.used:
+            return False
+        for block in self._cached:
+            self._keys[block] = None
+        self._blank += reversed(self._cached)
+        self._cached.clear()
+        self._by_key.clear()
+        if self.journal is not None:
+            self.journal.append(AllBlocksCleared())
+        return True
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each. Last ones first, so that of a sequence's blocks the tail is evicted first."""
-        references, keys = self._references, self._keys
+        references, keys, cached = self._references, self._keys, self._cached
         for block in reversed(blocks):
-            references[block] -= 1
-            if not references[block]:
+            count = references[block] - 1
+            references[block] = count
+            if not count:
                 if keys[block] is None:
                     self._blank.append(block)
                 else:
-                    self._cached[block] = None
+                    cached[block] = None

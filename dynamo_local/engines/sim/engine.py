@@ -15,9 +15,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.kv_events import AllBlocksCleared, KvEvent
 from dynamo_local.core.types import Load
+from dynamo_local.engines.sim.facts import load_of, shape_of
 from dynamo_local.engines.sim.handoffs import Handoff
-from dynamo_local.engines.sim.keys import OutputKeys, block_keys
+from dynamo_local.engines.sim.keys import OutputKeys
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.perf import PerfModel, ProfileModel
 from dynamo_local.engines.sim.requests import (
@@ -25,7 +27,6 @@ from dynamo_local.engines.sim.requests import (
     Finished,
     HandoffExpired,
     PullReady,
-    SchedulerConfig,
     SimRequest,
     Started,
     Tokens,
@@ -33,12 +34,12 @@ from dynamo_local.engines.sim.requests import (
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
 from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest, pull_request_of
-from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
-from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason
+from dynamo_local.errors import EngineDead, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.kv_hashes import block_hashes
+from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason, KvEventPublisher
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_MAX_MODEL_LEN = 131_072
 _REMEMBERED_EXPIRIES = 1000
 
 
@@ -81,7 +82,7 @@ class SimEngine:
     """An `Engine` that schedules like vLLM, takes a profile's time, and computes `tokens.expected_output`.
 
     `transport` defaults to a loopback side channel of its own; engines on a virtual clock share an `InMemoryTransport`.
-    `perf_model` defaults to the profile that the options name.
+    `perf_model` defaults to the profile that the options name. `kv_events` is told what its KV cache holds.
     """
 
     def __init__(
@@ -91,7 +92,10 @@ class SimEngine:
         clock: Clock | None = None,
         transport: KvTransport | None = None,
         perf_model: PerfModel | None = None,
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
+        self._kv_events = kv_events
+        self._journal: list[KvEvent] | None = None if kv_events is None else []
         self.options = options or SimOptions()
         self._clock = clock or AsyncioClock()
         self._transport = transport or LoopbackTransport()
@@ -124,10 +128,10 @@ class SimEngine:
         """Load the profile, open the side channel, and take `start_up_s / speed` in all. Raises `ConfigError`."""
         ready_at_s = self._clock.now_s() + self.options.start_up_s / self.options.speed
         perf = self._perf_model or ProfileModel.load(self.options.profile)
-        config, max_model_len = _shape(self.options, perf)
+        config, max_model_len = shape_of(self.options, perf)
         self._listener = await self._transport.serve(self)
         await self._clock.sleep_until(ready_at_s)
-        self._scheduler = SimScheduler(config, perf)
+        self._scheduler = SimScheduler(config, perf, self._journal)
         self._info = EngineInfo(
             engine="sim",
             engine_id=self._engine_id,
@@ -141,6 +145,8 @@ class SimEngine:
         )
 
     async def close(self) -> None:
+        if self._scheduler is not None and self._kv_events is not None:
+            self._kv_events.publish((AllBlocksCleared(),))
         self._scheduler = None
         for stream in self._streams.values():
             stream.reason = stream.reason or "abort"
@@ -203,7 +209,7 @@ class SimEngine:
         self._kick()
         self._count += 1
         internal_id = f"{request.request_id}-{self._count:x}"
-        keys = block_keys(prompt, options.block_size)
+        keys = block_hashes(prompt, options.block_size)
         scheduler.submit(
             SimRequest(
                 internal_id,
@@ -267,18 +273,7 @@ class SimEngine:
         if scheduler is None:
             return Load()
         self._pump()
-        used, total = scheduler.pool.used, scheduler.pool.total
-        return Load(
-            request_active_slots=scheduler.num_running,
-            request_total_slots=scheduler.config.max_num_seqs,
-            kv_active_blocks=used,
-            kv_total_blocks=total,
-            num_requests_waiting=scheduler.num_waiting,
-            gpu_cache_usage_perc=used / total,
-            gpu_prefix_cache_hit_rate=scheduler.prefix_hit_rate,
-            remaining_tokens=scheduler.remaining_tokens,
-            itl_ms=None if scheduler.itl_s is None else scheduler.itl_s * 1000,
-        )
+        return load_of(scheduler)
 
     async def load_changed(self) -> None:
         if self._changed is None:
@@ -289,8 +284,14 @@ class SimEngine:
         if self._scheduler is None or not prompt_token_ids:
             return 0.0
         self._pump()
-        keys = block_keys(prompt_token_ids, self.options.block_size)
+        keys = block_hashes(prompt_token_ids, self.options.block_size)
         return self._scheduler.matched_tokens(keys) / len(prompt_token_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; False while requests hold blocks (as vLLM's)."""
+        done = self._running_scheduler().reset_prefix_cache(self._now_s())
+        self._tell_kv_events()
+        return done
 
     async def wait_failed(self) -> None:
         while self._scheduler is not None:
@@ -366,6 +367,7 @@ class SimEngine:
             events = scheduler.advance(now_s)
             if events:
                 self._dispatch(events)
+            self._tell_kv_events()
             at_s = scheduler.next_event_at(quiet=self.options.coalesce_passes)
             if at_s is None or at_s > now_s:
                 return at_s
@@ -393,6 +395,11 @@ class SimEngine:
                 task = asyncio.get_running_loop().create_task(self._pull(event, stream))
                 self._pulls[event.request_id] = task
         self._notify()
+
+    def _tell_kv_events(self) -> None:
+        if self._journal and self._kv_events is not None:
+            self._kv_events.publish(tuple(self._journal))
+            self._journal.clear()
 
     def _notify(self) -> None:
         if self._changed is not None:
@@ -477,24 +484,3 @@ class SimEngine:
         elif self._scheduler is not None:
             self._scheduler.pulled(event.request_id, self._clock.now_s())
             self._kick()
-
-
-def _shape(options: SimOptions, perf: PerfModel) -> tuple[SchedulerConfig, int]:
-    """The scheduler's configuration and `max_model_len`. Raises `ConfigError` if one request cannot fit the cache."""
-    num_gpu_blocks = options.num_gpu_blocks or perf.max_kv_tokens // options.block_size
-    capacity = num_gpu_blocks * options.block_size
-    max_model_len = options.max_model_len or min(_DEFAULT_MAX_MODEL_LEN, capacity)
-    if max_model_len > capacity:
-        raise ConfigError(
-            f"max_model_len {max_model_len} does not fit the KV cache of {capacity} tokens "
-            f"({num_gpu_blocks} blocks of {options.block_size}): lower it, or raise num_gpu_blocks"
-        )
-    config = SchedulerConfig(
-        num_gpu_blocks=num_gpu_blocks,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        speed=options.speed,
-        kv_lease_duration_s=options.kv_lease_duration_s,
-    )
-    return config, max_model_len

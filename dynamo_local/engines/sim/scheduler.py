@@ -11,10 +11,12 @@ and blocks are those of pass by pass, bit for bit (tests/property/test_sim_sched
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 
+from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.engines.sim.blocks import BlockPool
 from dynamo_local.engines.sim.handoffs import Handoff, HandoffTable
 from dynamo_local.engines.sim.perf import PerfModel
@@ -44,13 +46,14 @@ class SimScheduler:
 
     Call `advance(now_s)` whenever `next_event_at()` is reached. The other calls take the time too, and first bring the
     schedule to it; the events of that are returned by the next `advance`. Calls at the instant at which a pass begins
-    still join it, until `next_event_at` or a later time is asked for.
+    still join it, until `next_event_at` or a later time is asked for. `journal` gets the KV cache's events, where the
+    requests' keys are block hashes.
     """
 
-    def __init__(self, config: SchedulerConfig, perf: PerfModel) -> None:
+    def __init__(self, config: SchedulerConfig, perf: PerfModel, journal: list[KvEvent] | None = None) -> None:
         self.config = config
         self._perf = perf
-        self._pool = BlockPool(config.num_gpu_blocks)
+        self._pool = BlockPool(config.num_gpu_blocks, journal)
         self._seqs: dict[str, Seq] = {}
         self._waiting: deque[Seq] = deque()
         self._pulling: dict[str, Seq] = {}
@@ -61,7 +64,8 @@ class SimScheduler:
         self._start_at_s: float | None = None
         self._now_s = -math.inf
         self._events: list[Event] = []
-        self._queried: deque[tuple[int, int]] = deque(maxlen=_HIT_RATE_REQUESTS)
+        self._queried: deque[tuple[int, int]] = deque()
+        self._queried_tokens = self._hit_tokens = 0
         self._itl_s: float | None = None
         self.preemptions = 0
         self.passes = 0
@@ -105,13 +109,13 @@ class SimScheduler:
     @property
     def remaining_tokens(self) -> int:
         """Tokens that running requests may still generate: an upper bound, from their `max_output_tokens`."""
-        return sum(max(seq.request.max_output_tokens - seq.generated, 0) for seq in self._running)
+        left = [seq.request.max_output_tokens - seq.generated for seq in self._running]
+        return sum(left) if not left or min(left) >= 0 else sum(max(count, 0) for count in left)
 
     @property
     def prefix_hit_rate(self) -> float:
         """Share of prompt tokens found in the cache, over the last thousand requests admitted; 0.0 before the first."""
-        queried = sum(tokens for tokens, _ in self._queried)
-        return sum(hits for _, hits in self._queried) / queried if queried else 0.0
+        return self._hit_tokens / self._queried_tokens if self._queried_tokens else 0.0
 
     def matched_tokens(self, block_keys: Sequence[Hashable]) -> int:
         """How many tokens of a prompt with these full blocks are cached now."""
@@ -182,6 +186,11 @@ class SimScheduler:
             self._pool.release(handoff.blocks)
             self._touch()
 
+    def reset_prefix_cache(self, now_s: float) -> bool:
+        """Forget what is cached; False, and nothing is changed, while any request holds blocks (as vLLM's)."""
+        self._roll(now_s)
+        return self._pool.clear()
+
     def advance(self, now_s: float) -> list[Event]:
         """What happened up to and including `now_s`, in order, since the last call."""
         self._roll(now_s)
@@ -203,8 +212,9 @@ class SimScheduler:
             return None if self._held.expiry_s == math.inf else self._held.expiry_s
         if not quiet:
             return current.ends[0]
-        while len(current.ends) < min(current.limit, _LOOK_AHEAD_PASSES):
-            self._extend(current)
+        ahead = min(current.limit, _LOOK_AHEAD_PASSES) - len(current.ends)
+        if ahead > 0:
+            self._extend(current, ahead)
         return current.ends[-1]
 
     # --- time ----------------------------------------------------------------------------------
@@ -367,14 +377,24 @@ class SimScheduler:
     def _announce(self, seq: Seq, now_s: float) -> None:
         if not seq.announced:
             seq.announced = True
-            self._queried.append((seq.request.num_prompt_tokens, seq.computed))
+            self._count_hits(seq.request.num_prompt_tokens, seq.computed)
             self._events.append(Started(seq.request.request_id, now_s, seq.computed))
+
+    def _count_hits(self, tokens: int, hits: int) -> None:
+        self._queried.append((tokens, hits))
+        self._queried_tokens += tokens
+        self._hit_tokens += hits
+        if len(self._queried) > _HIT_RATE_REQUESTS:
+            tokens, hits = self._queried.popleft()
+            self._queried_tokens -= tokens
+            self._hit_tokens -= hits
 
     def _store(self, seq: Seq, computed: int) -> None:
         """Tell the pool what this pass fills blocks with (as vLLM: at scheduling, so that neighbours share)."""
         full = min(computed // self.config.block_size, len(seq.keys))
         if full > seq.stored:
-            self._pool.store(seq.blocks[seq.stored : full], seq.keys[seq.stored : full])
+            parent = seq.keys[seq.stored - 1] if seq.stored else None
+            self._pool.store(seq.blocks[seq.stored : full], seq.keys[seq.stored : full], parent)
             seq.stored = full
 
     def _free(self, seq: Seq) -> None:
@@ -382,8 +402,10 @@ class SimScheduler:
         size = self.config.block_size
         full = seq.computed // size
         if seq.request.output_keys is not None and seq.generated and full > seq.stored:
-            keys = [*seq.request.block_keys, *seq.request.output_keys(seq.computed)][seq.stored : full]
-            self._pool.store(seq.blocks[seq.stored : seq.stored + len(keys)], keys)
+            every = [*seq.request.block_keys, *seq.request.output_keys(seq.computed)]
+            keys = every[seq.stored : full]
+            parent = every[seq.stored - 1] if seq.stored else None
+            self._pool.store(seq.blocks[seq.stored : seq.stored + len(keys)], keys, parent)
         self._pool.release(seq.blocks)
         seq.blocks = []
 
@@ -405,20 +427,23 @@ class SimScheduler:
             low, high = (middle, high) if new_blocks(middle) <= free else (low, middle)
         return low
 
-    def _extend(self, run: Pass) -> None:
-        """One more end of the run; or its limit, where a lease ends before the next pass begins."""
-        end_s = run.ends[-1]
-        if end_s >= self._held.expiry_s:
-            run.limit = len(run.ends)
-            return
-        batch = len(run.rows)
-        kv_tokens = run.kv_tokens + batch * len(run.ends)
-        run.ends.append(end_s + self._perf.decode_s(batch, kv_tokens, kv_tokens / batch) / self.config.speed)
+    def _extend(self, run: Pass, passes: int) -> None:
+        """So many more ends of the run; or its limit, where a lease ends before the next pass begins."""
+        ends, batch, speed, expiry_s = run.ends, len(run.rows), self.config.speed, self._held.expiry_s
+        durations = self._perf.decode_run_s(batch, run.kv_tokens + batch * len(ends), passes)
+        if speed != 1.0:
+            durations = [decode_s / speed for decode_s in durations]
+        later = list(accumulate(durations, initial=ends[-1]))
+        begun = bisect_left(later, expiry_s)
+        if begun < passes:
+            # The pass that would begin at or after the lease's end is not this run's any more.
+            run.limit = len(ends) + begun
+        ends += later[1 : begun + 1]
 
     def _complete(self, run: Pass, now_s: float) -> bool:
         """End the passes that are over by `now_s`; False if none is."""
         while run.ends[-1] <= now_s and len(run.ends) < run.limit:
-            self._extend(run)
+            self._extend(run, min(run.limit - len(run.ends), _LOOK_AHEAD_PASSES))
         count = bisect_right(run.ends, now_s)
         if not count:
             return False

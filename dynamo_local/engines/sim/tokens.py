@@ -7,11 +7,11 @@ a wrong prompt gives other tokens at once, and a test can tell a right stream fr
 from __future__ import annotations
 
 import struct
-import sys
-from array import array
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Literal
+
+from dynamo_local.kv_hashes import token_bytes
 
 DEFAULT_TOKEN_LOW = 259
 DEFAULT_TOKEN_HIGH = 2048
@@ -19,14 +19,6 @@ DEFAULT_MEAN_OUTPUT_TOKENS = 64
 
 _PER_DIGEST = 16
 _UNPACK = struct.Struct(f"<{_PER_DIGEST}I").unpack
-
-
-def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """Four bytes per token, little endian on every machine. Raises OverflowError for an id outside 0..2**32-1."""
-    packed = array("I", token_ids)
-    if sys.byteorder != "little":
-        packed.byteswap()
-    return packed.tobytes()
 
 
 def prompt_digest(prompt_token_ids: Iterable[int], *, seed: int = 0) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc, unused-ignore]
         raise ConfigError(message)
 
 
-def engine_args(words: Sequence[str], *, also_known: Sequence[str] = ()) -> AsyncEngineArgs:
-    """The arguments as vLLM understands them, its own checks of single values done.
+def parse(words: Sequence[str], *, also_known: Sequence[str] = ()) -> argparse.Namespace:
+    """The words as vLLM reads them, its own checks of single values done. Looks at no model: another host may have it.
 
     Raises `ConfigError` naming an unknown option and its nearest spelling, `also_known` (our own keys) among them.
     """
@@ -33,14 +34,21 @@ def engine_args(words: Sequence[str], *, also_known: Sequence[str] = ()) -> Asyn
         if option.startswith("--") and option not in known:
             raise ConfigError(_unknown(option, known, also_known))
     try:
-        parsed = parser.parse_args(list(words))
-        return AsyncEngineArgs.from_cli_args(parsed)
+        return parser.parse_args(list(words))
     except (ValueError, TypeError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
 
 
-def for_this_host(args: AsyncEngineArgs) -> AsyncEngineArgs:
-    """What depends on the build of vLLM: on its CPU build, KV that is handed over lies in plain memory."""
+def engine_args(words: Sequence[str]) -> AsyncEngineArgs:
+    """The arguments of an engine on this host. Raises `ConfigError`, also for a model that is not here.
+
+    On vLLM's CPU build, KV that is handed over lies in plain memory.
+    """
+    parsed = parse(words)
+    try:
+        args = AsyncEngineArgs.from_cli_args(parsed)
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"vLLM refuses model {parsed.model}: {' '.join(str(error).split())}") from error
     config: Any = args.kv_transfer_config
     if config is not None and current_platform.is_cpu():
         config.kv_buffer_device = "cpu"
@@ -61,7 +69,7 @@ def _unknown(option: str, known: set[str], also_known: Sequence[str]) -> str:
 def explain(words: Sequence[str], also_known: Sequence[str]) -> str | None:
     """What is wrong with them, None if nothing."""
     try:
-        engine_args(words, also_known=also_known)
+        parse(words, also_known=also_known)
     except ConfigError as error:
         return str(error)
     return None

@@ -1,23 +1,29 @@
 """Have vLLM's parser look at the sections of a graph before anything starts, in a process of its own.
 
 vLLM takes ten seconds and half a gigabyte to import, and starts threads: none of that belongs into an arbiter that
-forks. One process looks at all sections.
+forks. One process looks at all sections, and what passed once is not asked again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dynamo_local.engines.vllm import private
 from dynamo_local.errors import ConfigError
 
-CHECK_TIMEOUT_S = 180.0
-"""A cold import from a slow disk takes most of a minute."""
+log = logging.getLogger(__name__)
+
+CHECK_TIMEOUT_S = 300.0
+"""A cold import takes most of a minute, on a host with better things to do minutes."""
 
 _MARK = "dynamo-local-vllm-check:"
 _CODE = (
@@ -44,6 +50,9 @@ def is_installed() -> bool:
 def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     """Section -> what vLLM's parser says; only those that it refuses. Raises `ConfigError` if it cannot be asked."""
     asked = json.dumps([[section.words, section.own_options] for section in sections.values()])
+    passed = private.cache_root(os.environ) / "checked" / _digest(asked)
+    if passed.exists():
+        return {}
     # No compute here: the check must not touch a GPU, whoever holds it.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     try:
@@ -64,7 +73,20 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     if done.returncode != 0 or not answers:
         raise ConfigError(f"vLLM is installed, but cannot be imported: {_last_line(done.stderr)}")
     found: Sequence[str | None] = json.loads(answers[-1])
-    return {name: why for name, why in zip(sections, found, strict=True) if why is not None}
+    wrong = {name: why for name, why in zip(sections, found, strict=True) if why is not None}
+    if not wrong:
+        try:
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+        except OSError as error:
+            log.info("vLLM's parser is asked again at the next start: %s", error)
+    return wrong
+
+
+def _digest(asked: str) -> str:
+    """Of the question and of whoever answers it."""
+    versions = [importlib.metadata.version(name) for name in ("vllm", "dynamo-local")]
+    return hashlib.sha256(json.dumps([asked, sys.executable, *versions]).encode()).hexdigest()
 
 
 def _last_line(text: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -19,10 +20,18 @@ from dynamo_local.core.types import Load
 from dynamo_local.engines.vllm import plugin, private
 from dynamo_local.engines.vllm.checking import is_installed
 from dynamo_local.engines.vllm.handoffs import Handoffs
+from dynamo_local.engines.vllm.kv_events import KvEventBridge
 from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
 from dynamo_local.engines.vllm.stats import Statistics
 from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
-from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason, SamplingParams
+from dynamo_local.ports import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    KvEventPublisher,
+    SamplingParams,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +42,17 @@ _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abo
 
 
 class VllmEngine:
-    """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it."""
+    """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it.
 
-    def __init__(self, options: VllmOptions, *, name: str | None = None) -> None:
+    `kv_events` is told what the KV cache holds; None: nobody wants to know, and `prefix_hit_rate` does not either.
+    """
+
+    def __init__(
+        self, options: VllmOptions, *, name: str | None = None, kv_events: KvEventPublisher | None = None
+    ) -> None:
         self.options = options
+        self._kv_events = kv_events
+        self._bridge: KvEventBridge | None = None
         self._words = options.words()
         self._name = name or os.environ.get("DYN_WATCHER_NAME") or f"engine-{os.getpid()}"
         self._private: private.Private | None = None
@@ -73,11 +89,12 @@ class VllmEngine:
         if os.environ.pop("VLLM_PORT", None) is not None:
             log.warning("VLLM_PORT is ignored: with several engines on one host each must find ports of its own")
         # We have threads and connections: a forked EngineCore would inherit half of them.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # EngineCore gives itself a title, for which setproctitle would take the room of the environment: the mark by
         # which what a killed run left is found.
         os.environ["SPT_NOENV"] = "1"
+        self._listen_to_kv_events()
         started_s = time.monotonic()
         self._llm = await asyncio.to_thread(self._build)
         if self._closed:
@@ -87,18 +104,30 @@ class VllmEngine:
         self._info = self._describe()
         log.info("vLLM was ready after %.1f s", time.monotonic() - started_s)
 
+    def _listen_to_kv_events(self) -> None:
+        """Where the section says nothing of its own about them, and one engine speaks."""
+        args = self.options.args
+        assert self._private is not None
+        if self._kv_events is None or "kv_events_config" in args or args.get("data_parallel_size", 1) != 1:
+            return
+        endpoint = f"ipc://{self._private.folder / 'kv'}"
+        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": ""}
+        self._words += ["--kv-events-config", json.dumps(config)]
+        self._bridge = KvEventBridge(endpoint, self._kv_events)
+        self._bridge.start()
+
     def _build(self) -> Any:
         """In a thread of its own."""
         from vllm import SamplingParams as VllmSampling
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from dynamo_local.engines.vllm.arguments import engine_args, for_this_host
+        from dynamo_local.engines.vllm.arguments import engine_args
         from dynamo_local.engines.vllm.stat_logger import stat_logger
 
         self._sampling = VllmSampling
         self._delta = RequestOutputKind.DELTA
-        args = for_this_host(engine_args(self._words))
+        args = engine_args(self._words)
         try:
             return AsyncLLM.from_engine_args(args, stat_loggers=[stat_logger(self._recorded)])
         except Exception as error:
@@ -135,6 +164,8 @@ class VllmEngine:
         if llm is not None:
             log.info("prompt tokens by source: %s", dict(self._statistics.prompt_tokens))
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
+        if self._bridge is not None:
+            await self._bridge.close()
         if self._private is not None:
             self._private.close()
         self._dead.set()
@@ -294,8 +325,9 @@ class VllmEngine:
         await self._changed.wait()
 
     def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
-        """0.0: AsyncLLM does not say which blocks its EngineCore has."""
-        return 0.0
+        if self._bridge is None or self._info is None:
+            return 0.0
+        return self._bridge.blocks.hit_rate(prompt_token_ids, self._info.block_size)
 
     async def wait_failed(self) -> None:
         await self._dead.wait()
@@ -309,9 +341,10 @@ class VllmEngine:
                     await self.load_changed()
 
     def _recorded(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        self._statistics.record(scheduler_stats, iteration_stats)
-        self._handoffs.observe(scheduler_stats, self._statistics.num_live)
-        self._notify()
+        changed = self._statistics.record(scheduler_stats, iteration_stats)
+        changed |= self._handoffs.observe(scheduler_stats, self._statistics.num_live)
+        if changed:  # an engine that holds KV for others speaks a thousand times a second
+            self._notify()
 
     def _notify(self) -> None:
         if self._changed is not None:

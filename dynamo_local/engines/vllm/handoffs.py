@@ -24,10 +24,12 @@ class Handoffs:
         """A request has ended, and its KV is kept for another engine."""
         self._held.append(now_s + self._kept_s)
 
-    def observe(self, scheduler_stats: Any, num_live: int) -> None:
-        """vLLM's `SchedulerStats` after a pass (None: it said nothing)."""
-        if scheduler_stats is not None and not num_live and scheduler_stats.kv_cache_usage == 0.0:
-            self._held.clear()
+    def observe(self, scheduler_stats: Any, num_live: int) -> bool:
+        """vLLM's `SchedulerStats` after a pass (None: it said nothing). True if that ended what was held."""
+        if not self._held or num_live or scheduler_stats is None or scheduler_stats.kv_cache_usage > 0.0:
+            return False
+        self._held.clear()
+        return True
 
     def num_held(self, now_s: float) -> int:
         """How many may still be held."""

@@ -106,13 +106,19 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """Ours, within vLLM's. Not made here."""
+    configured = environ.get("VLLM_CACHE_ROOT")
+    vllm = Path(configured) if configured else Path(environ.get("HOME") or Path.home()) / ".cache" / "vllm"
+    return vllm / "dynamo-local"
+
+
 def _cache_folder(name: str, environ: Mapping[str, str], leases: list[socket.socket]) -> Path:
     """The worker's own, run after run: compiled graphs are found again. Of two of one name, the second has `NAME.1`."""
-    configured = environ.get("VLLM_CACHE_ROOT")
-    root = Path(configured) if configured else Path(environ.get("HOME") or Path.home()) / ".cache" / "vllm"
+    root = cache_root(environ)
     n = 0
     while True:
-        folder = root / "dynamo-local" / (name if n == 0 else f"{name}.{n}")
+        folder = root / (name if n == 0 else f"{name}.{n}")
         held = lease(f"cache/{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}")
         if held is not None:
             leases.append(held)

@@ -36,8 +36,9 @@ class Statistics:
         self.prompt_tokens: Counter[str] = Counter()
         """Prompt tokens by where their KV came from, under vLLM's names (`external_kv_transfer`, …)."""
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        """vLLM's `SchedulerStats` and `IterationStats` of one pass; either may be None."""
+    def record(self, scheduler_stats: Any, iteration_stats: Any) -> bool:
+        """vLLM's `SchedulerStats` and `IterationStats` of one pass; either may be None. True if the load changed."""
+        before = self._running, self._usage
         if scheduler_stats is not None:
             self._running = scheduler_stats.num_running_reqs
             self._usage = scheduler_stats.kv_cache_usage
@@ -49,6 +50,7 @@ class Statistics:
                 local_cache_hit=prompt_tokens.local_cache_hit,
                 external_kv_transfer=prompt_tokens.external_kv_transfer,
             )
+        return before != (self._running, self._usage)
 
     def _observe(self, stats: Any) -> None:
         if stats is None or not stats.requests:

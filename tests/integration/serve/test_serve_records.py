@@ -48,6 +48,7 @@ def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
         "Processor/chat/completions",
         "Processor/completions",
         "VllmWorker/generate",
+        "VllmWorker/kv_blocks",
         "VllmWorker/load_metrics",
         "PrefillWorker/status",
         "PrefillWorker/load_metrics",

@@ -98,3 +98,8 @@ def test_the_note_joins_reason_drain_and_restarts() -> None:
     worker = {**GRAPH["workers"][0], "state": "draining", "reason": "scale -1", "drain": left, "restarts": 1}
     line = render({**GRAPH, "workers": [worker]}).splitlines()[-1]
     assert line.endswith("scale -1; 2 requests left; 1 restart")
+
+
+def test_the_metrics_address_is_shown_where_there_is_one() -> None:
+    assert "metrics" not in render(GRAPH)
+    assert "metrics   http://127.0.0.1:9/metrics" in render({**GRAPH, "metrics_url": "http://127.0.0.1:9/metrics"})

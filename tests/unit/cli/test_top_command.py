@@ -19,8 +19,11 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.cli import top
-from dynamo_local.cli.top import Keys, Watch
+from dynamo_local.cli.top import Keys, Watch, last_decision
 from dynamo_local.errors import NotRunning
+from dynamo_local.planner.record import DecisionRecord, Inputs
+from dynamo_local.planner.values import Decision, Fleet, Pool, Reason, Rule
+from dynamo_local.serve import decisions
 from dynamo_local.serve.paths import Paths
 from tests.fakes.scripted_arbiter import dynamo
 from tests.fakes.supervisor import FakeSupervisor
@@ -91,6 +94,27 @@ def test_an_arbiter_that_goes_away_leaves_its_picture_and_one_that_comes_back_is
     assert first.lost is None
     assert (lost.lost, lost.graph, lost.at) == ("it has been killed", GRAPH, first.at)
     assert (back.lost, back.graph["run_id"]) == (None, "01K")
+
+
+def _decided(**more: object) -> dict[str, object]:
+    fleet = Fleet(Pool("PrefillWorker", 1, ready=1, gpus_held=1), Pool("VllmWorker", 1, ready=1, gpus_held=1))
+    reason = Reason("VllmWorker", 0, Rule.MISSING, {})
+    record = DecisionRecord(
+        1.8e9, "planner:17", Inputs(0.0, 0, None, None, None, fleet), Decision(9.0, {}, (reason,), 39.0)
+    )
+    return {**GRAPH, "planner": {"state": "running", "last_decision": {**decisions.as_json(record), **more}}}
+
+
+def test_the_last_decision_is_told_in_words_with_its_number_and_time() -> None:
+    head, *lines = last_decision(_decided())
+    assert head.startswith("planner:17 at ")
+    assert any("VllmWorker" in line for line in lines)
+    assert last_decision(GRAPH) == ()
+
+
+def test_a_decision_of_another_version_is_told_in_short() -> None:
+    (line,) = last_decision(_decided(inputs={"of": "another version"}))
+    assert line.endswith("VllmWorker hold (missing)")
 
 
 # --- at a terminal -----------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_local.components.dispatch import Dispatcher
-from dynamo_local.components.picker import LeastLoaded, RoundRobin
+from dynamo_local.components.routing import Routed
+from dynamo_local.core.routing import LeastLoaded, RoundRobin
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -168,3 +169,52 @@ async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
     await batches.aclose()
     assert ended.is_set()
     assert picker._in_flight(1) == (0, 0)
+
+
+class Told:
+    """A Router that gives these answers, in turn."""
+
+    def __init__(self, *answers: Routed | None) -> None:
+        self.answers = list(answers)
+        self.avoided: list[tuple[int, ...]] = []
+
+    async def choose(self, token_ids: Any, request_id: str, tokens: int, avoid: Any) -> Routed | None:
+        self.avoided.append(tuple(avoid))
+        return self.answers.pop(0)
+
+
+async def routed(client: FakeEndpointClient, router: Told) -> list[int]:
+    """Tokens of one request through a dispatcher with that Router."""
+    subject = Dispatcher(client, RoundRobin(), lambda ids: {}, router=router)
+    sending = subject.send({"token_ids": [1]}, request_id="r", tokens=9, timeout_s=5)
+    async with contextlib.aclosing(sending) as batches:
+        return [token for batch in [b async for b in batches] for item in batch for token in item["token_ids"]]
+
+
+async def test_the_routers_worker_gets_the_request_with_its_hit_rate() -> None:
+    """What the Router knows goes on to the worker's local-or-remote rule."""
+    client = FakeEndpointClient({1: good, 2: good})
+
+    assert await routed(client, Told(Routed(2, 0.75))) == [1, 2]
+    (call,) = client.calls
+    assert (call.instance_id, call.payload) == (2, {"token_ids": [1], "prefix_hit_rate": 0.75})
+
+
+@pytest.mark.parametrize("answer", [None, Routed(9, 0.75)])
+async def test_without_a_usable_answer_the_picker_decides(answer: Routed | None) -> None:
+    """The Router is away, or names a worker that is not there: nothing is said of a hit rate."""
+    client = FakeEndpointClient({1: good, 2: good})
+
+    assert await routed(client, Told(answer)) == [1, 2]
+    assert client.calls[0].payload == {"token_ids": [1]}
+
+
+async def test_the_router_is_told_who_has_failed_the_request() -> None:
+    """The second question names the first worker; a hit rate holds for its own worker only."""
+    client = FakeEndpointClient({1: good, 2: good})
+    client.refuse(2, WorkerLost("gone"))
+    router = Told(Routed(2, 0.75), Routed(1, 0.0))
+
+    assert await routed(client, router) == [1, 2]
+    assert router.avoided == [(), (2,)]
+    assert [call.payload["prefix_hit_rate"] for call in client.calls] == [0.75, 0.0]

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from dynamo_local.components.picker import LeastLoaded, Picker, Random, RoundRobin, Sample, make_picker
+from dynamo_local.components.picker import Random, make_picker
+from dynamo_local.core.routing import LeastLoaded, Picker, RoundRobin, Sample
 from dynamo_local.core.types import Load, Missing
 
 

@@ -10,6 +10,7 @@ import pytest
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components import remote_prefill, wire
 from dynamo_local.components.remote_prefill import QueueGauge, RemotePrefill
+from dynamo_local.core import disagg
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import EngineError
@@ -61,7 +62,7 @@ async def test_a_burst_asks_the_queue_once() -> None:
 
 async def test_own_entries_count_until_the_next_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was enqueued since the sample is added to it, and not twice after the next."""
-    monkeypatch.setattr(remote_prefill, "DEPTH_MAX_AGE_S", 0.02)
+    monkeypatch.setattr(disagg, "DEPTH_MAX_AGE_S", 0.02)
     queue = CountingQueue()
     gauge = QueueGauge(queue, AsyncioClock())
     assert await gauge.pending() == 0

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from dynamo_local.config import PlannerConfig, config_json_schema, load_config, planner_config, resolve
-from dynamo_local.core.types import GraphSpec, Resources, Role
+from dynamo_local.config import (
+    PlannerConfig,
+    config_json_schema,
+    load_config,
+    planned_components,
+    planner_config,
+    planner_starts,
+    resolve,
+)
+from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk import depends, endpoint, service
 from dynamo_local.sdk.loader import LoadedGraph, build_graph
@@ -250,3 +258,49 @@ def test_schema_without_a_graph_takes_any_service() -> None:
     assert "gpus" in schema["properties"]["Host"]["properties"]
     assert "adjustment-interval" in schema["properties"]["Planner"]["properties"]
     assert "ServiceArgs" in schema["additionalProperties"]["properties"]
+
+
+def test_router_kv_needs_a_router_service() -> None:
+    """Without one nothing knows what is cached: refused, with what to do."""
+    with pytest.raises(ConfigError, match="Frontend: router is kv, but the graph has no Router service"):
+        run("Frontend: {router: kv}")
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "starts"),
+    [
+        ([], None, False),
+        ([], True, True),
+        (["--Planner.adjustment-interval=5"], None, True),
+        (["--Planner.enabled=false"], None, False),
+        (["--Planner.enabled=false"], True, True),
+        (["--Planner.adjustment-interval=5"], False, False),
+    ],
+)
+def test_a_planner_section_starts_it_unless_it_says_otherwise(
+    words: list[str], flag: bool | None, starts: bool
+) -> None:
+    """The command line's flag has the last word."""
+    config = load_config(None, env={}, overrides=words)
+    assert planner_starts(graph(), config, flag=flag) is starts
+
+
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        ([Role.PREFILL], "it has none"),
+        ([Role.DECODE, Role.AGGREGATED], "it has S0, S1"),
+        ([Role.DECODE, Role.PREFILL, Role.PREFILL], "one prefill component; it has S1, S2"),
+    ],
+)
+def test_a_planner_needs_to_know_which_component_is_which(roles: list[Role], told: str) -> None:
+    spec = GraphSpec("dynamo", "g:S", tuple(ServiceSpec(f"S{n}", role) for n, role in enumerate(roles)))
+    with pytest.raises(ConfigError, match=told):
+        planned_components(spec)
+
+
+def test_the_planned_components_of_both_kinds_of_graph() -> None:
+    prefill, decode = ServiceSpec("P", Role.PREFILL), ServiceSpec("D", Role.DECODE)
+    assert planned_components(GraphSpec("dynamo", "g:S", (prefill, decode))) == ("P", "D")
+    aggregated = ServiceSpec("A", Role.AGGREGATED)
+    assert planned_components(GraphSpec("dynamo", "g:S", (aggregated,))) == (None, "A")

@@ -12,11 +12,14 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.ports import DeleteEvent, KeyValue, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.runtime.settings import (
     DisaggSettings,
+    RouterSettings,
     WatchedSettings,
     disagg_settings_key,
     encode_settings,
     parse_settings,
+    router_settings_key,
 )
+from tests.fakes.etcd import FakeEtcd
 
 DEFAULT = DisaggSettings(max_local_prefill_length=100, max_prefill_queue_size=2)
 KEY = disagg_settings_key("dynamo", "Qwen/Qwen3")
@@ -171,3 +174,20 @@ async def test_a_watch_that_breaks_is_begun_anew(
     await store.tell(put(b'{"max_prefill_queue_size": 4}'))
     assert watched.current.max_prefill_queue_size == 4
     assert "a bug in the client" in caplog.text
+
+
+async def test_the_routers_policy_is_watched_the_same_way() -> None:
+    """`etcdctl put dynamo/router/sim-tiny '{"router": "kv"}'`; nonsense is refused, deletion undoes it."""
+    kv = FakeEtcd()
+    key = router_settings_key("dynamo", "sim-tiny")
+    settings = WatchedSettings(kv, key, RouterSettings("round-robin"))
+    await settings.start()
+    seen = []
+    for value in (b'{"router": "kv"}', b'{"router": "kvv"}', b'{"routr": "kv"}', None):
+        await (kv.delete(key) if value is None else kv.put(key, value))
+        await asyncio.sleep(0.02)
+        seen.append(settings.current.router)
+
+    assert seen == ["kv", "kv", "kv", "round-robin"]
+    await settings.close()
+    await kv.close()

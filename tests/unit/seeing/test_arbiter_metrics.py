@@ -192,6 +192,7 @@ async def test_it_is_served_on_loopback_and_only_read(house: House) -> None:
         page = await http.get(url)
         assert page.headers["content-type"].startswith("text/plain; version=")
         assert samples(page.text)["dynamo_arbiter_state", ("ready",)] == 1.0
+        assert "date" not in page.headers  # the price of a server that does not tick
         assert (await http.head(url)).text == ""
         assert (await http.post(url)).status_code == 405
         assert (await http.get(url.removesuffix("/metrics"))).status_code == 404

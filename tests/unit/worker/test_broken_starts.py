@@ -32,7 +32,7 @@ class SlowEngine:
 async def test_an_engine_that_is_cancelled_while_it_loads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port, its processes and its GPU memory go with it."""
     engine = SlowEngine()
-    monkeypatch.setattr(engine_options, "make_engine", lambda kind, options: engine)
+    monkeypatch.setattr(engine_options, "make_engine", lambda *_words, **_more: engine)
     starting = asyncio.create_task(start_engine(VllmWorkerConfig(), 0))
     await engine.starting.wait()
     starting.cancel()

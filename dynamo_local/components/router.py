@@ -1,0 +1,110 @@
+"""The Router: which worker is to get a prompt, by what each has cached and how busy it is. docs/routing.md."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.components.model import TINY_MODEL
+from dynamo_local.components.vllm_worker import VllmWorker
+from dynamo_local.core.routing import RouterPolicy, RouterSettings
+from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
+from dynamo_local.sdk.context import current_context
+
+FIRST_VIEW_TIMEOUT_S = 5.0
+"""How long a start waits for what the workers have cached already; past it they are asked on in the background."""
+
+
+class RouterConfig(BaseModel):
+    """Options of the `Router` service."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(default=TINY_MODEL, min_length=1, description="As the workers'; names the key in etcd.")
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="The model's name in the API; by default `model`."
+    )
+    router: RouterPolicy = Field(
+        default="least-loaded",
+        description="How a worker is picked: least-loaded, kv, kv-load, round-robin or random. "
+        "Changeable at run time, in etcd.",
+    )
+    router_seed: int | None = Field(default=None, description="Seed of what is left to chance; None: another each run.")
+    kv_block_expiry_s: float | None = Field(
+        default=None, gt=0, description="Forget a block that nobody stored or matched for so long; None: never."
+    )
+
+
+@service(dynamo={"namespace": "dynamo", "role": "other"}, workers=1, config=RouterConfig)
+class Router:
+    """Follows the KV blocks and loads of all workers. Each replica follows all of them, so any can answer."""
+
+    worker = depends(VllmWorker)
+
+    def __init__(self) -> None:
+        self._stack = contextlib.AsyncExitStack()  # a start that is broken off is stopped like any other
+
+    @async_on_start
+    async def start(self) -> None:
+        """Begin to follow; returns once the workers that are there have told what they hold."""
+        from dynamo_local.components.routing import RouteMaker, samples
+        from dynamo_local.core.kv_index import KvIndex
+        from dynamo_local.runtime.kv_feed import KvFeed
+        from dynamo_local.runtime.kv_wire import KV_BLOCKS_ENDPOINT
+        from dynamo_local.runtime.load import LoadView
+        from dynamo_local.runtime.settings import WatchedSettings, router_settings_key
+
+        context = current_context()
+        config: RouterConfig = context.settings
+        clock = AsyncioClock()
+        component = self.worker.component
+        key = router_settings_key(context.namespace, config.served_model_name or config.model)
+        settings = WatchedSettings(context.kv, key, RouterSettings(config.router))
+        self._stack.push_async_callback(settings.close)
+        await settings.start()
+        view = LoadView(context.nats, context.namespace, component, clock)
+        self._stack.push_async_callback(view.close)
+        await view.start()
+        index = KvIndex(config.kv_block_expiry_s)
+        asking = await context.endpoint_client(component, KV_BLOCKS_ENDPOINT)
+        feed = KvFeed(context.nats, context.kv, context.namespace, component, asking, index, clock)
+        self._stack.push_async_callback(feed.close)
+        await feed.start()
+        await feed.synced(FIRST_VIEW_TIMEOUT_S)
+        self._index, self._feed, self._settings = index, feed, settings
+        self._maker = RouteMaker(
+            await context.endpoint_client(component, "generate"),
+            lambda ids: samples(view, clock, ids),
+            index,
+            lambda: feed.block_sizes,
+            lambda: settings.current,
+            seed=config.router_seed,
+            clock=clock,
+        )
+
+    @endpoint()
+    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Token ids in; the worker and its prefix hit rate out (`components.wire`: route request, route answer)."""
+        from dynamo_local.components.wire import parse_route_request
+
+        answer: dict[str, Any] = msgspec.to_builtins(self._maker.route(parse_route_request(request)))
+        return answer
+
+    @endpoint()
+    async def status(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What this Router knows: the policy of now, and how many blocks each worker has, by instance id in hex."""
+        return {
+            "router": self._settings.current.router,
+            "workers": {f"{worker:x}": self._index.count(worker) for worker in sorted(self._feed.workers())},
+            "blocks": len(self._index),
+            "index_errors": self._maker.index_errors,
+        }
+
+    @on_shutdown
+    async def stop(self) -> None:
+        """End the watches."""
+        await self._stack.aclose()

@@ -1,0 +1,148 @@
+"""Which worker gets the next request. Pure: candidates and loads in, an instance id out.
+
+A picker also remembers what this Processor has sent since each worker's last load sample: a sample is up
+to a second old, and without that a burst of requests would all go to the one that looked idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from dynamo_local.core.types import Load, Missing
+
+PUBLISH_INTERVAL_S = 1.0
+"""How often a worker publishes its load, at least."""
+MIN_CHANGE_INTERVAL_S = 0.1
+"""How often at most, where it changes all the time."""
+
+RouterPolicy = Literal["least-loaded", "kv", "kv-load", "round-robin", "random"]
+"""How a worker is picked: fewest requests; what it has cached against its load; its load as `kv` sees it; in turn;
+by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What can be changed of a Router while it runs."""
+
+    router: RouterPolicy = "least-loaded"
+
+    def __post_init__(self) -> None:
+        if self.router not in get_args(RouterPolicy):
+            raise ValueError(f"router must be one of {', '.join(get_args(RouterPolicy))}, not {self.router!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A worker's load, and when (monotonic seconds of the Processor) it arrived."""
+
+    load: Load | Missing
+    at_s: float
+
+
+NO_HITS: Mapping[int, float] = {}
+"""Nobody is known to have cached anything."""
+
+
+class Picker(Protocol):
+    """A choice among instance ids. `routed` and `finished` bracket each request that was sent."""
+
+    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
+        """One of `candidates` (never empty). `hits` is the share (0..1) of the prompt that a worker has cached."""
+        ...
+
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
+        """The request went to that worker; `tokens` bounds what it may still generate."""
+        ...
+
+    def finished(self, instance_id: int, request_id: str) -> None: ...
+
+
+class RoundRobin:
+    """In turn, by instance id, whatever joins or leaves."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
+        order = sorted(candidates)
+        self._last = next((i for i in order if i > self._last), order[0])
+        return self._last
+
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
+        """Turns do not depend on load."""
+
+    def finished(self, instance_id: int, request_id: str) -> None:
+        """Turns do not depend on load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request that was routed at that moment; `tokens` is what it may still cost its worker."""
+
+    tokens: int
+    at_s: float
+
+
+class SentRequests:
+    """What was sent from here and has not ended, by worker."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, dict[str, Sent]] = {}
+
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
+        self._sent.setdefault(instance_id, {})[request_id] = Sent(tokens, now_s)
+
+    def finished(self, instance_id: int, request_id: str) -> None:
+        sent = self._sent.get(instance_id, {})
+        sent.pop(request_id, None)
+        if not sent:
+            self._sent.pop(instance_id, None)
+
+    def in_flight(self, instance_id: int) -> list[Sent]:
+        """All of them."""
+        return list(self._sent.get(instance_id, {}).values())
+
+    def since(self, instance_id: int, at_s: float) -> list[Sent]:
+        """Those that a sample of `at_s` cannot know."""
+        return [sent for sent in self._sent.get(instance_id, {}).values() if sent.at_s >= at_s]
+
+
+class LeastLoaded:
+    """Fewest requests (active + waiting), then fewest tokens still to come, then in turn.
+
+    To each sample is added what was sent after it. A worker whose load is missing is not taken for idle:
+    it counts as the busiest known one, or as what is in flight from here, whichever is more; where no
+    load is known, the requests in flight from here decide.
+    """
+
+    def __init__(self) -> None:
+        self._sent = SentRequests()
+        self._turn = RoundRobin()
+
+    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
+        known = {i: score for i in candidates if (score := self._score(i, loads.get(i))) is not None}
+        worst = max(known.values(), default=(0, 0))
+        scores = {i: known[i] if i in known else max(worst, self._in_flight(i)) for i in candidates}
+        best = min(scores.values())
+        return self._turn.pick([i for i in candidates if scores[i] == best], loads)
+
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
+        self._sent.routed(instance_id, request_id, tokens, now_s)
+
+    def finished(self, instance_id: int, request_id: str) -> None:
+        self._sent.finished(instance_id, request_id)
+
+    def _score(self, instance_id: int, sample: Sample | None) -> tuple[int, int] | None:
+        """(requests, tokens), or None where the load is missing."""
+        if sample is None or isinstance(sample.load, Missing):
+            return None
+        load = sample.load
+        since = self._sent.since(instance_id, sample.at_s)
+        requests = load.request_active_slots + load.num_requests_waiting + len(since)
+        return requests, load.remaining_tokens + sum(s.tokens for s in since)
+
+    def _in_flight(self, instance_id: int) -> tuple[int, int]:
+        sent = self._sent.in_flight(instance_id)
+        return len(sent), sum(s.tokens for s in sent)

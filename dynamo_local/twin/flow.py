@@ -1,0 +1,359 @@
+"""The way of a request, as in the real data plane: choose a worker, prefill here or there, take over the KV, decode.
+
+The decisions are those of `core.routing` and `core.disagg`; the engines are `SimScheduler`s. What a hop over NATS or
+TCP takes is left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from dynamo_local.core.disagg import decide_prefill
+from dynamo_local.core.routing import Picker, Sample
+from dynamo_local.core.types import Load, Role
+from dynamo_local.engines.sim.facts import load_of, shape_of
+from dynamo_local.engines.sim.perf import PerfModel
+from dynamo_local.engines.sim.requests import (
+    Event,
+    Finished,
+    HandoffExpired,
+    PullReady,
+    SimRequest,
+    Tokens,
+)
+from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.twin.agenda import Agenda, What
+from dynamo_local.twin.fleet import VirtualFleet
+from dynamo_local.twin.options import TwinOptions
+from dynamo_local.twin.process import Job, Process
+from dynamo_local.twin.trace import block_keys
+
+DECODES = (Role.DECODE, Role.AGGREGATED)
+
+
+class Flow:
+    """Requests among the processes of a fleet. Every call takes the time and brings what it touches to it."""
+
+    def __init__(self, options: TwinOptions, perf: PerfModel, agenda: Agenda, picker: Picker) -> None:
+        config, self._max_model_len = shape_of(options.sim, perf)
+        self._config = replace(config, coalesce=options.coalesce)
+        self._options = options
+        self._perf = perf
+        self._agenda = agenda
+        self._picker = picker
+        self._queue: deque[Job] = deque()
+        self._idle: deque[Process] = deque()
+        self._processes: dict[int, Process] = {}
+        self._dirty: set[int] = set()
+        self._jobs: dict[int, Job] = {}
+        self._fleet: VirtualFleet
+        self._all: list[Process] = []
+        self.ended = 0
+
+    def attach(self, fleet: VirtualFleet) -> None:
+        """Both know each other: the fleet makes processes, the flow uses them."""
+        self._fleet = fleet
+        fleet.joined, fleet.cut = self._joined, self._cut
+        for process in fleet.serving(Role.PREFILL):
+            self._joined(process, 0.0)
+
+    def make_process(self, instance_id: int, name: str, role: Role) -> Process:
+        """A fresh engine: its cache is empty."""
+        process = Process(instance_id, name, role, SimScheduler(self._config, self._perf))
+        self._processes[instance_id] = process
+        self._all.append(process)
+        return process
+
+    @property
+    def passes(self) -> int:
+        """Passes of all engines so far."""
+        return sum(process.scheduler.passes for process in self._all)
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their KV and were computed again."""
+        return sum(process.scheduler.preemptions for process in self._all)
+
+    @property
+    def pending(self) -> int:
+        """Entries of the prefill queue that nobody has pulled."""
+        return len(self._queue)
+
+    def loads(self, now_s: float) -> dict[str, Load]:
+        """Of the decode workers that serve, by name."""
+        found = {}
+        for process in self._fleet.serving(*DECODES):
+            self._roll(process, now_s)
+            found[process.name] = load_of(process.scheduler)
+        return found
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def engine_due(self, instance_id: int, at_s: float) -> None:
+        """An engine's event; nothing for one that was put off."""
+        process = self._processes.get(instance_id)
+        if process is not None and process.due_s == at_s:
+            process.due_s = None
+            self._roll(process, at_s)
+
+    def settle(self) -> None:
+        """All that happens at this instant has been told: ask the engines that it touched when they are due."""
+        for instance_id in sorted(self._dirty):
+            process = self._processes.get(instance_id)
+            if process is None:
+                continue
+            due_s = process.scheduler.next_event_at(quiet=self._options.coalesce)
+            if due_s is not None and due_s != process.due_s:
+                self._agenda.add(due_s, What.ENGINE, instance_id)
+            process.due_s = due_s
+        self._dirty.clear()
+
+    def _roll(self, process: Process, now_s: float) -> None:
+        self._dirty.add(process.instance_id)
+        for event in process.scheduler.advance(now_s):
+            self._on_event(process, event, now_s)
+
+    def _on_event(self, process: Process, event: Event, now_s: float) -> None:
+        if isinstance(event, Tokens):
+            if event.first == 0 and process.role is not Role.PREFILL:
+                process.streams[event.request_id].first_s = event.times_s[0]
+        elif isinstance(event, Finished):
+            job = process.streams.pop(event.request_id)
+            if process.role is Role.PREFILL:
+                self._prefilled(process, job, now_s)
+            else:
+                self._completed(process, job, event.at_s)
+            self._fleet.check_exit(process, now_s)
+        elif isinstance(event, PullReady):
+            self._pull(process, process.streams[event.request_id], event.num_tokens, now_s)
+        elif isinstance(event, HandoffExpired):
+            self._fleet.check_exit(process, now_s)
+
+    # --- arrival -------------------------------------------------------------------------------
+
+    def arrive(self, job: Job, now_s: float) -> None:
+        """A client asks."""
+        request = job.request
+        if request.input_length + request.output_length > self._max_model_len:
+            self._drop(job, "longer than max_model_len")
+            return
+        self._jobs[job.number] = job
+        job.keys = block_keys(request.hash_ids, request.input_length, self._config.block_size)
+        self._dispatch(job, now_s)
+
+    def _dispatch(self, job: Job, now_s: float) -> None:
+        """To the worker that the picker names; full ones refuse, and others are asked."""
+        candidates = {process.instance_id: process for process in self._fleet.serving(*DECODES)}
+        refused = bool(candidates)
+        while candidates:
+            picked = self._picker.pick(list(candidates), self._samples(candidates, now_s))
+            process = candidates.pop(picked)
+            self._roll(process, now_s)
+            if process.num_waiting < self._options.max_num_waiting:
+                self._picker.routed(picked, str(job.number), job.request.output_length, now_s)
+                self._take(process, job, now_s)
+                return
+        self._drop(job, "every worker was full" if refused else "no worker was registered")
+
+    def _samples(self, candidates: dict[int, Process], now_s: float) -> dict[int, Sample]:
+        found = {}
+        for instance_id, process in candidates.items():
+            if process.sample_due(now_s):
+                self._roll(process, now_s)
+                process.publish(now_s)
+            if process.sample is not None:
+                found[instance_id] = process.sample
+        return found
+
+    def _take(self, process: Process, job: Job, now_s: float) -> None:
+        """The decode worker's decision: prefill here, or there."""
+        job.worker = process
+        job.tries += 1
+        process.last_arrival_s = now_s
+        if process.role is Role.AGGREGATED:
+            self._submit(process, job, now_s)
+            return
+        depth = process.depth
+        if depth.due(now_s):
+            depth.asked()
+            depth.sampled(len(self._queue), now_s)
+        length = job.request.input_length
+        decision = decide_prefill(
+            prompt_length=length,
+            prefix_hit_rate=process.scheduler.matched_tokens(job.keys) / length,
+            queue_size=depth.pending,
+            prefill_workers=len(self._fleet.serving(Role.PREFILL)),
+            settings=self._options.disagg,
+            conditional=self._options.conditional,
+        )
+        if not decision.remote:
+            self._submit(process, job, now_s)
+            return
+        depth.enqueued()
+        job.queued = job.away = job.remote = True
+        process.waiting[job.number] = job
+        self._queue.append(job)
+        self._agenda.add(now_s + self._options.prefill_timeout_s, What.PREFILL_DEADLINE, job.number)
+        self._feed(now_s)
+
+    def _submit(self, process: Process, job: Job, now_s: float, *, pull: bool = False) -> None:
+        """Into the decode worker's engine."""
+        request = job.request
+        job.engine_id = f"{job.number}-{job.tries}" if pull else f"{job.number}-{job.tries}-local"
+        process.streams[job.engine_id] = job
+        self._roll(process, now_s)
+        process.scheduler.submit(
+            SimRequest(
+                job.engine_id,
+                request.input_length,
+                request.output_length,
+                max_output_tokens=request.output_length,
+                block_keys=job.keys,
+                pull_kv=pull,
+            ),
+            now_s,
+        )
+
+    # --- prefill elsewhere ---------------------------------------------------------------------
+
+    def _joined(self, process: Process, now_s: float) -> None:
+        """A prefill worker pulls; others are found by the picker."""
+        if process.role is Role.PREFILL and not process.streams and process not in self._idle:
+            self._idle.append(process)
+            self._feed(now_s)
+
+    def _feed(self, now_s: float) -> None:
+        """Entries to the prefill workers whose pass is free; who has waited longest gets the first."""
+        while self._queue and self._idle:
+            process = self._idle.popleft()
+            if not process.serves:
+                continue
+            job = self._queue.popleft()
+            job.queued, job.source = False, process
+            process.last_arrival_s = now_s
+            entry = f"{job.number}-{job.tries}"
+            process.streams[entry] = job
+            self._roll(process, now_s)
+            length = job.request.input_length
+            request = SimRequest(entry, length, 1, max_output_tokens=1, block_keys=job.keys, hold_kv=True)
+            process.scheduler.submit(request, now_s)
+
+    def _prefilled(self, process: Process, job: Job, now_s: float) -> None:
+        """The reply goes to the decode worker, if it still waits; else the KV's lease frees it."""
+        if process.serves:
+            self._idle.append(process)
+            self._feed(now_s)
+        if job.away and job.source is process and job.worker is not None:
+            job.away = False
+            del job.worker.waiting[job.number]
+            self._submit(job.worker, job, now_s, pull=True)
+
+    def prefill_deadline(self, number: int, now_s: float) -> None:
+        """Waited long enough: the decode worker prefills itself, and takes its entry out of the queue."""
+        job = self._jobs.get(number)
+        if job is None or not job.away or job.worker is None:
+            return
+        self._abandon(job)
+        self._submit(job.worker, job, now_s)
+
+    def _abandon(self, job: Job) -> None:
+        if job.queued:
+            self._queue.remove(job)
+        job.queued = job.away = False
+        job.source = None
+        if job.worker is not None:
+            job.worker.waiting.pop(job.number, None)
+
+    # --- hand-over of the KV -------------------------------------------------------------------
+
+    def _pull(self, process: Process, job: Job, num_tokens: int, now_s: float) -> None:
+        source = job.source
+        if source is None or source.instance_id not in self._processes:
+            self._pull_failed(process, job, now_s)
+            return
+        self._roll(source, now_s)
+        try:
+            source.scheduler.pin(_entry_of(job), now_s)
+        except KeyError:  # its lease is over
+            self._pull_failed(process, job, now_s)
+            return
+        self._agenda.add(now_s + self._options.sim.transfer_s(num_tokens), What.PULLED, job.number)
+
+    def pulled(self, number: int, now_s: float) -> None:
+        """The KV has arrived: the source is rid of it, the decode worker goes on."""
+        job = self._jobs.get(number)
+        if job is None or job.source is None or job.worker is None:
+            return
+        source, process = job.source, job.worker
+        if source.instance_id not in self._processes:
+            self._pull_failed(process, job, now_s)
+            return
+        self._roll(source, now_s)
+        source.scheduler.release(_entry_of(job), now_s)
+        self._fleet.check_exit(source, now_s)
+        job.source = None
+        self._roll(process, now_s)
+        process.scheduler.pulled(job.engine_id, now_s)
+
+    def _pull_failed(self, process: Process, job: Job, now_s: float) -> None:
+        """As after a `KvTransferError`: the decode worker prefills itself."""
+        self._dirty.add(process.instance_id)
+        process.scheduler.abort(job.engine_id, now_s)
+        del process.streams[job.engine_id]
+        job.source = None
+        self._submit(process, job, now_s)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def _completed(self, process: Process, job: Job, at_s: float) -> None:
+        job.last_s = at_s
+        self._picker.finished(process.instance_id, str(job.number))
+        self._end(job)
+
+    def _drop(self, job: Job, why: str) -> None:
+        job.dropped = why
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        self._jobs.pop(job.number, None)
+        job.worker = job.source = None
+        job.keys = ()
+        self.ended += 1
+
+    def _cut(self, process: Process, now_s: float) -> None:
+        """A process was killed with work in it. What has not produced a token goes elsewhere, the rest is lost."""
+        self._roll(process, now_s)
+        jobs = [*process.streams.values(), *process.waiting.values()]
+        process.streams.clear()
+        process.waiting.clear()
+        self._forget(process)
+        for job in sorted(jobs, key=lambda job: job.number):
+            if process.role is Role.PREFILL:
+                if job.away and job.source is process and job.worker is not None:
+                    self._abandon(job)
+                    self._submit(job.worker, job, now_s)
+                continue
+            self._picker.finished(process.instance_id, str(job.number))
+            self._release_source(job, now_s)
+            self._abandon(job)
+            job.worker = None
+            if job.first_s is not None:
+                self._drop(job, "cut at its worker's drain deadline")
+            elif job.tries >= self._options.max_tries:
+                self._drop(job, "its workers were all killed")
+            else:
+                self._dispatch(job, now_s)
+
+    def _release_source(self, job: Job, now_s: float) -> None:
+        if job.source is not None and not job.away and job.source.instance_id in self._processes:
+            self._roll(job.source, now_s)
+            job.source.scheduler.unpin(_entry_of(job), now_s)
+
+    def _forget(self, process: Process) -> None:
+        self._dirty.discard(process.instance_id)
+        self._processes.pop(process.instance_id, None)
+
+
+def _entry_of(job: Job) -> str:
+    return f"{job.number}-{job.tries}"

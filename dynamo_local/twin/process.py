@@ -1,0 +1,112 @@
+"""What the twin knows of one worker process, and of one request on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynamo_local.core.disagg import SampledDepth
+from dynamo_local.core.drains import exit_in_s
+from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S, Sample
+from dynamo_local.core.types import Role
+from dynamo_local.engines.sim.facts import load_of
+from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.twin.trace import TraceRequest
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request. Times are None until they come; `dropped` says why it was given up.
+
+    `worker` decodes it, `source` prefills it; `engine_id` is its name in the decode engine, and `queued` and
+    `away` say that its entry waits in the prefill queue, or that its decode worker waits for the reply.
+    """
+
+    number: int
+    request: TraceRequest
+    keys: Sequence[int] = ()
+    worker: Process | None = None
+    source: Process | None = None
+    engine_id: str = ""
+    queued: bool = False
+    away: bool = False
+    remote: bool = False
+    tries: int = 0
+    first_s: float | None = None
+    last_s: float | None = None
+    dropped: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """It has its last token, or never will."""
+        return self.last_s is not None or self.dropped is not None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From its arrival to its first token."""
+        return None if self.first_s is None else self.first_s - self.request.at_s
+
+    @property
+    def itl_s(self) -> float | None:
+        """The mean gap between its tokens; None where it has no two."""
+        if self.first_s is None or self.last_s is None or self.request.output_length < 2:
+            return None
+        return (self.last_s - self.first_s) / (self.request.output_length - 1)
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A process that has been ready. `streams` are its requests by their names in its engine; of a decode worker
+    `away` counts those that wait for a remote prefill."""
+
+    instance_id: int
+    name: str
+    role: Role
+    scheduler: SimScheduler
+    due_s: float | None = None
+    deregistered_s: float | None = None
+    last_arrival_s: float | None = None
+    streams: dict[str, Job] = field(default_factory=dict)
+    waiting: dict[int, Job] = field(default_factory=dict)
+    sample: Sample | None = None
+    depth: SampledDepth = field(default_factory=SampledDepth)
+
+    @property
+    def serves(self) -> bool:
+        """It is registered."""
+        return self.deregistered_s is None
+
+    @property
+    def in_flight(self) -> int:
+        """What it has to finish before it may leave."""
+        return len(self.streams) + len(self.waiting) + self.scheduler.num_held
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here, for the engine or for their KV."""
+        return self.scheduler.num_waiting + len(self.waiting)
+
+    def exit_in_s(self, now_s: float) -> float | None:
+        """See `core.drains.exit_in_s`; None also for one that does not leave."""
+        if self.deregistered_s is None:
+            return None
+        return exit_in_s(
+            now_s=now_s,
+            deregistered_s=self.deregistered_s,
+            last_arrival_s=self.last_arrival_s,
+            in_flight=self.in_flight,
+        )
+
+    def sample_due(self, now_s: float) -> bool:
+        """Whether it would have published its load again: after a change, or after a second."""
+        sample = self.sample
+        if sample is None:
+            return True
+        age_s = now_s - sample.at_s
+        if age_s < MIN_CHANGE_INTERVAL_S:
+            return False
+        return age_s >= PUBLISH_INTERVAL_S or bool(self.scheduler.num_running or self.scheduler.num_waiting)
+
+    def publish(self, now_s: float) -> None:
+        """Its load of now; the schedule has been brought to it."""
+        self.sample = Sample(load_of(self.scheduler), now_s)

@@ -1,0 +1,270 @@
+"""The HTML page of one or more runs: tables, plots as inline SVG, every decision. Self-contained, and the same bytes
+for the same runs. Needs matplotlib (the extra `report`)."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from dynamo_local.errors import BadInput
+from dynamo_local.planner.values import Reason
+from dynamo_local.twin.fleet import FleetPoint
+from dynamo_local.twin.metrics import Metrics, percentile
+from dynamo_local.twin.options import Slo
+from dynamo_local.twin.simulation import Acted, Run
+
+BINS = 120
+"""How many spans of time a run is cut into for the curves of load and latency."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One run for the page."""
+
+    name: str
+    run: Run
+    metrics: Metrics
+
+
+def write_report(path: Path, title: str, facts: Sequence[tuple[str, str]], told: Sequence[Told], slo: Slo) -> None:
+    """Write the page. `facts` are `(what, value)` of the whole. Raises `BadInput` without matplotlib, or where the file
+    cannot be written."""
+    plots = [_plot(one, slo) for one in told]
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_PAGE)
+    text = page.render(
+        title=title,
+        facts=facts,
+        head=[label for label, _ in _cells(told[0].metrics)] if told else [],
+        rows=[(one.name, [value for _, value in _cells(one.metrics)]) for one in told],
+        runs=[(one.name, plot, decision_rows(one.run)) for one, plot in zip(told, plots, strict=True)],
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"the report {path} cannot be written: {error.strerror}") from error
+
+
+def check_report() -> None:
+    """Raise `BadInput` where the library for plots is not installed: better before a run than after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise BadInput("--report needs matplotlib: pip install 'dynamo-local[report]'") from None
+
+
+def _cells(metrics: Metrics) -> list[tuple[str, str]]:
+    def ms(value: float | None) -> str:
+        return "–" if value is None else f"{value:.1f}"
+
+    return [
+        ("requests", f"{metrics.requests}"),
+        ("completed", f"{metrics.completed}"),
+        ("dropped", f"{metrics.dropped}"),
+        ("attainment", f"{metrics.attainment:.2%}"),
+        ("goodput, 1/s", f"{metrics.goodput_rps:.2f}"),
+        ("GPU-hours", f"{metrics.gpu_hours:.3f}"),
+        ("GPUs, mean", f"{metrics.gpus_mean:.2f}"),
+        ("scale actions", f"{metrics.scale_actions}"),
+        ("TTFT mean, ms", ms(metrics.ttft_ms.mean)),
+        ("TTFT p95, ms", ms(metrics.ttft_ms.p95)),
+        ("ITL mean, ms", ms(metrics.itl_ms.mean)),
+        ("ITL p95, ms", ms(metrics.itl_ms.p95)),
+    ]
+
+
+# --- decisions ---------------------------------------------------------------------------------
+
+
+def decision_rows(run: Run) -> list[tuple[str, str, str, str, str]]:
+    """`(time, component, what, why, otherwise)` of every step that was decided; decisions to hold are left out."""
+    rows = []
+    for acted in run.acted:
+        for reason in acted.decision.reasons:
+            if reason.step:
+                at = f"{acted.decision.now_s:.0f} s"
+                rows.append((at, reason.component, _what(acted, reason), _why(reason), _otherwise(reason)))
+    return rows
+
+
+def _what(acted: Acted, reason: Reason) -> str:
+    refused = dict(acted.refused).get(reason.component)
+    if refused is not None:
+        return f"{reason.step:+d}, refused: {refused}"
+    if reason.deferred:
+        return f"{reason.step:+d}, when a GPU is free"
+    return f"{reason.step:+d}" if reason.component in acted.done else f"{reason.step:+d}, not carried out"
+
+
+def _why(reason: Reason) -> str:
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in reason.numbers.items())
+    return f"{reason.rule.value.replace('_', ' ')}: {numbers}"
+
+
+def _otherwise(reason: Reason) -> str:
+    other = reason.otherwise
+    if other is None:
+        return ""
+    return f"{other.name} {other.needed:.4g} instead of {other.value:.4g}: {other.step:+d}"
+
+
+# --- plots -------------------------------------------------------------------------------------
+
+
+def _plot(told: Told, slo: Slo) -> str:
+    """Load, workers, TTFT and what the planner saw, over the minutes of the run, as one SVG."""
+    check_report()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style: Any = {"svg.hashsalt": "dynamo", "svg.fonttype": "none", "font.size": 9.0, "path.simplify": False}
+    with matplotlib.rc_context(style):
+        figure, axes = pyplot.subplots(4, 1, figsize=(10, 9.5), sharex=True, layout="constrained")
+        run, width_s = told.run, max(told.run.end_s / BINS, 1.0)
+        _load(axes[0], run, width_s)
+        _workers(axes[1], run)
+        _ttft(axes[2], run, width_s, slo)
+        _decisions(axes[3], run)
+        for axis in axes:
+            axis.grid(alpha=0.3)
+            axis.set_xlim(0, max(run.end_s / 60, 1 / 60))
+        axes[3].set_xlabel("minutes after the first arrival")
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _binned(times_s: Sequence[float], values: Sequence[float], width_s: float) -> dict[int, list[float]]:
+    bins: dict[int, list[float]] = {}
+    for at_s, value in zip(times_s, values, strict=True):
+        bins.setdefault(math.floor(at_s / width_s), []).append(value)
+    return bins
+
+
+def _load(axis: Any, run: Run, width_s: float) -> None:
+    at = [job.request.at_s for job in run.jobs]
+    last = math.floor(max(run.end_s, at[-1] if at else 0.0) / width_s)
+    middles = [(index + 0.5) * width_s / 60 for index in range(last + 1)]
+    counts = _binned(at, at, width_s)
+    axis.step(middles, [len(counts.get(i, ())) / width_s for i in range(last + 1)], where="mid", color="tab:blue")
+    axis.set_ylabel("requests/s", color="tab:blue")
+    tokens = _binned(at, [float(job.request.input_length) for job in run.jobs], width_s)
+    other = axis.twinx()
+    sums = [math.fsum(tokens.get(i, ())) / width_s for i in range(last + 1)]
+    other.step(middles, sums, where="mid", color="tab:gray", alpha=0.6)
+    other.set_ylabel("prompt tokens/s", color="tab:gray")
+    axis.set_title("load")
+
+
+def _workers(axis: Any, run: Run) -> None:
+    points = [*run.points, _at(run.points[-1], run.end_s)] if run.points else []
+    minutes = [max(point.at_s, 0.0) / 60 for point in points]
+    for name, color in (("prefill", "tab:orange"), ("decode", "tab:green")):
+        ready = [getattr(point, name).ready for point in points]
+        if not any(ready):
+            continue
+        axis.step(minutes, ready, where="post", color=color, label=f"{name}, ready")
+        coming = [getattr(point, name).starting + getattr(point, name).waiting for point in points]
+        both = [a + b for a, b in zip(ready, coming, strict=True)]
+        axis.step(minutes, both, where="post", color=color, linestyle=":", label=f"{name}, with those on their way")
+    held = [point.gpus_held for point in points]
+    axis.step(minutes, held, where="post", color="black", linewidth=0.8, label="GPUs held")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("workers")
+    axis.legend(loc="upper right", fontsize=7, ncols=3)
+    axis.set_title("workers by role")
+
+
+def _at(point: FleetPoint, at_s: float) -> FleetPoint:
+    return FleetPoint(max(at_s, point.at_s), point.prefill, point.decode, point.gpus_held)
+
+
+def _ttft(axis: Any, run: Run, width_s: float, slo: Slo) -> None:
+    jobs = [(job.request.at_s, job.ttft_s * 1000) for job in run.jobs if job.ttft_s is not None]
+    bins = _binned([at_s for at_s, _ in jobs], [value for _, value in jobs], width_s)
+    minutes = [(index + 0.5) * width_s / 60 for index in sorted(bins)]
+    for share, color in ((0.5, "tab:blue"), (0.95, "tab:red")):
+        values = [percentile(sorted(bins[index]), share) for index in sorted(bins)]
+        axis.plot(minutes, values, color=color, marker=".", markersize=3, linewidth=1, label=f"p{share * 100:.0f}")
+    if slo.ttft_ms is not None:
+        axis.axhline(slo.ttft_ms, color="black", linestyle="--", linewidth=0.8, label="target")
+    if bins:
+        axis.set_yscale("log")
+        axis.legend(loc="upper right", fontsize=7, ncols=3)
+    axis.set_ylabel("TTFT, ms")
+    axis.set_title("time to first token, by arrival")
+
+
+def _decisions(axis: Any, run: Run) -> None:
+    seen = [(s.at_s / 60, s.queue, s.kv) for s in run.sightings]
+    axis.plot(
+        [m for m, _, kv in seen if kv is not None], [kv for _, _, kv in seen if kv is not None], color="tab:green"
+    )
+    axis.set_ylabel("mean KV use of decode", color="tab:green")
+    axis.set_ylim(0, 1.05)
+    queue = axis.twinx()
+    depths = [(seen.at_s / 60, seen.queue) for seen in run.sightings if seen.queue is not None]
+    minutes, values = [minute for minute, _ in depths], [depth for _, depth in depths]
+    queue.plot(minutes, values, color="tab:orange", linewidth=0.7, alpha=0.7)
+    queue.set_ylabel("prefill queue", color="tab:orange")
+    queue.set_ylim(bottom=0)
+    for acted in run.acted:
+        for component, step in acted.decision.acts:
+            if component in acted.done:
+                color = "tab:orange" if component == "PrefillWorker" else "tab:green"
+                marker = "^" if step > 0 else "v"
+                minute = acted.decision.now_s / 60
+                axis.plot([minute], [0.97 if step > 0 else 0.03], color=color, marker=marker, markersize=7)
+    axis.set_title("what the planner saw and did (▲ one more, ▼ one less)" if run.sightings else "no planner")
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{{ title }}</title>
+<style>
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0; font-size: 13px }
+th, td { border: 1px solid #ccc; padding: .2rem .5rem; text-align: right; vertical-align: top }
+th:first-child, td:first-child, .words td, .words th { text-align: left }
+svg { width: 100%; height: auto }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<table class="words">
+{% for what, value in facts %}
+<tr><th>{{ what }}</th><td>{{ value }}</td></tr>
+{% endfor %}
+</table>
+<table>
+<tr><th>run</th>{% for label in head %}<th>{{ label }}</th>{% endfor %}</tr>
+{% for name, cells in rows %}
+<tr><td>{{ name }}</td>{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{% for name, plot, decisions in runs %}
+<h2>{{ name }}</h2>
+{{ plot | safe }}
+{% if decisions %}
+<table class="words">
+<tr><th>at</th><th>component</th><th>step</th><th>rule and numbers</th><th>it would have taken</th></tr>
+{% for row in decisions %}
+<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{% endif %}
+{% endfor %}
+</body>
+</html>
+"""

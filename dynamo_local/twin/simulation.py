@@ -1,0 +1,170 @@
+"""One run: a trace through a fleet on a virtual clock, with a planner or without, until all of it is worked off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dynamo_local.core.routing import LeastLoaded, Picker
+from dynamo_local.engines.sim.perf import PerfModel, ProfileModel
+from dynamo_local.errors import DynamoError
+from dynamo_local.planner.pools import fleet_of
+from dynamo_local.planner.values import Decision, Fleet, Reading
+from dynamo_local.twin.agenda import Agenda, What
+from dynamo_local.twin.fleet import FleetPoint, VirtualFleet
+from dynamo_local.twin.flow import Flow
+from dynamo_local.twin.options import DECODE, PREFILL, TwinOptions
+from dynamo_local.twin.process import Job
+from dynamo_local.twin.trace import TraceRequest
+
+STUCK_AFTER_S = 6 * 3600.0
+"""Virtual time without the end of any request, after the last arrival, that is taken for a defect."""
+
+
+class Stuck(DynamoError):
+    """The run does not come to an end: a defect of the twin, or of what it drives."""
+
+    code = "stuck"
+
+
+class Planner(Protocol):
+    """What looks and decides: `planner.rounds.Rounds`, the same that the arbiter drives."""
+
+    @property
+    def next_pull_at(self) -> float:
+        """When it wants the next reading."""
+        ...
+
+    def on_pull(self, reading: Reading, fleet: Fleet) -> Decision | None:
+        """A reading; at the end of an interval, a decision."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What the planner saw at one pull: entries waiting, and the mean KV use of the decode workers (None: of none)."""
+
+    at_s: float
+    queue: int | None
+    kv: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """A decision and what became of its steps: `done` and `refused` by component."""
+
+    decision: Decision
+    done: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(slots=True)
+class Run:
+    """What happened. Times are seconds after the first arrival; `end_s` is the last completion."""
+
+    jobs: list[Job]
+    points: list[FleetPoint] = field(default_factory=list)
+    sightings: list[Sighting] = field(default_factory=list)
+    acted: list[Acted] = field(default_factory=list)
+    end_s: float = 0.0
+    passes: int = 0
+    preemptions: int = 0
+
+
+class Simulation:
+    """One run. Use it once."""
+
+    def __init__(
+        self,
+        options: TwinOptions,
+        trace: Sequence[TraceRequest],
+        *,
+        planner: Planner | None = None,
+        no_operation: bool = False,
+        perf: PerfModel | None = None,
+        picker: Picker | None = None,
+    ) -> None:
+        self._options = options
+        self._planner = planner
+        self._no_operation = no_operation
+        self._agenda = Agenda()
+        perf = perf or ProfileModel.load(options.sim.profile)
+        self.flow = Flow(options, perf, self._agenda, picker or LeastLoaded())
+        self.fleet = VirtualFleet(options, self._agenda, self.flow.make_process, 0.0)
+        self.flow.attach(self.fleet)
+        self._run = Run([Job(number, request) for number, request in enumerate(trace)])
+
+    def run(self) -> Run:
+        """Everything, to the last completion. Raises `Stuck` if that never comes."""
+        run, agenda = self._run, self._agenda
+        if run.jobs:
+            agenda.add(run.jobs[0].request.at_s, What.ARRIVAL, 0)
+        if self._planner is not None:
+            agenda.add(self._planner.next_pull_at, What.ROUND)
+        progress_s, ended = 0.0, 0
+        while self.flow.ended < len(run.jobs):
+            at_s = agenda.next_at_s
+            if at_s is None or at_s - progress_s > STUCK_AFTER_S:
+                raise Stuck(f"{len(run.jobs) - self.flow.ended} requests have no end, {progress_s:.0f} s into the run")
+            while agenda.next_at_s == at_s:
+                _, what, index = agenda.pop()
+                self._happen(what, index, at_s)
+            self.flow.settle()
+            if self.flow.ended != ended or what == What.ARRIVAL:
+                progress_s, ended = at_s, self.flow.ended
+        run.points = self.fleet.points
+        run.end_s = max((job.last_s for job in run.jobs if job.last_s is not None), default=0.0)
+        run.passes, run.preemptions = self.flow.passes, self.flow.preemptions
+        return run
+
+    def _happen(self, what: int, index: int, now_s: float) -> None:
+        if what == What.ENGINE:
+            self.flow.engine_due(index, now_s)
+        elif what == What.ARRIVAL:
+            self._arrival(index, now_s)
+        elif what == What.PULLED:
+            self.flow.pulled(index, now_s)
+        elif what == What.EXIT:
+            self.fleet.exit_due(index, now_s)
+        elif what == What.DRAIN_DEADLINE:
+            self.fleet.drain_deadline(index, now_s)
+        elif what == What.STARTED:
+            self.fleet.started(index, now_s)
+        elif what == What.PREFILL_DEADLINE:
+            self.flow.prefill_deadline(index, now_s)
+        elif what == What.ROUND:
+            self._round(now_s)
+
+    def _arrival(self, number: int, now_s: float) -> None:
+        jobs = self._run.jobs
+        self.flow.arrive(jobs[number], now_s)
+        if number + 1 < len(jobs):
+            self._agenda.add(jobs[number + 1].request.at_s, What.ARRIVAL, number + 1)
+
+    # --- the planner ---------------------------------------------------------------------------
+
+    def _round(self, now_s: float) -> None:
+        """Show it the fleet, and carry out what it decides, step by step in its order."""
+        assert self._planner is not None
+        disagg = self._options.shape.prefill > 0
+        loads = self.flow.loads(now_s)
+        queue = self.flow.pending if disagg else None
+        kv = sum(load.gpu_cache_usage_perc for load in loads.values()) / len(loads) if loads else None
+        self._run.sightings.append(Sighting(now_s, queue, kv))
+        fleet = fleet_of(self.fleet.view(), decode=DECODE, prefill=PREFILL if disagg else None)
+        decision = self._planner.on_pull(Reading(now_s, queue, loads), fleet)
+        if decision is not None:
+            self._act(decision, now_s)
+        self._agenda.add(self._planner.next_pull_at, What.ROUND)
+
+    def _act(self, decision: Decision, now_s: float) -> None:
+        done: list[str] = []
+        refused: list[tuple[str, str]] = []
+        for component, step in () if self._no_operation else decision.acts:
+            answer = self.fleet.scale(component, step, now_s, f"planner:{len(self._run.acted) + 1}")
+            if answer.refused is not None:
+                refused.append((component, str(answer.refused)))
+            elif answer.instructions:
+                done.append(component)
+        self._run.acted.append(Acted(decision, tuple(done), tuple(refused)))

@@ -1,0 +1,5 @@
+"""Aggregated, with KV-aware routing: a Router sends each prompt where most of it is cached."""
+
+from dynamo_local.components import Frontend, Processor, Router, VllmWorker
+
+Frontend.link(Processor).link(Router).link(VllmWorker)

@@ -1,0 +1,74 @@
+"""What must hold at every moment of a chaos run, read from outside: the statefile, /proc, the event log."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynamo_local.errors import StateError
+from dynamo_local.serve import leftovers
+from dynamo_local.serve.paths import Paths
+from dynamo_local.state import load
+
+NEVER = ("StartDeadlinePassed", "DrainDeadlinePassed", "Faulted", "SpawnFailed")
+"""Events that no fault of the plan explains."""
+
+
+def statefile_faults(path: Path) -> list[str]:
+    """Not there, not valid, or a GPU that two entries hold."""
+    try:
+        state = load(path)
+    except StateError as error:
+        return [f"the statefile: {error}"]
+    holders: dict[str, list[str]] = defaultdict(list)
+    for name, entry in state.components.items():
+        for uuid in entry.resources.gpu_uuids or []:
+            holders[uuid].append(name)
+    return [f"the statefile: {uuid} is held by {names}" for uuid, names in holders.items() if len(names) > 1]
+
+
+def process_faults(paths: Paths) -> list[str]:
+    """Two live processes of one worker, or on one GPU, whatever the statefile says."""
+    by_name: dict[str, list[int]] = defaultdict(list)
+    by_gpu: dict[str, list[int]] = defaultdict(list)
+    for found in leftovers.marked(paths):
+        if found.is_worker:
+            by_name[found.name].append(found.pid)
+            for uuid in _devices(found.pid):
+                by_gpu[uuid].append(found.pid)
+    return [f"{what} has the processes {pids}" for what, pids in [*by_name.items(), *by_gpu.items()] if len(pids) > 1]
+
+
+def _devices(pid: int) -> list[str]:
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    values = [item.partition(b"=")[2] for item in environ if item.startswith(b"CUDA_VISIBLE_DEVICES=")]
+    return [uuid for value in values for uuid in value.decode().split(",") if uuid]
+
+
+def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Callable[[float], bool]) -> list[str]:
+    """Of the event log: processes that ended although nobody ordered it and we did not hurt them, and worse.
+
+    `outage` says whether etcd or NATS was away at a time (seconds since 1970): a start may fail of that.
+    """
+    found = []
+    ordered: set[str] = set()
+    for record in records:
+        name, event = record["watcher_name"], record["event"]
+        pid = int(record["stimulus_id"].rpartition(":")[2]) if event == "ProcessExited" else None
+        if event == "DrainRequested":
+            ordered.add(name)
+        elif event == "DrainCancelled":
+            ordered.discard(name)
+        elif event == "ProcessExited":
+            failed_start = record["from"] == "starting" and outage(record["time"])
+            if pid not in hurt and name not in ordered and not failed_start:
+                found.append(f"{name} (pid {pid}) ended unasked, exit code {record['exit_code']}, seq {record['seq']}")
+            ordered.discard(name)
+        elif event in NEVER and record["stimulus_id"] != "health":  # a hung one is ended: its exit is looked at
+            found.append(f"{name}: {event}, seq {record['seq']}: {record}")
+    return found

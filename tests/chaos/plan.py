@@ -1,0 +1,101 @@
+"""What a chaos run does, when: a pure function of its seed and its length, so that a seed replays the same plan.
+
+Rounds of a *storm*, in which things are killed and stopped beside commands, and a *calm*, in which there are commands
+alone: there nothing at all may fail. Which worker an action hits is drawn too (`unit`), among those there are then.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+DECODE, PREFILL, PROCESSOR, FRONTEND = "VllmWorker", "PrefillWorker", "Processor", "Frontend"
+BASE = {DECODE: 3, PREFILL: 2, PROCESSOR: 2}
+"""Workers at the start, and again at the end."""
+LIMITS = {DECODE: (2, 4), PREFILL: (1, 3), PROCESSOR: (1, 3)}
+"""Numbers that are asked for in between; decode and prefill together stay within eight GPUs."""
+
+STORM_S = 10.0
+CALM_S = 13.0
+GAP_S = 2.0
+"""Between two actions, on average."""
+LONG_S = 300.0
+"""From this length on the manager dies more than once."""
+
+
+class Kind(StrEnum):
+    """What is done."""
+
+    KILL = "kill -9 of a worker"
+    STOP = "SIGSTOP, later SIGCONT"
+    HANG = "SIGSTOP for good"
+    ETCD = "kill -9 of etcd"
+    NATS = "kill -9 of NATS"
+    ADOPT = "kill -9 of the arbiter, then --adopt"
+    SCALE = "scale"
+    DRAIN = "drain"
+    DRAIN_CANCEL = "drain, then --cancel"
+    RESTART = "restart"
+    ROLLING = "restart --rolling"
+
+
+FAULTS = {Kind.KILL: 8, Kind.STOP: 4, Kind.HANG: 2, Kind.ETCD: 2, Kind.NATS: 2}
+COMMANDS = {Kind.SCALE: 6, Kind.DRAIN: 3, Kind.DRAIN_CANCEL: 3, Kind.RESTART: 2, Kind.ROLLING: 1}
+VICTIMS = {DECODE: 5, PREFILL: 4, PROCESSOR: 3, FRONTEND: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do `at_s` seconds after the start. `unit` (0..1) chooses the worker, `seconds` is its pause."""
+
+    at_s: float
+    kind: Kind
+    component: str = ""
+    unit: float = 0.0
+    seconds: float = 0.0
+    target: str = ""
+
+    def __str__(self) -> str:
+        words = [f"{self.at_s:7.2f} s  {self.kind}", self.component, self.target]
+        return " ".join(word for word in words if word) + (f" ({self.seconds:.2f} s)" if self.seconds else "")
+
+
+def make_plan(seed: int, seconds: float) -> tuple[Action, ...]:
+    """The plan of a run. Every kind of action is in it once a run is long enough for that."""
+    rng = random.Random(seed)
+    owed = [*FAULTS, *COMMANDS]
+    rng.shuffle(owed)
+    actions = []
+    at_s = rng.uniform(1.0, 2.0)
+    while at_s < seconds:
+        storm = at_s % (STORM_S + CALM_S) < STORM_S
+        kinds = {**FAULTS, **COMMANDS} if storm else COMMANDS
+        due = [kind for kind in owed if kind in kinds]
+        kind = due[0] if due and rng.random() < 0.5 else _drawn(rng, kinds)
+        if kind in owed:
+            owed.remove(kind)
+        actions.append(_action(rng, at_s, kind))
+        at_s += min(3 * GAP_S, rng.expovariate(1 / GAP_S)) + 0.05
+    deaths = (0.5,) if seconds < LONG_S else (0.25, 0.5, 0.8)
+    actions += [Action(seconds * (part + rng.uniform(-0.1, 0.1)), Kind.ADOPT) for part in deaths]
+    return tuple(sorted(actions, key=lambda action: action.at_s))
+
+
+def _drawn(rng: random.Random, weights: dict[Kind, int]) -> Kind:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def _action(rng: random.Random, at_s: float, kind: Kind) -> Action:
+    unit = rng.random()
+    if kind in (Kind.ETCD, Kind.NATS):
+        return Action(at_s, kind)
+    if kind in (Kind.KILL, Kind.STOP, Kind.HANG):
+        component = rng.choices(list(VICTIMS), list(VICTIMS.values()))[0]
+        return Action(at_s, kind, component, unit, rng.uniform(0.3, 2.5) if kind is Kind.STOP else 0.0)
+    component = rng.choice(list(BASE))
+    if kind is Kind.SCALE:
+        least, most = LIMITS[component]
+        target = rng.choice(["+1", "-1", f"={rng.randint(least, most)}"])
+        return Action(at_s, kind, component, unit, target=target)
+    return Action(at_s, kind, component, unit, rng.uniform(0.0, 0.6) if kind is Kind.DRAIN_CANCEL else 0.0)

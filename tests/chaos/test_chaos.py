@@ -1,0 +1,118 @@
+"""The whole product on real processes under chaos and load: nothing is lost that a retry could save.
+
+`tox -e chaos` runs it for DYN_CHAOS_SECONDS (900), `tox -e chaos-short` for 120. The seed is printed; the same
+DYN_CHAOS_SEED and DYN_CHAOS_SECONDS replay the same plan. docs/chaos.md says what is done and what must hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from benchmarks.drain.client import ANSWER_S
+from dynamo_local.serve import leftovers
+from tests.chaos.checks import unexplained
+from tests.chaos.load import Clients, Tally
+from tests.chaos.plan import BASE, FRONTEND, Kind, make_plan
+from tests.chaos.world import Chaos
+from tests.fakes.scaled import events
+from tests.fakes.served import Served
+
+pytestmark = [pytest.mark.infra, pytest.mark.slow]
+
+SECONDS = float(os.environ.get("DYN_CHAOS_SECONDS") or 120)
+SEED = int(os.environ.get("DYN_CHAOS_SEED") or random.SystemRandom().randrange(10**6))
+SPARE_S = 300.0
+"""For the start, the end, and whatever takes its full bound on the way."""
+SHOWN = 20
+WORDS = (
+    *(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items()),
+    "--VllmWorker.sim.speed=0.5",  # a token takes 12 ms and more: streams last for seconds
+    "--Host.health-bound-s=5",
+    "--Host.restart.first-s=0.3",
+    "--Host.restart.max-s=1.5",
+    "--Host.restart.failures-max=100000",  # how often we kill a worker must not make it faulted
+    "--on-arbiter-death",
+    "keep",
+)
+
+
+@pytest.mark.timeout(SECONDS + SPARE_S)
+async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills, stops, dead etcd and NATS, dead arbiters and commands, from a seed; every answer is held to the oracle."""
+    plan = make_plan(SEED, SECONDS)
+    with capsys.disabled():
+        print(f"\nchaos: DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}, {len(plan)} actions", flush=True)
+    port, tally = _free_port(), Tally()
+    with Served(*WORDS, f"--{FRONTEND}.port={port}", frontend=False) as served:
+        served.start()
+        async with _watched(served) as chaos:
+            clients = Clients(port, chaos.excused, chaos.calm, tally)
+            load = asyncio.create_task(clients.run())
+            await chaos.carry_out(plan)
+            await chaos.settle()
+            clients.stop()
+            await asyncio.wait({load}, timeout=0 if chaos.wrong else 2 * ANSWER_S)
+            chaos.wrong += [] if load.done() else [f"requests that never end: {tally.under_way}"]
+            load.cancel()
+        chaos.wrong += tally.lost + unexplained(events(served), chaos.hurt, chaos.outage)
+        with capsys.disabled():
+            print(f"chaos: {tally}; refused commands {chaos.refused}", flush=True)
+        if chaos.wrong:
+            pytest.fail(_report(chaos))
+        assert tally.right > SECONDS, "too little load to mean anything"
+        served.down()
+        assert leftovers.marked(served.paths) == []
+
+
+def test_a_seed_replays_its_plan_and_every_kind_of_action_is_in_it() -> None:
+    """Without this a failing seed would tell nothing."""
+    for seed in range(20):
+        plan = make_plan(seed, 120)
+        assert plan == make_plan(seed, 120) != make_plan(seed + 1, 120)
+        assert {action.kind for action in plan} == set(Kind), seed
+
+
+@asynccontextmanager
+async def _watched(served: Served) -> AsyncIterator[Chaos]:
+    """A `Chaos` whose watchers run; one that fails is a failure of the run."""
+    chaos = Chaos(served)
+    watchers = [asyncio.create_task(chaos.guarded(watch)) for watch in chaos.watches]
+    try:
+        yield chaos
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+
+def _report(chaos: Chaos) -> str:
+    """All that it takes to understand a failure: the seed, what was done last, and what the arbiter saw."""
+    more = f"\n… and {len(chaos.wrong) - SHOWN} more" if len(chaos.wrong) > SHOWN else ""
+    return "\n".join(
+        [
+            f"DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}: {len(chaos.wrong)} things are wrong:",
+            *chaos.wrong[:SHOWN],
+            more,
+            "--- what was done last",
+            *chaos.story[-3 * SHOWN :],
+            "--- faults, from and to (monotonic)",
+            *(f"{fault.began_s:.2f}-{fault.ended_s or 0:.2f} {fault.what}" for fault in chaos.faults[-SHOWN:]),
+            f"--- the last events, up to {time.strftime('%H:%M:%S')}",
+            *chaos.last_events(),
+        ]
+    )
+
+
+def _free_port() -> int:
+    """Chosen here, not by the Frontend: one that is started again must be found where it was."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,204 @@
+"""The twin against the real processes: the same trace, the same configuration, the engine in real time.
+
+The engine runs at a fifth of its speed, so that what the twin leaves out (HTTP, hops, queues: some milliseconds for
+each request) is small against it, and the host stays idle enough to keep time. A host that others keep busy cannot
+say anything about that: then the test is skipped, with what it measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+from openai import AsyncOpenAI
+
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.planner.load import LoadOptions
+from dynamo_local.twin.cases import Case, run_case
+from dynamo_local.twin.metrics import measure
+from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
+from dynamo_local.twin.simulation import Run
+from dynamo_local.twin.trace import TraceRequest
+from tests.fakes.served import MODEL, Served
+
+pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SPEED = 0.2
+SIM = SimOptions(speed=SPEED, num_gpu_blocks=400)
+WORDS = (f"--Common.sim.speed={SPEED}", "--Common.sim.num-gpu-blocks=400")
+BUSY_MAX_PERCENT = 60.0
+AGREE = 0.10
+POLL_S = 0.2
+
+
+@dataclass
+class Watched:
+    """What was measured of the real graph. `counts` are `(at_s, ready by role)`, from the first arrival."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    counts: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+    busy_percent: float = 0.0
+
+
+def poisson(rates: Sequence[tuple[float, float]], *, isl: int, osl: int, seed: int) -> list[TraceRequest]:
+    """Arrivals by chance at `(seconds, rate)` after each other, the first at 0 s."""
+    rng = random.Random(seed)
+    found, begin_s = [TraceRequest(0.0, isl, osl)], 0.0
+    for seconds, rate in rates:
+        at_s = begin_s
+        while (at_s := at_s + rng.expovariate(rate)) < begin_s + seconds:
+            found.append(TraceRequest(at_s, isl, osl))
+        begin_s += seconds
+    return found
+
+
+async def play(served: Served, trace: Sequence[TraceRequest]) -> Watched:
+    """The trace, open loop, against the graph; every answer must be complete."""
+    watched = Watched()
+    rng = random.Random(1)
+    prompts = [[rng.randrange(259, 2048) for _ in range(request.input_length)] for request in trace]
+    async with served.client() as client:
+        await ask(client, prompts[0][:50], 4)  # the first request of a connection pays for its imports
+        psutil.cpu_percent()
+        begin_s = time.monotonic()
+        watching = asyncio.create_task(watch(served, watched, begin_s))
+
+        async def one(request: TraceRequest, prompt: list[int]) -> None:
+            await asyncio.sleep(begin_s + request.at_s - time.monotonic())
+            asked_s = time.monotonic()
+            first_s, last_s, tokens = await ask(client, prompt, request.output_length)
+            assert tokens == request.output_length
+            watched.ttft_s.append(first_s - asked_s)
+            if tokens > 1:
+                watched.itl_s.append((last_s - first_s) / (tokens - 1))
+
+        async with asyncio.TaskGroup() as group:
+            for request, prompt in zip(trace, prompts, strict=True):
+                group.create_task(one(request, prompt))
+        watched.busy_percent = psutil.cpu_percent()
+        watching.cancel()
+        await asyncio.wait([watching])
+    return watched
+
+
+async def ask(client: AsyncOpenAI, prompt: list[int], tokens: int) -> tuple[float, float, int]:
+    """When the first and the last token came, and how many there were."""
+    stream = await client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    times: list[float] = []
+    count = 0
+    async for chunk in stream:
+        if chunk.choices and chunk.choices[0].text:
+            times.append(time.monotonic())
+        if chunk.usage is not None:
+            count = chunk.usage.completion_tokens
+    return times[0], times[-1], count
+
+
+async def watch(served: Served, watched: Watched, begin_s: float) -> None:
+    while True:
+        workers = (await asyncio.to_thread(served.status))["workers"]
+        ready = [worker["watcher_name"] for worker in workers if worker["state"] == "ready"]
+        counts = {
+            role: sum(component in name for name in ready)
+            for role, component in (("prefill", "_PrefillWorker"), ("decode", "_VllmWorker"))
+        }
+        watched.counts.append((time.monotonic() - begin_s, counts))
+        await asyncio.sleep(POLL_S)
+
+
+@contextmanager
+def unless_busy(watched: Watched) -> Iterator[None]:
+    """A disagreement on a host that others keep busy is theirs."""
+    try:
+        yield
+    except AssertionError as error:
+        if watched.busy_percent > BUSY_MAX_PERCENT:
+            pytest.skip(f"the host was {watched.busy_percent:.0f} % busy: {error}".splitlines()[0])
+        raise
+
+
+def agree(watched: Watched, run: Run) -> None:
+    """Mean TTFT and ITL within 10 %."""
+    found = measure(run, Slo())
+    assert found.completed == len(watched.ttft_s)
+    ttft_ms, itl_ms = statistics.fmean(watched.ttft_s) * 1000, statistics.fmean(watched.itl_s) * 1000
+    told = (
+        f"TTFT {ttft_ms:.1f} ms, twin {found.ttft_ms.mean:.1f} ms; ITL {itl_ms:.2f} ms, twin {found.itl_ms.mean:.2f} ms"
+    )
+    print(f"{told}; host {watched.busy_percent:.0f} % busy")
+    assert ttft_ms == pytest.approx(found.ttft_ms.mean, rel=AGREE), told
+    assert itl_ms == pytest.approx(found.itl_ms.mean, rel=AGREE), told
+
+
+@pytest.mark.parametrize(("prefill", "decode", "rate"), [(1, 1, 2.0), (2, 2, 4.0)])
+async def test_a_fixed_fleet_is_as_fast_as_its_twin(prefill: int, decode: int, rate: float) -> None:
+    trace = poisson([(20.0, rate)], isl=1500, osl=40, seed=3)
+    workers = (f"--PrefillWorker.ServiceArgs.workers={prefill}", f"--VllmWorker.ServiceArgs.workers={decode}")
+    with Served(*WORDS, *workers) as served:
+        watched = await play(served.start(), trace)
+    run = run_case(trace, Case("", TwinOptions(shape=FleetShape(prefill, decode), sim=SIM)))
+    with unless_busy(watched):
+        agree(watched, run)
+
+
+START_UP_S = 3.0
+PLANNER = LoadOptions(
+    adjustment_interval_s=3.0,
+    metric_pulling_interval_s=0.5,
+    max_gpu_budget=5,
+    decode_kv_scale_up_threshold=0.4,
+    decode_kv_scale_down_threshold=0.15,
+)
+PLANNER_WORDS = (
+    "--Planner.adjustment-interval=3",
+    "--Planner.metric-pulling-interval=0.5",
+    "--Planner.max-gpu-budget=5",
+    "--Planner.decode-kv-scale-up-threshold=0.4",
+    "--Planner.decode-kv-scale-down-threshold=0.15",
+)
+
+
+async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
+    """A load that rises and falls: at every moment the two fleets differ by one worker of a role at most."""
+    trace = poisson([(6.0, 1.0), (18.0, 6.0), (12.0, 1.0)], isl=1500, osl=40, seed=5)
+    start_up = f"--Common.sim.start-up-s={(START_UP_S - 1.0) * SPEED}"  # a process takes about a second besides
+    with Served(*WORDS, start_up, *PLANNER_WORDS, "--planner") as served:
+        watched = await play(served.start(), trace)
+    run = run_case(trace, Case("", TwinOptions(sim=SIM, start_up_s=START_UP_S), PLANNER))
+    ready = counter(run)
+    assert max(counts["prefill"] + counts["decode"] for _, counts in watched.counts) > 2, "nothing was scaled"
+    with unless_busy(watched):
+        for at_s, counts in watched.counts:
+            for role, count in counts.items():
+                near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
+                assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, twin {sorted(near)}"
+        agree(watched, run)
+
+
+def counter(run: Run) -> Callable[[str, float], int]:
+    """`(role, at_s)` to how many were ready in the twin."""
+
+    def ready(role: str, at_s: float) -> int:
+        last: Any = run.points[0]
+        for point in run.points:
+            if point.at_s <= at_s:
+                last = point
+        return int(getattr(last, role).ready)
+
+    return ready

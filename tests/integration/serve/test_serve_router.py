@@ -1,0 +1,148 @@
+"""KV-aware routing through the shipped graphs, with real processes: who holds a prefix gets its prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.runtime.nats import connect_nats
+from dynamo_local.runtime.requests import RequestPlane
+from tests.fakes.served import AGG_ROUTER, DISAGG_ROUTER, Served, asking, auntil, expected, messages, tokenizer
+
+pytestmark = pytest.mark.infra
+
+SMALL = ("--Common.sim.block-size=16", "--VllmWorker.ServiceArgs.workers=2")
+DECISION = re.compile(r"worker ([0-9a-f]+) by (\S+), prefix hit rate ([0-9.]+)")
+
+
+def story(n: int) -> str:
+    """A prompt of many blocks, whose first differs from all others'."""
+    return f"Story number {n}. " + " ".join(
+        f"In chapter {k} the ship sails on, and nobody knows where." for k in range(20)
+    )
+
+
+async def ask(client: AsyncOpenAI, prompt: str) -> None:
+    """One chat; its answer must be the right one."""
+    answer = await client.chat.completions.create(**asking(prompt, 8))
+    assert answer.choices[0].message.content == expected(prompt, 8)[0]
+
+
+def decisions(served: Served) -> list[tuple[str, str, float]]:
+    """`(worker in hex, policy, prefix hit rate)` of each request, by the Router's log."""
+    found = DECISION.findall(served.log("Router"))
+    return [(worker, policy, float(rate)) for worker, policy, rate in found]
+
+
+@asynccontextmanager
+async def router_status(served: Served) -> AsyncIterator[Any]:
+    """A coroutine function: what the Router says of itself."""
+    facts = served.statefile()
+    kv = await EtcdStore.connect(facts["etcd_endpoints"])
+    nats = await connect_nats(facts["nats_server"], served.paths.runtime / "nats" / "token")
+    plane = RequestPlane(nats)
+
+    async def status() -> dict[str, Any]:
+        client = await plane.client(kv, served.namespace, "Router", "status")
+        await client.wait_for_instances(15.0)
+        stream = await client.call(None, timeout_s=5.0)
+        (found,) = [item async for item in stream]
+        return found
+
+    try:
+        await plane.start()
+        yield status
+    finally:
+        await plane.close()
+        await nats.close()
+        await kv.close()
+
+
+async def until_status(status: Any, holds: Any) -> dict[str, Any]:
+    """The Router's status once it is so, asked again every 50 ms up to 15 s."""
+    found: dict[str, Any] = {}
+    async with asyncio.timeout(15.0):
+        while not holds(found := await status()):
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_nothing() -> None:
+    """Repeated prompts go where they are cached; the policy changes at run time; `kill -9` of the Router costs nothing,
+    and the one that comes back knows again what is cached."""
+    with Served(*SMALL, target=AGG_ROUTER) as served:
+        served.start()
+        async with served.client() as client, router_status(served) as status:
+            await asyncio.gather(*(ask(client, story(n)) for n in range(4)))
+            first = Counter(worker for worker, _, _ in decisions(served))
+            assert sorted(first.values()) == [2, 2], "a burst is spread"
+            blocks = (await until_status(status, lambda s: s["blocks"] >= 4 * 10))["blocks"]
+            for n in range(4):
+                await ask(client, story(n))
+
+            again = decisions(served)[4:]
+            assert all(policy == "kv" and rate > 0.9 for _, policy, rate in again), again
+            assert Counter(worker for worker, _, _ in again) == first
+
+            served.etcdctl("put", "dynamo/router/sim-tiny", json.dumps({"router": "round-robin"}))
+            await until_status(status, lambda s: s["router"] == "round-robin")
+            for _ in range(4):
+                await ask(client, story(0))
+            turns = [worker for worker, _, _ in decisions(served)[8:]]
+            assert turns[0::2] != turns[1::2]
+            assert len(set(turns)) == 2
+            served.etcdctl("del", "dynamo/router/sim-tiny")
+
+            old = served.pids()["Router"]
+            os.kill(old, signal.SIGKILL)
+            await asyncio.gather(*(ask(client, story(n)) for n in range(12)))
+            await auntil(lambda: served.states()["Router"] == "ready" and served.pids().get("Router") != old, 30.0)
+            known = await until_status(status, lambda s: s["blocks"] >= blocks)
+            assert known["router"] == "kv"
+            count = len(decisions(served))
+            await ask(client, story(0))
+            await auntil(lambda: len(decisions(served)) > count)
+            assert decisions(served)[-1][2] > 0.9
+
+
+async def test_disagg_router_feeds_the_prefill_rule_and_forgets_a_drained_worker() -> None:
+    """What the Router knows to be cached is not prefilled elsewhere; a drained worker leaves the index, and its prompts
+    go to the one that is left."""
+    with Served(*SMALL, "--PrefillWorker.ServiceArgs.workers=1", target=DISAGG_ROUTER) as served:
+        served.start()
+        async with served.client() as client, router_status(served) as status:
+            await ask(client, story(0))
+            await until_status(status, lambda s: s["blocks"] >= 10)
+            await ask(client, story(0))
+
+            (holder, _, cold), (same, _, warm) = decisions(served)
+            assert (same, cold) == (holder, 0.0)
+            assert warm > 0.9
+            length = len(tokenizer().encode_chat(messages(story(0))))
+            name = next(n for n in ("VllmWorker", "VllmWorker_1") if served.worker(n)["lease"] == holder)
+            prefills = re.findall(r"Remote prefill: (\w+) \(prefill length: (\d+)/(\d+)", served.log(name))
+            assert prefills[0] == ("True", str(length), str(length))
+            assert prefills[1] == ("False", str(int(length * (1 - warm))), str(length)) or int(prefills[1][1]) < 16
+
+            done = served.cli("drain", f"dynamo_{name}")
+            assert done.returncode == 0, done.stderr
+            left = await until_status(status, lambda s: holder not in s["workers"])
+            assert (len(left["workers"]), left["blocks"]) == (1, 0)
+            await ask(client, story(0))
+            worker, _, rate = decisions(served)[-1]
+            assert worker in left["workers"]
+            assert rate == 0.0
+
+            os.kill(served.pids()["Router"], signal.SIGKILL)
+            await asyncio.gather(*(ask(client, story(n)) for n in range(4)))

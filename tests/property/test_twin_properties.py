@@ -1,0 +1,132 @@
+"""Properties of the twin over random traces, fleets and planners."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.engines.sim.perf import FixedModel
+from dynamo_local.planner.load import LoadOptions, LoadPolicy
+from dynamo_local.planner.rounds import Rounds
+from dynamo_local.twin.options import FleetShape, TwinOptions
+from dynamo_local.twin.simulation import Run, Simulation
+from dynamo_local.twin.trace import TraceRequest
+
+# Binary fractions of a second, so that arrivals, pulls and starts really fall on the ends of passes.
+TICK_S = 1 / 64
+PERF = FixedModel(
+    prefill_ms_per_token=1000 / 1024, decode_ms=1000 / 64, decode_ms_per_kv_token=1000 / 8192, launch_ms=1000 / 128
+)
+SIM = SimOptions(
+    num_gpu_blocks=12,
+    block_size=4,
+    max_num_seqs=4,
+    max_num_batched_tokens=8,
+    kv_transfer_latency_s=TICK_S,
+    kv_transfer_bytes_per_s=1e30,
+    kv_lease_duration_s=20 * TICK_S,
+)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[TraceRequest]:
+    """Up to 25 requests over 120 ticks; three families of prompts begin alike."""
+    rows = draw(
+        st.lists(
+            st.tuples(st.integers(0, 120), st.integers(1, 36), st.integers(1, 14), st.integers(0, 2)),
+            min_size=1,
+            max_size=25,
+        )
+    )
+    return [TraceRequest(at * TICK_S, isl, osl, (family,)) for at, isl, osl, family in sorted(rows)]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[TwinOptions, LoadOptions | None]:
+    """A fleet, and perhaps a planner with thresholds that such small loads cross."""
+    prefill = draw(st.integers(0, 2))
+    decode = draw(st.integers(1, 3))
+    decode_gpus = draw(st.sampled_from([1, 1, 2]))
+    twin = TwinOptions(
+        shape=FleetShape(prefill, decode),
+        sim=SIM,
+        gpus=8,
+        decode_gpus=decode_gpus,
+        start_up_s=draw(st.sampled_from([0.0, 6.0, 30.0])) * TICK_S,
+        disagg=DisaggSettings(draw(st.sampled_from([0, 10])), draw(st.sampled_from([1, 2, 9]))),
+        conditional=draw(st.booleans()),
+        prefill_timeout_s=draw(st.sampled_from([10.0, 90.0])) * TICK_S,
+        max_num_waiting=draw(st.sampled_from([2, 50])),
+        drain_deadline_s=draw(st.sampled_from([15.0, 1000.0])) * TICK_S,
+    )
+    planner = LoadOptions(
+        adjustment_interval_s=12 * TICK_S,
+        metric_pulling_interval_s=3 * TICK_S,
+        max_gpu_budget=draw(st.sampled_from([6, 8])),
+        min_gpu_budget=draw(st.sampled_from([1, 2])),
+        decode_kv_scale_up_threshold=0.3,
+        decode_kv_scale_down_threshold=0.1,
+        prefill_queue_scale_up_threshold=0.3,
+        prefill_queue_scale_down_threshold=0.1,
+    )
+    return twin, draw(st.sampled_from([None, planner, planner]))
+
+
+def simulate(trace: list[TraceRequest], twin: TwinOptions, planner: LoadOptions | None) -> Run:
+    rounds = None if planner is None else Rounds(LoadPolicy(planner), planner, 0.0)
+    return Simulation(twin, trace, planner=rounds, perf=PERF).run()
+
+
+def history(run: Run) -> tuple[Any, ...]:
+    """All that is told of a run."""
+    jobs = [(job.first_s, job.last_s, job.dropped, job.remote, job.tries) for job in run.jobs]
+    return jobs, run.points, run.sightings, run.acted, run.end_s, run.passes, run.preemptions
+
+
+@settings(max_examples=300, deadline=None)
+@given(trace=traces(), world=worlds())
+def test_passes_advanced_as_one_event_equal_pass_by_pass(
+    trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]
+) -> None:
+    """Same times, fleets, sightings and decisions, bit for bit."""
+    twin, planner = world
+    slow = history(simulate(trace, replace(twin, coalesce=False), planner))
+    assert history(simulate(trace, twin, planner)) == slow
+
+
+@settings(max_examples=200, deadline=None)
+@given(trace=traces(), world=worlds())
+def test_every_request_has_one_end_and_no_gpu_is_made_up(
+    trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]
+) -> None:
+    """requests = completed + dropped, nothing left; never more GPUs than there are; floor and budget are kept."""
+    twin, planner = world
+    run = simulate(trace, twin, planner)
+    completed = [job for job in run.jobs if job.last_s is not None]
+    dropped = [job for job in run.jobs if job.dropped is not None]
+    assert len(completed) + len(dropped) == len(trace)
+    assert not {job.number for job in completed} & {job.number for job in dropped}
+    assert all(job.request.at_s < job.first_s <= job.last_s for job in completed)
+    held_at_first = run.points[0].gpus_held
+    for point in run.points:
+        assert 0 <= point.gpus_held <= twin.gpus
+        if planner is None:
+            assert point.gpus_held == held_at_first
+            continue
+        assert point.gpus_held <= max(planner.max_gpu_budget, held_at_first)
+        assert point.decode.ready >= 1
+        assert twin.shape.prefill == 0 or point.prefill.ready >= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(trace=traces(), world=worlds())
+def test_the_same_run_twice_is_the_same(
+    trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]
+) -> None:
+    """No hidden state, no order of a set."""
+    assert history(simulate(trace, *world)) == history(simulate(trace, *world))

@@ -1,0 +1,267 @@
+"""`dynamo planner …` as it is typed: words, exit codes, JSON; and its line in `dynamo status`."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_local.cli.planner_words import status_line
+from dynamo_local.config import PlannerConfig
+from dynamo_local.core.types import Load
+from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
+from dynamo_local.planner.load import LoadOptions, LoadPolicy
+from dynamo_local.planner.record import DecisionRecord, Outcome, StepOutcome, inputs_of
+from dynamo_local.planner.values import Fleet, Observation, Pool, Reading
+from dynamo_local.serve.decisions import DecisionLog, as_json, decision_log_path
+from tests.fakes.scripted_arbiter import ScriptedArbiter, dynamo
+
+STATUS: dict[str, Any] = {
+    "state": "running",
+    "no_operation": False,
+    "options": {"adjustment_interval": 30.0, "max_gpu_budget": 8, "served_model_name": None, "no_operation": False},
+    "for_s": 12.0,
+    "adjusting": False,
+    "next_decision_s": 18.0,
+    "waiting_for_gpus": [],
+    "pulls": 12,
+    "decisions": 0,
+    "failed_ticks": 0,
+    "lag_s": 0.001,
+    "trouble": None,
+    "last_decision": None,
+}
+VALUES = {
+    "served_model_name": "7",
+    "environment": "local",
+    "log_dir": "/tmp/boards",
+    "metric_pulling_interval": "0.5",
+    "adjustment_interval": "5",
+    "decode_kv_scale_up_threshold": "0.8",
+    "decode_kv_scale_down_threshold": "0.3",
+    "decode_kv_per_waiting_request": "0.02",
+    "prefill_queue_scale_up_threshold": "2",
+    "prefill_queue_scale_down_threshold": "1",
+    "max_gpu_budget": "6",
+    "min_gpu_budget": "2",
+    "decode_engine_num_gpu": "1",
+    "prefill_engine_num_gpu": "1",
+}
+
+
+def record(number: int, kv: float = 0.95) -> DecisionRecord:
+    """A decision of one decode worker, whose step was carried out if there was one."""
+    fleet = Fleet(None, Pool("VllmWorker", 1, ready=1, gpus_held=1))
+    reading = Reading(9.0, None, {"dynamo_VllmWorker": Load(gpu_cache_usage_perc=kv)})
+    observation = Observation(10.0, 0.0, (reading,), fleet)
+    decision = LoadPolicy(LoadOptions()).on_tick(observation)
+    done = StepOutcome(Outcome.COMMITTED, ("dynamo_VllmWorker_1",))
+    return DecisionRecord(
+        1.8e9 + number,
+        f"planner:{number}",
+        inputs_of(observation, LoadOptions()),
+        decision,
+        {component: done for component, _ in decision.acts},
+    )
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DecisionLog:
+    """The decision log of the namespace `dynamo`, empty."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("DYN_LOCAL_LOG_DIR", str(tmp_path / "logs"))
+    monkeypatch.delenv("DYN_NAMESPACE", raising=False)
+    (tmp_path / "logs" / "dynamo").mkdir(parents=True)
+    return DecisionLog(decision_log_path(tmp_path / "logs" / "dynamo"))
+
+
+@pytest.fixture
+def arbiter(monkeypatch: pytest.MonkeyPatch) -> ScriptedArbiter:
+    """Answers every command with the status of a running planner."""
+    return ScriptedArbiter({"planner": STATUS}).install(monkeypatch)
+
+
+# --- words -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", ["-", "_"])
+def test_start_takes_every_option_in_either_spelling(
+    monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter, spelling: str
+) -> None:
+    words = [f"--{name.replace('_', spelling)}={value}" for name, value in VALUES.items()]
+    assert dynamo(monkeypatch, "planner", "start", *words, f"--no{spelling}operation") == EXIT_OK
+    ((command, asked),) = arbiter.asked
+    assert command == "dynamo_planner_start"
+    options = asked["options"]
+    assert set(options) == set(PlannerConfig.model_fields) - {"enabled", "namespace"}
+    assert options["served_model_name"] == "7", "a name that looks like a number stays one"
+    assert (options["adjustment_interval"], options["decode_kv_scale_up_threshold"]) == (5, 0.8)
+    assert options["no_operation"] is True
+
+
+def test_start_without_options_sends_none(monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter) -> None:
+    """The arbiter's own stay as they are."""
+    assert dynamo(monkeypatch, "planner", "start") == EXIT_OK
+    assert arbiter.asked == [("dynamo_planner_start", {"options": {}})]
+
+
+def test_a_relative_log_dir_is_one_of_the_callers(
+    monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dynamo(monkeypatch, "planner", "start", "--log-dir", "boards")
+    assert arbiter.asked[0][1]["options"] == {"log_dir": str(tmp_path / "boards")}
+
+
+def test_set_sends_all_settings_at_once(monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter) -> None:
+    words = ["decode-kv-scale-up-threshold=0.8", "max_gpu_budget=6", "no-operation=false", "served-model-name=none"]
+    assert dynamo(monkeypatch, "planner", "set", *words) == EXIT_OK
+    expected = {
+        "decode_kv_scale_up_threshold": 0.8,
+        "max_gpu_budget": 6,
+        "no_operation": False,
+        "served_model_name": None,
+    }
+    assert arbiter.asked == [("dynamo_planner_set", {"options": expected})]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["set"], "Missing argument"),
+        (["set", "max-gpu-budget"], "'max-gpu-budget' is no KEY=VALUE"),
+        (["set", "=6"], "'=6' is no KEY=VALUE"),
+        (["set", "max-gpu-budgett=6"], "'max-gpu-budgett' is no option of the planner"),
+        (["start", "--max-gpu-budgett", "6"], "No such option"),
+        (["explain", "0"], "0 is not in the range"),
+        (["history", "many"], "'many' is not a valid integer"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_bad_input_is_told_and_nothing_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arbiter: ScriptedArbiter,
+    words: list[str],
+    told: str,
+) -> None:
+    assert dynamo(monkeypatch, "planner", *words) == EXIT_BAD_INPUT
+    assert told in capsys.readouterr().err
+    assert arbiter.asked == []
+
+
+def test_a_refusal_of_the_arbiter_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = {"status": "error", "reason": "Planner: max_gpu_budget: must be 1 or more", "exit_code": EXIT_BAD_INPUT}
+    ScriptedArbiter(reply).install(monkeypatch)
+    assert dynamo(monkeypatch, "planner", "set", "max-gpu-budget=0") == EXIT_BAD_INPUT
+    assert capsys.readouterr().err == "dynamo: Planner: max_gpu_budget: must be 1 or more\n"
+
+
+@pytest.mark.parametrize("command", ["start", "stop", "pause", "resume", "status"])
+def test_where_nothing_runs_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert dynamo(monkeypatch, "planner", command) == EXIT_NOT_RUNNING
+    assert "nothing runs in namespace 'dynamo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_python_m_planner_starts_it_in_the_running_arbiter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: bool
+) -> None:
+    """As Dynamo's own is started; without a graph it is a clear error."""
+    arbiter = ScriptedArbiter({"planner": STATUS})
+    if installed:
+        arbiter.install(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["planner", "--max-gpu-budget", "4", "--namespace", "dynamo"])
+    with pytest.raises(SystemExit) as exited:
+        runpy.run_module("dynamo_local.planner", run_name="__main__")
+    if installed:
+        assert arbiter.asked == [("dynamo_planner_start", {"options": {"max_gpu_budget": 4}})]
+        assert not exited.value.code
+    else:
+        assert exited.value.code == EXIT_NOT_RUNNING
+        assert "nothing runs in namespace 'dynamo'" in capsys.readouterr().err
+
+
+# --- answers ---------------------------------------------------------------------------------------
+
+
+def test_json_is_the_planners_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arbiter: ScriptedArbiter
+) -> None:
+    for command in ("start", "stop", "pause", "resume", "status"):
+        dynamo(monkeypatch, "planner", command, "--json")
+        assert json.loads(capsys.readouterr().out) == STATUS
+    assert [command for command, _ in arbiter.asked][-1] == "dynamo_planner_status"
+
+
+def test_status_tells_state_next_decision_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arbiter: ScriptedArbiter
+) -> None:
+    dynamo(monkeypatch, "planner", "status")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "planner   running, every 30 s",
+        "next      in 18.0 s",
+        "counts    12 pulls, 0 decisions, 0 failed ticks",
+    ]
+    assert "max-gpu-budget       8" in lines
+    assert "served-model-name    -" in lines
+
+
+def test_explain_has_the_numbers_and_what_became_of_the_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: DecisionLog
+) -> None:
+    log.append([as_json(record(1, kv=0.7)), as_json(record(2))])
+    assert dynamo(monkeypatch, "planner", "explain") == EXIT_OK
+    out = capsys.readouterr().out
+    assert out.startswith("decision 2, ")
+    assert "VllmWorker +1 (scale_up): KV load 0.95 > 0.9" in out
+    assert "VllmWorker: carried out on dynamo_VllmWorker_1" in out
+    dynamo(monkeypatch, "planner", "explain", "5", "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert [decision["seq"] for decision in told] == [1, 2]
+    assert "holds" in told[0]["words"]
+
+
+def test_history_is_a_line_a_decision_and_can_leave_holds_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: DecisionLog
+) -> None:
+    log.append([as_json(record(n, kv=0.95 if n == 2 else 0.7)) for n in (1, 2, 3)])
+    dynamo(monkeypatch, "planner", "history", "2")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["planner:2", "planner:3"]
+    assert "VllmWorker +1 (scale up; committed)" in lines[0]
+    assert lines[1].endswith("VllmWorker hold (within)  [kv 0.70]")
+    dynamo(monkeypatch, "planner", "history", "--changes", "--json")
+    assert [decision["seq"] for decision in json.loads(capsys.readouterr().out)] == [2]
+
+
+@pytest.mark.parametrize("command", ["explain", "history"])
+def test_without_a_decision_it_says_where_it_looked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert dynamo(monkeypatch, "planner", command) == EXIT_NOT_RUNNING
+    assert "decisions.jsonl" in capsys.readouterr().err
+
+
+def test_dynamo_status_has_one_line_of_it() -> None:
+    """None of one that nobody has asked for; its trouble before its last decision."""
+    last = as_json(record(17))
+    assert status_line({**STATUS, "state": "stopped"}) is None
+    assert status_line(None) is None
+    assert status_line(STATUS) == "running, every 30 s"
+    line = status_line({**STATUS, "last_decision": last}) or ""
+    assert line.startswith("running, every 30 s; last: planner:17 at ")
+    assert line.endswith(": VllmWorker +1 (scale up; committed)")
+    assert status_line({**STATUS, "trouble": "holds: etcd does not answer"}) == (
+        "running, every 30 s: holds: etcd does not answer"
+    )
+    assert status_line({**STATUS, "state": "paused"}) == "paused"

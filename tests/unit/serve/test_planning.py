@@ -1,0 +1,261 @@
+"""The planner in its arbiter: options checked whole, what the statefile keeps, what an adopted run goes on with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.config import PlannerConfig
+from dynamo_local.core.types import GraphSpec, Load, Missing, Resources, Role, ServiceSpec
+from dynamo_local.errors import BadInput, ConfigError, DynamoError
+from dynamo_local.ports import QueueDepth
+from dynamo_local.serve.decisions import decision_log_path, read
+from dynamo_local.serve.fleet import Fleet
+from dynamo_local.serve.planning import Planning
+from dynamo_local.serve.sampling import LoadsSample
+from dynamo_local.state import PlannerEntry, State
+from tests.fakes.fleet_views import PREFILL, fleet, name, on_ledger, worker
+from tests.fakes.memory_store import MemoryFile, MemoryStore
+from tests.simulation.world import MemoryEvents
+
+ONE = Resources(gpu=1)
+GRAPH = GraphSpec(
+    "dynamo",
+    "graphs.disagg:Frontend",
+    (
+        ServiceSpec("Frontend", Role.FRONTEND, config={"served_model_name": "sim-tiny"}),
+        ServiceSpec("VllmWorker", Role.DECODE, resources=ONE),
+        ServiceSpec("PrefillWorker", Role.PREFILL, resources=ONE),
+    ),
+)
+QUICK = {"adjustment_interval": 0.4, "metric_pulling_interval": 0.2}
+
+
+class Arbiter:
+    """What the planner needs of one: a fleet of 1P1D that never changes, sources that answer, a scaler that records."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = MemoryFile()
+        store = MemoryStore(self.file)
+        clock = AsyncioClock()
+        self.fleet = Fleet(State(namespace="dynamo", run_id="01J"), store, MemoryEvents(), clock)  # type: ignore[arg-type]
+        self.store = store
+        self.folder = folder
+        self.kv = 0.7
+        self.scaled: list[tuple[str, str]] = []
+        self.told: list[str] = []
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.links = SimpleNamespace(etcd_answers=True, answer=True)
+        self.on_manual: Any = None
+        self.planning = self.made(PlannerConfig())
+
+    def made(self, options: PlannerConfig) -> Planning:
+        """The planner of an arbiter on this statefile."""
+        return Planning(
+            GRAPH,
+            options,
+            scaler=self,  # type: ignore[arg-type]
+            fleet=self.fleet,
+            sampling=self,  # type: ignore[arg-type]
+            links=self.links,  # type: ignore[arg-type]
+            clock=AsyncioClock(),
+            logs=self.folder,
+            background=self.background,
+            tell=self.told.append,
+        )
+
+    def background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def view(self) -> Any:
+        return on_ledger([*fleet("ready").workers, worker(0, "ready", PREFILL)], 8)
+
+    async def scale(self, component: str, target: str, **_: Any) -> dict[str, Any]:
+        self.scaled.append((component, target))
+        return {"instructions": [{"watcher_name": name(1, component)}]}
+
+    async def loads(self) -> LoadsSample:
+        return LoadsSample({name(): (Load(gpu_cache_usage_perc=self.kv), AsyncioClock().now_s())})
+
+    async def depth(self) -> QueueDepth | Missing:
+        return QueueDepth(0, 0)
+
+    def kept(self) -> PlannerEntry | None:
+        """What the statefile says of the planner."""
+        return self.store.read().planner
+
+    async def decisions(self, count: int) -> list[Any]:
+        """The log, once it has so many."""
+        async with asyncio.timeout(10.0):
+            while len(found := read(decision_log_path(self.folder))) < count:
+                await asyncio.sleep(0.01)
+        return found
+
+
+@pytest.fixture
+async def arbiter(tmp_path: Path) -> AsyncIterator[Arbiter]:
+    """With a statefile; its planner is stopped afterwards."""
+    arbiter = Arbiter(tmp_path)
+    await arbiter.fleet.create()
+    yield arbiter
+    await arbiter.planning.halt()
+    await asyncio.gather(*arbiter.tasks)
+
+
+# --- starting and stopping -------------------------------------------------------------------------
+
+
+async def test_it_starts_with_the_options_over_those_it_has_and_the_statefile_keeps_them(arbiter: Arbiter) -> None:
+    arbiter.planning = arbiter.made(PlannerConfig(max_gpu_budget=6))
+    status = await arbiter.planning.start({"adjustment-interval": 5})
+    assert (status["state"], status["options"]["max_gpu_budget"]) == ("running", 6)
+    assert status["options"]["adjustment_interval"] == 5
+    kept = PlannerEntry(state="running", options={"max_gpu_budget": 6, "adjustment_interval": 5.0})
+    assert arbiter.kept() == kept
+    await arbiter.planning.stop()
+    assert arbiter.kept() == kept.model_copy(update={"state": "stopped"})
+
+
+async def test_its_decisions_are_carried_out_and_logged_and_numbers_go_on(arbiter: Arbiter) -> None:
+    """Through another arbiter of the same namespace, too."""
+    arbiter.kv = 0.95
+    await arbiter.planning.start(QUICK)
+    logged = await arbiter.decisions(2)
+    await arbiter.planning.stop()
+    assert arbiter.scaled[0] == ("VllmWorker", "+1")
+    assert [(record["seq"], record["stimulus_id"]) for record in logged[:2]] == [(1, "planner:1"), (2, "planner:2")]
+    await asyncio.gather(*arbiter.tasks)
+    last = read(decision_log_path(arbiter.folder))[-1]["seq"]
+    arbiter.planning = arbiter.made(PlannerConfig())
+    await arbiter.planning.start(QUICK)
+    assert [record["seq"] for record in await arbiter.decisions(last + 1)][-1] >= last + 1
+
+
+async def test_what_runs_cannot_be_started_and_what_is_stopped_not_paused(arbiter: Arbiter) -> None:
+    for command in (arbiter.planning.stop, arbiter.planning.pause, arbiter.planning.resume):
+        with pytest.raises(DynamoError, match="the planner is stopped"):
+            await command()
+    await arbiter.planning.start({})
+    with pytest.raises(DynamoError, match="running already; `dynamo planner set`"):
+        await arbiter.planning.start({})
+    await arbiter.planning.pause()
+    with pytest.raises(DynamoError, match="paused already"):
+        await arbiter.planning.start({})
+    assert (await arbiter.planning.pause())["state"] == "paused"
+    assert (await arbiter.planning.resume())["state"] == "running"
+
+
+# --- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_gpu_budget": 6, "decode_kv_scale_up_threshold": 0.4}, "decode_kv_scale_down_threshold"),
+        ({"max_gpu_budget": 6, "adjustment_interval": 0.5}, "metric_pulling_interval"),
+        ({"max_gpu_budget": 1}, "max_gpu_budget is 1, but one worker of each role needs 2"),
+        ({"max_gpu_budget": 6, "decode_engine_num_gpu": 2}, "decode_engine_num_gpu is 2"),
+        ({"max_gpu_budget": 6, "served_model_name": "llama"}, "'llama'.*'sim-tiny'"),
+        ({"max_gpu_budget": 6, "namespace": "other"}, "'other'.*'dynamo'"),
+        ({"max_gpu_budget": 6, "adjustment_intervall": 3}, "adjustment_intervall"),
+        ({"max_gpu_budget": "many"}, "max_gpu_budget"),
+        ({"max_gpu_budget": 6, "log_dir": "/elsewhere"}, "log_dir can be chosen at the start only"),
+        ({"max_gpu_budget": 6, "enabled": False}, "say start or stop"),
+        ({}, "say what to change"),
+    ],
+)
+async def test_options_are_checked_as_a_whole_and_nothing_changes_where_one_is_wrong(
+    arbiter: Arbiter, options: dict[str, Any], told: str
+) -> None:
+    await arbiter.planning.start({})
+    before = arbiter.kept()
+    with pytest.raises(BadInput, match=told):
+        await arbiter.planning.set(options)
+    assert arbiter.planning.status()["options"]["max_gpu_budget"] == 8
+    assert arbiter.kept() == before
+
+
+async def test_a_start_that_is_refused_starts_nothing(arbiter: Arbiter) -> None:
+    with pytest.raises(ConfigError, match="max_gpu_budget"):
+        await arbiter.planning.start({"max_gpu_budget": 1})
+    assert (arbiter.planning.status()["state"], arbiter.kept()) == ("stopped", None)
+
+
+async def test_set_applies_at_once_and_to_the_next_start_of_a_stopped_planner(arbiter: Arbiter) -> None:
+    await arbiter.planning.set({**QUICK, "no_operation": True})
+    assert arbiter.planning.status()["state"] == "stopped"
+    arbiter.kv = 0.95
+    await arbiter.planning.start({})
+    await arbiter.decisions(1)
+    assert arbiter.scaled == []
+    await arbiter.planning.set({"no-operation": False})
+    seen = len(await arbiter.decisions(1))
+    await arbiter.decisions(seen + 2)
+    assert ("VllmWorker", "+1") in arbiter.scaled
+
+
+# --- with the run ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "flag", "by_default", "state"),
+    [
+        (None, None, False, "stopped"),
+        (None, None, True, "running"),
+        (None, True, True, "running"),
+        (None, False, False, "stopped"),
+        ("running", None, False, "running"),
+        ("paused", None, True, "paused"),
+        ("stopped", None, True, "stopped"),
+        ("paused", True, False, "running"),
+        ("running", False, True, "stopped"),
+    ],
+)
+async def test_an_adopted_run_goes_on_as_it_was_unless_the_command_line_says_otherwise(
+    arbiter: Arbiter, entry: Any, flag: bool | None, by_default: bool, state: str
+) -> None:
+    """A new run's planner starts where the configuration asks for it."""
+    if entry is not None:
+        arbiter.fleet.head.planner = PlannerEntry(state=entry, options={"max_gpu_budget": 5})
+    await arbiter.planning.begin(starts=flag, by_default=by_default)
+    status = arbiter.planning.status()
+    assert status["state"] == state
+    assert status["options"]["max_gpu_budget"] == (8 if entry is None else 5)
+    if state != "stopped" or entry == "running":
+        assert getattr(arbiter.kept(), "state", None) == state
+
+
+async def test_options_of_before_that_cannot_be_any_more_do_not_end_the_run(arbiter: Arbiter) -> None:
+    """The graph serves without its planner, and says so."""
+    arbiter.fleet.head.planner = PlannerEntry(state="running", options={"max_gpu_budget": 1})
+    await arbiter.planning.begin(starts=None, by_default=True)
+    assert arbiter.planning.status()["state"] == "stopped"
+    assert "the planner was not started: Planner: max_gpu_budget" in arbiter.told[0]
+
+
+async def test_whoever_looks_on_may_refuse_a_start(arbiter: Arbiter) -> None:
+    async def no(_: PlannerConfig) -> None:
+        raise ConfigError("log_dir: no such disk")
+
+    arbiter.planning.before_start = no
+    with pytest.raises(ConfigError, match="no such disk"):
+        await arbiter.planning.start({"max_gpu_budget": 5})
+    assert arbiter.planning.status()["state"] == "stopped"
+    assert arbiter.planning.status()["options"]["max_gpu_budget"] == 8
+
+
+async def test_a_persons_change_reaches_the_planner(arbiter: Arbiter) -> None:
+    """It holds for an interval: the scaler tells it."""
+    await arbiter.planning.start({"adjustment_interval": 5})
+    first = arbiter.planning.status()["next_decision_s"]
+    await asyncio.sleep(0.05)
+    arbiter.on_manual("scale:1f0c9a3e")
+    assert arbiter.planning.status()["next_decision_s"] == pytest.approx(first, abs=0.04)
