@@ -20,6 +20,8 @@ NAMES = (
     "data_plane",
     "statefile",
     "sim_engine",
+    "routing",
+    "kv_index",
     "simulate",
     "arbiter_idle",
     "planner_loop",

@@ -98,7 +98,7 @@ def last_decision(graph: dict[str, Any]) -> tuple[str, ...]:
 
     try:
         lines = words(record).splitlines()
-    except BadInput:  # an arbiter of another version
+    except BadInput:  # an arbiter of another version, whose decisions have other fields
         return (decision_line(record),)
     at = time.strftime("%H:%M:%S", time.localtime(record["wall_s"]))
     return (f"{record['stimulus_id']} at {at}:", *lines)

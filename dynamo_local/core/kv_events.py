@@ -4,18 +4,17 @@ all before it, so an event says everything about a block without those around it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
+class BlocksStored(NamedTuple):
     """Blocks that follow each other are cached now. `parent` is the hash of the block before them; None: the root."""
 
     block_hashes: tuple[int, ...]
     parent: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
+class BlocksRemoved(NamedTuple):
     """Blocks were evicted, in any order."""
 
     block_hashes: tuple[int, ...]

@@ -8,8 +8,9 @@ stays in the index meanwhile: an old view routes better than none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.core.kv_index import KvIndex
@@ -18,8 +19,7 @@ MAX_EARLY = 1024
 """Batches kept while one before them is missing; past it they are dropped, and asked for again."""
 
 
-@dataclass(frozen=True, slots=True)
-class EventBatch:
+class EventBatch(NamedTuple):
     """What one publisher said at once. Without events it only repeats the number of the last batch: a sign of life, by
     which the loss of that one is seen."""
 
@@ -30,11 +30,11 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All blocks that a worker held after batch `seq`."""
+    """All blocks that a worker held after batch `seq`, as runs of blocks that follow each other."""
 
     epoch: str
     seq: int
-    block_hashes: Collection[int]
+    runs: Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class KvTracker:
         view = self._views.get(worker)
         if view is None or (snapshot.epoch == view.epoch and snapshot.seq < view.seq):
             return
-        self.index.replace(worker, snapshot.block_hashes, now_s)
+        self.index.replace(worker, snapshot.runs, now_s)
         view.epoch, view.seq = snapshot.epoch, snapshot.seq
         view.early = {s: b for s, b in view.early.items() if b.epoch == snapshot.epoch and s > snapshot.seq}
         view.head = max(view.early, default=view.seq)

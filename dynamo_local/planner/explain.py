@@ -28,7 +28,11 @@ def explain(decision: Decision) -> tuple[str, ...]:
 def explain_reason(reason: Reason) -> str:
     """One component's line."""
     what = f"{reason.step:+d}" if reason.step else "holds"
-    line = f"{reason.component} {what} ({reason.rule}): {_why(reason)}"
+    try:
+        why = _why(reason)
+    except KeyError as missing:  # a log outlives the version that wrote it
+        why = f"written by another version: there is no {missing} in it"
+    line = f"{reason.component} {what} ({reason.rule}): {why}"
     if reason.deferred and reason.step > 0:
         line += "; it starts when the GPU of this decision's down is really free"
     elif reason.deferred:

@@ -152,7 +152,7 @@ class KvFeed:
                     await self._ask(worker)
             except TimeoutError:
                 log.warning("worker %x did not tell its KV blocks within %g s; asking again", worker, SYNC_TIMEOUT_S)
-            except (DynamoError, msgspec.ValidationError) as error:
+            except (DynamoError, msgspec.DecodeError) as error:
                 log.info("worker %x cannot be asked for its KV blocks; trying again: %s", worker, error)
             else:
                 if not self._tracker.needs_sync(worker):
@@ -163,15 +163,15 @@ class KvFeed:
     async def _ask(self, worker: int) -> None:
         epoch, seq = self._tracker.position(worker)
         stream = await self._client.call({"epoch": epoch, "seq": seq}, instance_id=worker, timeout_s=SYNC_TIMEOUT_S)
-        answer, batches, block_hashes = None, list[EventBatch](), list[int]()
+        answer, batches, runs = None, list[EventBatch](), list[list[int]]()
         try:
             async for item in stream:
                 if answer is None:
                     answer = parse_answer(item)
                 else:
-                    more, blocks = parse_part(item)
+                    more, held = parse_part(item)
                     batches += more
-                    block_hashes += blocks
+                    runs += held
         finally:
             await stream.aclose()
         if answer is None:
@@ -182,5 +182,5 @@ class KvFeed:
             self._tracker.replayed(worker, batches, now_s)
             log.info("worker %x: %d batches of KV events made good", worker, len(batches))
         else:
-            self._tracker.rebuilt(worker, Snapshot(answer.epoch, answer.seq, block_hashes), now_s)
-            log.info("worker %x: its view is rebuilt, %d KV blocks", worker, len(block_hashes))
+            self._tracker.rebuilt(worker, Snapshot(answer.epoch, answer.seq, runs), now_s)
+            log.info("worker %x: its view is rebuilt, %d KV blocks", worker, sum(map(len, runs)))

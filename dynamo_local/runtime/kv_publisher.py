@@ -19,7 +19,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo_local.core.kv_tracker import EventBatch
 from dynamo_local.errors import NatsUnavailable
-from dynamo_local.runtime.kv_wire import batches_item, encode_batch, kv_events_subject
+from dynamo_local.runtime.kv_wire import encode_batch, kv_events_subject, runs_item
 from dynamo_local.runtime.nats_errors import nats_call
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ KEPT_BLOCKS = 131_072
 """Bounds of what can be replayed: hashes are 8 bytes on the wire and some 40 in memory, so about 5 MB."""
 BATCH_BLOCKS = 16_384
 """Hashes in one message: NATS refuses messages above 1 MiB unless configured."""
+
+RUNS_PER_ITEM = 256
+RUN_BLOCKS = 1024
 
 
 class NatsKvEventPublisher:
@@ -55,7 +58,8 @@ class NatsKvEventPublisher:
         self._clock = clock or AsyncioClock()
         self._epoch = uuid.uuid4().hex
         self._seq = 0
-        self._held: dict[int, None] = {}
+        self._held: dict[int, int | None] = {}
+        """block -> the block before it."""
         self._kept: deque[EventBatch] = deque()
         self._kept_blocks = 0
         self._unsent: deque[EventBatch] = deque(maxlen=KEPT_BATCHES)
@@ -92,12 +96,12 @@ class NatsKvEventPublisher:
         """Items for the endpoint `kv_blocks`: what the asker has not yet, or all (see `runtime.kv_wire`)."""
         asked = request or {}
         since = self._since(str(asked.get("epoch") or ""), int(asked.get("seq") or 0))
-        held = list(self._held) if since is None else []  # of this moment: the items are read later
+        runs = _runs(self._held) if since is None else []  # of this moment: the items are read later
         yield {"block_size": self.block_size, "epoch": self._epoch, "seq": self._seq, "replay": since is not None}
         for batch in since or ():
-            yield batches_item([batch])
-        for begin in range(0, len(held), BATCH_BLOCKS):
-            yield {"block_hashes": held[begin : begin + BATCH_BLOCKS]}
+            yield {"batches": [encode_batch(0, batch)]}
+        for begin in range(0, len(runs), RUNS_PER_ITEM):
+            yield runs_item(runs[begin : begin + RUNS_PER_ITEM])
 
     def _since(self, epoch: str, seq: int) -> list[EventBatch] | None:
         """Batches behind `seq`, or None where they are not kept (or of another epoch)."""
@@ -108,7 +112,7 @@ class NatsKvEventPublisher:
 
     def _remember(self, event: KvEvent) -> None:
         if isinstance(event, BlocksStored):
-            self._held.update(dict.fromkeys(event.block_hashes))
+            self._held.update(zip(event.block_hashes, (event.parent, *event.block_hashes), strict=False))
         elif isinstance(event, BlocksRemoved):
             for block in event.block_hashes:
                 self._held.pop(block, None)
@@ -145,6 +149,19 @@ class NatsKvEventPublisher:
                     await self._nats.publish(self._subject, encode_batch(self._lease_id(), batch))
             except NatsUnavailable as error:
                 log.warning("%s (batch %d; whoever misses it asks for it)", error, batch.seq)
+
+
+def _runs(held: Mapping[int, int | None]) -> list[list[int]]:
+    """The blocks as they follow each other; a long run in parts."""
+    runs: list[list[int]] = []
+    before: int | None = None
+    for block, parent in held.items():
+        if runs and parent == before and len(runs[-1]) < RUN_BLOCKS:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+        before = block
+    return runs
 
 
 def _blocks(event: KvEvent) -> int:

@@ -224,6 +224,8 @@ def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
 def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], View], make_host: MakeHost) -> int:
     """`serve` with another view, or another host. `who` is how the namespace's lock names us to others."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
+    # circus gives itself a title where setproctitle is installed (vLLM brings it): not over our environment, please.
+    os.environ["SPT_NOENV"] = "1"
     from dynamo_local.serve.adoption import settle
 
     request = understand(options, os.environ, Path.cwd())
@@ -276,7 +278,8 @@ def _logging_to(path: Path) -> Iterator[None]:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    logging.getLogger("circus").setLevel(logging.WARNING)
+    for chatty in ("circus", "uvicorn"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     path.touch(mode=0o600)
     try:
         yield

@@ -61,7 +61,9 @@ def _run(target: str, service_name: str) -> int:
         except Exception:
             log.exception("the worker failed")  # the user's code or ours: its traceback belongs in the log
             code = EXIT_FAILED
-        if worker.hurried:
+        # vLLM's threads and sockets outlive its shutdown, and Python waits for them: seen for half a minute, until the
+        # worker that had left in order was taken for hung.
+        if worker.hurried or "vllm" in sys.modules:
             _end_now(code)
         return code
 

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment
 
 from dynamo_local.errors import BadInput
+from dynamo_local.planner.explain import explain_reason
 from dynamo_local.planner.values import Reason
 from dynamo_local.twin.fleet import FleetPoint
 from dynamo_local.twin.metrics import Metrics, percentile
@@ -81,36 +82,23 @@ def _cells(metrics: Metrics) -> list[tuple[str, str]]:
 # --- decisions ---------------------------------------------------------------------------------
 
 
-def decision_rows(run: Run) -> list[tuple[str, str, str, str, str]]:
-    """`(time, component, what, why, otherwise)` of every step that was decided; decisions to hold are left out."""
-    rows = []
-    for acted in run.acted:
-        for reason in acted.decision.reasons:
-            if reason.step:
-                at = f"{acted.decision.now_s:.0f} s"
-                rows.append((at, reason.component, _what(acted, reason), _why(reason), _otherwise(reason)))
-    return rows
+def decision_rows(run: Run) -> list[tuple[str, str, str]]:
+    """`(time, the decision in words, what became of it)` of every step that was decided; holds are left out."""
+    return [
+        (f"{acted.decision.now_s:.0f} s", explain_reason(reason), _became(acted, reason))
+        for acted in run.acted
+        for reason in acted.decision.reasons
+        if reason.step
+    ]
 
 
-def _what(acted: Acted, reason: Reason) -> str:
+def _became(acted: Acted, reason: Reason) -> str:
     refused = dict(acted.refused).get(reason.component)
     if refused is not None:
-        return f"{reason.step:+d}, refused: {refused}"
+        return f"refused: {refused}"
     if reason.deferred:
-        return f"{reason.step:+d}, when a GPU is free"
-    return f"{reason.step:+d}" if reason.component in acted.done else f"{reason.step:+d}, not carried out"
-
-
-def _why(reason: Reason) -> str:
-    numbers = ", ".join(f"{name} {value:.4g}" for name, value in reason.numbers.items())
-    return f"{reason.rule.value.replace('_', ' ')}: {numbers}"
-
-
-def _otherwise(reason: Reason) -> str:
-    other = reason.otherwise
-    if other is None:
-        return ""
-    return f"{other.name} {other.needed:.4g} instead of {other.value:.4g}: {other.step:+d}"
+        return "waits for a GPU" if reason.step > 0 else "had not started"
+    return "done" if reason.component in acted.done else "not carried out"
 
 
 # --- plots -------------------------------------------------------------------------------------
@@ -178,7 +166,7 @@ def _workers(axis: Any, run: Run) -> None:
         axis.step(minutes, both, where="post", color=color, linestyle=":", label=f"{name}, with those on their way")
     held = [point.gpus_held for point in points]
     axis.step(minutes, held, where="post", color="black", linewidth=0.8, label="GPUs held")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.4 * max([1, *held]))  # room for the legend
     axis.set_ylabel("workers")
     axis.legend(loc="upper right", fontsize=7, ncols=3)
     axis.set_title("workers by role")
@@ -258,7 +246,7 @@ svg { width: 100%; height: auto }
 {{ plot | safe }}
 {% if decisions %}
 <table class="words">
-<tr><th>at</th><th>component</th><th>step</th><th>rule and numbers</th><th>it would have taken</th></tr>
+<tr><th>at</th><th>decision</th><th>outcome</th></tr>
 {% for row in decisions %}
 <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}

@@ -7,6 +7,7 @@ sent once more when all is well again, and must then be right. Every other failu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,8 @@ from dynamo_local.errors import from_wire
 ANSWER_MAX = 300
 RETRIES_MAX = 5
 """How often a request may meet a new fault before the test says that it cannot be saved."""
+RETRIES_AT_ONCE = 16
+"""All is well again for hundreds of requests in one moment: sent all at once they would be a fault of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Clients:
         self._oracle = Oracle()
         self.tally = tally
         self._stopped = asyncio.Event()
+        self._retries = asyncio.Semaphore(RETRIES_AT_ONCE)
 
     def stop(self) -> None:
         """Send no more; those under way go on."""
@@ -129,7 +133,8 @@ class Clients:
         tally = self.tally
         tried: list[str] = []
         while len(tried) <= RETRIES_MAX:
-            found = await attempt(self._port, ask, self._oracle)
+            async with self._retries if tried else contextlib.nullcontext():
+                found = await attempt(self._port, ask, self._oracle)
             if found.right:
                 tally.saved += bool(tried)
                 tally.right += not tried

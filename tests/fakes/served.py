@@ -39,7 +39,7 @@ EXAMPLE = ROOT / "examples" / "llm"
 MODEL = "sim-tiny"
 COMMAND_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 90.0
-"""Six processes that all import at once, on a machine that may do something else."""
+"""Six processes that all import, or leave, on a machine that may do something else."""
 POLL_S = 0.02
 
 DISAGG = ("graphs.disagg:Frontend", "-f", "configs/disagg.yaml")
@@ -158,7 +158,7 @@ class Served:
 
     def down(self, *words: str) -> subprocess.CompletedProcess[str]:
         """`dynamo down`, which must succeed."""
-        done = self.cli("down", "--namespace", self.namespace, *words)
+        done = self.cli("down", "--namespace", self.namespace, *words, timeout_s=START_TIMEOUT_S)
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 

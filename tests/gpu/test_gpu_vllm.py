@@ -59,3 +59,7 @@ class TestKilled(cases.Killed):
 
 class TestPrefillDies(cases.PrefillDies):
     """A prefill worker is killed under load."""
+
+
+class TestPlanned(cases.Planned):
+    """The load planner."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.scaled import ascale
+from tests.fakes.scaled import ascale, events
 from tests.fakes.served import Served, auntil
 from tests.vllm.asking import Streaming, complete_all, engine_pids, prompt_tokens_by_source, prompts
 from tests.vllm.hosts import VllmHost
 
 LEAVE_S = 60.0
-START_S = 240.0
+START_S = 590.0
 ANSWER_TOKENS = 24
 LONG_TOKENS = 600
 
@@ -157,6 +157,9 @@ class Leaving:
             assert reasons == ["length"] * 4
             assert gone
             await auntil(lambda: not _alive(gone), LEAVE_S, what=served.processes)
+            await auntil(lambda: "VllmWorker_1" not in served.states(), LEAVE_S, what=served.states)
+            left = [event for event in events(served, "VllmWorker_1") if event["event"] == "ProcessExited"]
+            assert [event["exit_code"] for event in left] == [0]
             assert await complete_all(served, asked()[:1], 4)
 
 
@@ -178,6 +181,26 @@ class PrefillDies:
             texts = await asyncio.wait_for(asking, 60.0)
             assert texts == [expected[prompt] for prompt in some]
             await auntil(lambda: served.keys("dynamo/nixl_metadata/") == [], 20.0, what=served.keys)
+
+
+class Planned:
+    """The load planner sees vLLM's own cache use."""
+
+    async def test_a_full_cache_brings_another_worker(self, vllm_host: VllmHost, tmp_path: Path) -> None:
+        """KV load above 0.9 over an interval: one more worker is started, and the decision says why."""
+        planner = {"adjustment-interval": 5, "metric-pulling-interval": 1, "max-gpu-budget": 2}
+        with vllm_host.aggregated(tmp_path, planner=planner) as served:
+            served.start()
+            async with served.client() as client:
+                streams = [Streaming(client, prompt, 900) for prompt in prompts(24, words=400)]
+                await auntil(lambda: (_load(served, "VllmWorker").get("gpu_cache_usage_perc") or 0) > 0.9, 120.0)
+                await auntil(lambda: "VllmWorker_1" in served.states(), 120.0, what=served.states)
+                for stream in streams:
+                    stream.task.cancel()
+                await asyncio.wait({stream.task for stream in streams})
+            explained = await asyncio.to_thread(served.cli, "planner", "explain", "20")
+            assert "VllmWorker" in explained.stdout, explained.stderr
+            served.down("--now")
 
 
 # --- what is seen --------------------------------------------------------------------------------

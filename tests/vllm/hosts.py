@@ -25,9 +25,10 @@ class VllmHost:
     env: Mapping[str, str] = field(default_factory=dict)
     prefill_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def aggregated(self, folder: Path, **decode: Any) -> Served:
-        """`graphs.agg` with real vLLM; `decode` are keys of the VllmWorker's section."""
-        return self._served(folder, "agg", {"VllmWorker": self._worker(decode)})
+    def aggregated(self, folder: Path, *, planner: Mapping[str, Any] | None = None, **decode: Any) -> Served:
+        """`graphs.agg` with real vLLM; `decode` are keys of the VllmWorker's section, `planner` is the Planner's."""
+        planned = {} if planner is None else {"Planner": dict(planner)}
+        return self._served(folder, "agg", {"VllmWorker": self._worker(decode), **planned})
 
     def disaggregated(self, folder: Path, *, prefill: Mapping[str, Any] | None = None, **decode: Any) -> Served:
         """`graphs.disagg`, every prefill remote unless `decode` says otherwise."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.vllm import cases
 
-pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
 
 
 class TestAggregated(cases.Aggregated):
@@ -27,3 +27,7 @@ class TestKilled(cases.Killed):
 
 class TestPrefillDies(cases.PrefillDies):
     """A prefill worker is killed under load."""
+
+
+class TestPlanned(cases.Planned):
+    """The load planner."""

@@ -20,6 +20,7 @@ from dynamo_local.core.kv_events import KvEvent
 from dynamo_local.engines.sim.blocks import BlockPool
 from dynamo_local.engines.sim.handoffs import Handoff, HandoffTable
 from dynamo_local.engines.sim.perf import PerfModel
+from dynamo_local.engines.sim.quiet import quiet_passes
 from dynamo_local.engines.sim.requests import (
     Event,
     Finished,
@@ -281,7 +282,7 @@ class SimScheduler:
                 launch_s = self._perf.launch_s
         decode_s = self._perf.decode_s(batch, kv_tokens, kv_tokens / batch) if batch else 0.0
         end_s = start_s + (launch_s + prefill_s + decode_s) / self.config.speed
-        limit = self._quiet_passes(rows) if quiet and self.config.coalesce else 1
+        limit = quiet_passes(rows, self.config.block_size, self._pool.free) if quiet and self.config.coalesce else 1
         self._pass = Pass(start_s, rows, [end_s], quiet, limit, kv_tokens)
 
     def _continue_running(self, now_s: float) -> tuple[list[Seq], int]:
@@ -410,22 +411,6 @@ class SimScheduler:
         seq.blocks = []
 
     # --- passing time --------------------------------------------------------------------------
-
-    def _quiet_passes(self, rows: list[Seq]) -> int:
-        """How many passes can be decided now: until the first sequence ends, or the next one needs a preemption."""
-        size, free = self.config.block_size, self._pool.free
-        passes = min(seq.request.num_output_tokens - seq.generated for seq in rows)
-
-        def new_blocks(count: int) -> int:
-            return sum(max(0, -(-(seq.computed + count) // size) - len(seq.blocks)) for seq in rows)
-
-        if new_blocks(passes) <= free:
-            return passes
-        low, high = 1, passes
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if new_blocks(middle) <= free else (low, middle)
-        return low
 
     def _extend(self, run: Pass, passes: int) -> None:
         """So many more ends of the run; or its limit, where a lease ends before the next pass begins."""

@@ -35,8 +35,9 @@ from dynamo_local.ports import (
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_TIMEOUT_S = 15.0
-"""For EngineCore to end by itself; past it vLLM kills it. Below the worker's time for its shutdown hooks."""
+SHUTDOWN_TIMEOUT_S = 5.0
+"""For EngineCore to end by itself; past it vLLM kills it. With NIXL it hangs in its teardown (15 s were not enough on
+two busy cores), and by now nothing is left that could be lost."""
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
@@ -105,10 +106,11 @@ class VllmEngine:
         log.info("vLLM was ready after %.1f s", time.monotonic() - started_s)
 
     def _listen_to_kv_events(self) -> None:
-        """Where the section says nothing of its own about them, and one engine speaks."""
+        """Where blocks are cached at all, the section says nothing of its own about events, and one engine speaks."""
         args = self.options.args
         assert self._private is not None
-        if self._kv_events is None or "kv_events_config" in args or args.get("data_parallel_size", 1) != 1:
+        cached = args.get("enable_prefix_caching", True) and args.get("data_parallel_size", 1) == 1
+        if self._kv_events is None or "kv_events_config" in args or not cached:
             return
         endpoint = f"ipc://{self._private.folder / 'kv'}"
         config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": ""}
@@ -157,12 +159,12 @@ class VllmEngine:
     async def close(self) -> None:
         self._closed = True
         llm, self._llm = self._llm, None
-        for loop, fd in self._watches:
-            loop.remove_reader(fd)
-            os.close(fd)
-        self._watches.clear()
+        self._watch_no_more()
         if llm is not None:
             log.info("prompt tokens by source: %s", dict(self._statistics.prompt_tokens))
+            handler = getattr(llm, "output_handler", None)
+            if handler is not None and not self._statistics.num_live:
+                handler.cancel()  # nobody waits for it: it need not tell the log that the engine has died
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
         if self._bridge is not None:
             await self._bridge.close()
@@ -184,11 +186,20 @@ class VllmEngine:
                 continue
             self._watches.append((loop, fd))
             loop.add_reader(fd, self._die, f"its process {process.name} (pid {process.pid}) ended")
+        if not self._watches:
+            self._die("none of its processes is there after the start")
+
+    def _watch_no_more(self) -> None:
+        for loop, fd in self._watches:
+            loop.remove_reader(fd)
+            os.close(fd)
+        self._watches.clear()
 
     def _die(self, why: str) -> None:
         if self._death is None and not self._closed:
             self._death = f"vLLM has ended by itself: {why}"
             log.error("%s", self._death)
+            self._watch_no_more()  # a dead process is readable for ever
             self._dead.set()
             self._notify()
 
@@ -202,7 +213,8 @@ class VllmEngine:
         # Ids that come again (a redelivered prefill) must not meet in the engine.
         internal_id = f"{request.request_id}-{self._count:x}"
         sampling = self._sampling_params(request.sampling, params)
-        prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+        # With its type, vLLM takes it as it is; a raw prompt would go through its renderer, in a thread.
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
         self._statistics.opened(internal_id, request.sampling.max_tokens)
         self._notify()
         outputs = cast(AsyncGenerator[Any, None], llm.generate(prompt, sampling, internal_id))

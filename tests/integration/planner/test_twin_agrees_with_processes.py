@@ -1,6 +1,6 @@
 """The twin against the real processes: the same trace, the same configuration, the engine in real time.
 
-The engine runs at a fifth of its speed, so that what the twin leaves out (HTTP, hops, queues: some milliseconds for
+The engine runs at a tenth of its speed, so that what the twin leaves out (HTTP, hops, queues: some milliseconds for
 each request) is small against it, and the host stays idle enough to keep time. A host that others keep busy cannot
 say anything about that: then the test is skipped, with what it measured.
 """
@@ -27,11 +27,12 @@ from dynamo_local.twin.metrics import measure
 from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
 from dynamo_local.twin.simulation import Run
 from dynamo_local.twin.trace import TraceRequest
+from tests.fakes.planned import planner
 from tests.fakes.served import MODEL, Served
 
 pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(300)]
 
-SPEED = 0.2
+SPEED = 0.1
 SIM = SimOptions(speed=SPEED, num_gpu_blocks=400)
 WORDS = (f"--Common.sim.speed={SPEED}", "--Common.sim.num-gpu-blocks=400")
 BUSY_MAX_PERCENT = 60.0
@@ -61,14 +62,18 @@ def poisson(rates: Sequence[tuple[float, float]], *, isl: int, osl: int, seed: i
     return found
 
 
-async def play(served: Served, trace: Sequence[TraceRequest]) -> Watched:
-    """The trace, open loop, against the graph; every answer must be complete."""
+async def play(served: Served, trace: Sequence[TraceRequest], *, planned: bool = False) -> Watched:
+    """The trace, open loop, against the graph; every answer must be complete. `planned`: the planner's interval
+    begins with the trace, as the twin's does."""
     watched = Watched()
     rng = random.Random(1)
     prompts = [[rng.randrange(259, 2048) for _ in range(request.input_length)] for request in trace]
     async with served.client() as client:
         await ask(client, prompts[0][:50], 4)  # the first request of a connection pays for its imports
         psutil.cpu_percent()
+        if planned:
+            planner(served, "pause")
+            planner(served, "resume")
         begin_s = time.monotonic()
         watching = asyncio.create_task(watch(served, watched, begin_s))
 
@@ -146,7 +151,7 @@ def agree(watched: Watched, run: Run) -> None:
     assert itl_ms == pytest.approx(found.itl_ms.mean, rel=AGREE), told
 
 
-@pytest.mark.parametrize(("prefill", "decode", "rate"), [(1, 1, 2.0), (2, 2, 4.0)])
+@pytest.mark.parametrize(("prefill", "decode", "rate"), [(1, 1, 1.0), (2, 2, 2.0)])
 async def test_a_fixed_fleet_is_as_fast_as_its_twin(prefill: int, decode: int, rate: float) -> None:
     trace = poisson([(20.0, rate)], isl=1500, osl=40, seed=3)
     workers = (f"--PrefillWorker.ServiceArgs.workers={prefill}", f"--VllmWorker.ServiceArgs.workers={decode}")
@@ -176,10 +181,10 @@ PLANNER_WORDS = (
 
 async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
     """A load that rises and falls: at every moment the two fleets differ by one worker of a role at most."""
-    trace = poisson([(6.0, 1.0), (18.0, 6.0), (12.0, 1.0)], isl=1500, osl=40, seed=5)
+    trace = poisson([(6.0, 0.7), (18.0, 3.0), (14.0, 0.7)], isl=1500, osl=40, seed=5)
     start_up = f"--Common.sim.start-up-s={(START_UP_S - 1.0) * SPEED}"  # a process takes about a second besides
     with Served(*WORDS, start_up, *PLANNER_WORDS, "--planner") as served:
-        watched = await play(served.start(), trace)
+        watched = await play(served.start(), trace, planned=True)
     run = run_case(trace, Case("", TwinOptions(sim=SIM, start_up_s=START_UP_S), PLANNER))
     ready = counter(run)
     assert max(counts["prefill"] + counts["decode"] for _, counts in watched.counts) > 2, "nothing was scaled"

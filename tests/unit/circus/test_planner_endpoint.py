@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from circus.commands import get_commands
 from circus.exc import ArgumentError
 
 from dynamo_local.circus_plugins import planner_commands as commands
@@ -140,3 +142,10 @@ def test_circusctls_words_that_make_no_sense_are_refused(command: Any, words: tu
 def test_circusctl_shows_the_answer_as_it_is() -> None:
     shown = commands.DynamoPlannerStatus().console_msg({"id": "1", "status": "ok", "time": 1.0, "planner": STATUS})
     assert json.loads(shown) == {"planner": STATUS}
+
+
+def test_dynamo_ctl_and_every_host_know_the_planners_commands() -> None:
+    """circus knows a command once its module is imported; `commands` is what they all import."""
+    importlib.import_module("dynamo_local.circus_plugins.commands")
+    names = {"start", "stop", "pause", "resume", "set", "status", "explain", "history"}
+    assert {f"dynamo_planner_{name}" for name in names} <= set(get_commands())

@@ -96,13 +96,17 @@ def test_an_arbiter_that_goes_away_leaves_its_picture_and_one_that_comes_back_is
     assert (back.lost, back.graph["run_id"]) == (None, "01K")
 
 
-def _decided(**more: object) -> dict[str, object]:
+def _record() -> DecisionRecord:
     fleet = Fleet(Pool("PrefillWorker", 1, ready=1, gpus_held=1), Pool("VllmWorker", 1, ready=1, gpus_held=1))
-    reason = Reason("VllmWorker", 0, Rule.MISSING, {})
-    record = DecisionRecord(
-        1.8e9, "planner:17", Inputs(0.0, 0, None, None, None, fleet), Decision(9.0, {}, (reason,), 39.0)
-    )
-    return {**GRAPH, "planner": {"state": "running", "last_decision": {**decisions.as_json(record), **more}}}
+    reason = Reason("VllmWorker", 0, Rule.MISSING, {"gpus_counted": 2, "max_gpu_budget": 8})
+    inputs, decision = Inputs(0.0, 0, None, None, None, fleet), Decision(9.0, {}, (reason,), 39.0)
+    return DecisionRecord(1.8e9, "planner:17", inputs, decision)
+
+
+def _decided(**more: object) -> dict[str, object]:
+    """A graph whose planner has decided once; `more` replaces parts of the record."""
+    record = {**decisions.as_json(_record()), **more}
+    return {**GRAPH, "planner": {"state": "running", "last_decision": record}}
 
 
 def test_the_last_decision_is_told_in_words_with_its_number_and_time() -> None:

@@ -151,7 +151,7 @@ def test_more_than_the_buffer_holds_rebuilds_the_view(monkeypatch: pytest.Monkey
         host.nats.up = True
         await host.knows(7, {11}, within_s=3.0)
         items = [item async for item in publisher.answer({"epoch": "", "seq": 0})]
-        assert (items[0]["replay"], items[1]) == (False, {"block_hashes": [11]})
+        assert (items[0]["replay"], items[1]) == (False, {"runs": [(11).to_bytes(8, "little")]})
 
     on_a_host(main)
 
@@ -212,11 +212,11 @@ def test_garbage_on_the_subject_is_counted_and_harms_nothing() -> None:
     async def main(host: Host) -> None:
         publisher = await host.worker(7)
         stranger = host.nats.client()
-        for data in (b"", b"\xc1", b"\x93\x01\x02\x03", b"{}"):
+        for data in (b"", b"\xc1", b"\x93\x01\x02\x03", b"{}", b"\x94\x07\xa1e\x02\x91\x92\xa6stored\xc4\x03abc"):
             await stranger.publish(kv_events_subject("dynamo", "VllmWorker"), data)
         publisher.publish((BlocksStored((1,)),))
         await host.knows(7, {1})
-        assert host.feed.garbage == 4
+        assert host.feed.garbage == 5
 
     on_a_host(main)
 
@@ -233,4 +233,4 @@ async def test_an_answer_begins_where_the_asker_is() -> None:
     epoch = (await answer("", 0))[0]["epoch"]
     assert [len(await answer(epoch, seq)) for seq in (0, 1, 3)] == [4, 3, 1]
     assert (await answer(epoch, 4))[0]["replay"] is False
-    assert (await answer("other", 1))[1:] == [{"block_hashes": [1, 2, 3]}]
+    assert (await answer("other", 1))[1:] == [{"runs": [block.to_bytes(8, "little") for block in (1, 2, 3)]}]

@@ -73,6 +73,13 @@ def test_an_up_whose_gpu_came_free_and_notes_are_said() -> None:
     )
 
 
+def test_numbers_of_another_version_are_said_to_be_so() -> None:
+    """A decision log outlives the version that wrote it: `dynamo planner explain` reads it all the same."""
+    decision = Decision(0.0, {DECODE: 1}, (Reason(DECODE, 1, Rule.SCALE_UP, {"kv": 0.95}),), 30.0)
+    [line] = explain(decision)
+    assert line.startswith(f"{DECODE} +1 (scale_up): written by another version")
+
+
 def test_a_promise_taken_back_says_that_nothing_had_started() -> None:
     case = next(case for case in BOUNDARIES if case.name == "a promise is taken back without a deed")
     assert "it had not started: it waited for a GPU" in "\n".join(explain(case.decide()))

@@ -16,6 +16,7 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.planner.load import LoadOptions, LoadPolicy
 from dynamo_local.planner.rounds import Rounds
 from dynamo_local.twin.options import DECODE, PREFILL
+from dynamo_local.twin.report import decision_rows
 from dynamo_local.twin.simulation import Simulation
 from tests.fakes.twins import PERF, options, requests, run
 
@@ -122,6 +123,15 @@ def test_load_adds_workers_that_serve_after_their_start_up() -> None:
     assert served.at_s - began.at_s == pytest.approx(2.0)
     assert began.gpus_held == 3
     assert max(point.gpus_held for point in found.points) <= 8
+
+
+def test_decisions_are_told_in_words_with_what_became_of_them() -> None:
+    """For the page: one row for each step, none for a hold."""
+    trace = requests(*[(0.1 * n, 2000, 1) for n in range(30)])
+    rows = decision_rows(simulation(1, 1, trace, gpus=2, conditional=False, prefill_timeout_s=99.0).run())
+    assert rows[0][0] == "1 s"
+    assert rows[0][1].startswith("PrefillWorker +1 (scale_up): the queue ")
+    assert rows[0][2].startswith("refused: too few GPUs")
 
 
 def test_an_up_on_a_host_without_a_free_gpu_is_refused_and_told() -> None:
