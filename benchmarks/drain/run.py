@@ -43,10 +43,10 @@ class Shape:
     decode: int = 6
     per_wave: int = 4
     others_every: int = 5
-    ramp_s: float = 5.0
+    ramp_s: float = 4.0
     between_s: float = 0.5
-    prefill_every_s: float = 22.0
-    processor_every_s: float = 20.0
+    prefill_every_s: float = 10.0
+    processor_every_s: float = 5.0
     probe_every_s: float = 0.5
     crashes: int = 20
 
