@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.deployment import Running
 from benchmarks.drain.facts import OURS, Asked, Down, Facts, Policy, Up
 from dynamo_local.cli.common import ask_arbiter
+from dynamo_local.core.types import instance_prefix
 from dynamo_local.ports import DeleteEvent
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.serve.events import event_log_path
@@ -50,7 +51,7 @@ class Host:
         """Note when leases leave the registry, until cancelled."""
         kv = await EtcdStore.connect(etcd)
         try:
-            async for event in kv.watch_prefix(f"{NAMESPACE}/"):
+            async for event in kv.watch_prefix(instance_prefix(NAMESPACE)):
                 if isinstance(event, DeleteEvent):
                     lease = event.key.rpartition(":")[2]
                     self._deregistered.setdefault(int(lease, 16), time.monotonic())

@@ -43,10 +43,10 @@ class Shape:
     decode: int = 6
     per_wave: int = 4
     others_every: int = 5
-    ramp_s: float = 5.0
+    ramp_s: float = 4.0
     between_s: float = 0.5
-    prefill_every_s: float = 22.0
-    processor_every_s: float = 20.0
+    prefill_every_s: float = 10.0
+    processor_every_s: float = 5.0
     probe_every_s: float = 0.5
     crashes: int = 20
 
@@ -128,23 +128,18 @@ def _client(plan: Plan, records: Path) -> Iterator[None]:
 async def _scale(running: Running, facts: Facts, shape: Shape) -> None:
     host = Host(running, facts)
     lanes = _Lanes(host, facts, shape)
-    beside = {
-        asyncio.ensure_future(host.follow(running.status["etcd_endpoints"])),
-        asyncio.ensure_future(host.probe(shape.probe_every_s)),
-    }
-    await asyncio.sleep(2 * shape.ramp_s)  # until streams are in flight
-    try:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(lanes.decode())
-            group.create_task(lanes.pairs(PREFILL, shape.prefill_every_s))
-            group.create_task(lanes.pairs(PROCESSOR, shape.processor_every_s))
-    finally:
+    beside: set[asyncio.Task[None]] = set()
+    # A watcher that fails ends the run: what it noted would not be whole, and half an hour would tell nothing.
+    async with asyncio.TaskGroup() as group:
+        beside.add(group.create_task(host.follow(running.status["etcd_endpoints"])))
+        beside.add(group.create_task(host.probe(shape.probe_every_s)))
+        await asyncio.sleep(2 * shape.ramp_s)  # until streams are in flight
+        async with asyncio.TaskGroup() as scaling:
+            scaling.create_task(lanes.decode())
+            scaling.create_task(lanes.pairs(PREFILL, shape.prefill_every_s))
+            scaling.create_task(lanes.pairs(PROCESSOR, shape.processor_every_s))
         for task in beside:
             task.cancel()
-        await asyncio.wait(beside)
-    for task in beside:
-        if not task.cancelled():
-            task.result()  # it failed before we cancelled it: so what it noted is not whole
     facts.unasked = host.unasked()
     facts.cpu_s = _cpu_s(running.status["arbiter_pid"])
 
