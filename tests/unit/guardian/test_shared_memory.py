@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dynamo_local.serve.processes import kill_session, session_members
+from dynamo_local.serve.processes import is_resource_tracker, kill_session, session_members
 from tests.fakes.served import until
 
 ENGINE = """
@@ -31,6 +31,8 @@ def test_shared_memory_of_a_killed_session_is_removed() -> None:
         assert engine.stdout is not None
         memory = Path("/dev/shm") / engine.stdout.readline().strip()
         assert memory.exists()
+        # Between its fork and its exec the helper looks like the engine.
+        until(lambda: any(is_resource_tracker(pid) for pid in session_members(engine.pid)), 10.0)
         assert engine.pid in kill_session(engine.pid)
         engine.wait()
         until(lambda: not memory.exists(), 10.0, what=lambda: list(session_members(engine.pid)))
