@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from dynamo_local.cli.common import ArbiterRefused
+from dynamo_local.errors import StateError
 from dynamo_local.serve.processes import is_alive
 from dynamo_local.state import load
 from tests.fakes.scaled import command, events, kinds
@@ -151,7 +152,7 @@ async def test_a_statefile_that_is_edited_while_it_runs_is_put_right(
 def _readable(path: Path) -> object:
     try:
         state = load(path)
-    except Exception:
+    except StateError:
         return None
     return state.components.keys() if state.namespace == "dynamo" else None
 
