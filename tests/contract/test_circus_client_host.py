@@ -191,7 +191,10 @@ async def test_circusds_stop_signal_does_not_cut_what_streams(harness: Harness) 
     await asyncio.sleep(0.3)
     assert is_alive(pid)
     os.kill(pid, signal.SIGKILL)
-    assert await asyncio.wait_for(harness.exits.get(), 5) == ("ns_A", pid, -signal.SIGKILL)
+    name, ended, code = await asyncio.wait_for(harness.exits.get(), 5)
+    assert (name, ended) == ("ns_A", pid)
+    # A watcher that stops is polled ten times a second: circusd may collect the process before we have looked (docs).
+    assert code in (-signal.SIGKILL, None)
 
 
 async def test_circusd_never_sees_the_environment(harness: Harness) -> None:
