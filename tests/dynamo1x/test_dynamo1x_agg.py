@@ -63,11 +63,11 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
             ]
             await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), 30.0)
             await auntil(lambda: in_flight(served, "Mocker_1") > 0, what=served.status)
-            await asyncio.to_thread(command, served, "drain", watcher="dynamo_Mocker_1")
+            await asyncio.to_thread(command, served, "drain", name="dynamo_Mocker_1")
             await auntil(lambda: len(instances(served)) == 1, what=lambda: served.keys("v1/"))
             assert served.states()["Mocker_1"] == "draining"
             assert served.worker("Mocker_1")["drain"]["left_requests"] > 0
-            await asyncio.to_thread(command, served, "drain", watcher="dynamo_Mocker_1", cancel=True)
+            await asyncio.to_thread(command, served, "drain", name="dynamo_Mocker_1", cancel=True)
             await auntil(lambda: instances(served) == before, what=lambda: served.keys("v1/"))
             assert served.states()["Mocker_1"] == "ready"
             assert commands_of(served, "Mocker_1") == child

@@ -40,5 +40,5 @@ async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> No
             await settled(served)
             await until_right(found, 500 - min(found.right, 490))
             with pytest.raises(ArbiterRefused, match="last"):
-                command(served, "drain", watcher="dynamo_Prefill")
+                command(served, "drain", name="dynamo_Prefill")
         found.check(500)
