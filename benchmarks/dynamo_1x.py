@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
 import sys
 import time
+from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -134,14 +134,15 @@ async def _by_hand(command: list[str], env: Mapping[str, str], seen: _Seen) -> f
     whole = {**env, **dynamo_1x_env.environment(ports.numbers, env)}
     count = len(seen.keys)
     begin_s = time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=EXAMPLE, env=whole, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=EXAMPLE, env=whole, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
     )
     try:
         end_s = await seen.until(count + 1)
     finally:
         process.terminate()
-        await asyncio.to_thread(process.wait, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await process.wait()
         ports.close()
     await seen.until(count)
     return (end_s - begin_s) * 1e3
