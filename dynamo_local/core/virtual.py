@@ -73,14 +73,12 @@ class Told:
     """What the four keys say together. What cannot be read counts as not set, and is named in `faults`.
 
     `half_written`: a number is younger than `decision_id`, so the decision that it belongs to is not complete.
-    `scaled_fault` says why `scaled_decision_id` cannot be read: the environment's own, so nothing but untidy.
     """
 
     decision: PlannerDecision = PlannerDecision()
     scaled_decision_id: int = NOT_SET
     half_written: bool = False
     faults: tuple[str, ...] = ()
-    scaled_fault: str | None = None
 
     @property
     def acknowledged(self) -> bool:
@@ -89,7 +87,10 @@ class Told:
 
 
 def read(stored: Mapping[str, Stored]) -> Told:
-    """The four keys, by name, as they were found. Other names are of no interest."""
+    """The four keys, by name, as they were found. Other names are of no interest.
+
+    A broken `scaled_decision_id` is no fault of the planner's: it counts as not set, and the next one heals it.
+    """
     faults: dict[str, str] = {}
 
     def number(name: str, greatest: int) -> int:
@@ -106,10 +107,10 @@ def read(stored: Mapping[str, Stored]) -> Told:
         number(NUM_PREFILL_WORKERS, WORKERS_MAX), number(NUM_DECODE_WORKERS, WORKERS_MAX), number(DECISION_ID, ID_MAX)
     )
     scaled = number(SCALED_DECISION_ID, ID_MAX)
-    scaled_fault = faults.pop(SCALED_DECISION_ID, None)
+    faults.pop(SCALED_DECISION_ID, None)
     numbers = [stored[name].revision for name in (NUM_PREFILL_WORKERS, NUM_DECODE_WORKERS) if name in stored]
     half_written = DECISION_ID in stored and max(numbers, default=0) > stored[DECISION_ID].revision
-    return Told(decision, scaled, half_written, tuple(faults.values()), scaled_fault)
+    return Told(decision, scaled, half_written, tuple(faults.values()))
 
 
 def encode(number: int) -> bytes:

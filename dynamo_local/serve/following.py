@@ -144,7 +144,7 @@ class Following:
     async def _at(self, now: Next) -> None:
         """Here it stands. Told and logged where that is another phase, or another decision."""
         before, self._now = self._now, now
-        if (before.phase, before.decision) == (now.phase, now.decision):
+        if _same(before, now):
             return
         troubled = now.phase in (Phase.REFUSED, Phase.UNREADABLE)
         if troubled:
@@ -167,6 +167,13 @@ class Following:
                 "reason": now.reason,
             }
         )
+
+
+def _same(before: Next, now: Next) -> bool:
+    """Nobody need be told again. What cannot be read is what it is, whatever is written beside it."""
+    if before.phase is now.phase is Phase.UNREADABLE:
+        return before.reason == now.reason
+    return (before.phase, before.decision) == (now.phase, now.decision)
 
 
 async def follow(supervisor: Supervisor) -> Following | None:
