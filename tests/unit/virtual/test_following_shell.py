@@ -1,4 +1,4 @@
-"""`--follow virtual` in its arbiter: decisions carried out by the scaler, acknowledged, shown, and told when they cannot."""
+"""`--follow virtual` in its arbiter: decisions carried out by the scaler, acknowledged, and shown where they cannot."""
 
 from __future__ import annotations
 

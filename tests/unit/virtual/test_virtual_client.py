@@ -1,4 +1,4 @@
-"""The client for environments of others: wait, get, complete; on both layouts, and when etcd or a planner misbehaves."""
+"""The client for environments of others: wait, get, complete; both layouts, and when etcd or a planner misbehaves."""
 
 from __future__ import annotations
 

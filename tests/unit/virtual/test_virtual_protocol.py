@@ -60,7 +60,7 @@ def test_numbers_younger_than_the_id_are_half_a_decision() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"two", b"3.0", b"-2", b"+3", b" 3", b"3\n", b"10000", b"\xff\xfe", "３".encode()]
+    "value", [b"", b"two", b"3.0", b"-2", b"+3", b" 3", b"3\n", b"10000", b"\xff\xfe", "\uff13".encode()]
 )
 def test_what_is_no_number_is_named_and_counts_as_not_set(value: bytes) -> None:
     """And whole Unicode digits are none, either."""
