@@ -58,7 +58,7 @@ def next_step(told: Told, fleet: Fleet, last: Next | None = None) -> Next:
         return Next(Phase.UNREADABLE, told.decision, reason="; ".join(told.faults))
     decision = told.decision
     if decision.decision_id == NOT_SET:
-        return Next(Phase.WAITING, decision, reason="no decision yet")
+        return Next(Phase.WAITING, reason="no decision yet")
     known = last is not None and last.phase in _KNOWN and last.decision.decision_id == decision.decision_id
     if told.half_written and known and last is not None:
         decision = last.decision
@@ -66,7 +66,7 @@ def next_step(told: Told, fleet: Fleet, last: Next | None = None) -> Next:
         return Next(Phase.DONE, decision, reason=_begun_anew(told))
     if told.half_written and not known:
         why = f"a number is younger than decision_id {decision.decision_id}, so the next id is waited for"
-        return Next(Phase.WAITING, decision, reason=why)
+        return Next(Phase.WAITING, PlannerDecision(decision_id=decision.decision_id), reason=why)
     if fleet.prefill is None and decision.num_prefill_workers > 0:
         why = f"num_prefill_workers is {decision.num_prefill_workers}, but the graph has no prefill component"
         return Next(Phase.REFUSED, decision, reason=why)

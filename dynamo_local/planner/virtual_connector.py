@@ -144,7 +144,7 @@ class VirtualConnector:
         if self.pending():
             why = f"decision {decision.decision_id} is not acknowledged yet ({self._keys.root}scaled_decision_id)"
             return Refused(why, "not_acknowledged", retryable=True)
-        decision_id = max(decision.decision_id, self._last_id) + 1
+        decision_id = max(decision.decision_id, told.scaled_decision_id, self._last_id) + 1
         await self._keys.decide(prefill, decode, decision_id)
         self._last_id = decision_id
         self.pending()  # from now on it is waited for

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynamo_local.core.virtual import Layout, PlannerDecision
@@ -69,7 +71,7 @@ class Following:
         self._workers.notify()
         tasks, self._tasks = self._tasks, ()
         if tasks:
-            await tasks[1]
+            await asyncio.gather(tasks[1], return_exceptions=True)
             tasks[0].cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -96,10 +98,18 @@ class Following:
             try:
                 await self._step()
             except Exception as error:  # a bug: the following goes on, and says so (lesson 15)
-                log.exception("a step of --follow failed")
-                await self._at(Next(Phase.REFUSED, self._now.decision, reason=f"{type(error).__name__}: {error}"))
-            deadline_s = self._workers.clock.now_s() + AGAIN_S
-            await self._workers.until(lambda seen=seen: self._stopping or self._seen() != seen, deadline_s)  # type: ignore[misc]
+                self._failed(error)
+            await self._workers.until(partial(self._moved, seen), self._workers.clock.now_s() + AGAIN_S)
+
+    def _failed(self, error: Exception) -> None:
+        log.error("a step of --follow failed; it is tried again", exc_info=error)
+        reason = f"a step failed ({type(error).__name__}: {error}); the arbiter's log says more"
+        if self._now.reason != reason:
+            self._tell(f"follow: {reason}")
+        self._now = replace(self._now, reason=reason)
+
+    def _moved(self, seen: tuple[Any, ...]) -> bool:
+        return self._stopping or self._seen() != seen
 
     def _seen(self) -> tuple[Any, ...]:
         """What a step depends on, but for GPUs that somebody else holds."""
@@ -109,7 +119,7 @@ class Following:
         """Do what is to be done now."""
         if not self._keys.current:
             reason = "etcd does not answer; what was decided last stays"
-            await self._at(Next(self._now.phase, self._now.decision, reason=reason))
+            self._now = replace(self._now, reason=reason)
             return
         step = next_step(self._keys.told, self._fleet(), self._now)
         refused = []
@@ -132,7 +142,6 @@ class Following:
     async def _scale(self, component: str, target: int, decision: PlannerDecision) -> None:
         """As `dynamo scale COMPONENT =N`, but a planner's: it never forces, restarts nothing that is faulted, and may
         wait for the GPUs of workers that leave."""
-        log.info("%s: %s=%d", decision, component, target)
         await self._scaler.scale(
             component,
             f"={target}",
@@ -140,6 +149,7 @@ class Following:
             by_person=False,
             wait_for_gpus=True,
         )
+        log.info("%s: %s=%d is under way", decision, component, target)
 
     async def _at(self, now: Next) -> None:
         """Here it stands. Told and logged where that is another phase, or another decision."""

@@ -128,10 +128,11 @@ async def test_no_new_decision_while_one_waits(rig: Rig) -> None:
 
 
 async def test_a_later_acknowledgement_is_one_too(rig: Rig) -> None:
-    await rig.etcd.put(SCALED, b"9")
     connector = await rig.connected()
     await connector.set_component_replicas({D: 2})
-    assert not connector.pending()
+    await rig.etcd.put(SCALED, b"9")
+    assert await connector.set_component_replicas({D: 3}) == Written(10), "and nothing is acknowledged in advance"
+    assert connector.pending()
 
 
 async def test_after_half_an_hour_it_is_given_up_and_told_once(rig: Rig) -> None:
