@@ -1,6 +1,6 @@
 """One side of the virtual connector in Dynamo's own code, as a process with ETCD_ENDPOINTS: for test_virtual_dynamo.py.
 
-virtual_side.py coordinator NAMESPACE 3 1   wants so many decode workers, one after the other, each once the last is done
+virtual_side.py coordinator NAMESPACE 3 1   wants so many decode workers, each once the last number is reached
 virtual_side.py connector NAMESPACE 3 1     the same through its planner's VirtualConnector, which stands on the first
 virtual_side.py environment NAMESPACE 2     takes that many decisions, and says at once that they are carried out
 
