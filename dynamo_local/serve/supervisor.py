@@ -18,6 +18,7 @@ from typing import Any, cast
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Role, WorkerState
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
+from dynamo_local.prctl import become_subreaper
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.adoption import Adoption, Found
 from dynamo_local.serve.embedded import EmbeddedServers
@@ -34,7 +35,6 @@ from dynamo_local.serve.logs import Interleaver, log_tail, rotate
 from dynamo_local.serve.operations import Operations
 from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.planning import Planning
-from dynamo_local.serve.processes import become_subreaper
 from dynamo_local.serve.progress import View
 from dynamo_local.serve.registrations import Registrations
 from dynamo_local.serve.sampling import Sampling
@@ -45,7 +45,8 @@ from dynamo_local.state import StateStore
 
 log = logging.getLogger(__name__)
 
-LOG_POLL_S = 0.15
+LOG_POLL_S, QUIET_LOG_POLL_S = 0.15, 0.5
+"""How often 66 log files are looked at while there is something in them, and when for a while there was not."""
 ROTATE_EVERY_S = 30.0
 HEALTH_EVERY_S = 2.0
 NOTES_KEPT = 20
@@ -220,7 +221,9 @@ class Supervisor:
         return names
 
     async def _connect(self) -> None:
-        prefill = any(spec.role is Role.PREFILL for spec in self.deployment.graph.services)
+        services = self.deployment.graph.services
+        # Commands have queues of their own, if any: only a prefill component of ours pulls from this one.
+        prefill = any(spec.role is Role.PREFILL and spec.runtime is None for spec in services)
         await self.links.connect(self.operations.env, prefill_queue=prefill)
         self._background(self.registrations.follow())
         self._background(self.sampling.run())
@@ -291,11 +294,14 @@ class Supervisor:
     async def _show(self) -> None:
         """Progress, log lines and rotation: reading files only, in a thread."""
         rotated_s = self.clock.now_s()
+        every_s = LOG_POLL_S
         while True:
-            await self.clock.sleep_until(self.clock.now_s() + LOG_POLL_S)
-            if self.view.wants_logs:
-                for name, line in await asyncio.to_thread(lambda: list(self._logs.poll())):
-                    self.view.log_line(name, line, self._logs.names)
+            await self.clock.sleep_until(self.clock.now_s() + every_s)
+            lines = await asyncio.to_thread(lambda: list(self._logs.poll())) if self.view.wants_logs else []
+            for name, line in lines:
+                self.view.log_line(name, line, self._logs.names)
+            busy = bool(lines) or self.state != "ready"
+            every_s = LOG_POLL_S if busy else min(every_s * 1.5, QUIET_LOG_POLL_S)
             if self.state != "ready":
                 self._show_rows()
             if self.clock.now_s() - rotated_s > ROTATE_EVERY_S:
