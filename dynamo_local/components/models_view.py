@@ -40,12 +40,13 @@ def model_key_prefix(namespace: str, name: str) -> str:
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """The value of a key. `max_model_len` is in tokens, `created` in seconds since the Unix epoch."""
+    """The value of a key. `max_model_len` is in tokens, None for an HTTP server that does not say; `created` is in
+    seconds since the Unix epoch."""
 
     name: str
     component: str
     endpoint: str
-    max_model_len: int
+    max_model_len: int | None
     created: float
 
     def encode(self) -> bytes:
@@ -55,11 +56,11 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`, their `components` by name."""
+    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`, its `components` by name."""
 
     name: str
     created_s: int
-    max_model_len: int
+    max_model_len: int | None
     instances: int
     components: tuple[str, ...] = ()
 
@@ -155,7 +156,7 @@ class ModelsView:
             name: ServedModel(
                 name=name,
                 created_s=int(min(card.created for card in cards)),
-                max_model_len=min(card.max_model_len for card in cards),
+                max_model_len=min((n for card in cards if (n := card.max_model_len) is not None), default=None),
                 instances=len(cards),
                 components=tuple(sorted({card.component for card in cards})),
             )

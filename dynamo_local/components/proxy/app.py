@@ -25,7 +25,7 @@ from dynamo_local.components.proxy.pool import Pool
 from dynamo_local.components.proxy.progress import Progress
 from dynamo_local.components.proxy.requests import PATHS, Path, ProxyRequest
 from dynamo_local.components.proxy.settings import HttpFrontendConfig
-from dynamo_local.errors import DeadlineExceeded, DynamoError, WorkerLost
+from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Passing:
             if handed is None or incoming.streamed or not error.retryable:
                 raise
             raise HandOverFailed(str(error)) from error
-        return incoming.whole()
+        return await incoming.whole()
 
     # --- the first step of a hand-over -----------------------------------------------------------
 
@@ -149,17 +149,15 @@ class Passing:
             logger.info("request %s is prefilled where it is decoded: %s", self._request_id, body)
             return None
         asked = self._request.ask(self._path, self._request_id, body)
-        incoming = Incoming(self._reply, None, checked=False)
+        incoming = Incoming(None, None, checked=False)
         timeout_s = min(self._left_s(), self._deps.options.prefill_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                batches = dispatcher.send(
-                    asked.payload(), request_id=self._request_id, tokens=1, timeout_s=timeout_s
-                )
+                batches = dispatcher.send(asked.payload(), request_id=self._request_id, tokens=1, timeout_s=timeout_s)
                 async with contextlib.aclosing(batches):
                     async for batch in batches:
                         await incoming.take(batch)
-            answer = incoming.whole()
+            answer = await incoming.whole()
         except (DynamoError, TimeoutError) as error:
             why = str(error) or f"no prefill server did it within {timeout_s:g} s"
             logger.warning("request %s is prefilled where it is decoded: %s", self._request_id, why)
@@ -186,13 +184,13 @@ class Passing:
 class Incoming:
     """An answer as it comes from a server: streams go on at once, the others are kept until they are whole.
 
-    `checked`: a stream that begins with an error raises `HandOverFailed` instead.
+    Without a `reply` a stream is an error. `checked`: one that begins with an error raises `HandOverFailed` instead.
     """
 
-    def __init__(self, reply: Reply, progress: Progress | None, *, checked: bool) -> None:
+    def __init__(self, reply: Reply | None, progress: Progress | None, *, checked: bool) -> None:
         self._reply = reply
         self._progress = progress
-        self._checked = checked
+        self._held: bytes | None = b"" if checked else None
         self._head: wire.Head | None = None
         self._parts: list[bytes] = []
         self.streamed = False
@@ -212,15 +210,28 @@ class Incoming:
             await self._stream(b"".join(events))
 
     async def _stream(self, data: bytes) -> None:
-        if self._checked and not self.streamed and requests.is_error_event(data):
-            raise HandOverFailed("the decode server could not go on from what was prefilled; its log has the reason")
+        if self._held is not None:
+            data = self._held + data
+            if requests.has_error_event(data):
+                raise HandOverFailed("the decode server cannot go on from what was prefilled; its log has the reason")
+            if requests.says_nothing(data):
+                self._held = data
+                return
+            self._held = None
+        await self._give(data)
+
+    async def _give(self, data: bytes) -> None:
+        if self._reply is None:
+            raise UpstreamError("the server streams what it was asked to answer at once")
         self.streamed = True
         if self._progress is not None:
             self._progress.on_stream(data)
         await self._reply.event(data)
 
-    def whole(self) -> Whole | None:
+    async def whole(self) -> Whole | None:
         """The answer; None where it was streamed. Raises `WorkerLost` where none came."""
+        if self._held:
+            await self._give(self._held)
         if self.streamed:
             return None
         if self._head is None:

@@ -1,7 +1,8 @@
-"""What a Frontend must know of a request that it passes on, which is little: all else is the server's to judge. Pure."""
+"""What a Frontend must know of a request that it passes on: little, all else is the server's to judge. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,9 @@ SENT_BACK = ("content-type", "retry-after", "www-authenticate", "openai-processi
 
 REQUEST_ID = "x-request-id"
 """vLLM names its request after this header; prefill and decode servers must be told the same."""
+
+_ERROR_EVENT = re.compile(rb'^data:\s*\{\s*("error"|"object"\s*:\s*"error")', re.MULTILINE)
+_ROLE_EVENT = re.compile(rb'data:.*"delta"\s*:\s*\{"role"\s*:\s*"assistant"\s*(,\s*"content"\s*:\s*(""|null)\s*)?[,}]')
 
 _STREAM_BOUNDS = ("max_completion_tokens", "max_tokens")
 
@@ -116,9 +120,11 @@ def decode_body(request: ProxyRequest, prefilled: bytes) -> bytes | str:
     return msgspec.json.encode(kv_handover.decode_request(msgspec.json.decode(request.body), params))
 
 
-def is_error_event(data: bytes) -> bool:
-    """Whether a stream begins with an error instead of an answer: so says vLLM that it could not pull the KV."""
-    event = data.lstrip()
-    if not event.startswith(b"data:"):
-        return False
-    return event[len(b"data:") :].lstrip().startswith((b'{"error"', b'{"object":"error"'))
+def has_error_event(data: bytes) -> bool:
+    """Whether one of these events of a stream is an error: so says vLLM that it could not pull the KV."""
+    return _ERROR_EVENT.search(data) is not None
+
+
+def says_nothing(data: bytes) -> bool:
+    """Whether this beginning of a stream is at most a chat's first event, which has a role and no text yet."""
+    return data.count(b"\n\n") < 1 or (data.count(b"\n\n") == 1 and _ROLE_EVENT.match(data) is not None)
