@@ -6,11 +6,11 @@ registration is the server's place in the routing, and a drain takes both out of
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -98,6 +98,7 @@ class HttpDriver:
         self._config = config
         self._calls: ServerCalls | None = None
         self._before: ServerNumbers | Missing = Missing("it was not asked yet")
+        self._moved_s = time.monotonic()
         self.models: tuple[Model, ...] = ()
 
     @property
@@ -148,8 +149,12 @@ class HttpDriver:
             await self._answers(self.base_url + self._config.health)
         own = self.calls.streams.own()
         load = http_metrics.load_of(numbers, own, self._before)
-        self._before = numbers
-        return Sample(load, http_metrics.in_flight(numbers, own))
+        now_s = time.monotonic()
+        if numbers != self._before:
+            self._before, self._moved_s = numbers, now_s
+        hands_over = self._config.role is Role.PREFILL
+        held = http_metrics.in_flight(numbers, own, now_s - self._moved_s, hands_over=hands_over)
+        return Sample(load, held)
 
     async def _scrape(self, url: str) -> Any:
         from dynamo_local.runtimes.metrics_text import Metrics

@@ -15,9 +15,8 @@ sums, shares are means.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from dynamo_local.core.types import Load, Missing
 
@@ -28,6 +27,12 @@ TOTAL_TOKENS = ("sglang:max_total_num_tokens",)
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
 QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 HIT_RATE = ("sglang:cache_hit_rate",)
+TOKENS = (
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
+)
 ITL = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds", "sglang:inter_token_latency_seconds")
 
 
@@ -38,7 +43,7 @@ class Scrape(Protocol):
 
     def first(self, *names: str) -> float | None: ...
 
-    def labels_of(self, name: str) -> list[Mapping[str, str]]: ...
+    def label(self, label: str) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class ServerNumbers:
-    """One scrape. `kv_usage` is 0..1."""
+    """One scrape. `kv_usage` is 0..1, `tokens` counts all that was computed so far."""
 
     running: int | Missing
     waiting: int | Missing
@@ -59,6 +64,12 @@ class ServerNumbers:
     kv_total_blocks: int | Missing
     prefix_hit_rate: float | Missing
     itl: Latency | Missing
+    tokens: float | Missing
+
+
+QUIET_S = 10.0
+"""An engine that is idle says nothing new: vLLM's gauges keep what they were at its last step, also after a request
+was aborted. Where nothing has moved for so long, and we have no request there, nothing is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +89,21 @@ def read(scrape: Scrape) -> ServerNumbers:
         kv_total_blocks=_total_blocks(scrape),
         prefix_hit_rate=_hit_rate(scrape),
         itl=_latency(scrape),
+        tokens=_tokens(scrape),
     )
 
 
-def in_flight(numbers: ServerNumbers | Missing, own: Own) -> int:
-    """Requests that the server holds: by its own count, others' requests with them, but never less than ours."""
-    if isinstance(numbers, Missing) or isinstance(numbers.running, Missing):
+def in_flight(numbers: ServerNumbers | Missing, own: Own, quiet_s: float, *, hands_over: bool) -> int:
+    """Requests that the server holds: by its own count, others' requests with them, but never less than ours.
+
+    `quiet_s` is for how many seconds its numbers have not moved. A server that `hands_over` (a prefill server) holds a
+    request's KV until it was pulled: as long as its cache is in use, it is not done.
+    """
+    if isinstance(numbers, Missing) or isinstance(numbers.running, Missing) or quiet_s >= QUIET_S:
         return own.streams
     waiting = 0 if isinstance(numbers.waiting, Missing) else numbers.waiting
-    return max(own.streams, numbers.running + waiting)
+    kept = hands_over and not isinstance(numbers.kv_usage, Missing) and numbers.kv_usage > 0
+    return max(own.streams, numbers.running + waiting, int(kept))
 
 
 def load_of(numbers: ServerNumbers | Missing, own: Own, before: ServerNumbers | Missing) -> Load | Missing:
@@ -139,9 +156,13 @@ def _or_missing(value: float | None, names: tuple[str, ...]) -> float | Missing:
 
 
 def _total_blocks(scrape: Scrape) -> int | Missing:
-    told: list[Any] = [labels.get("num_gpu_blocks", "") for labels in scrape.labels_of("vllm:cache_config_info")]
-    blocks = [int(text) for text in told if text.isdigit()]
-    return sum(blocks) if blocks else _count(scrape, TOTAL_TOKENS)
+    engines, blocks = scrape.sum("vllm:cache_config_info"), scrape.label("num_gpu_blocks") or ""
+    return round(engines) * int(blocks) if engines and blocks.isdigit() else _count(scrape, TOTAL_TOKENS)
+
+
+def _tokens(scrape: Scrape) -> float | Missing:
+    told = [value for name in TOKENS if (value := scrape.sum(name)) is not None]
+    return sum(told) if told else _or_missing(None, TOKENS)
 
 
 def _hit_rate(scrape: Scrape) -> float | Missing:
