@@ -22,7 +22,7 @@ POLL_S = 0.02
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
-@click.argument("target", metavar="MODULE:SERVICE")
+@click.argument("target", metavar="[MODULE:SERVICE]", required=False)
 @click.option("--file", "-f", type=click.Path(path_type=Path), help="Configuration, YAML.")
 @click.option("--namespace", "-n", default=None, help="Replaces the graph's own namespace.")
 @click.option("--gpus", default=None, help="`0,2,3`, UUIDs, or `sim:8` for eight simulated devices.")
@@ -48,7 +48,7 @@ POLL_S = 0.02
 @click.option("--boot-report", type=click.Path(path_type=Path), hidden=True)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def serve(
-    target: str,
+    target: str | None,
     detach: bool,
     dry_run: bool,
     as_json: bool,
@@ -57,14 +57,18 @@ def serve(
 ) -> int:
     """Run the graph MODULE:SERVICE of the current folder on this host.
 
-    Any `--Service.key=value` overrides the configuration, e.g. `--VllmWorker.ServiceArgs.workers=2`.
+    It can be left out where the configuration's sections are commands (docs/dynamo-1x.md). Any `--Service.key=value`
+    overrides the configuration, e.g. `--VllmWorker.ServiceArgs.workers=2`.
     """
     if detach:
         return _detach()
     from dynamo_local.serve.launch import ServeOptions, plan_deployment, understand
     from dynamo_local.serve.launch import serve as run
 
-    options = ServeOptions(target=target, **{**words, "overrides": tuple(words["overrides"])})
+    overrides = tuple(words["overrides"])
+    if target is not None and target.startswith("-"):  # there is no graph: it was the first of the overrides
+        target, overrides = None, (target, *overrides)
+    options = ServeOptions(target=target, **{**words, "overrides": overrides})
     if dry_run:
         request = understand(options, os.environ, Path.cwd(), only_plan=True)
         for note in request.notes:

@@ -59,7 +59,8 @@ class ServiceSpec:
 
     `config` is the service's section without `ServiceArgs`, keys with underscores;
     `drain_deadline_s`/`start_deadline_s` are None where the command line's default applies;
-    `max_workers` is None where the class sets no bound.
+    `max_workers` is None where the class sets no bound. `runtime` is that of a service that is a command (None: a
+    class); `target` is where its class is, if that is not the graph's.
     """
 
     name: str
@@ -73,11 +74,13 @@ class ServiceSpec:
     start_deadline_s: float | None = None
     drain_deadline_s: float | None = None
     max_workers: int | None = None
+    runtime: str | None = None
+    target: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """A graph that can run. `target` is `module:Service`, as given to `dynamo serve`."""
+    """A graph that can run. `target` is `module:Service` as given to `dynamo serve`, or a file of commands."""
 
     namespace: str
     target: str

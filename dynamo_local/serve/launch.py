@@ -29,6 +29,7 @@ from dynamo_local.core.gpus import plan_on
 from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
+from dynamo_local.runtimes.graph import check_commands, with_commands
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve import lock, tensorboard
 from dynamo_local.serve.engine_checks import check_engines
@@ -51,10 +52,10 @@ log = logging.getLogger(__name__)
 class ServeOptions:
     """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep".
 
-    `planner` is None where the configuration decides.
+    `target` is None where the file says it all: a graph of commands. `planner` is None where the configuration decides.
     """
 
-    target: str
+    target: str | None
     file: Path | None = None
     overrides: tuple[str, ...] = ()
     namespace: str | None = None
@@ -98,15 +99,19 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     """
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
-    graph = load_graph(options.target, base_dir=cwd)
+    python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
     config = load_config(options.file, env=environ, overrides=options.overrides)
+    graph = with_commands(python, config, options.file)
     spec = resolve(graph, config, namespace=options.namespace)
     planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
         tensorboard.check(planner.log_dir)
-    notes = check_engines(graph, spec, config, only_plan=only_plan)
+    notes = (
+        *check_engines(graph, spec, config, only_plan=only_plan),
+        *check_commands(graph, config, environ, only_plan=only_plan),
+    )
     return Request(
         graph=spec,
         config=config,
@@ -215,7 +220,7 @@ def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
     detached = boot_report is not None
     return serve_with(
         options,
-        f"`dynamo serve {options.target}` {'detached' if detached else 'in the foreground'}",
+        f"`dynamo serve {options.target or f'-f {options.file}'}` {'detached' if detached else 'in the foreground'}",
         lambda paths: open_view(detached=detached, boot_report=boot_report or paths.boot_report),
         own_arbiter,
     )

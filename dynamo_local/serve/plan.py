@@ -129,7 +129,7 @@ class WorkerPlanner:
             name=name,
             component=spec.name,
             role=spec.role,
-            argv=worker_argv(self.graph.target, spec.name),
+            argv=worker_argv(self.graph.target, spec),
             cwd=str(self.cwd),
             env=self._env(spec, name, gpus),
             gpus=tuple(gpus),
@@ -196,6 +196,8 @@ def base_environment(graph: GraphSpec, environ: Mapping[str, str], settings: Set
     return base
 
 
-def worker_argv(target: str, service: str) -> tuple[str, ...]:
+def worker_argv(target: str, spec: ServiceSpec) -> tuple[str, ...]:
     """The command that starts one more worker of a service, as the statefile keeps it."""
-    return (sys.executable, "-m", "dynamo_local.serve.serve_dynamo", target, "--service-name", service)
+    module = "dynamo_local.serve.serve_dynamo" if spec.runtime is None else "dynamo_local.serve.serve_command"
+    where = (spec.target or target,) if spec.runtime is None else ()
+    return (sys.executable, "-m", module, *where, "--service-name", spec.name)

@@ -18,6 +18,7 @@ from typing import Any, cast
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Role, WorkerState
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
+from dynamo_local.prctl import become_subreaper
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.adoption import Adoption, Found
 from dynamo_local.serve.embedded import EmbeddedServers
@@ -33,7 +34,6 @@ from dynamo_local.serve.logs import Interleaver, log_tail, rotate
 from dynamo_local.serve.operations import Operations
 from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.planning import Planning
-from dynamo_local.serve.processes import become_subreaper
 from dynamo_local.serve.progress import View
 from dynamo_local.serve.registrations import Registrations
 from dynamo_local.serve.sampling import Sampling
@@ -216,7 +216,9 @@ class Supervisor:
         return names
 
     async def _connect(self) -> None:
-        prefill = any(spec.role is Role.PREFILL for spec in self.deployment.graph.services)
+        services = self.deployment.graph.services
+        # Commands have queues of their own, if any: only a prefill component of ours pulls from this one.
+        prefill = any(spec.role is Role.PREFILL and spec.runtime is None for spec in services)
         await self.links.connect(self.operations.env, prefill_queue=prefill)
         self._background(self.registrations.follow())
         self._background(self.sampling.run())
