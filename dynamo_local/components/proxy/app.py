@@ -25,7 +25,7 @@ from dynamo_local.components.proxy.pool import Pool
 from dynamo_local.components.proxy.progress import Progress
 from dynamo_local.components.proxy.requests import PATHS, Path, ProxyRequest
 from dynamo_local.components.proxy.settings import HttpFrontendConfig
-from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, WorkerLost
+from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, WorkerBusy, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,8 @@ class Passing:
                 async for batch in batches:
                     await incoming.take(batch)
         except DynamoError as error:
-            if handed is None or incoming.streamed or not error.retryable:
+            # Busy: then all are, and what was prefilled is not spent.
+            if handed is None or incoming.streamed or not error.retryable or isinstance(error, WorkerBusy):
                 raise
             raise HandOverFailed(str(error)) from error
         return await incoming.whole()
