@@ -102,9 +102,13 @@ async def test_a_server_that_breaks_off_is_lost() -> None:
     listener = await asyncio.start_server(half, "127.0.0.1", 0)
     async with listener, calling(listener.sockets[0].getsockname()[1]) as calls:
         items: list[Any] = []
-        with pytest.raises(WorkerLost, match="send the request again"):
+
+        async def take() -> None:
             async for item in calls.answer(ask(stream=True)):
                 items.append(item)
+
+        with pytest.raises(WorkerLost, match="send the request again"):
+            await take()
     assert items[1:] == [b"data: x\n\n"]
 
 
@@ -125,7 +129,8 @@ async def test_closing_the_answer_ends_the_servers_work(server: Server) -> None:
 
 async def test_tokens_still_to_come_are_counted_down(server: Server) -> None:
     async with calling(server.port) as calls:
-        async with contextlib.aclosing(calls.answer(ask(stream=True, max_tokens=50))) as items:
+        items = calls.answer(ask(stream=True, max_tokens=50))
+        async with contextlib.aclosing(items):
             left = [calls.streams.own().remaining_tokens async for _ in items]
     assert left[0] == 50
     assert left == sorted(left, reverse=True)
