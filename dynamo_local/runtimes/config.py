@@ -10,7 +10,7 @@ from dynamo_local.core.types import Role
 from dynamo_local.runtimes import launching, placeholders
 from dynamo_local.sdk.checks import listing, nearest
 
-PortNumber = Annotated[int, Field(ge=1, le=65535)]
+PortNumber = Annotated[int, Field(ge=0, le=65535)]
 SHUTDOWN_MAX_S = 25.0
 """A worker's shutdown hooks have 30 s."""
 
@@ -38,7 +38,7 @@ class CommandConfig(BaseModel):
     model: str | None = None
     """What `{model}` stands for."""
     ports: Annotated[dict[str, PortNumber], BeforeValidator(_ports)] = Field(default_factory=dict)
-    """Fixed numbers for some of `{port:NAME}`; the others are any free ones."""
+    """Fixed numbers for some of `{port:NAME}`; the others, and 0, are any free ones."""
     stop_timeout_s: float = Field(default=20.0, gt=0, le=SHUTDOWN_MAX_S, allow_inf_nan=False)
     """Seconds from SIGTERM, when nothing is in flight any more, to SIGKILL."""
     health_bound_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
@@ -63,9 +63,14 @@ class CommandConfig(BaseModel):
         for name in self.needs_ports:
             if name not in wanted:
                 raise ValueError(f"the runtime {self.runtime} needs {{port:{name}}} in the command")
-        if len(set(self.ports.values())) < len(self.ports):
+        if len(set(self.fixed_ports)) < len(self.fixed_ports):
             raise ValueError("ports gives one number to two names")
         return self
+
+    @property
+    def fixed_ports(self) -> list[int]:
+        """The numbers in `ports` that are meant as such."""
+        return [port for port in self.ports.values() if port]
 
     @property
     def words(self) -> tuple[str, ...]:

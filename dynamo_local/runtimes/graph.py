@@ -79,7 +79,7 @@ def service_of(name: str, section: Mapping[str, Any], where: str) -> DynamoServi
         check_service_name(name)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    one = settings.ports or settings.role is Role.FRONTEND  # a second one could not listen on the same port
+    one = settings.fixed_ports or settings.role is Role.FRONTEND  # a second one could not listen on the same port
     members = {"__doc__": component.__doc__, "max_workers": 1 if one else None}
     return DynamoService(
         type(name, (component,), members), name=name, dynamo={"role": str(settings.role)}, config=config

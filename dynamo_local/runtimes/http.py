@@ -217,7 +217,7 @@ class HttpWorker(CommandWorker):
             async for item in items:
                 yield item
 
-    def _work(self) -> Work:
+    def work(self) -> Work:
         """What the server holds beside our own requests: those are counted by the endpoint already."""
         own = self.driver.calls.streams.own().streams
         held = 0 if isinstance(self.sampled, Missing) else self.sampled.in_flight

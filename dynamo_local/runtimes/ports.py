@@ -18,13 +18,13 @@ class Ports:
     """The ports of one command, by name. Held until `close`, or until the process ends."""
 
     def __init__(self, watcher: str, names: Sequence[str], fixed: Mapping[str, int]) -> None:
-        """Raises `ConfigError` where a fixed port is in use, or none is left."""
+        """A fixed port of 0 is any. Raises `ConfigError` where a fixed one is in use, or none is left."""
         self._leases: list[socket.socket] = []
         self.numbers: dict[str, int] = {}
         first = int.from_bytes(hashlib.sha256(watcher.encode()).digest()[:4], "big")
         try:
             for name in names:
-                self.numbers[name] = self._fixed(name, fixed[name]) if name in fixed else self._free(first)
+                self.numbers[name] = self._fixed(name, fixed[name]) if fixed.get(name) else self._free(first)
         except BaseException:
             self.close()
             raise

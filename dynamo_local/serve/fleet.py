@@ -37,7 +37,8 @@ class Worker:
     `gpus` is what it holds now; `heard_s` is when it last answered the load request, or became ready (None: neither
     yet); `asked_s` is when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone`
     says that it did, unasked; `told`, that it was given the sign to leave; `served`, that this process has been ready;
-    `starts` counts the processes made, or about to be made, under this name.
+    `starts` counts the processes made, or about to be made, under this name; `other_leases` (hex) are those of what
+    runs behind it (a command registers itself), to be revoked with its own.
     """
 
     plan: WatcherPlan
@@ -50,6 +51,7 @@ class Worker:
     started_at: float | None = None
     lease: str | None = None
     endpoints: tuple[str, ...] = ()
+    other_leases: tuple[str, ...] = ()
     reason: str | None = None
     exit_code: int | None = None
     load: Load | None = None
@@ -88,7 +90,7 @@ class Worker:
         """Forget what belonged to the process."""
         self.pid = self.pid_start_time = self.started_s = self.started_at = None
         self.lease = self.load = self.ready_s = None
-        self.endpoints, self.exit_code = (), code
+        self.endpoints, self.other_leases, self.exit_code = (), (), code
 
 
 class Fleet:

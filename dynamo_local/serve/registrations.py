@@ -74,6 +74,7 @@ class Registrations:
             return  # a key of a worker that is gone, until its lease is
         new = worker.lease != lease
         worker.lease, worker.endpoints = lease, tuple(facts.get("endpoints", ()))
+        worker.other_leases = tuple(lease for lease in str(facts.get("leases", "")).split(",") if lease)
         self.frontend_url = facts.get("frontend_url", self.frontend_url)
         event = Registered(stimulus_id=f"etcd:{lease}", lease=lease)
         if worker.state is WorkerState.DRAINING and (worker.asked_s is None or (new and _called_back(worker))):
