@@ -131,11 +131,21 @@ def _check_planned(config: Config, services: Mapping[str, DynamoService[Any]]) -
     if PLANNER not in config.sections:
         return
     for name, service in services.items():
-        if service.role in PLANNED and service.inner.runtime == launching.NONE:
+        why = _load_unknown(service.inner.runtime, config.service(name))
+        if service.role in PLANNED and why is not None:
             raise ConfigError(
-                f"{config.source}: {name}: the planner cannot scale a {service.role} of runtime none, whose load "
+                f"{config.source}: {name}: the planner cannot scale a {service.role} {why}, whose load "
                 "nobody knows; give it another role or runtime, or remove the section Planner"
             )
+
+
+def _load_unknown(runtime: str, section: Mapping[str, Any]) -> str | None:
+    """Why nobody can know its load; None where it will be asked."""
+    if runtime == launching.NONE:
+        return "of runtime none"
+    if runtime == launching.HTTP and section.get("metrics", "") is None:
+        return "without metrics"
+    return None
 
 
 def _check_case(config: Config, services: Mapping[str, DynamoService[Any]]) -> None:
