@@ -64,6 +64,14 @@ def server_of(served: Served, name: str) -> psutil.Process:
     return child
 
 
+def held(served: Served, name: str) -> int:
+    """How many generating requests that worker's server has at this moment."""
+    words = server_of(served, name).cmdline()
+    port = int(words[words.index("--port") + 1])
+    begun = [note for note in seen(served, port=port, path=None) if not note["path"].endswith("embeddings")]
+    return len(begun) - len(seen(served, port=port, ended=None))
+
+
 def kill_server(served: Served, name: str) -> None:
     """`kill -9` of the server, not of the worker beside it."""
     os.kill(server_of(served, name).pid, signal.SIGKILL)

@@ -9,7 +9,19 @@ import httpx
 import openai
 import pytest
 
-from tests.fakes.http_graphs import MODEL, ask, cut, http_graph, kill_server, loaded, section, seen, server_of, text_of
+from tests.fakes.http_graphs import (
+    MODEL,
+    ask,
+    cut,
+    held,
+    http_graph,
+    kill_server,
+    loaded,
+    section,
+    seen,
+    server_of,
+    text_of,
+)
 from tests.fakes.scaled import ascale, kinds, names, settled
 from tests.fakes.scaled import events as event_log
 from tests.fakes.served import Served, auntil
@@ -83,7 +95,7 @@ async def test_a_drain_taken_back_leaves_the_server_as_it_was(graph: Served) -> 
     gone = len(seen(graph, sigterm_with=None))
     async with graph.client() as client:
         streams = [asyncio.create_task(ask(client, 300, stream=True)) for _ in range(4)]
-        await auntil(lambda: graph.worker("Server_1").get("in_flight"), what=lambda: graph.worker("Server_1"))
+        await auntil(lambda: held(graph, "Server_1"), what=lambda: seen(graph)[-4:])
         await ascale(graph, "Server", "-1")
         await auntil(lambda: names(graph, "Server") == ["Server"], what=graph.states)
         await ascale(graph, "Server", "+1")
@@ -97,7 +109,7 @@ async def test_a_drain_taken_back_leaves_the_server_as_it_was(graph: Served) -> 
 async def test_a_drained_worker_finishes_its_streams_before_its_server_is_asked_to_go(graph: Served) -> None:
     async with graph.client() as client:
         streams = [asyncio.create_task(ask(client, 150, stream=True)) for _ in range(4)]
-        await auntil(lambda: graph.worker("Server_1").get("in_flight"), what=lambda: graph.worker("Server_1"))
+        await auntil(lambda: held(graph, "Server_1"), what=lambda: seen(graph)[-4:])
         await ascale(graph, "Server", "-1")
         assert await asyncio.gather(*streams) == [text_of(150)] * 4
     await auntil(lambda: "Server_1" not in graph.states(), 30.0, what=graph.states)
@@ -107,10 +119,8 @@ async def test_a_drained_worker_finishes_its_streams_before_its_server_is_asked_
 async def test_a_killed_server_cuts_only_what_it_had_begun_and_comes_back(graph: Served) -> None:
     """What it had begun to stream ends with a typed error that says that it may be asked again."""
     async with graph.client() as client:
-        begun = len(seen(graph, path="/v1/chat/completions"))
         streams = [asyncio.create_task(ask(client, 400, stream=True)) for _ in range(4)]
-        await auntil(lambda: len(seen(graph, path="/v1/chat/completions")) == begun + 4)
-        await auntil(lambda: graph.worker("Server")["in_flight"] == 2, what=lambda: graph.worker("Server"))
+        await auntil(lambda: held(graph, "Server") == held(graph, "Server_1") == 2, what=lambda: seen(graph)[-4:])
         kill_server(graph, "Server")
         answers = await asyncio.gather(*streams, return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
