@@ -68,8 +68,15 @@ def held(served: Served, name: str) -> int:
     """How many generating requests that worker's server has at this moment."""
     words = server_of(served, name).cmdline()
     port = int(words[words.index("--port") + 1])
-    begun = [note for note in seen(served, port=port, path=None) if not note["path"].endswith("embeddings")]
-    return len(begun) - len(seen(served, port=port, ended=None))
+    found = 0
+    for note in seen(served, port=port):
+        if "started" in note:
+            found = 0
+        elif "path" in note and not note["path"].endswith("embeddings"):
+            found += 1
+        elif "ended" in note:
+            found -= 1
+    return found
 
 
 def kill_server(served: Served, name: str) -> None:

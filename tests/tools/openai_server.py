@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import uuid
@@ -230,6 +231,7 @@ class _Uvicorn(uvicorn.Server):
 
 async def _run(server: Server, start_up_s: float) -> None:
     await asyncio.sleep(start_up_s)
+    server.note(started=os.getpid())
     config = uvicorn.Config(
         make_app(server), host="127.0.0.1", port=server.port, log_level="warning", timeout_graceful_shutdown=0
     )

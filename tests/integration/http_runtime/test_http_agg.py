@@ -31,7 +31,8 @@ pytestmark = pytest.mark.infra
 
 @pytest.fixture(scope="module")
 def shared_graph() -> Iterator[Served]:
-    with http_graph(Server=section("aggregated", 2)) as served:
+    """In turn, so that each server has its share, whatever the loads."""
+    with http_graph(Frontend={"router": "round-robin"}, Server=section("aggregated", 2)) as served:
         yield served.start()
 
 
