@@ -100,9 +100,15 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
         duration(worker["uptime_s"]),
         _of(load, "request_active_slots", "request_total_slots"),
         "-" if load is None else str(load["num_requests_waiting"]),
-        "-" if load is None or not load["kv_total_blocks"] else f"{load['gpu_cache_usage_perc']:.0%}",
+        _kv(load),
         _note(worker),
     )
+
+
+def _kv(load: Mapping[str, Any] | None) -> str:
+    """`-` where it is not known, or where the worker has no KV cache."""
+    share = load["gpu_cache_usage_perc"] if load is not None and load["kv_total_blocks"] else None
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _note(worker: Mapping[str, Any]) -> str:

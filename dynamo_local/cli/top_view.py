@@ -247,7 +247,8 @@ def _cells(frame: Frame, row: _Row, kv_cells: int, waiting_cells: int, marks: Ma
 
 def _kv(load: Mapping[str, Any] | None) -> float | None:
     """None where it is not known, or where the worker has no KV cache."""
-    return float(load["gpu_cache_usage_perc"]) if load and load.get("kv_total_blocks") else None
+    share = load["gpu_cache_usage_perc"] if load and load.get("kv_total_blocks") else None
+    return None if share is None else float(share)
 
 
 def _running(load: Mapping[str, Any]) -> str:

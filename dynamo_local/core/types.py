@@ -116,7 +116,8 @@ class Instance:
 class Load:
     """What a worker publishes about itself, under Dynamo's names.
 
-    `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1.
+    `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1; the first is NaN where a worker does not
+    know it. `prefills_waiting` is a frontend's, of Dynamo 1.x: requests that wait in its router for a prefill worker.
     `remaining_tokens` counts the tokens that running requests may still generate (an upper bound),
     `itl_ms` is the live inter-token latency (None before the first).
     """
@@ -130,6 +131,7 @@ class Load:
     gpu_prefix_cache_hit_rate: float = 0.0
     remaining_tokens: int = 0
     itl_ms: float | None = None
+    prefills_waiting: int | None = None
 
 
 def watcher_name(namespace: str, component: str, n: int = 0) -> str:

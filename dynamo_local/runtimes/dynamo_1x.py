@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ KV_USE = (
     "dynamo_component_kvstats_gpu_cache_usage_percent",
 )
 """The share (0..1) of the KV cache in use, under the names that engines and Dynamo's versions give it."""
+KV_BLOCKS = ("dynamo_component_total_blocks", "dynamo_component_kvstats_total_blocks")
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 
 
@@ -102,11 +104,12 @@ def worker_sample(text: str) -> Sample:
     in_flight = metrics.sum("dynamo_component_inflight_requests", dynamo_endpoint=ENDPOINT)
     if in_flight is None:
         raise ChildSilent("its metrics have no dynamo_component_inflight_requests of the endpoint generate")
-    waiting = int(metrics.first(*WAITING) or 0)
+    waiting, kv_use = int(metrics.first(*WAITING) or 0), metrics.first(*KV_USE)
     load = Load(
         request_active_slots=max(0, int(in_flight) - waiting),
         num_requests_waiting=waiting,
-        gpu_cache_usage_perc=metrics.first(*KV_USE) or 0.0,
+        kv_total_blocks=int(metrics.first(*KV_BLOCKS) or metrics.label("num_gpu_blocks") or 0),
+        gpu_cache_usage_perc=math.nan if kv_use is None else kv_use,
     )
     return Sample(load, in_flight=int(in_flight))
 
@@ -115,9 +118,15 @@ def frontend_sample(text: str) -> Sample:
     """What the frontend's metrics say. It has no series for requests before its first one: then none are open."""
     metrics = _parsed(text)
     open_, queued = (metrics.sum(f"dynamo_frontend_{name}_requests") for name in ("inflight", "queued"))
+    pending = metrics.sum("dynamo_frontend_router_queue_pending_requests", worker_type="prefill")
     waiting = int(queued or 0)
     in_flight = int(open_ or 0)
-    return Sample(Load(request_active_slots=max(0, in_flight - waiting), num_requests_waiting=waiting), in_flight)
+    load = Load(
+        request_active_slots=max(0, in_flight - waiting),
+        num_requests_waiting=waiting,
+        prefills_waiting=None if pending is None else int(pending),
+    )
+    return Sample(load, in_flight)
 
 
 def _parsed(text: str) -> Metrics:

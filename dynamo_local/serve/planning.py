@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.config import PlannerConfig, check_planner, planned_components
-from dynamo_local.core.types import GraphSpec, Load, Missing, WorkerState
+from dynamo_local.core.types import GraphSpec, Load, Missing, Role, WorkerState
 from dynamo_local.errors import BadInput, DynamoError, StateError
 from dynamo_local.planner.local_connector import LocalConnector
 from dynamo_local.planner.loop import Counts, PlannerLoop, PlannerState
@@ -214,6 +214,8 @@ class Planning:
     async def _made(self) -> PlannerLoop:
         prefill, decode = planned_components(self._graph)
         world = ArbiterWorld(self._scaler, self._fleet, self._sampling, self._links, prefill, decode, self._clock)
+        if prefill is not None and self._graph.service(prefill).runtime is not None:
+            world.queue_of_commands = True
         logged = await asyncio.to_thread(_Logged, DecisionLog, self._log_path, self._background, self._tell)
         loop = PlannerLoop(
             world,
@@ -275,6 +277,8 @@ class ArbiterWorld:
         self._prefill = prefill
         self._decode = decode
         self._clock = clock
+        self.queue_of_commands = False
+        """Prefill workers are commands: no queue of ours, what waits is what they and their frontends say."""
 
     def fleet(self) -> Fleet:
         """Counted now. A draining worker whose keys are still in etcd can be given requests yet."""
@@ -303,8 +307,30 @@ class ArbiterWorld:
 
     async def depth(self) -> Sampled[int] | Missing:
         """See `QueueSource`."""
+        if self.queue_of_commands:
+            return await self._prefills_waiting()
         depth = await self._sampling.depth()
         return depth if isinstance(depth, Missing) else Sampled(depth.pending, self._clock.now_s())
+
+    async def _prefills_waiting(self) -> Sampled[int] | Missing:
+        """Requests that wait in the prefill workers, and in the frontends' routers for one. All must say it: a part
+        of the sum is no sum."""
+        sample = await self._sampling.loads()
+        if sample.failed is not None:
+            return sample.failed
+        waiting, taken_s = 0, self._clock.now_s()
+        for worker in [worker for worker in self._workers.values() if worker.state is WorkerState.READY]:
+            frontend = worker.plan.role is Role.FRONTEND
+            if not frontend and worker.plan.component != self._prefill:
+                continue
+            if worker.name not in sample.loads:
+                return Missing(f"{worker.name} does not say what waits there")
+            load, at_s = sample.loads[worker.name]
+            count = load.prefills_waiting if frontend else load.num_requests_waiting
+            if count is None:
+                return Missing(f"{worker.name} does not say how many requests wait for a prefill")
+            waiting, taken_s = waiting + count, min(taken_s, at_s)
+        return Sampled(waiting, taken_s)
 
 
 class _Logged:
