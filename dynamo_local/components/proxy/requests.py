@@ -40,7 +40,8 @@ REQUEST_ID = "x-request-id"
 """vLLM names its request after this header; prefill and decode servers must be told the same."""
 
 _ERROR_EVENT = re.compile(rb'^data:\s*\{\s*("error"|"object"\s*:\s*"error")', re.MULTILINE)
-_ROLE_EVENT = re.compile(rb'data:.*"delta"\s*:\s*\{"role"\s*:\s*"assistant"\s*(,\s*"content"\s*:\s*(""|null)\s*)?[,}]')
+_ROLE = re.compile(rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"assistant"')
+_TEXT = re.compile(rb'"(content|reasoning|reasoning_content)"\s*:\s*"[^"]|"tool_calls"\s*:\s*\[\s*\{')
 
 _STREAM_BOUNDS = ("max_completion_tokens", "max_tokens")
 
@@ -127,4 +128,5 @@ def has_error_event(data: bytes) -> bool:
 
 def says_nothing(data: bytes) -> bool:
     """Whether this beginning of a stream is at most a chat's first event, which has a role and no text yet."""
-    return data.count(b"\n\n") < 1 or (data.count(b"\n\n") == 1 and _ROLE_EVENT.match(data) is not None)
+    events = data.count(b"\n\n")
+    return events == 0 or (events == 1 and _ROLE.search(data) is not None and _TEXT.search(data) is None)
