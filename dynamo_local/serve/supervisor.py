@@ -44,7 +44,8 @@ from dynamo_local.state import StateStore
 
 log = logging.getLogger(__name__)
 
-LOG_POLL_S = 0.15
+LOG_POLL_S, QUIET_LOG_POLL_S = 0.15, 0.5
+"""How often 66 log files are looked at while there is something in them, and when for a while there was not."""
 ROTATE_EVERY_S = 30.0
 HEALTH_EVERY_S = 2.0
 NOTES_KEPT = 20
@@ -289,11 +290,14 @@ class Supervisor:
     async def _show(self) -> None:
         """Progress, log lines and rotation: reading files only, in a thread."""
         rotated_s = self.clock.now_s()
+        every_s = LOG_POLL_S
         while True:
-            await self.clock.sleep_until(self.clock.now_s() + LOG_POLL_S)
-            if self.view.wants_logs:
-                for name, line in await asyncio.to_thread(lambda: list(self._logs.poll())):
-                    self.view.log_line(name, line, self._logs.names)
+            await self.clock.sleep_until(self.clock.now_s() + every_s)
+            lines = await asyncio.to_thread(lambda: list(self._logs.poll())) if self.view.wants_logs else []
+            for name, line in lines:
+                self.view.log_line(name, line, self._logs.names)
+            busy = bool(lines) or self.state != "ready"
+            every_s = LOG_POLL_S if busy else min(every_s * 1.5, QUIET_LOG_POLL_S)
             if self.state != "ready":
                 self._show_rows()
             if self.clock.now_s() - rotated_s > ROTATE_EVERY_S:

@@ -89,7 +89,7 @@ def test_a_python_graph_without_commands_is_left_as_it_is() -> None:
         ("W: {command: x, runtime: dynamo-2x}", "W: runtime 'dynamo-2x' is unknown; one of dynamo-1x, http, none"),
         ("W: {command: x, role: decoder}", "W: role"),
         ("W: {command: x, colour: red}", "W: unknown key 'colour'"),
-        ("W: {command: []}", "W: command is empty"),
+        ("W: {command: []}", "command is empty"),
         ("W: {command: 'x {gpu}'}", "known: {port:NAME}"),
         ("W: {command: 'x {model}'}", "no `model:` in the section"),
         ("W: {command: x, ports: {http: 8000}}", "ports.http has no effect"),
