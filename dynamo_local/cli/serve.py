@@ -40,6 +40,18 @@ POLL_S = 0.02
     default=None,
     help="Scale the graph by its load, or do not. By default it is if the configuration has a `Planner` section.",
 )
+@click.option(
+    "--follow",
+    type=click.Choice(["virtual"]),
+    default=None,
+    help="Carry out the decisions of another planner (Dynamo's, with `environment: virtual`), which stand in etcd.",
+)
+@click.option(
+    "--follow-keys",
+    type=click.Choice(["v1", "v0"]),
+    default=None,
+    help="Where these stand: v1/NAMESPACE/planner/ (v1, the default), or /NAMESPACE/planner/ (Dynamo up to 0.5).",
+)
 @click.option("--adopt", is_flag=True, help="Take back the running workers of a killed `dynamo serve`.")
 @click.option("--replace", is_flag=True, help="End what a killed `dynamo serve` left running at once, and start anew.")
 @click.option("--detach", "-d", is_flag=True, help="Return when everything is ready, or has failed.")

@@ -26,7 +26,15 @@ from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
-HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death", "planner")
+HEAD_FIELDS = (
+    "arbiter_pid",
+    "arbiter_start_time",
+    "circus_endpoint",
+    "servers",
+    "on_arbiter_death",
+    "planner",
+    "follow",
+)
 """Of the statefile as a whole, what changes in the life of a run."""
 
 
@@ -154,6 +162,11 @@ class Fleet:
             await self.commit(after)
             await self._log(records)
         self.notify()
+
+    async def record(self, record: dict[str, Any]) -> None:
+        """Append to the event log what is no worker's event, in its place among those."""
+        async with self._writing:
+            await self._log([record])
 
     async def _log(self, records: list[dict[str, Any]]) -> None:
         try:

@@ -28,6 +28,7 @@ from dynamo_local.config import (
 from dynamo_local.core.gpus import plan_on
 from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
+from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
 from dynamo_local.runtimes.graph import check_commands, with_commands
 from dynamo_local.sdk.loader import load_graph
@@ -53,6 +54,7 @@ class ServeOptions:
     """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep".
 
     `target` is None where the file says it all: a graph of commands. `planner` is None where the configuration decides.
+    `follow` is "virtual" or None, `follow_keys` "v1", "v0" or None.
     """
 
     target: str | None
@@ -67,6 +69,8 @@ class ServeOptions:
     adopt: bool = False
     replace: bool = False
     planner: bool | None = None
+    follow: str | None = None
+    follow_keys: str | None = None
 
 
 @dataclass(slots=True)
@@ -89,6 +93,7 @@ class Request:
     planner: PlannerConfig
     planner_starts: bool
     planner_flag: bool | None
+    follow: Layout | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -108,6 +113,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         planned_components(spec)
         check_planner(planner, spec)
         tensorboard.check(planner.log_dir)
+    follow = _followed(options, spec, starts)
     notes = (
         *check_engines(graph, spec, config, only_plan=only_plan),
         *check_commands(graph, config, environ, only_plan=only_plan),
@@ -122,8 +128,32 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         planner=planner,
         planner_starts=starts,
         planner_flag=options.planner,
+        follow=follow,
         notes=notes,
     )
+
+
+def _followed(options: ServeOptions, graph: GraphSpec, planner_starts: bool) -> Layout | None:
+    """Where the keys are that `--follow` names. Raises `BadInput` where it cannot be followed."""
+    if options.follow is None:
+        if options.follow_keys is not None:
+            raise BadInput("--follow-keys says where the keys of --follow are: say --follow virtual, too")
+        return None
+    if planner_starts:
+        ours = (
+            "--planner makes its own: say one of the two"
+            if options.planner
+            else "the configuration's Planner section starts one here: say --no-planner, or `enabled: false` there"
+        )
+        raise BadInput(
+            f"--follow {options.follow} carries out another planner's decisions, and two planners would undo each "
+            f"other's; {ours}"
+        )
+    try:
+        planned_components(graph)
+    except ConfigError as error:
+        raise ConfigError(f"--follow {options.follow}: {str(error).removeprefix('Planner: ')}") from None
+    return Layout(options.follow_keys or Layout.V1)
 
 
 def plan_deployment(
@@ -178,6 +208,7 @@ def plan_deployment(
         load_planner=request.planner,
         load_planner_starts=request.planner_starts,
         load_planner_flag=request.planner_flag,
+        follow=request.follow,
     )
     return deployment, pool
 

@@ -24,6 +24,7 @@ from dynamo_local.serve.adoption import Adoption, Found
 from dynamo_local.serve.embedded import EmbeddedServers
 from dynamo_local.serve.events import EventLog, event_log_path
 from dynamo_local.serve.fleet import Fleet, Worker
+from dynamo_local.serve.following import Following, follow
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.guarding import Guarding
 from dynamo_local.serve.head import arbiter_facts, head_of, policy, without_credentials
@@ -123,6 +124,7 @@ class Supervisor:
             state=lambda: self.state,
         )
         self.seeing.watch(self.planning, deployment.planner.cwd, deployment.paths.logs, self._trouble)
+        self.following: Following | None = None
         self._started_s = clock.now_s()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._logs = Interleaver(from_end=True)
@@ -147,8 +149,10 @@ class Supervisor:
         await self.arbiter.start()
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
+        self.following = await follow(self)
         await self.planning.begin(
-            starts=self.deployment.load_planner_flag, by_default=self.deployment.load_planner_starts
+            starts=self.deployment.load_planner_flag if self.following is None else False,
+            by_default=self.deployment.load_planner_starts,
         )
         self.view.ready(self._ready_facts())
 
@@ -376,6 +380,7 @@ class Supervisor:
             "gpus": gpu_status(self.pool.ledger.snapshot()),
             "quarantined_gpus": self.pool.ledger.quarantined(),
             "planner": self.planning.status(),
+            "follow": None if self.following is None else self.following.status(),
             "notes": self.notes[-5:],
             "workers": [worker_status(worker, now_s) for worker in self.fleet.workers.values()],
         }
@@ -417,6 +422,8 @@ class Supervisor:
             self._asked_down.set_result("the run ended")
         self.operations.leaving = True
         await self.planning.halt()
+        if self.following is not None:
+            await self.following.stop()
         if self.state == "adopting":
             await self._close(for_good=False)  # nothing was taken over: nothing is ended
             await self.seeing.stop()
