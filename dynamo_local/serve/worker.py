@@ -143,7 +143,16 @@ class WorkerProcess:
         await self._drain.close()
         if self._lease is not None:
             # Whoever finds us dead revokes it too.
-            await _bounded("giving the lease back", self._give_lease_back(LAST_REVOKE_S), LAST_REVOKE_S)
+            await _bounded("giving the lease back", self._give_up_lease(self._lease), LAST_REVOKE_S)
+
+    async def _give_up_lease(self, lease: LeaseKeeper) -> None:
+        """Say first that this is no drain: a lease that is given back looks like one to the arbiter, and a worker that
+        leaves politely is not started again (its exit came 15 ms after its key's end)."""
+        if self._registered:
+            failed = json.dumps({"pid": os.getpid(), "failed": True}).encode()
+            ready = partial(ready_key, self.identity.namespace, self.identity.watcher_name)
+            await lease.register(ready, lambda _lease: failed, LAST_REVOKE_S)
+        await self._give_lease_back(LAST_REVOKE_S)
 
     async def _shut_down(self) -> None:
         timeout_s = HURRIED_TIMEOUT_S if self.hurried else HOOKS_TIMEOUT_S
