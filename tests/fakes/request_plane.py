@@ -25,19 +25,11 @@ class HandView:
 
     def __init__(self) -> None:
         self.registered: dict[int, Instance] = {}
+        self.stale = False
         self._changed = asyncio.Event()
 
     def instances(self) -> tuple[Instance, ...]:
         return tuple(self.registered[i] for i in sorted(self.registered))
-
-    async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self.registered:
-                    await self.changed()
-        except TimeoutError as error:
-            raise errors.NoWorkers("no instance in time") from error
-        return self.instances()
 
     async def changed(self) -> None:
         self._changed.clear()
