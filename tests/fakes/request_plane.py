@@ -9,7 +9,6 @@ from typing import Any
 
 from nats.aio.client import Client
 
-from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
 from dynamo_local.runtime.nats import close_quietly, connect_nats
