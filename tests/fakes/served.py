@@ -264,8 +264,12 @@ class Served:
         found += [f"file {path}" for path in self.paths.runtime.parent.glob("boot-*")]
         mine = [self.paths.runtime] if not self._own_folder else [self.folder]
         found += [f"socket {path}" for folder in mine for path in folder.rglob("*") if _is_socket(path)]
-        found += [f"shared memory {name}" for name in _shared_memory() - self._shared_memory]
+        found += [f"shared memory {name}" for name in self.shared_memory()]
         return found
+
+    def shared_memory(self) -> set[str]:
+        """What has come into /dev/shm since this graph began."""
+        return _shared_memory() - self._shared_memory
 
     def processes(self) -> list[tuple[int, str]]:
         """`(pid, command line)` of every live process that our folder's name gives away.
