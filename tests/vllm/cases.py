@@ -138,7 +138,7 @@ class Routed:
         """New prompts are spread over two workers; each comes back to its own, which finds as much in its cache as the
         Router foresaw; so does a longer prompt with the same beginning."""
         two = {"ServiceArgs": {"workers": 2}, "enable-prefix-caching": True}
-        block_size = vllm_host.args.get("block-size", 16)
+        block_size = vllm_host.block_size
         with vllm_host.aggregated(tmp_path, router="kv", **two) as served:
             served.start()
             some = prompts(4, words=200, seed=3)
@@ -272,10 +272,10 @@ class Planned:
         """KV load above 0.9 over an interval: one more worker is started and used, the decision says why, and no stream
         fails."""
         planner = {"adjustment-interval": 5, "metric-pulling-interval": 1, "max-gpu-budget": 2}
-        small = {"num-gpu-blocks-override": 300}
+        small = {"num-gpu-blocks-override": 9600 // vllm_host.block_size}
         with vllm_host.aggregated(tmp_path, planner=planner, **small) as served:
             served.start()
-            async with load(served, 20, same_again(prompts(20, words=400), 300)) as answers:
+            async with load(served, 20, same_again(prompts(20, words=400), 150)) as answers:
                 await auntil(lambda: (_load(served, "VllmWorker").get("gpu_cache_usage_perc") or 0) > 0.9, 120.0)
                 await auntil(lambda: served.states().get("VllmWorker_1") == "ready", START_S, what=served.states)
                 await auntil(lambda: _load(served, "VllmWorker_1")["request_active_slots"], 60.0, what=served.status)

@@ -24,6 +24,11 @@ class VllmHost:
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return int(self.args["block-size"])
+
     def aggregated(
         self, folder: Path, *, planner: Mapping[str, Any] | None = None, router: str | None = None, **decode: Any
     ) -> Served:
@@ -97,6 +102,7 @@ def cuda_host(model: Path) -> VllmHost:
         model,
         gpus=os.environ.get("DYN_VLLM_GPUS", "all"),
         args={
+            "block-size": 16,
             "max-model-len": 4096,
             "max-num-seqs": 16,
             "gpu-memory-utilization": 0.5,
