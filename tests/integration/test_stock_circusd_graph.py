@@ -20,6 +20,7 @@ from openai import InternalServerError
 from dynamo_local.errors import NotRunning
 from dynamo_local.serve.lock import is_held
 from dynamo_local.serve.processes import is_alive
+from tests.fakes.planned import DECODE, capacity, committed, decided, open_loop, steady
 from tests.fakes.served import EXAMPLE, Served, auntil, expected, stream_chat, until
 from tests.fakes.stock_circusd import StockCircusd
 
@@ -63,9 +64,11 @@ class Guest:
         return {name: state for name, state in self.circusd.statuses().items() if name.startswith("dynamo_")}
 
 
-def deployment(served: Served, **changes: Any) -> Path:
-    """The shipped deployment on any free port, as a file of the test's own."""
+def deployment(served: Served, sections: dict[str, Any], **changes: Any) -> Path:
+    """The shipped deployment on any free port, as a file of the test's own; `sections` are merged into it."""
     content = yaml.safe_load((EXAMPLE / "configs" / "disagg.yaml").read_text())
+    for name, more in sections.items():
+        content[name] = {**content.get(name, {}), **more}
     content["Frontend"]["port"] = 0
     content["Host"]["circusd"] = {**content["Host"]["circusd"], "working-dir": str(EXAMPLE), **changes}
     path = served.folder / "disagg.yaml"
@@ -74,13 +77,13 @@ def deployment(served: Served, **changes: Any) -> Path:
 
 
 @contextmanager
-def guest(**changes: Any) -> Iterator[Guest]:
+def guest(sections: dict[str, Any] | None = None, **changes: Any) -> Iterator[Guest]:
     """A stock circusd with another watcher and the plugin; at the end both are asserted to have left nothing."""
     # circus leaves its own sockets behind: in a folder apart.
     with Served() as served, tempfile.TemporaryDirectory(prefix="cd-") as folder:
         sections = (
             "[watcher:other]\ncmd = sleep 600\n\n"
-            f"[plugin:dynamo]\nuse = {USE}\ndeployment = {deployment(served, **changes)}\n"
+            f"[plugin:dynamo]\nuse = {USE}\ndeployment = {deployment(served, sections or {}, **changes)}\n"
         )
         circusd = StockCircusd(Path(folder), sections, env={**served.env, **NOISY_ENV})
         with circusd:
@@ -140,6 +143,31 @@ async def test_scale_up_and_down(under: Guest) -> None:
 
 
 @pytest.mark.short
+async def test_the_planner_scales_their_watchers() -> None:
+    """A `Planner` section works there too: workers come with the load, go with it, and no request is lost."""
+    sections = {
+        "VllmWorker": {"max-local-prefill-length": 1000, "sim": {"speed": 0.1, "num-gpu-blocks": 120}},
+        "Planner": {
+            "adjustment-interval": 1.5,
+            "metric-pulling-interval": 0.25,
+            "max-gpu-budget": 4,
+            "decode-kv-scale-up-threshold": 0.5,
+            "decode-kv-scale-down-threshold": 0.2,
+        },
+    }
+    load = steady(rate=2, seconds=12, prompt_words=8, tokens=100)
+    with guest(sections) as under:
+        served = under.ready().served
+        answers = await open_loop(served, load)
+        assert answers.wrong == []
+        assert answers.right == len(load)
+        await auntil(lambda: capacity(served)[DECODE] == 1 and len(served.pids()) == 4, 60.0, what=served.states)
+        steps = [step for _, component, step in committed(decided(served)) if component == DECODE]
+        assert sum(steps) == 0
+        assert steps.count(1) >= 1
+        await auntil(lambda: "dynamo_VllmWorker_1" not in under.watchers(), 5.0, what=under.watchers)
+
+
 async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
     """By the supervisor, after its back-off; circusd's `respawn` is off. The cause is told."""
     pid = under.served.pids()["VllmWorker"]
