@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.nats import connect_nats
-from dynamo_local.runtime.requests import RequestPlane
+from tests.fakes.endpoint_client import endpoint_client
 from tests.fakes.served import Served
 
 DECISION = re.compile(r"worker ([0-9a-f]+) by (\S+), prefix hit rate ([0-9.]+)")
@@ -25,25 +23,15 @@ def decisions(served: Served, router: str = "Router") -> list[tuple[str, str, fl
 @asynccontextmanager
 async def router_status(served: Served) -> AsyncIterator[Any]:
     """A coroutine function: what the Router says of itself."""
-    facts = served.statefile()
-    kv = await EtcdStore.connect(facts["etcd_endpoints"])
-    nats = await connect_nats(facts["nats_server"], served.paths.runtime / "nats" / "token")
-    plane = RequestPlane(nats)
+    async with endpoint_client(served, "Router", "status") as client:
 
-    async def status() -> dict[str, Any]:
-        client = await plane.client(kv, served.namespace, "Router", "status")
-        await client.wait_for_instances(15.0)
-        stream = await client.call(None, timeout_s=5.0)
-        (found,) = [item async for item in stream]
-        return found
+        async def status() -> dict[str, Any]:
+            await client.wait_for_instances(15.0)
+            stream = await client.call(None, timeout_s=5.0)
+            (found,) = [item async for item in stream]
+            return found
 
-    try:
-        await plane.start()
         yield status
-    finally:
-        await plane.close()
-        await nats.close()
-        await kv.close()
 
 
 async def until_status(status: Any, holds: Any) -> dict[str, Any]:
