@@ -268,8 +268,14 @@ class Served:
         return found
 
     def shared_memory(self) -> set[str]:
-        """What has come into /dev/shm since this graph began."""
-        return _shared_memory() - self._shared_memory
+        """What has come into /dev/shm since this graph began, without what a process of somebody else maps."""
+        found = _shared_memory() - self._shared_memory
+        if found:
+            mine = {pid for pid, _ in self.processes()}
+            for pid in _pids():
+                if pid not in mine:
+                    found -= {Path(word).name for word in _about(pid, "maps").decode(errors="replace").split()}
+        return found
 
     def processes(self) -> list[tuple[int, str]]:
         """`(pid, command line)` of every live process that our folder's name gives away.
