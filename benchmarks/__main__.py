@@ -28,6 +28,7 @@ NAMES = (
     "status_command",
     "planner_tick",
     "process_hosts",
+    "dynamo_1x",
     "drain",
 )
 """Modules of this package, each with `run(short: bool) -> Report`."""

@@ -51,7 +51,7 @@ def ours(words: Sequence[str]) -> None:
 
 async def stand_in(statefile: Path, watchers: int) -> None:
     """Register each worker and answer for its load until standard input closes. TimeoutError if they do not come."""
-    from dynamo_local.core.types import Load
+    from dynamo_local.core.types import Load, instance_key
     from dynamo_local.runtime.etcd import EtcdStore
     from dynamo_local.runtime.lease import LeaseKeeper
     from dynamo_local.runtime.load import LoadPublisher
@@ -68,7 +68,8 @@ async def stand_in(statefile: Path, watchers: int) -> None:
         publisher = LoadPublisher(nats, NAMESPACE, entry["component"], name, lambda: lease, lambda: load, _no_change)
         await publisher.start()
         publishers.append(publisher)
-        value = json.dumps({"pid": entry["pid"], "endpoints": [f"{NAMESPACE}/{name}/generate"]}).encode()
+        endpoint = instance_key(NAMESPACE, entry["component"], "generate", lease)
+        value = json.dumps({"pid": entry["pid"], "endpoints": [endpoint]}).encode()
         await kv.put(f"{NAMESPACE}/workers/{name}:{lease:x}", value, lease)
     await asyncio.to_thread(sys.stdin.read)
     for publisher in publishers:

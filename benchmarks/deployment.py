@@ -71,13 +71,17 @@ class Running:
 
 
 @contextmanager
-def served(graph: str, config: Mapping[str, Any], *, cwd: Path = EXAMPLE) -> Iterator[Running]:
-    """The graph, detached, from ready to down. RuntimeError with the command's words where it does not start."""
+def served(graph: str | None, config: Mapping[str, Any], *, cwd: Path = EXAMPLE) -> Iterator[Running]:
+    """The graph (None: the configuration's own commands), detached, from ready to down.
+
+    RuntimeError with the command's words where it does not start.
+    """
     with folders() as place:
         file = place.root / "config.yaml"
         file.write_text(yaml.safe_dump(dict(config)))
         try:
-            run(place, "serve", graph, "-f", str(file), "--detach", cwd=cwd, timeout_s=START_TIMEOUT_S)
+            words = (*(() if graph is None else (graph,)), "-f", str(file), "--detach")
+            run(place, "serve", *words, cwd=cwd, timeout_s=START_TIMEOUT_S)
             status = json.loads(run(place, "status", "--json"))
             yield Running(status["frontend_url"], place, status)
         finally:

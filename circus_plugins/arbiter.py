@@ -26,8 +26,8 @@ from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
 from dynamo_local.core.secrets import mask_env
+from dynamo_local.prctl import set_parent_death_signal
 from dynamo_local.serve.host import ExitCallback, ProcessSpec
-from dynamo_local.serve.processes import set_parent_death_signal
 
 log = logging.getLogger(__name__)
 

@@ -61,8 +61,8 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
     def start(self) -> None:
         """Run the graph until `dynamo down`, or until circusd stops us. A failure is logged, and not tried again."""
         from dynamo_local.circus_plugins.under_circusd import stop_own_watcher
+        from dynamo_local.prctl import set_parent_death_signal
         from dynamo_local.serve.paths import log_root, private_folder
-        from dynamo_local.serve.processes import set_parent_death_signal
 
         _log_to(private_folder(log_root(os.environ)) / LOG_NAME)
         set_parent_death_signal(signal.SIGTERM)  # circusd was killed: leave as if it had asked us to

@@ -181,6 +181,13 @@ class NotRestartable(DynamoError):
     code = "not_restartable"
 
 
+class DecisionUnreadable(DynamoError):
+    """What a planner wrote to etcd is no decision (yet): a value that makes no sense, or the id is still to come."""
+
+    code = "decision_unreadable"
+    retryable = True
+
+
 # --- requests between components ---------------------------------------------------------------
 
 

@@ -119,6 +119,13 @@ class PlannerEntry(_Model):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class FollowEntry(_Model):
+    """Whose decisions the run carries out: another planner's, by that connector, under that layout of its keys."""
+
+    environment: Literal["virtual"] = "virtual"
+    keys: Literal["v1", "v0"] = "v1"
+
+
 class SystemResources(_Model):
     """What the host has: indices as strings, under the predecessor's names."""
 
@@ -153,7 +160,7 @@ class State(_Model):
     `nats_token_file` is a path, never the token; URLs that carry credentials are refused.
     `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given. `servers` are the embedded
     ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed; `planner` is what
-    scales the graph by itself, None where nobody has asked for it.
+    scales the graph by itself, None where nobody has asked for it, and `follow` who else does.
     """
 
     schema_version: Literal[1] = 1
@@ -174,6 +181,7 @@ class State(_Model):
     servers: dict[Name, ServerEntry] | None = None
     on_arbiter_death: Literal["end", "keep"] | None = None
     planner: PlannerEntry | None = None
+    follow: FollowEntry | None = None
 
     @field_validator("etcd_endpoints", "nats_server", "frontend_url")
     @classmethod

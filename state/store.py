@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 LOCK_TIMEOUT_S = 10.0
 """64 workers that register at once commit within about a second; past this somebody is stuck."""
-_LOCK_POLL_S = 0.005
+_LOCK_POLL_S = 0.001
 _ERRORS_SHOWN = 3
 
 

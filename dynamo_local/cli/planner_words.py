@@ -6,6 +6,14 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+FOLLOW_WORDS = {
+    "waiting": "waits",
+    "unreadable": "cannot be read, nothing is changed",
+    "under_way": "is under way",
+    "refused": "cannot be carried out, and is not acknowledged",
+    "done": "is carried out",
+}
+
 
 def status_line(planner: Mapping[str, Any] | None) -> str | None:
     """The planner's one line in `dynamo status`; None where nobody has asked for a planner."""
@@ -32,11 +40,15 @@ def status_lines(planner: Mapping[str, Any], *, options: bool) -> Iterator[str]:
         yield f"waiting   {component} +1 for a GPU that is being freed"
     if planner.get("last_decision"):
         yield f"last      {decision_line(planner['last_decision'])}"
+    if virtual := planner.get("virtual"):
+        yield f"virtual   {_virtual(virtual)}"
     if planner.get("tensorboard"):
         yield f"scalars   {planner['tensorboard']} (TensorBoard)"
     if planner.get("pulls"):
         failed = planner["failed_ticks"]
         yield f"counts    {planner['pulls']} pulls, {planner['decisions']} decisions, {failed} failed ticks"
+    if planner.get("follow"):
+        yield f"follow    {follow_line(planner['follow'])}"
     if options:
         yield ""
         width = max(len(name) for name in planner["options"])
@@ -49,6 +61,28 @@ def _state(planner: Mapping[str, Any]) -> str:
     acts = ", no operation: it decides and acts on nothing" if planner["no_operation"] else ""
     every = planner["options"]["adjustment_interval"]
     return f"{planner['state']}{acts}, every {every:g} s" if planner["state"] == "running" else planner["state"]
+
+
+def _virtual(virtual: Mapping[str, Any]) -> str:
+    """`v1/dynamo/planner/: decision 7 (prefill=1, decode=3), not acknowledged for 12 s`"""
+    if virtual["decision_id"] < 0:
+        return f"{virtual['keys']}: no decision yet"
+    wanted = f"prefill={virtual['num_prefill_workers']}, decode={virtual['num_decode_workers']}"
+    told = f"{virtual['keys']}: decision {virtual['decision_id']} ({wanted})"
+    if virtual["scaled_decision_id"] >= virtual["decision_id"]:
+        return f"{told}, acknowledged"
+    given_up = "" if virtual["pending"] else ": given up"
+    return f"{told}, not acknowledged for {virtual['waits_s'] or 0:.0f} s{given_up}"
+
+
+def follow_line(follow: Mapping[str, Any]) -> str:
+    """What the arbiter follows, in one line of `dynamo status`."""
+    told = f"{follow['environment']} ({follow['keys']}): "
+    if follow["decision_id"] >= 0:
+        wanted = f"prefill={follow['num_prefill_workers']}, decode={follow['num_decode_workers']}"
+        told += f"decision {follow['decision_id']} ({wanted}) "
+    reason = f": {follow['reason']}" if follow.get("reason") else ""
+    return f"{told}{FOLLOW_WORDS.get(follow['phase'], follow['phase'])}{reason}"
 
 
 def decision_line(record: Mapping[str, Any]) -> str:

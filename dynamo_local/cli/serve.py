@@ -22,7 +22,7 @@ POLL_S = 0.02
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
-@click.argument("target", metavar="MODULE:SERVICE")
+@click.argument("target", metavar="[MODULE:SERVICE]", required=False)
 @click.option("--file", "-f", type=click.Path(path_type=Path), help="Configuration, YAML.")
 @click.option("--namespace", "-n", default=None, help="Replaces the graph's own namespace.")
 @click.option("--gpus", default=None, help="`0,2,3`, UUIDs, or `sim:8` for eight simulated devices.")
@@ -40,6 +40,18 @@ POLL_S = 0.02
     default=None,
     help="Scale the graph by its load, or do not. By default it is if the configuration has a `Planner` section.",
 )
+@click.option(
+    "--follow",
+    type=click.Choice(["virtual"]),
+    default=None,
+    help="Carry out the decisions of another planner (Dynamo's, with `environment: virtual`), which stand in etcd.",
+)
+@click.option(
+    "--follow-keys",
+    type=click.Choice(["v1", "v0"]),
+    default=None,
+    help="Where these stand: v1/NAMESPACE/planner/ (v1, the default), or /NAMESPACE/planner/ (Dynamo up to 0.5).",
+)
 @click.option("--adopt", is_flag=True, help="Take back the running workers of a killed `dynamo serve`.")
 @click.option("--replace", is_flag=True, help="End what a killed `dynamo serve` left running at once, and start anew.")
 @click.option("--detach", "-d", is_flag=True, help="Return when everything is ready, or has failed.")
@@ -48,7 +60,7 @@ POLL_S = 0.02
 @click.option("--boot-report", type=click.Path(path_type=Path), hidden=True)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def serve(
-    target: str,
+    target: str | None,
     detach: bool,
     dry_run: bool,
     as_json: bool,
@@ -57,14 +69,18 @@ def serve(
 ) -> int:
     """Run the graph MODULE:SERVICE of the current folder on this host.
 
-    Any `--Service.key=value` overrides the configuration, e.g. `--VllmWorker.ServiceArgs.workers=2`.
+    It can be left out where the configuration's sections are commands (docs/dynamo-1x.md). Any `--Service.key=value`
+    overrides the configuration, e.g. `--VllmWorker.ServiceArgs.workers=2`.
     """
     if detach:
         return _detach()
     from dynamo_local.serve.launch import ServeOptions, plan_deployment, understand
     from dynamo_local.serve.launch import serve as run
 
-    options = ServeOptions(target=target, **{**words, "overrides": tuple(words["overrides"])})
+    overrides = tuple(words["overrides"])
+    if target is not None and target.startswith("-"):  # there is no graph: it was the first of the overrides
+        target, overrides = None, (target, *overrides)
+    options = ServeOptions(target=target, **{**words, "overrides": overrides})
     if dry_run:
         request = understand(options, os.environ, Path.cwd(), only_plan=True)
         for note in request.notes:

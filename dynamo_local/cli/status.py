@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
-from dynamo_local.cli.planner_words import status_line
+from dynamo_local.cli.planner_words import follow_line, status_line
 from dynamo_local.serve.paths import Paths
 
 COLUMNS = ("WORKER", "COMPONENT", "STATE", "PID", "GPUS", "LEASE", "UPTIME", "RUNNING", "WAITING", "KV", "NOTE")
@@ -64,6 +64,8 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
     head += _queue(graph.get("prefill_queue"))
     if line := status_line(graph.get("planner")):
         head.append(f"planner   {line}")
+    if graph.get("follow"):
+        head.append(f"follow    {follow_line(graph['follow'])}")
     for uuid, why in (graph.get("quarantined_gpus") or {}).items():
         head.append(f"GPU       {uuid} is quarantined: {why}")
     for note in graph.get("notes", ()):
@@ -100,9 +102,15 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
         duration(worker["uptime_s"]),
         _of(load, "request_active_slots", "request_total_slots"),
         "-" if load is None else str(load["num_requests_waiting"]),
-        "-" if load is None or not load["kv_total_blocks"] else f"{load['gpu_cache_usage_perc']:.0%}",
+        _kv(load),
         _note(worker),
     )
+
+
+def _kv(load: Mapping[str, Any] | None) -> str:
+    """`-` where it is not known, or where the worker has no KV cache."""
+    share = load["gpu_cache_usage_perc"] if load is not None and load["kv_total_blocks"] else None
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _note(worker: Mapping[str, Any]) -> str:

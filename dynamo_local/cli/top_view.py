@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dynamo_local.cli.planner_words import follow_line
 from dynamo_local.cli.status import STATE_COLOURS, drain_note, duration
 
 Graph = Mapping[str, Any]
@@ -247,7 +248,8 @@ def _cells(frame: Frame, row: _Row, kv_cells: int, waiting_cells: int, marks: Ma
 
 def _kv(load: Mapping[str, Any] | None) -> float | None:
     """None where it is not known, or where the worker has no KV cache."""
-    return float(load["gpu_cache_usage_perc"]) if load and load.get("kv_total_blocks") else None
+    share = load["gpu_cache_usage_perc"] if load and load.get("kv_total_blocks") else None
+    return None if share is None else float(share)
 
 
 def _running(load: Mapping[str, Any]) -> str:
@@ -283,6 +285,8 @@ def _told(frame: Frame, width: int, marks: Marks) -> Iterator[tuple[str, Text]]:
         if gpu.get("reason"):
             yield "GPU", Text(f"{gpu['index']} is {gpu['state']}: {gpu['reason']}")
     yield from (("planner", text) for text in _planner(graph.get("planner"), frame.words))
+    if graph.get("follow"):
+        yield "follow", Text(follow_line(graph["follow"]))
     yield from (("note", Text(str(note))) for note in graph.get("notes") or ())
 
 
@@ -336,6 +340,7 @@ def as_json(frame: Frame) -> dict[str, Any]:
         ],
         "workers": [_worker_json(worker) for worker in graph["workers"]],
         "prefill_queue": graph.get("prefill_queue"),
+        "follow": graph.get("follow"),
         "planner": None if graph.get("planner") is None else {**graph["planner"], "words": list(frame.words)},
         "notes": list(graph.get("notes") or ()),
     }

@@ -36,4 +36,4 @@ def option_value(name: str, text: str) -> Any:
     return text if name in _TEXTS else parse_value(text)
 
 
-_TEXTS = frozenset({"namespace", "served_model_name", "environment", "log_dir"})
+_TEXTS = frozenset({"namespace", "served_model_name", "environment", "backend", "virtual_keys", "log_dir"})

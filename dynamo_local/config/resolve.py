@@ -111,6 +111,8 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         start_deadline_s=args.start_deadline_s,
         drain_deadline_s=args.drain_deadline_s,
         max_workers=limit,
+        runtime=getattr(service.inner, "runtime", None),
+        target=graph.targets.get(service.name),
     )
 
 

@@ -153,8 +153,16 @@ class PlannerConfig(BaseModel):
     """Namespace that the planner looks at; the graph's own, or it is refused."""
     served_model_name: str | None = None
     """Model being served; one that differs from the Frontend's is refused."""
-    environment: Literal["local"] = "local"
-    """Where the workers run."""
+    environment: Literal["local", "virtual"] = "local"
+    """Who carries decisions out: the arbiter itself, or another environment that reads them from etcd (`virtual`)."""
+    backend: Literal["vllm", "sglang"] | None = None
+    """Accepted for Dynamo's own files; which engine runs, the graph says."""
+    virtual_keys: Literal["v1", "v0"] = "v1"
+    """Where the decisions for it stand: `v1/NAMESPACE/planner/` (Dynamo 1.x) or `/NAMESPACE/planner/` (`v0`)."""
+    virtual_max_wait: Seconds = 1800.0
+    """Seconds after which a decision that nobody acknowledged is given up, and new ones are made."""
+    virtual_blocking: bool = False
+    """Wait for the acknowledgement of a decision before anything else; else samples go on being taken meanwhile."""
     no_operation: bool = False
     """Observe, decide and log; act on nothing."""
     log_dir: Path | None = None

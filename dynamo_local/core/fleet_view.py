@@ -122,11 +122,17 @@ class FleetView:
         raise UnknownWorker(f"there is no component {component!r} in namespace {self.namespace}; there are: {known}")
 
     def find(self, name: str) -> WorkerView | None:
-        """The entry of that watcher name, if there is one."""
-        return next((worker for worker in self.workers if worker.name == name), None)
+        """The entry of that watcher name, if there is one; `VllmWorker_1` without the namespace will do.
+
+        Not so for the bare worker: `VllmWorker` is the component, and who says that may mean all of it.
+        """
+        entries = {worker.name: worker for worker in self.workers}
+        if any(template.component == name for template in self.templates):
+            return entries.get(name)
+        return entries.get(name) or entries.get(f"{self.namespace}_{name}")
 
     def worker(self, name: str) -> WorkerView:
-        """The entry of that watcher name. Raises `UnknownWorker` that lists those there are."""
+        """As `find`. Raises `UnknownWorker` that lists those there are."""
         worker = self.find(name)
         if worker is None:
             known = ", ".join(worker.name for worker in self.workers) or "none"

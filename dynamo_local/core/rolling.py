@@ -68,8 +68,7 @@ def plan_restart(view: FleetView, target: str, *, stimulus_id: str, force: bool 
     suffix; leaving workers and the template are left alone. Of a name: a template is brought back.
     Raises `UnknownWorker`, or `NotRestartable` for a worker that is leaving or a component without workers.
     """
-    worker = view.find(target)
-    if worker is None and any(template.component == target for template in view.templates):
+    if any(template.component == target for template in view.templates):
         chosen = [w for w in view.of(target) if w.counts or w.state is S.FAULTED]
         if not chosen:
             raise NotRestartable(f"{target} has no worker to restart; `dynamo scale {target} +1` starts one")

@@ -105,10 +105,10 @@ def decide_drain(view: FleetView, name: str, *, stimulus_id: str, force: bool = 
     def make() -> tuple[Instruction, ...]:
         worker = view.worker(name)
         if worker.state is WorkerState.FAULTED:
-            return (TakeBack(name, "drain of a faulted worker"),)
+            return (TakeBack(worker.name, "drain of a faulted worker"),)
         if not worker.counts:
             return ()
-        _check_not_last(view, [worker], force, f"`dynamo drain {name}`")
+        _check_not_last(view, [worker], force, f"`dynamo drain {worker.name}`")
         return (_take(worker, "drain"),)
 
     return _decision(stimulus_id, make)
@@ -127,7 +127,7 @@ def decide_cancel(view: FleetView, name: str, *, stimulus_id: str) -> Decision:
         restarts = worker.state is WorkerState.DRAINING and worker.served and worker.course is Course.RESTARTING
         if not worker.cancellable and not restarts:
             raise DrainNotCancellable(_why_not_cancellable(worker))
-        return (CancelDrain(name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
+        return (CancelDrain(worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
 
     return _decision(stimulus_id, make)
 

@@ -59,7 +59,8 @@ class ServiceSpec:
 
     `config` is the service's section without `ServiceArgs`, keys with underscores;
     `drain_deadline_s`/`start_deadline_s` are None where the command line's default applies;
-    `max_workers` is None where the class sets no bound.
+    `max_workers` is None where the class sets no bound. `runtime` is that of a service that is a command (None: a
+    class); `target` is where its class is, if that is not the graph's.
     """
 
     name: str
@@ -73,11 +74,13 @@ class ServiceSpec:
     start_deadline_s: float | None = None
     drain_deadline_s: float | None = None
     max_workers: int | None = None
+    runtime: str | None = None
+    target: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """A graph that can run. `target` is `module:Service`, as given to `dynamo serve`."""
+    """A graph that can run. `target` is `module:Service` as given to `dynamo serve`, or a file of commands."""
 
     namespace: str
     target: str
@@ -113,7 +116,8 @@ class Instance:
 class Load:
     """What a worker publishes about itself, under Dynamo's names.
 
-    `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1.
+    `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1; the first is NaN where a worker does not
+    know it. `prefills_waiting` is a frontend's, of Dynamo 1.x: requests that wait in its router for a prefill worker.
     `remaining_tokens` counts the tokens that running requests may still generate (an upper bound),
     `itl_ms` is the live inter-token latency (None before the first).
     """
@@ -127,6 +131,7 @@ class Load:
     gpu_prefix_cache_hit_rate: float = 0.0
     remaining_tokens: int = 0
     itl_ms: float | None = None
+    prefills_waiting: int | None = None
 
 
 def watcher_name(namespace: str, component: str, n: int = 0) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Missing
@@ -23,6 +24,7 @@ from dynamo_local.planner.pulling import Puller
 from dynamo_local.planner.record import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
 from dynamo_local.planner.rounds import STALE_PULLS, Policy, Rounds
 from dynamo_local.planner.values import Decision, Fleet, Observation, Reading
+from dynamo_local.planner.virtual_connector import Written
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +54,21 @@ class World(Protocol):
 
 
 class Connector(Protocol):
-    """What carries decisions out: `LocalConnector`."""
+    """What carries decisions out, step by step: `LocalConnector`."""
 
-    async def add_component(self, component: str, *, stimulus_id: str | None = None) -> Committed | Refused: ...
-    async def remove_component(self, component: str, *, stimulus_id: str | None = None) -> Committed | Refused: ...
+    async def add_component(
+        self, component: str, *, stimulus_id: str | None = None
+    ) -> Committed | Written | Refused: ...
+    async def remove_component(
+        self, component: str, *, stimulus_id: str | None = None
+    ) -> Committed | Written | Refused: ...
+
+
+@runtime_checkable
+class WholeConnector(Protocol):
+    """One that takes a decision as a whole: `VirtualConnector`."""
+
+    async def set_component_replicas(self, targets: Mapping[str, int]) -> Written | Refused: ...
 
 
 @dataclass(slots=True)
@@ -145,6 +158,11 @@ class PlannerLoop:
         task, self._task = self._task, None
         await task
 
+    def act_through(self, connector: Connector) -> None:
+        """Carry decisions out by this one from now on. It must be stopped."""
+        assert self._task is None, "the planner's loop runs"
+        self._connector = connector
+
     def _set_state(self, state: PlannerState) -> None:
         now_s = self._clock.now_s()
         self.state, self.since_s, self.trouble = state, now_s, None
@@ -226,7 +244,7 @@ class PlannerLoop:
     async def _carry_out(self, decision: Decision, observation: Observation) -> None:
         self._number += 1
         stimulus_id = f"planner:{self._number}"
-        outcomes = {component: await self._act(component, step, stimulus_id) for component, step in decision.acts}
+        outcomes = await self._outcomes(decision, observation.fleet, stimulus_id)
         put_off = {reason.component: StepOutcome(Outcome.DEFERRED) for reason in decision.reasons if reason.deferred}
         record = DecisionRecord(
             wall_s=self._clock.wall_s(),
@@ -239,17 +257,28 @@ class PlannerLoop:
         self.last = record
         self._told(lambda observer: observer.on_decision(record))
 
-    async def _act(self, component: str, step: int, stimulus_id: str) -> StepOutcome:
+    async def _outcomes(self, decision: Decision, fleet: Fleet, stimulus_id: str) -> dict[str, StepOutcome]:
+        """What becomes of each of its steps."""
+        steps, connector = dict(decision.acts), self._connector
+        if steps and isinstance(connector, WholeConnector):
+            targets = {pool.component: pool.capacity + steps.get(pool.component, 0) for pool in fleet.pools}
+            return dict.fromkeys(steps, await self._act(lambda: connector.set_component_replicas(targets)))
+        outcomes = {}
+        for component, step in steps.items():
+            change = connector.add_component if step > 0 else connector.remove_component
+            outcomes[component] = await self._act(partial(change, component, stimulus_id=stimulus_id))
+        return outcomes
+
+    async def _act(self, change: Callable[[], Awaitable[Committed | Written | Refused]]) -> StepOutcome:
         if self.no_operation:
             return StepOutcome(Outcome.NO_OPERATION)
         if (why := self._world.blind()) is not None:  # an up that waited for its GPU comes at any time
             return StepOutcome(Outcome.REFUSED, (), why, "blind", retryable=True)
-        act = self._connector.add_component if step > 0 else self._connector.remove_component
         try:
-            return outcome_of(await act(component, stimulus_id=stimulus_id))
+            return outcome_of(await change())
         except Exception as error:  # a bug: the decision is on record all the same, and later ones are made
             self.counts.failed_ticks += 1
-            log.exception("%s %+d could not be carried out", component, step)
+            log.exception("a decision could not be carried out")
             why = f"it failed: {type(error).__name__}: {error}"
             return StepOutcome(Outcome.REFUSED, (), why, "internal", retryable=True)
 

@@ -13,6 +13,7 @@ from dynamo_local.planner.load import exact_mean, mean_kv, queue_samples
 from dynamo_local.planner.local_connector import Committed, Refused
 from dynamo_local.planner.options import LoadOptions
 from dynamo_local.planner.values import Decision, Fleet, Observation
+from dynamo_local.planner.virtual_connector import Written
 
 
 class Outcome(enum.StrEnum):
@@ -24,18 +25,24 @@ class Outcome(enum.StrEnum):
     """`--no-operation`: it was not to be carried out."""
     DEFERRED = "deferred"
     """It waits for a GPU, or takes back one that waited; nothing is committed for it now."""
+    WRITTEN = "written"
+    """It stands in etcd, for another environment to carry out."""
+    SKIPPED = "skipped"
+    """It stood in etcd already."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """`workers` are those of a committed step (the intent stands in the statefile); `reason`, `code` and `retryable`
-    are a refusal's."""
+    are a refusal's; `decision_id` and `acknowledged` (None: nobody waited for that) are those of a written one."""
 
     outcome: Outcome
     workers: tuple[str, ...] = ()
     reason: str | None = None
     code: str | None = None
     retryable: bool = False
+    decision_id: int | None = None
+    acknowledged: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +91,11 @@ def inputs_of(observation: Observation, options: LoadOptions) -> Inputs:
     )
 
 
-def outcome_of(result: Committed | Refused) -> StepOutcome:
+def outcome_of(result: Committed | Written | Refused) -> StepOutcome:
     """A connector's answer as it is recorded."""
+    if isinstance(result, Written):
+        outcome = Outcome.SKIPPED if result.decision_id is None else Outcome.WRITTEN
+        return StepOutcome(outcome, decision_id=result.decision_id, acknowledged=result.acknowledged)
     if isinstance(result, Refused):
         return StepOutcome(Outcome.REFUSED, (), result.reason, result.code, result.retryable)
     return StepOutcome(Outcome.COMMITTED, result.workers)

@@ -99,10 +99,14 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Both components that a load planner moves. `prefill` is None in an aggregated graph."""
+    """Both components that a load planner moves. `prefill` is None in an aggregated graph.
+
+    `pending`: a decision is with somebody else, who has not said yet that it is carried out.
+    """
 
     prefill: Pool | None
     decode: Pool
+    pending: bool = False
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -112,7 +116,7 @@ class Fleet:
     @property
     def adjusting(self) -> bool:
         """An adjustment is under way, whoever began it."""
-        return any(pool.adjusting for pool in self.pools)
+        return self.pending or any(pool.adjusting for pool in self.pools)
 
     @property
     def gpus_spoken_for(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,10 +38,12 @@ class _WireLoad(msgspec.Struct):
     kv_active_blocks: int
     kv_total_blocks: int
     num_requests_waiting: int
-    gpu_cache_usage_perc: float
+    gpu_cache_usage_perc: float | None
+    """None on the wire, for JSON has no NaN."""
     gpu_prefix_cache_hit_rate: float
     remaining_tokens: int
     itl_ms: float | None
+    prefills_waiting: int | None = None
 
 
 class _Report(msgspec.Struct):
@@ -296,5 +299,8 @@ def _decode(data: bytes, subject: str, wall_s: float, once: _Once) -> LoadReport
         once.warning("garbage", "something that is no load came on %s: %s", subject, error)
         return None
     age_s = max(0.0, wall_s - report.published_at_s)
-    load = Load(**msgspec.structs.asdict(report.load))
+    facts = msgspec.structs.asdict(report.load)
+    if facts["gpu_cache_usage_perc"] is None:
+        facts["gpu_cache_usage_perc"] = math.nan
+    load = Load(**facts)
     return LoadReport(load, report.watcher_name, report.component, report.instance_id, age_s)

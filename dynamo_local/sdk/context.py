@@ -20,11 +20,13 @@ from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
 class Work:
     """What a component has in hand beside its endpoints' streams: requests that it took in by other ways.
 
-    `requests` are their ids; `pulled` counts those of them that came out of a queue.
+    `requests` are their ids; `pulled` counts those of them that came out of a queue; `unnamed` counts those whose ids
+    only somebody else knows.
     """
 
     requests: tuple[str, ...] = ()
     pulled: int = 0
+    unnamed: int = 0
 
 
 class PrefillReplies(Protocol):

@@ -25,13 +25,17 @@ _TARGET = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 @dataclass(frozen=True, slots=True)
 class LoadedGraph:
-    """A checked graph. `services` holds what runs, the root first, in order of links (or of `depends`)."""
+    """A checked graph. `services` holds what runs, the root first, in order of links (or of `depends`).
+
+    `targets` names where a service comes from that is not `target`'s.
+    """
 
     root: Service
     services: Mapping[str, Service]
     namespace: str | None
     target: str
     edges: tuple[links.Edge, ...] = field(default=(), repr=False)
+    targets: Mapping[str, str] = field(default_factory=dict)
 
     def bindings(self, name: str) -> dict[str, Service | None]:
         """attribute -> the service it is a client of; None for an optional dependency that does not run."""

@@ -66,4 +66,10 @@ def _became(component: str, step: StepOutcome) -> str:
         return f"{component}: refused ({step.reason}); it is decided again by the next interval"
     if step.outcome is Outcome.NO_OPERATION:
         return f"{component}: not carried out (no-operation)"
+    if step.outcome is Outcome.WRITTEN:
+        words: dict[bool | None, str] = {True: ", which was carried out", False: ", which nobody has acknowledged"}
+        done = words.get(step.acknowledged, "")
+        return f"{component}: written to etcd as decision {step.decision_id}{done}"
+    if step.outcome is Outcome.SKIPPED:
+        return f"{component}: nothing written, etcd says the same already"
     return f"{component}: put off until a GPU is free"

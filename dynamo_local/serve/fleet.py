@@ -26,7 +26,15 @@ from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore
 
 log = logging.getLogger(__name__)
 
-HEAD_FIELDS = ("arbiter_pid", "arbiter_start_time", "circus_endpoint", "servers", "on_arbiter_death", "planner")
+HEAD_FIELDS = (
+    "arbiter_pid",
+    "arbiter_start_time",
+    "circus_endpoint",
+    "servers",
+    "on_arbiter_death",
+    "planner",
+    "follow",
+)
 """Of the statefile as a whole, what changes in the life of a run."""
 
 
@@ -37,7 +45,8 @@ class Worker:
     `gpus` is what it holds now; `heard_s` is when it last answered the load request, or became ready (None: neither
     yet); `asked_s` is when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone`
     says that it did, unasked; `told`, that it was given the sign to leave; `served`, that this process has been ready;
-    `starts` counts the processes made, or about to be made, under this name.
+    `starts` counts the processes made, or about to be made, under this name; `other_leases` (hex) are those of what
+    runs behind it (a command registers itself), to be revoked with its own.
     """
 
     plan: WatcherPlan
@@ -50,6 +59,7 @@ class Worker:
     started_at: float | None = None
     lease: str | None = None
     endpoints: tuple[str, ...] = ()
+    other_leases: tuple[str, ...] = ()
     reason: str | None = None
     exit_code: int | None = None
     load: Load | None = None
@@ -88,7 +98,7 @@ class Worker:
         """Forget what belonged to the process."""
         self.pid = self.pid_start_time = self.started_s = self.started_at = None
         self.lease = self.load = self.ready_s = None
-        self.endpoints, self.exit_code = (), code
+        self.endpoints, self.other_leases, self.exit_code = (), (), code
 
 
 class Fleet:
@@ -150,6 +160,11 @@ class Fleet:
             await self.commit(after)
             await self._log(records)
         self.notify()
+
+    async def record(self, record: dict[str, Any]) -> None:
+        """Append to the event log what is no worker's event, in its place among those."""
+        async with self._writing:
+            await self._log([record])
 
     async def _log(self, records: list[dict[str, Any]]) -> None:
         try:

@@ -28,7 +28,9 @@ from dynamo_local.config import (
 from dynamo_local.core.gpus import plan_on
 from dynamo_local.core.restarts import RestartPolicy
 from dynamo_local.core.types import GraphSpec
+from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
+from dynamo_local.runtimes.graph import check_commands, with_commands
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve import lock, tensorboard
 from dynamo_local.serve.engine_checks import check_engines
@@ -51,10 +53,11 @@ log = logging.getLogger(__name__)
 class ServeOptions:
     """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep".
 
-    `planner` is None where the configuration decides.
+    `target` is None where the file says it all: a graph of commands. `planner` is None where the configuration decides.
+    `follow` is "virtual" or None, `follow_keys` "v1", "v0" or None.
     """
 
-    target: str
+    target: str | None
     file: Path | None = None
     overrides: tuple[str, ...] = ()
     namespace: str | None = None
@@ -66,6 +69,8 @@ class ServeOptions:
     adopt: bool = False
     replace: bool = False
     planner: bool | None = None
+    follow: str | None = None
+    follow_keys: str | None = None
 
 
 @dataclass(slots=True)
@@ -88,6 +93,7 @@ class Request:
     planner: PlannerConfig
     planner_starts: bool
     planner_flag: bool | None
+    follow: Layout | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -98,15 +104,20 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     """
     if options.adopt and options.replace:
         raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
-    graph = load_graph(options.target, base_dir=cwd)
+    python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
     config = load_config(options.file, env=environ, overrides=options.overrides)
+    graph = with_commands(python, config, options.file)
     spec = resolve(graph, config, namespace=options.namespace)
     planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
         tensorboard.check(planner.log_dir)
-    notes = check_engines(graph, spec, config, only_plan=only_plan)
+    follow = _followed(options, spec, starts)
+    notes = (
+        *check_engines(graph, spec, config, only_plan=only_plan),
+        *check_commands(graph, config, environ, only_plan=only_plan),
+    )
     return Request(
         graph=spec,
         config=config,
@@ -117,8 +128,32 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         planner=planner,
         planner_starts=starts,
         planner_flag=options.planner,
+        follow=follow,
         notes=notes,
     )
+
+
+def _followed(options: ServeOptions, graph: GraphSpec, planner_starts: bool) -> Layout | None:
+    """Where the keys are that `--follow` names. Raises `BadInput` where it cannot be followed."""
+    if options.follow is None:
+        if options.follow_keys is not None:
+            raise BadInput("--follow-keys says where the keys of --follow are: say --follow virtual, too")
+        return None
+    if planner_starts:
+        ours = (
+            "--planner makes its own: say one of the two"
+            if options.planner
+            else "the configuration's Planner section starts one here: say --no-planner, or `enabled: false` there"
+        )
+        raise BadInput(
+            f"--follow {options.follow} carries out another planner's decisions, and two planners would undo each "
+            f"other's; {ours}"
+        )
+    try:
+        planned_components(graph)
+    except ConfigError as error:
+        raise ConfigError(f"--follow {options.follow}: {str(error).removeprefix('Planner: ')}") from None
+    return Layout(options.follow_keys or Layout.V1)
 
 
 def plan_deployment(
@@ -173,6 +208,7 @@ def plan_deployment(
         load_planner=request.planner,
         load_planner_starts=request.planner_starts,
         load_planner_flag=request.planner_flag,
+        follow=request.follow,
     )
     return deployment, pool
 
@@ -215,7 +251,7 @@ def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
     detached = boot_report is not None
     return serve_with(
         options,
-        f"`dynamo serve {options.target}` {'detached' if detached else 'in the foreground'}",
+        f"`dynamo serve {options.target or f'-f {options.file}'}` {'detached' if detached else 'in the foreground'}",
         lambda paths: open_view(detached=detached, boot_report=boot_report or paths.boot_report),
         own_arbiter,
     )

@@ -81,7 +81,7 @@ class Links:
             return
         try:
             await self._kv.revoke(int(lease, 16))
-        except InfraUnavailable as error:
+        except (InfraUnavailable, ValueError) as error:
             log.warning("%s: its lease %s could not be revoked (%s); it expires by itself", whose, lease, error)
 
     async def delete_queue(self) -> None:

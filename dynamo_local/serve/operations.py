@@ -196,6 +196,8 @@ class Operations:
             worker.reason = how_it_ended(code)
         elif left and code not in (0, None) and worker.state is WorkerState.DRAINING:
             worker.reason = f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
+        for other in worker.other_leases:  # first of all: requests are still sent to what is behind it
+            self._background(self._links.try_revoke(other, worker.name))
         worker.process_ended(code)
         await self.fleet.apply({worker.name: ProcessExited(stimulus_id=f"exit:{pid}", exit_code=code)})
         if not self.leaving:

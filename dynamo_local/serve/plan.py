@@ -16,6 +16,7 @@ from dynamo_local.core.gpus import GpuAsk, GpuDevice, cuda_visible_devices
 from dynamo_local.core.restarts import DEFAULT_POLICY, RestartPolicy
 from dynamo_local.core.secrets import allowed_env, mask_env
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec, watcher_name
+from dynamo_local.core.virtual import Layout, root
 from dynamo_local.errors import ConfigError
 from dynamo_local.serve.paths import Paths
 
@@ -58,7 +59,8 @@ class Deployment:
 
     `config_sections` and `state_config_json` have secrets masked: they are shown, and kept in the statefile.
     `load_planner` are the options of the planner that scales the graph, `load_planner_starts` if it starts with it;
-    an adopted run goes on as it was, unless the command line says otherwise (`load_planner_flag`).
+    an adopted run goes on as it was, unless the command line says otherwise (`load_planner_flag`). `follow` is where
+    the keys of another planner are whose decisions are carried out; None where the command line names none.
     """
 
     graph: GraphSpec
@@ -76,6 +78,7 @@ class Deployment:
     load_planner: PlannerConfig = PlannerConfig()  # noqa: RUF009 - frozen
     load_planner_starts: bool = False
     load_planner_flag: bool | None = None
+    follow: Layout | None = None
 
     def describe(self) -> dict[str, Any]:
         """For `--dry-run`: configuration, watchers, GPUs and environments, secrets masked."""
@@ -88,6 +91,7 @@ class Deployment:
             "etcd_endpoints": self.etcd_endpoints or "embedded",
             "nats_server": self.nats_server or "embedded",
             "planner": self.load_planner.model_dump(mode="json") if self.load_planner_starts else None,
+            "follow": None if self.follow is None else root(self.graph.namespace, self.follow),
             "infra_watchers": [f"{self.graph.namespace}_{name}" for name in infra],
             "watchers": [
                 {
@@ -129,7 +133,7 @@ class WorkerPlanner:
             name=name,
             component=spec.name,
             role=spec.role,
-            argv=worker_argv(self.graph.target, spec.name),
+            argv=worker_argv(self.graph.target, spec),
             cwd=str(self.cwd),
             env=self._env(spec, name, gpus),
             gpus=tuple(gpus),
@@ -196,6 +200,8 @@ def base_environment(graph: GraphSpec, environ: Mapping[str, str], settings: Set
     return base
 
 
-def worker_argv(target: str, service: str) -> tuple[str, ...]:
+def worker_argv(target: str, spec: ServiceSpec) -> tuple[str, ...]:
     """The command that starts one more worker of a service, as the statefile keeps it."""
-    return (sys.executable, "-m", "dynamo_local.serve.serve_dynamo", target, "--service-name", service)
+    module = "dynamo_local.serve.serve_dynamo" if spec.runtime is None else "dynamo_local.serve.serve_command"
+    where = (spec.target or target,) if spec.runtime is None else ()
+    return (sys.executable, "-m", module, *where, "--service-name", spec.name)

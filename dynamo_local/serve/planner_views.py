@@ -116,7 +116,8 @@ class PlannerMetrics:
         )
         self.scale_actions = Counter(
             f"{PREFIX}_scale_actions",
-            "Steps that were decided, and what came of them: committed, refused, no_operation or deferred",
+            "Steps that were decided, and what came of them: committed, refused, no_operation or deferred; "
+            "in a virtual environment written or skipped",
             ["component", "direction", "outcome"],
             registry=registry,
         )

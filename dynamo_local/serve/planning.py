@@ -8,20 +8,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.config import PlannerConfig, check_planner, planned_components
-from dynamo_local.core.types import GraphSpec, Load, Missing, WorkerState
+from dynamo_local.core.types import GraphSpec, Load, Missing, Role, WorkerState
+from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import BadInput, DynamoError, StateError
 from dynamo_local.planner.local_connector import LocalConnector
-from dynamo_local.planner.loop import Counts, PlannerLoop, PlannerState
+from dynamo_local.planner.loop import Connector, Counts, PlannerLoop, PlannerState
 from dynamo_local.planner.observing import PlannerObserver
 from dynamo_local.planner.pools import fleet_of
 from dynamo_local.planner.pulling import Puller, Sampled
 from dynamo_local.planner.record import DecisionRecord
 from dynamo_local.planner.values import Fleet, Reading
+from dynamo_local.planner.virtual_connector import VirtualConnector
+from dynamo_local.planner.virtual_keys import VirtualKeys
 from dynamo_local.sdk.settings import validate_section
 from dynamo_local.serve import decisions
 from dynamo_local.serve.decisions import DecisionLog, decision_log_path
@@ -34,8 +38,10 @@ from dynamo_local.state import PlannerEntry
 
 log = logging.getLogger(__name__)
 
-NOT_OPTIONS = frozenset({"enabled", "namespace", "environment"})
+NOT_OPTIONS = frozenset({"enabled", "namespace"})
 """Keys of the section that say where and whether, not how."""
+AT_START = {"log_dir": "--log-dir", "environment": "--environment", "virtual_keys": "--virtual-keys"}
+"""What can be chosen at a start only, and its option there."""
 
 
 class Planning:
@@ -64,6 +70,8 @@ class Planning:
         self._background = background
         self._tell = tell
         self._loop: PlannerLoop | None = None
+        self._world: ArbiterWorld | None = None
+        self._virtual: VirtualConnector | None = None
         self._changing = asyncio.Lock()
         self._log_path = decision_log_path(logs)
         self.options = options
@@ -74,6 +82,8 @@ class Planning:
         self.after_stop: Callable[[], Awaitable[None]] = _nothing
         self.onlookers_say: Callable[[], dict[str, Any]] = dict
         """What they add to the status."""
+        self.follows: Callable[[], dict[str, Any] | None] = lambda: None
+        """What is said of another planner whose decisions the run carries out: then this one stays stopped."""
 
     # --- with the run ----------------------------------------------------------------------------
 
@@ -96,8 +106,7 @@ class Planning:
     async def halt(self) -> None:
         """The run is leaving: nothing is planned any more."""
         if self._loop is not None and self._loop.state is not PlannerState.STOPPED:
-            await self._loop.stop()
-            await self.after_stop()
+            await self._stop(self._loop)
 
     # --- commands --------------------------------------------------------------------------------
 
@@ -115,9 +124,7 @@ class Planning:
     async def stop(self) -> dict[str, Any]:
         """`dynamo planner stop`: returns when a tick that was under way has ended."""
         async with self._changing:
-            loop = self._running("stop")
-            await loop.stop()
-            await self.after_stop()
+            await self._stop(self._running("stop"))
             await self._keep()
             return self.status()
 
@@ -145,11 +152,15 @@ class Planning:
             raise BadInput("say what to change: KEY=VALUE, for example decode-kv-scale-up-threshold=0.8")
         async with self._changing:
             merged = self._merged(options)
-            if self.state is not PlannerState.STOPPED and merged.log_dir != self.options.log_dir:
-                raise BadInput("log_dir can be chosen at the start only: stop the planner, and start it with --log-dir")
+            for name, option in AT_START.items() if self.state is not PlannerState.STOPPED else ():
+                if getattr(merged, name) != getattr(self.options, name):
+                    why = f"{name} can be chosen at the start only: stop the planner, and start it with {option}"
+                    raise BadInput(why)
             self.options = merged
             if self._loop is not None:
                 self._loop.change(load_options(self.options), no_operation=self.options.no_operation)
+            if self._virtual is not None:
+                self._virtual.change(max_wait_s=merged.virtual_max_wait, blocking=merged.virtual_blocking)
             await self._keep()
             return self.status()
 
@@ -180,6 +191,8 @@ class Planning:
             "state": str(self.state),
             "no_operation": self.options.no_operation,
             "options": options,
+            "follow": self.follows(),
+            "virtual": None if self._virtual is None else self._virtual.status(),
             **self.onlookers_say(),
         }
         loop, now_s = self._loop, self._clock.now_s()
@@ -204,16 +217,69 @@ class Planning:
     # --- inside ----------------------------------------------------------------------------------
 
     async def _start(self, options: PlannerConfig, *, paused: bool = False) -> None:
-        if self._loop is None:
-            self._loop = await self._made()
-        await self.before_start(options)
+        if self.follows() is not None:
+            raise DynamoError(
+                "this run carries out another planner's decisions (--follow), and two planners would undo each "
+                "other's; to plan here, `dynamo serve` it without --follow"
+            )
+        if self._loop is None or self._world is None:
+            self._world = self.world()
+            self._loop = await self._made(self._world)
+        connector = await self._connected(options, self._world)
+        try:
+            await self.before_start(options)
+        except BaseException:
+            await self._disconnect()
+            raise
         self.options = options
+        self._loop.act_through(connector)
         self._loop.start(load_options(options), no_operation=options.no_operation, paused=paused)
         await self._keep()
 
-    async def _made(self) -> PlannerLoop:
+    async def _connected(self, options: PlannerConfig, world: ArbiterWorld) -> Connector:
+        """What carries its decisions out. Raises `EtcdUnavailable`."""
+        if options.environment == "local":
+            return LocalConnector(self._scaler)
+        prefill, decode = planned_components(self._graph)
+        keys = VirtualKeys(self._links.kv, self._graph.namespace, Layout(options.virtual_keys))
+        virtual = VirtualConnector(
+            keys,
+            self._clock,
+            prefill=prefill,
+            decode=decode,
+            counts=lambda: {pool.component: pool.capacity for pool in world.fleet().pools},
+            max_wait_s=options.virtual_max_wait,
+            blocking=options.virtual_blocking,
+            tell=self._tell,
+        )
+        await virtual.start()
+        self._virtual, world.pending = virtual, virtual.pending
+        return virtual
+
+    async def _stop(self, loop: PlannerLoop) -> None:
+        if self._virtual is not None:
+            self._virtual.release()
+        await loop.stop()
+        await self._disconnect()
+        await self.after_stop()
+
+    async def _disconnect(self) -> None:
+        virtual, self._virtual = self._virtual, None
+        if virtual is not None:
+            await virtual.close()
+        if self._world is not None:
+            self._world.pending = lambda: False
+
+    def world(self) -> ArbiterWorld:
+        """What a planner sees of the arbiter. Raises `ConfigError` for a graph that no planner can scale."""
         prefill, decode = planned_components(self._graph)
         world = ArbiterWorld(self._scaler, self._fleet, self._sampling, self._links, prefill, decode, self._clock)
+        if prefill is not None and self._graph.service(prefill).runtime is not None:
+            world.queue_of_commands = True
+        return world
+
+    async def _made(self, world: ArbiterWorld) -> PlannerLoop:
+        prefill, _ = planned_components(self._graph)
         logged = await asyncio.to_thread(_Logged, DecisionLog, self._log_path, self._background, self._tell)
         loop = PlannerLoop(
             world,
@@ -275,12 +341,17 @@ class ArbiterWorld:
         self._prefill = prefill
         self._decode = decode
         self._clock = clock
+        self.pending: Callable[[], bool] = lambda: False
+        """Whether another environment has yet to carry a decision out."""
+        self.queue_of_commands = False
+        """Prefill workers are commands: no queue of ours, what waits is what they and their frontends say."""
 
     def fleet(self) -> Fleet:
         """Counted now. A draining worker whose keys are still in etcd can be given requests yet."""
         workers = self._workers.values()
         routed = {w.name for w in workers if w.state is WorkerState.DRAINING and w.lease is not None}
-        return fleet_of(self._scaler.view(), decode=self._decode, prefill=self._prefill, routed=routed)
+        fleet = fleet_of(self._scaler.view(), decode=self._decode, prefill=self._prefill, routed=routed)
+        return replace(fleet, pending=self.pending())
 
     def ready(self) -> tuple[str, ...]:
         """Names of the ready decode workers."""
@@ -303,8 +374,30 @@ class ArbiterWorld:
 
     async def depth(self) -> Sampled[int] | Missing:
         """See `QueueSource`."""
+        if self.queue_of_commands:
+            return await self._prefills_waiting()
         depth = await self._sampling.depth()
         return depth if isinstance(depth, Missing) else Sampled(depth.pending, self._clock.now_s())
+
+    async def _prefills_waiting(self) -> Sampled[int] | Missing:
+        """Requests that wait in the prefill workers, and in the frontends' routers for one. All must say it: a part
+        of the sum is no sum."""
+        sample = await self._sampling.loads()
+        if sample.failed is not None:
+            return sample.failed
+        waiting, taken_s = 0, self._clock.now_s()
+        for worker in [worker for worker in self._workers.values() if worker.state is WorkerState.READY]:
+            frontend = worker.plan.role is Role.FRONTEND
+            if not frontend and worker.plan.component != self._prefill:
+                continue
+            if worker.name not in sample.loads:
+                return Missing(f"{worker.name} does not say what waits there")
+            load, at_s = sample.loads[worker.name]
+            count = load.prefills_waiting if frontend else load.num_requests_waiting
+            if count is None:
+                return Missing(f"{worker.name} does not say how many requests wait for a prefill")
+            waiting, taken_s = waiting + count, min(taken_s, at_s)
+        return Sampled(waiting, taken_s)
 
 
 class _Logged:

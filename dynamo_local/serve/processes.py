@@ -7,7 +7,6 @@ reach its grandchildren, so: start times, pidfds and session ids (lesson 3).
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -17,27 +16,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a preexec function must not import
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-def set_parent_death_signal(signum: int, parent: int | None = None) -> None:
-    """Ask the kernel to send us `signum` when the parent dies. Its thread counts: fork from the main thread.
-
-    A `parent` that died before the kernel was asked would never be noticed: then we end at once.
-    """
-    if _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), signum)
-
-
-def become_subreaper() -> None:
-    """Adopt the orphans of crashed workers instead of leaving them to pid 1."""
-    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def _stat_fields(pid: int) -> list[str] | None:

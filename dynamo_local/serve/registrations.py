@@ -73,7 +73,8 @@ class Registrations:
         if worker is None or worker.pid is None or worker.pid != facts.get("pid"):
             return  # a key of a worker that is gone, until its lease is
         new = worker.lease != lease
-        worker.lease, worker.endpoints = lease, tuple(facts.get("endpoints", ()))
+        worker.lease, worker.endpoints = lease, _endpoints(key, facts, lease)
+        worker.other_leases = tuple(lease for lease in str(facts.get("leases", "")).split(",") if lease)
         self.frontend_url = facts.get("frontend_url", self.frontend_url)
         event = Registered(stimulus_id=f"etcd:{lease}", lease=lease)
         if worker.state is WorkerState.DRAINING and (worker.asked_s is None or (new and _called_back(worker))):
@@ -106,6 +107,16 @@ class Registrations:
 
 def _called_back(worker: Worker) -> bool:
     return worker.course is Course.RETURNING
+
+
+def _endpoints(key: str, facts: dict[str, Any], lease: str) -> tuple[str, ...]:
+    """Those under that lease: any other would make the statefile one that nobody can read."""
+    told = facts.get("endpoints")
+    told = told if isinstance(told, list) else []
+    own = tuple(one for one in told if isinstance(one, str) and one.endswith(f":{lease}"))
+    if len(own) < len(told):
+        log.warning("the registry's key %s names endpoints that are not under its lease; they are left out", key)
+    return own
 
 
 def _parsed(key: str, value: bytes) -> dict[str, Any]:

@@ -116,7 +116,12 @@ class Scaler:
         }
 
     async def drain(self, name: str, *, cancel: bool = False, force: bool = False, stimulus_id: str) -> dict[str, Any]:
-        """Drain a worker, or take its drain back (then the answer comes when it has registered again)."""
+        """Drain a worker, or take its drain back (then the answer comes when it has registered again).
+
+        `name` may be without the namespace; the answer has the whole one.
+        """
+        found = self.view().find(name)
+        name = name if found is None else found.name
 
         def decide(view: FleetView) -> Decision:
             if cancel:

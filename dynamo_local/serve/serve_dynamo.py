@@ -9,11 +9,16 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
+
+if TYPE_CHECKING:
+    from dynamo_local.serve.worker import WorkerProcess
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -23,6 +28,11 @@ log = logging.getLogger("dynamo_local.worker")
 @click.option("--service-name", required=True)
 def main(target: str, service_name: str) -> None:
     """Run one worker of a graph's service until it is asked to leave."""
+    run_as_worker(lambda: _worker(target, service_name))
+
+
+def run_as_worker(make: Callable[[], WorkerProcess]) -> NoReturn:
+    """Make the worker and let it live; ends the process with its exit code, failures in its log."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     logging.basicConfig(
         level=os.environ.get("DYN_LOG", "INFO").upper(),
@@ -30,19 +40,21 @@ def main(target: str, service_name: str) -> None:
         stream=sys.stderr,
     )
     try:
-        code = _run(target, service_name)
+        code = _run(make)
     except DynamoError as error:
         log.error("%s", error)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except Exception:
+        # Anything that is not one of our errors is a bug, ours or the user's: its traceback belongs in the log.
+        log.exception("the worker failed")
+        code = EXIT_FAILED
     sys.stdout.flush()
     sys.exit(code)
 
 
-def _run(target: str, service_name: str) -> int:
-    import uvloop
-
+def _worker(target: str, service_name: str) -> WorkerProcess:
     from dynamo_local.sdk.loader import load_graph
     from dynamo_local.serve.worker import WorkerProcess
     from dynamo_local.serve.worker_context import Identity
@@ -51,7 +63,13 @@ def _run(target: str, service_name: str) -> int:
     service = graph.services.get(service_name)
     if service is None:
         raise ConfigError(f"{target} has no service {service_name!r}; it has: {', '.join(graph.services)}")
-    worker = WorkerProcess(graph, service, Identity.of(os.environ, service_name))
+    return WorkerProcess(graph, service, Identity.of(os.environ, service_name))
+
+
+def _run(make: Callable[[], WorkerProcess]) -> int:
+    import uvloop
+
+    worker = make()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             code = runner.run(worker.run())
@@ -77,9 +95,4 @@ def _end_now(code: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        # Anything that is not one of our errors is a bug, ours or the user's: its traceback belongs in the log.
-        log.exception("the worker failed")
-        sys.exit(EXIT_FAILED)
+    main()

@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamo_local.core import drains
 from dynamo_local.core.gpus import GpuSnapshot
-from dynamo_local.core.types import Missing, WorkerState
+from dynamo_local.core.types import Load, Missing, WorkerState
 from dynamo_local.serve.fleet import Worker
 from dynamo_local.serve.progress import Row
 
@@ -40,8 +40,13 @@ def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "reason": worker.reason,
         "drain": _drain_status(worker, now_s),
         "log_file": str(worker.plan.log_file),
-        "load": None if worker.load is None else asdict(worker.load),
+        "load": None if worker.load is None else load_status(worker.load),
     }
+
+
+def load_status(load: Load) -> dict[str, Any]:
+    """Its numbers by name; None where one is not known: JSON has no NaN."""
+    return {name: None if value != value else value for name, value in asdict(load).items()}
 
 
 def _drain_status(worker: Worker, now_s: float) -> dict[str, Any] | None:

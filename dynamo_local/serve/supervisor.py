@@ -18,11 +18,13 @@ from typing import Any, cast
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Role, WorkerState
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
+from dynamo_local.prctl import become_subreaper
 from dynamo_local.serve import leftovers
 from dynamo_local.serve.adoption import Adoption, Found
 from dynamo_local.serve.embedded import EmbeddedServers
 from dynamo_local.serve.events import EventLog, event_log_path
 from dynamo_local.serve.fleet import Fleet, Worker
+from dynamo_local.serve.following import Following, follow
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.guarding import Guarding
 from dynamo_local.serve.head import arbiter_facts, head_of, policy, without_credentials
@@ -33,7 +35,6 @@ from dynamo_local.serve.logs import Interleaver, log_tail, rotate
 from dynamo_local.serve.operations import Operations
 from dynamo_local.serve.plan import Deployment
 from dynamo_local.serve.planning import Planning
-from dynamo_local.serve.processes import become_subreaper
 from dynamo_local.serve.progress import View
 from dynamo_local.serve.registrations import Registrations
 from dynamo_local.serve.sampling import Sampling
@@ -44,7 +45,8 @@ from dynamo_local.state import StateStore
 
 log = logging.getLogger(__name__)
 
-LOG_POLL_S = 0.15
+LOG_POLL_S, QUIET_LOG_POLL_S = 0.15, 0.5
+"""How often 66 log files are looked at while there is something in them, and when for a while there was not."""
 ROTATE_EVERY_S = 30.0
 HEALTH_EVERY_S = 2.0
 NOTES_KEPT = 20
@@ -122,6 +124,7 @@ class Supervisor:
             state=lambda: self.state,
         )
         self.seeing.watch(self.planning, deployment.planner.cwd, deployment.paths.logs, self._trouble)
+        self.following: Following | None = None
         self._started_s = clock.now_s()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._logs = Interleaver(from_end=True)
@@ -146,8 +149,10 @@ class Supervisor:
         await self.arbiter.start()
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
+        self.following = await follow(self)
         await self.planning.begin(
-            starts=self.deployment.load_planner_flag, by_default=self.deployment.load_planner_starts
+            starts=self.deployment.load_planner_flag if self.following is None else False,
+            by_default=self.deployment.load_planner_starts,
         )
         self.view.ready(self._ready_facts())
 
@@ -216,7 +221,9 @@ class Supervisor:
         return names
 
     async def _connect(self) -> None:
-        prefill = any(spec.role is Role.PREFILL for spec in self.deployment.graph.services)
+        services = self.deployment.graph.services
+        # Commands have queues of their own, if any: only a prefill component of ours pulls from this one.
+        prefill = any(spec.role is Role.PREFILL and spec.runtime is None for spec in services)
         await self.links.connect(self.operations.env, prefill_queue=prefill)
         self._background(self.registrations.follow())
         self._background(self.sampling.run())
@@ -287,11 +294,14 @@ class Supervisor:
     async def _show(self) -> None:
         """Progress, log lines and rotation: reading files only, in a thread."""
         rotated_s = self.clock.now_s()
+        every_s = LOG_POLL_S
         while True:
-            await self.clock.sleep_until(self.clock.now_s() + LOG_POLL_S)
-            if self.view.wants_logs:
-                for name, line in await asyncio.to_thread(lambda: list(self._logs.poll())):
-                    self.view.log_line(name, line, self._logs.names)
+            await self.clock.sleep_until(self.clock.now_s() + every_s)
+            lines = await asyncio.to_thread(lambda: list(self._logs.poll())) if self.view.wants_logs else []
+            for name, line in lines:
+                self.view.log_line(name, line, self._logs.names)
+            busy = bool(lines) or self.state != "ready"
+            every_s = LOG_POLL_S if busy else min(every_s * 1.5, QUIET_LOG_POLL_S)
             if self.state != "ready":
                 self._show_rows()
             if self.clock.now_s() - rotated_s > ROTATE_EVERY_S:
@@ -370,6 +380,7 @@ class Supervisor:
             "gpus": gpu_status(self.pool.ledger.snapshot()),
             "quarantined_gpus": self.pool.ledger.quarantined(),
             "planner": self.planning.status(),
+            "follow": None if self.following is None else self.following.status(),
             "notes": self.notes[-5:],
             "workers": [worker_status(worker, now_s) for worker in self.fleet.workers.values()],
         }
@@ -411,6 +422,8 @@ class Supervisor:
             self._asked_down.set_result("the run ended")
         self.operations.leaving = True
         await self.planning.halt()
+        if self.following is not None:
+            await self.following.stop()
         if self.state == "adopting":
             await self._close(for_good=False)  # nothing was taken over: nothing is ended
             await self.seeing.stop()

@@ -38,7 +38,7 @@ from dynamo_local.runtime.load import LoadPublisher
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.requests import DependencyClient, EndpointServer, Handler, RequestContext, RequestPlane
 from dynamo_local.sdk import dynamo_context
-from dynamo_local.sdk.context import set_current_context
+from dynamo_local.sdk.context import Work, set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings
@@ -401,12 +401,12 @@ class WorkerProcess:
         """`requests` are at most 100 of the `in_flight`; `pulled` of them came out of a queue. None is "unknown"."""
         identity, context = self.identity, self._context
         requests = [request_id for server in self._servers for request_id in server.in_flight_ids()]
-        pulled, load = 0, None
+        work, load = Work(), None
         if context is not None:
             work = context.work_source()
             requests += work.requests
-            pulled = work.pulled
-            load = context.load_source() if context.load_source is not None else None
+            with contextlib.suppress(DynamoError):  # what is behind the component does not answer: nobody knows
+                load = context.load_source() if context.load_source is not None else None
         return {
             "state": str(self._drain.phase),
             "reason": self._drain.reason,
@@ -416,9 +416,9 @@ class WorkerProcess:
             "run_id": identity.run_id,
             "pid": os.getpid(),
             "lease": self._held_lease(),
-            "in_flight": len(requests),
+            "in_flight": len(requests) + work.unnamed,
             "requests": requests[:SHOWN_REQUESTS],
-            "pulled": pulled,
+            "pulled": work.pulled,
             "remaining_tokens": None if load is None else load.remaining_tokens,
             "itl_ms": None if load is None else load.itl_ms,
         }

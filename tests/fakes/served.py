@@ -53,7 +53,7 @@ T = TypeVar("T")
 class Served:
     """One namespace on this host. `words` follow `dynamo serve`; the `frontend`, if there is one, takes any free port.
 
-    `files` (relative name -> text) make a working folder of the test's own instead of `examples/llm`.
+    `files` (relative name -> text) make a working folder of the test's own instead of `cwd`.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Served:
         namespace: str = "dynamo",
         env: Mapping[str, str] | None = None,
         files: Mapping[str, str] | None = None,
+        cwd: Path = EXAMPLE,
         beside: Served | None = None,
         frontend: bool = True,
         timeout_s: float = COMMAND_TIMEOUT_S,
@@ -72,7 +73,7 @@ class Served:
         # Short: a unix socket's path has 107 bytes, and pytest's folders alone have 80.
         self.folder = beside.folder if beside else Path(tempfile.mkdtemp(prefix="dl-"))
         self.namespace = namespace
-        self.cwd = EXAMPLE if files is None else self.folder / "app"
+        self.cwd = cwd if files is None else self.folder / "app"
         for name, text in (files or {}).items():
             path = self.cwd / name
             path.parent.mkdir(parents=True, exist_ok=True)

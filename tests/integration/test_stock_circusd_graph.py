@@ -146,7 +146,7 @@ async def test_scale_up_and_down(under: Guest) -> None:
 async def test_the_planner_scales_their_watchers() -> None:
     """A `Planner` section works there too: workers come with the load, go with it, and no request is lost."""
     sections = {
-        "VllmWorker": {"max-local-prefill-length": 1000, "sim": {"speed": 0.1, "num-gpu-blocks": 120}},
+        "VllmWorker": {"max-local-prefill-length": 1000, "sim": {"speed": 0.1, "num-gpu-blocks": 30}},
         "Planner": {
             "adjustment-interval": 1.5,
             "metric-pulling-interval": 0.25,

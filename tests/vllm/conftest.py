@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from dynamo_local.engines.vllm.checking import is_installed
+from tests.fakes.required import fail_where_skipped
 from tests.fakes.served import ROOT
 from tests.vllm.cases import answers
 from tests.vllm.hosts import VllmHost, cpu_host
@@ -29,9 +28,4 @@ def vllm_host(tmp_path_factory: pytest.TempPathFactory) -> VllmHost:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A skip here would look like a success."""
-    if not os.environ.get(REQUIRED) or exitstatus != pytest.ExitCode.OK:
-        return
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    skipped = len(reporter.stats.get("skipped", ())) if reporter is not None else 0
-    if skipped or not session.testscollected:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    fail_where_skipped(session, exitstatus, REQUIRED)

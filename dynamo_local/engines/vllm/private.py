@@ -1,13 +1,10 @@
 """What each engine on a host must have for itself: ports, a folder for its sockets, a cache.
 
-A lease is an *abstract* unix socket of that name: host-wide across users and namespaces, held by the process, and
-given back by the kernel when the process ends in whatever way. There is no file to go stale. TCP ports live in
-the same network namespace as these names do.
+Each is leased for the life of the process (`host_leases`).
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -18,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynamo_local.errors import EngineError
+from dynamo_local.host_leases import is_free, lease
 
 PORTS = range(20_000, 28_000)
 """Below 32768, where the kernel takes ports for outgoing connections: a port that is free now stays free."""
@@ -41,8 +39,8 @@ class Private:
     def close(self) -> None:
         """Remove the folder of sockets and let go of the leases. The cache stays: it makes the next start faster."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        for lease in self._leases:
-            lease.close()
+        for held in self._leases:
+            held.close()
         self._leases.clear()
 
 
@@ -54,8 +52,8 @@ def take(name: str, environ: Mapping[str, str]) -> Private:
         cache = _cache_folder(name, environ, leases)
         folder = _socket_folder(environ)
     except BaseException:
-        for lease in leases:
-            lease.close()
+        for held in leases:
+            held.close()
         raise
     host = environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or "127.0.0.1"
     environment = {
@@ -67,19 +65,6 @@ def take(name: str, environ: Mapping[str, str]) -> Private:
     return Private(host, port, environment, folder, leases)
 
 
-def lease(name: str) -> socket.socket | None:
-    """Hold that name until the socket is closed; None if somebody else on this host holds it."""
-    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        held.bind(f"\0dynamo-local/{name}")
-    except OSError as error:
-        held.close()
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise
-    return held
-
-
 def _port_block(name: str, leases: list[socket.socket]) -> int:
     """The first of `PORTS_PER_ENGINE` ports that nobody listens on. Each worker begins to look elsewhere."""
     blocks = len(PORTS) // PORTS_PER_ENGINE
@@ -89,21 +74,11 @@ def _port_block(name: str, leases: list[socket.socket]) -> int:
         held = lease(f"ports/{port}")
         if held is None:
             continue
-        if all(_is_free(port + offset) for offset in range(PORTS_PER_ENGINE)):
+        if all(is_free(port + offset) for offset in range(PORTS_PER_ENGINE)):
             leases.append(held)
             return port
         held.close()
     raise EngineError(f"no {PORTS_PER_ENGINE} free ports in a row between {PORTS.start} and {PORTS.stop} on this host")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-    return True
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:

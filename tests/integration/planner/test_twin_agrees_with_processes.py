@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -163,6 +163,7 @@ async def test_a_fixed_fleet_is_as_fast_as_its_twin(prefill: int, decode: int, r
 
 
 START_UP_S = 3.0
+PLANNED_SIM = replace(SIM, num_gpu_blocks=230)
 PLANNER = LoadOptions(
     adjustment_interval_s=3.0,
     metric_pulling_interval_s=0.5,
@@ -171,6 +172,7 @@ PLANNER = LoadOptions(
     decode_kv_scale_down_threshold=0.15,
 )
 PLANNER_WORDS = (
+    "--Common.sim.num-gpu-blocks=230",
     "--Planner.adjustment-interval=3",
     "--Planner.metric-pulling-interval=0.5",
     "--Planner.max-gpu-budget=5",
@@ -180,20 +182,34 @@ PLANNER_WORDS = (
 
 
 async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
-    """A load that rises and falls: at every moment the two fleets differ by one worker of a role at most."""
-    trace = poisson([(6.0, 0.7), (18.0, 3.0), (14.0, 0.7)], isl=1500, osl=40, seed=5)
+    """A load that rises and falls: at every moment the two fleets differ by one worker of a role at most.
+
+    The plateaus give loads well off the thresholds (0.9, 0.45 and 0.3 on one, two and three workers; then 0.08): with
+    one on a threshold, a decision hangs on a millisecond, in both worlds, and says nothing of the other.
+    """
+    trace = evenly([(9.0, 0.25), (30.0, 2.6), (27.0, 0.25)], isl=500, osl=160)
     start_up = f"--Common.sim.start-up-s={(START_UP_S - 1.0) * SPEED}"  # a process takes about a second besides
     with Served(*WORDS, start_up, *PLANNER_WORDS, "--planner") as served:
         watched = await play(served.start(), trace, planned=True)
-    run = run_case(trace, Case("", TwinOptions(sim=SIM, start_up_s=START_UP_S), PLANNER))
+    run = run_case(trace, Case("", TwinOptions(sim=PLANNED_SIM, start_up_s=START_UP_S), PLANNER))
     ready = counter(run)
-    assert max(counts["prefill"] + counts["decode"] for _, counts in watched.counts) > 2, "nothing was scaled"
     with unless_busy(watched):
+        assert max(counts["decode"] for _, counts in watched.counts) == 3
+        assert watched.counts[-1][1] == {"prefill": 1, "decode": 1}
         for at_s, counts in watched.counts:
             for role, count in counts.items():
                 near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
                 assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, twin {sorted(near)}"
         agree(watched, run)
+
+
+def evenly(rates: Sequence[tuple[float, float]], *, isl: int, osl: int) -> list[TraceRequest]:
+    """Arrivals at equal distances, `(seconds, rate)` after each other, the first at 0 s."""
+    found, begin_s = [], 0.0
+    for seconds, rate in rates:
+        found += [TraceRequest(begin_s + n / rate, isl, osl) for n in range(int(seconds * rate))]
+        begin_s += seconds
+    return found
 
 
 def counter(run: Run) -> Callable[[str, float], int]:

@@ -37,7 +37,10 @@ STATUS: dict[str, Any] = {
 }
 VALUES = {
     "served_model_name": "7",
-    "environment": "local",
+    "environment": "virtual",
+    "backend": "vllm",
+    "virtual_keys": "v0",
+    "virtual_max_wait": "60",
     "log_dir": "/tmp/boards",
     "metric_pulling_interval": "0.5",
     "adjustment_interval": "5",
@@ -93,7 +96,8 @@ def test_start_takes_every_option_in_either_spelling(
     monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter, spelling: str
 ) -> None:
     words = [f"--{name.replace('_', spelling)}={value}" for name, value in VALUES.items()]
-    assert dynamo(monkeypatch, "planner", "start", *words, f"--no{spelling}operation") == EXIT_OK
+    flags = [f"--no{spelling}operation", f"--virtual{spelling}blocking"]
+    assert dynamo(monkeypatch, "planner", "start", *words, *flags) == EXIT_OK
     ((command, asked),) = arbiter.asked
     assert command == "dynamo_planner_start"
     options = asked["options"]

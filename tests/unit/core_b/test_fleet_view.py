@@ -8,6 +8,7 @@ from dynamo_local.core import lifecycle as lc
 from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.gpus import GpuAsk, GpuLedger, shortage, shortage_in
 from dynamo_local.core.instructions import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack, course_after, intent
+from dynamo_local.core.scaling import decide_drain
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.serve.inventory import SimInventory
 from tests.fakes.fleet_views import PREFILL, fleet, name, on_ledger, worker
@@ -48,6 +49,16 @@ def test_entries_are_listed_from_the_bare_name_up() -> None:
     """By number, not by text: _10 comes after _2."""
     view = on_ledger([worker(n, "exited") for n in (10, 2, 0)], 0)
     assert [w.n for w in view.of("VllmWorker")] == [0, 2, 10]
+
+
+def test_a_worker_is_found_by_its_name_with_and_without_the_namespace() -> None:
+    """`dynamo scale` and `restart` speak of `VllmWorker`: who drains `VllmWorker_1` means the worker of that name."""
+    view = on_ledger([worker(0, "ready"), worker(1, "ready")], 2)
+    assert view.worker(name(1)) is view.worker("VllmWorker_1") is view.find("VllmWorker_1")
+    assert view.find("VllmWorker_2") is None
+    assert view.find("VllmWorker") is None, "that is the component"
+    drain = decide_drain(view, "VllmWorker_1", stimulus_id="test")
+    assert [step.name for step in drain.instructions] == [name(1)]
 
 
 @pytest.mark.parametrize(

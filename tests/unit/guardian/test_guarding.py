@@ -75,7 +75,7 @@ def test_a_child_whose_parent_is_dead_already_ends_at_once() -> None:
     """The kernel tells of a parent's death only who asked before it: the race between fork and prctl."""
     code = (
         "import signal, os\n"
-        "from dynamo_local.serve.processes import set_parent_death_signal\n"
+        "from dynamo_local.prctl import set_parent_death_signal\n"
         "set_parent_death_signal(signal.SIGKILL, os.getppid())\n"
         "set_parent_death_signal(signal.SIGKILL, 1 << 22)\n"
         "print('alive')\n"

@@ -1,0 +1,27 @@
+"""The two of Linux's `prctl` that keep hold of processes. Light: a runner imports this before it does anything else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a preexec function must not import
+
+
+def set_parent_death_signal(signum: int, parent: int | None = None) -> None:
+    """Ask the kernel to send us `signum` when the parent dies. Its thread counts: fork from the main thread.
+
+    A `parent` that died before the kernel was asked would never be noticed: then we end at once.
+    """
+    if _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def become_subreaper() -> None:
+    """Adopt the orphans of crashed workers instead of leaving them to pid 1."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

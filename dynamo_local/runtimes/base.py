@@ -1,0 +1,58 @@
+"""What a driver of a runtime is to the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from dynamo_local.errors import DynamoError
+from dynamo_local.runtimes.values import Sample
+
+
+class ChildEnded(DynamoError):
+    """The command has ended although nobody asked it to."""
+
+    code = "command_ended"
+
+
+class ChildSilent(DynamoError):
+    """The command does not answer, or not with what it should: what it does is unknown."""
+
+    code = "command_silent"
+
+
+class Driver(Protocol):
+    """One runtime's way with one command. Made once etcd and NATS are connected; used from one event loop."""
+
+    async def wait_ready(self) -> None:
+        """Return when the command answers, and its own registration (if it has one) is seen.
+
+        Bounded from outside by the start deadline, and cancelled when the command ends. Raises a `DynamoError` where
+        it never will be ready.
+        """
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """After `wait_ready`, for the ready key: `frontend_url`, and `leases` (hex, joined by commas) that the arbiter
+        revokes when this worker's process is gone, as it does with the worker's own."""
+        ...
+
+    async def sample(self) -> Sample:
+        """Ask the command now. Raises `ChildSilent`: what is not known is no 0."""
+        ...
+
+    async def take_out(self) -> None:
+        """From now on nothing new is routed to the command. Called again during a drain, so doing it twice changes
+        nothing; may be cancelled halfway. Raises `InfraUnavailable` where that cannot be done now."""
+        ...
+
+    async def put_back(self) -> None:
+        """The drain was taken back: it is routed to as before, also after a `take_out` that was broken off.
+
+        Raises `InfraUnavailable` where that cannot be done now, another `DynamoError` where it never can.
+        """
+        ...
+
+    async def lost(self) -> None:
+        """The command is gone: take away by what others would still route to it. Doing it twice changes nothing."""
+        ...

@@ -1,0 +1,230 @@
+"""The runtime `dynamo-1x`: Dynamo 1.x's own frontend and workers, unchanged.
+
+A worker of it registers itself in etcd, under a lease of its own: `v1/instances/<ns>/<component>/<endpoint>/<lease>`.
+Taking the key of `generate` away takes it out of routing within milliseconds while its streams finish; the same value
+under the same lease puts it back. SIGTERM is no drain on a real engine (its streams are cut), so it comes last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_local.core.types import Load, Role, lease_hex
+from dynamo_local.errors import ConfigError
+from dynamo_local.ports import KeyValue
+from dynamo_local.runtimes.base import ChildSilent
+from dynamo_local.runtimes.child import Child
+from dynamo_local.runtimes.config import CommandConfig
+from dynamo_local.runtimes.dynamo_1x_env import HTTP_PORT, OWNED, RPC_PORT, SYSTEM_PORT
+from dynamo_local.runtimes.launching import DYNAMO_1X
+from dynamo_local.runtimes.metrics_text import Metrics
+from dynamo_local.runtimes.probing import get, wait_ok
+from dynamo_local.runtimes.runner import CommandWorker
+from dynamo_local.runtimes.values import Sample
+from dynamo_local.sdk.context import WorkerContext
+
+log = logging.getLogger("dynamo_local.worker")
+
+INSTANCES = "v1/instances/"
+ENDPOINT = "generate"
+WORKER_LABEL = "worker_id"
+LOOK_EVERY_S = 0.02
+HTTP_OK = 200
+_KEY = re.compile(r"v1/instances/(?P<namespace>.+)/(?P<component>[^/]+)/(?P<endpoint>[^/]+)/(?P<lease>[0-9a-f]{1,16})")
+_TCP_PORT = re.compile(r"[^/]*:(\d{1,5})(?:/.*)?")
+KV_USE = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "sglang:token_usage",
+    "dynamo_component_gpu_cache_usage_percent",
+    "dynamo_component_kvstats_gpu_cache_usage_percent",
+)
+"""The share (0..1) of the KV cache in use, under the names that engines and Dynamo's versions give it."""
+KV_BLOCKS = ("dynamo_component_total_blocks", "dynamo_component_kvstats_total_blocks")
+WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+
+
+class DynamoConfig(CommandConfig):
+    """Keys of a section with `runtime: dynamo-1x`."""
+
+    def check_envs(self, envs: Mapping[str, str]) -> None:
+        for name in envs:
+            if name in OWNED:
+                raise ValueError(f"envs.{name} is set by dynamo serve itself; use `ports` for a fixed number")
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A worker's own key in Dynamo's registry."""
+
+    key: str
+    lease_id: int
+
+
+def own_instance(kvs: Iterable[KeyValue], rpc_port: int, label: str | None) -> Registered | None:
+    """Which of the registry's instances is the worker's that listens on that port; None while there is none.
+
+    `label` is the lease (hex) that its metrics name. Raises `ConfigError` where the two disagree: then another
+    process has its port, and what we would do to that lease would hit a stranger.
+    """
+    for kv in kvs:
+        found = _KEY.fullmatch(kv.key)
+        if found is None or found["endpoint"] != ENDPOINT or _port_of(kv.value) != rpc_port:
+            continue
+        lease = found["lease"]
+        if label is not None and label != lease:
+            raise ConfigError(
+                f"the instance at port {rpc_port} is registered under lease {lease}, but the worker there says that it "
+                f"is {label}: two workers share a port"
+            )
+        return Registered(kv.key, int(lease, 16))
+    return None
+
+
+def _port_of(value: bytes) -> int | None:
+    """Of an instance's TCP transport; None where it has none that can be read: the registry is open to others."""
+    try:
+        transport = json.loads(value)["transport"]["tcp"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    found = _TCP_PORT.fullmatch(transport) if isinstance(transport, str) else None
+    return None if found is None else int(found[1])
+
+
+def worker_sample(text: str) -> Sample:
+    """What a worker's metrics say. Raises `ChildSilent` where they do not say how many requests it has."""
+    metrics = _parsed(text)
+    in_flight = metrics.sum("dynamo_component_inflight_requests", dynamo_endpoint=ENDPOINT)
+    if in_flight is None:
+        raise ChildSilent("its metrics have no dynamo_component_inflight_requests of the endpoint generate")
+    waiting, kv_use = int(metrics.first(*WAITING) or 0), metrics.first(*KV_USE)
+    load = Load(
+        request_active_slots=max(0, int(in_flight) - waiting),
+        num_requests_waiting=waiting,
+        kv_total_blocks=int(metrics.first(*KV_BLOCKS) or metrics.label("num_gpu_blocks") or 0),
+        gpu_cache_usage_perc=math.nan if kv_use is None else kv_use,
+    )
+    return Sample(load, in_flight=int(in_flight))
+
+
+def frontend_sample(text: str) -> Sample:
+    """What the frontend's metrics say. It has no series for requests before its first one: then none are open."""
+    metrics = _parsed(text)
+    open_, queued = (metrics.sum(f"dynamo_frontend_{name}_requests") for name in ("inflight", "queued"))
+    pending = metrics.sum("dynamo_frontend_router_queue_pending_requests", worker_type="prefill")
+    waiting = int(queued or 0)
+    in_flight = int(open_ or 0)
+    load = Load(
+        request_active_slots=max(0, in_flight - waiting),
+        num_requests_waiting=waiting,
+        prefills_waiting=None if pending is None else int(pending),
+    )
+    return Sample(load, in_flight)
+
+
+def _parsed(text: str) -> Metrics:
+    try:
+        return Metrics(text)
+    except ValueError as error:
+        raise ChildSilent(f"its metrics cannot be read: {error}") from None
+
+
+class WorkerDriver:
+    """`base.Driver` of a decode, prefill or aggregated worker, or of any other that registers `generate`."""
+
+    def __init__(self, context: WorkerContext, child: Child) -> None:
+        self._kv = context.kv
+        self._rpc_port = child.launch.ports[RPC_PORT]
+        self._system = f"http://127.0.0.1:{child.launch.ports[SYSTEM_PORT]}"
+        self._registered: Registered | None = None
+        self._value: bytes | None = None
+
+    async def wait_ready(self) -> None:
+        await wait_ok(f"{self._system}/health")
+        while True:
+            label = _parsed(await self._metrics()).label(WORKER_LABEL)
+            kvs, _revision = await self._kv.get_prefix(INSTANCES)
+            self._registered = own_instance(kvs, self._rpc_port, label)
+            if self._registered is not None:
+                log.info("the command is registered as %s", self._registered.key)
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def facts(self) -> Mapping[str, str]:
+        return {} if self._registered is None else {"leases": lease_hex(self._registered.lease_id)}
+
+    async def sample(self) -> Sample:
+        return worker_sample(await self._metrics())
+
+    async def _metrics(self) -> str:
+        status, text = await get(f"{self._system}/metrics")
+        if status != HTTP_OK:
+            raise ChildSilent(f"{self._system}/metrics answers {status}")
+        return text
+
+    async def take_out(self) -> None:
+        """Save and delete the key. It is looked at again each time: the worker itself may have put it back."""
+        if self._registered is None:
+            return
+        found = await self._kv.get(self._registered.key)
+        if found is not None:
+            self._value = found.value
+            await self._kv.delete(self._registered.key)
+
+    async def put_back(self) -> None:
+        """Raises `LeaseNotFound` where the worker's lease is gone: it cannot come back, and will end by itself."""
+        if self._registered is not None and self._value is not None:
+            await self._kv.put(self._registered.key, self._value, self._registered.lease_id)
+
+    async def lost(self) -> None:
+        if self._registered is not None:
+            await self._kv.revoke(self._registered.lease_id)
+
+
+class FrontendDriver:
+    """`base.Driver` of Dynamo's frontend: clients come to its port, so nothing but its end takes it out of routing."""
+
+    def __init__(self, child: Child) -> None:
+        self._url = f"http://127.0.0.1:{child.launch.ports[HTTP_PORT]}"
+
+    async def wait_ready(self) -> None:
+        await wait_ok(f"{self._url}/health")
+
+    def facts(self) -> Mapping[str, str]:
+        return {"frontend_url": self._url}
+
+    async def sample(self) -> Sample:
+        status, text = await get(f"{self._url}/metrics")
+        if status != HTTP_OK:
+            raise ChildSilent(f"{self._url}/metrics answers {status}")
+        return frontend_sample(text)
+
+    async def take_out(self) -> None:
+        return None
+
+    async def put_back(self) -> None:
+        return None
+
+    async def lost(self) -> None:
+        return None
+
+
+class DynamoWorker(CommandWorker):
+    """A worker that is one of Dynamo 1.x's processes."""
+
+    runtime = DYNAMO_1X
+
+    def make_driver(self, context: WorkerContext, child: Child) -> WorkerDriver | FrontendDriver:
+        config: DynamoConfig = context.settings
+        return FrontendDriver(child) if config.role is Role.FRONTEND else WorkerDriver(context, child)
+
+
+CONFIG: Any = DynamoConfig
+COMPONENT = DynamoWorker

@@ -1,0 +1,54 @@
+"""From a section of the configuration to a `Launch`. Light: nothing but this runs before the command is started.
+
+The section was checked when the graph was planned (`runtimes.config`), so nothing is checked here again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo_local.runtimes import dynamo_1x_env, placeholders
+from dynamo_local.runtimes.ports import Ports
+from dynamo_local.runtimes.values import Launch
+
+DYNAMO_1X, HTTP, NONE = "dynamo-1x", "http", "none"
+
+NOT_FOR_COMMANDS = ("DYNAMO_SERVICE_CONFIG", "DYN_NATS_TOKEN_FILE")
+"""Of the worker's environment, what only we read: the options of every service, and our own NATS token."""
+
+
+def ports_wanted(runtime: str, section: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of all ports of one worker: those of its command, and those of its runtime."""
+    names = placeholders.port_names(placeholders.words_of(section["command"]))
+    own = dynamo_1x_env.port_names(section) if runtime == DYNAMO_1X else ()
+    return tuple(dict.fromkeys((*names, *own)))
+
+
+def prepare(section: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Launch, Ports]:
+    """The command with its placeholders filled in, its environment, and the ports that it holds.
+
+    Raises `ConfigError` where a port cannot be had, `OSError` where NATS's token cannot be read.
+    """
+    runtime = str(section.get("runtime", NONE))
+    watcher = environ["DYN_WATCHER_NAME"]
+    ports = Ports(watcher, ports_wanted(runtime, section), section.get("ports") or {})
+    argv = placeholders.fill(
+        placeholders.words_of(section["command"]),
+        namespace=environ["DYN_NAMESPACE"],
+        watcher=watcher,
+        model=section.get("model"),
+        ports=ports.numbers,
+    )
+    env = {name: value for name, value in environ.items() if name not in NOT_FOR_COMMANDS}
+    env["PATH"] = search_path(environ)
+    if runtime == DYNAMO_1X:
+        env.update(dynamo_1x_env.environment(ports.numbers, environ))
+    return Launch(argv, env, ports.numbers), ports
+
+
+def search_path(environ: Mapping[str, str]) -> str:
+    """Where programs are looked for: first beside the Python that runs us, so that `python` is that one."""
+    return os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])

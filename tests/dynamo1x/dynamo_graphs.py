@@ -1,0 +1,152 @@
+"""The shipped graphs of Dynamo's own processes, load through Dynamo's own frontend, and what is seen of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+from openai import AsyncOpenAI
+
+from tests.fakes.served import ROOT, Served, auntil
+
+EXAMPLE = ROOT / "examples" / "dynamo_1x"
+MODEL = "tiny"
+TOKENS = (4, 20, 60)
+"""Of the load's streams, in turn."""
+LISTED_S = 30.0
+INSTANCES = "v1/instances/"
+
+
+def graph(name: str, *words: str, **more: Any) -> Served:
+    """`examples/dynamo_1x/NAME.yaml` on any free port."""
+    return Served("--Frontend.ports.http=0", *words, target=("-f", f"{name}.yaml"), cwd=EXAMPLE, frontend=False, **more)
+
+
+WITHOUT_MIGRATION = "--Frontend.command=python -m dynamo.frontend --router-mode round-robin --migration-limit 0"
+
+
+async def listed(served: Served) -> None:
+    """The frontend lists the model: every role that it needs has a worker that it knows of."""
+    async with served.client() as client:
+        async with asyncio.timeout(LISTED_S):
+            while MODEL not in [model.id async for model in client.models.list()]:
+                await asyncio.sleep(0.05)
+
+
+@dataclass
+class Load:
+    """What became of a load's requests. `open_` are under way now."""
+
+    right: int = 0
+    open_: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def check(self, at_least: int) -> None:
+        """No request failed or was cut, and there were that many."""
+        assert self.failures == [], (len(self.failures), self.failures[:5])
+        assert self.right >= at_least, self.right
+
+
+async def ask(client: AsyncOpenAI, prompt: str, tokens: int, *, started: asyncio.Event | None = None) -> int:
+    """Stream one chat of exactly so many tokens; how many there were. Raises what the client raises."""
+    count, finished = 0, None
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True, "nvext": {"ignore_eos": True}},
+    )
+    async with stream:
+        async for chunk in stream:
+            if chunk.usage is not None:
+                count = chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                finished = choice.finish_reason or finished
+                if started is not None:
+                    started.set()
+    if finished is None or count != tokens:
+        raise AssertionError(f"a stream of {tokens} tokens ended after {count} with {finished}")
+    return count
+
+
+@asynccontextmanager
+async def load(served: Served, clients: int = 6) -> AsyncIterator[Load]:
+    """So many clients, each with one stream after the other, without retries, until the block ends."""
+    found, stop = Load(), asyncio.Event()
+
+    async def one(http: AsyncOpenAI, number: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            tokens = TOKENS[(number + turn) % len(TOKENS)]
+            found.open_ += 1
+            try:
+                await ask(http, f"client {number} asks for the {turn}th time what a drain is", tokens)
+            except Exception as error:
+                found.failures.append(f"{type(error).__name__}: {error}")
+            else:
+                found.right += 1
+            finally:
+                found.open_ -= 1
+
+    async with served.client() as http:
+        tasks = [asyncio.create_task(one(http, number)) for number in range(clients)]
+        try:
+            await auntil(lambda: found.right or found.failures, 30.0)
+            yield found
+        finally:
+            stop.set()
+            await asyncio.gather(*tasks)
+
+
+async def until_right(found: Load, count: int, timeout_s: float = 60.0) -> None:
+    """So many requests more have been answered."""
+    wanted = found.right + count
+    await auntil(lambda: found.right >= wanted, timeout_s, what=lambda: (found.right, wanted, found.failures[:3]))
+
+
+def instances(served: Served, component: str = "backend") -> list[str]:
+    """Keys of Dynamo's registry by which workers of that component are routed to."""
+    keys = served.keys(f"{INSTANCES}{served.namespace}/{component}/")
+    return [key for key in keys if "/generate/" in key]
+
+
+def commands_of(served: Served, name: str) -> list[int]:
+    """Pids of what the runner of that worker (name without namespace) started."""
+    return [child.pid for child in psutil.Process(served.pids()[name]).children()]
+
+
+def listening(served: Served) -> list[tuple[str, str, int]]:
+    """`(command, address, port)` of each TCP or UDP socket on which a process of the graph takes what comes."""
+    found = []
+    for pid, line in served.processes():
+        try:
+            connections = psutil.Process(pid).net_connections(kind="inet")
+        except psutil.NoSuchProcess:
+            continue
+        found += [
+            (line[:60], connection.laddr.ip, connection.laddr.port)
+            for connection in connections
+            if connection.status == psutil.CONN_LISTEN or (connection.laddr and not connection.raddr)
+        ]
+    return found
+
+
+def in_flight(served: Served, name: str) -> int:
+    """Requests that the worker is said to hold."""
+    load = served.worker(name)["load"]
+    return 0 if load is None else int(load["request_active_slots"] + load["num_requests_waiting"])
+
+
+def json_of(served: Served, *words: str) -> Any:
+    """What a command says with `--json`."""
+    done = served.cli(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

@@ -1,0 +1,98 @@
+"""Dynamo 1.x's frontend and aggregated mockers under `dynamo serve`: they come, go and are seen like native workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.dynamo1x.dynamo_graphs import (
+    ask,
+    commands_of,
+    graph,
+    in_flight,
+    instances,
+    json_of,
+    listed,
+    listening,
+    load,
+    until_right,
+)
+from tests.fakes.scaled import ascale, command, events, kinds, names, settled
+from tests.fakes.served import auntil
+
+pytestmark = [pytest.mark.timeout(300)]
+
+START_S = 60.0
+LEAVE_S = 60.0
+
+
+@pytest.mark.short
+async def test_workers_come_and_go_under_load_without_a_failed_request() -> None:
+    """1 to 4 to 1: each new one is routed to, each that leaves finishes its streams, and nothing is left of it."""
+    with graph("agg") as served:
+        served.start()
+        await listed(served)
+        async with load(served) as found:
+            await ascale(served, "Mocker", "4")
+            await auntil(lambda: len(names(served, "Mocker")) == 4, START_S, what=served.states)
+            assert len(instances(served)) == 4
+            await until_right(found, 200)
+            await ascale(served, "Mocker", "1")
+            await auntil(lambda: names(served, "Mocker") == ["Mocker"], LEAVE_S, what=served.states)
+            await settled(served)
+            assert len(instances(served)) == 1
+            await until_right(found, 500 - min(found.right, 490))
+        found.check(500)
+        for name in ("Mocker_1", "Mocker_2", "Mocker_3"):
+            left = [event for event in events(served, name) if event["event"] == "ProcessExited"]
+            assert [event["exit_code"] for event in left] == [0], kinds(events(served, name))
+
+
+async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
+    """Out of routing while its long streams run; called back, the same process is routed to again."""
+    with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
+        served.start()
+        await listed(served)
+        before, child = instances(served), commands_of(served, "Mocker_1")
+        async with served.client() as client:
+            began = [asyncio.Event() for _ in range(6)]
+            tasks = [
+                asyncio.create_task(ask(client, f"a long answer, the {n}th", 2000, started=event))
+                for n, event in enumerate(began)
+            ]
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), 30.0)
+            await auntil(lambda: in_flight(served, "Mocker_1") > 0, what=served.status)
+            await asyncio.to_thread(command, served, "drain", name="dynamo_Mocker_1")
+            await auntil(lambda: len(instances(served)) == 1, what=lambda: served.keys("v1/"))
+            assert served.states()["Mocker_1"] == "draining"
+            assert served.worker("Mocker_1")["drain"]["left_requests"] > 0
+            await asyncio.to_thread(command, served, "drain", name="dynamo_Mocker_1", cancel=True)
+            await auntil(lambda: instances(served) == before, what=lambda: served.keys("v1/"))
+            assert served.states()["Mocker_1"] == "ready"
+            assert commands_of(served, "Mocker_1") == child
+            assert await asyncio.wait_for(asyncio.gather(*tasks), 60.0) == [2000] * 6
+        async with load(served) as found:
+            await until_right(found, 20)
+        found.check(20)
+
+
+async def test_they_are_seen_like_native_workers_and_listen_on_loopback_alone() -> None:
+    """Statefile, status, top, events, circusctl; no socket of any process is open to another host."""
+    with graph("agg") as served:
+        served.start()
+        await listed(served)
+        entry = served.statefile()["components"]["dynamo_Mocker"]
+        worker = served.worker("Mocker")
+        assert (entry["state"], entry["pid"], entry["lease"]) == ("ready", worker["pid"], worker["lease"])
+        assert entry["cmd"].endswith("-m dynamo_local.serve.serve_command --service-name Mocker")
+        assert worker["role"] == "aggregated"
+        await auntil(lambda: served.worker("Mocker")["load"] is not None, what=served.status)
+        assert {row["watcher_name"] for row in json_of(served, "status")["workers"]} >= {"dynamo_Mocker"}
+        top = served.cli("top", "--json", "--once")
+        assert "dynamo_Mocker" in top.stdout, top.stderr
+        assert kinds(events(served, "Mocker"))[:3] == ["SpawnRequested", "Spawned", "Registered"]
+        assert "dynamo_mocker" in served.cli("ctl", "list").stdout.lower()
+        open_to_others = [found for found in listening(served) if found[1] not in ("127.0.0.1", "::1")]
+        assert open_to_others == []
+        assert listening(served)

@@ -1,0 +1,107 @@
+"""What dies, and what goes away, around Dynamo 1.x's workers: little is lost, and all of it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from tests.dynamo1x.dynamo_graphs import (
+    WITHOUT_MIGRATION,
+    Load,
+    commands_of,
+    graph,
+    in_flight,
+    instances,
+    listed,
+    load,
+    until_right,
+)
+from tests.fakes.scaled import names
+from tests.fakes.served import Served, auntil
+
+pytestmark = [pytest.mark.timeout(400)]
+
+BACK_S = 60.0
+CLIENTS = 8
+
+
+async def _kill_one(served: Served, found: Load, victim: str) -> None:
+    """Kill a worker's runner, or its command, with SIGKILL under load; return when it is back."""
+    old = served.pids()["Mocker_1"]
+    await auntil(lambda: in_flight(served, "Mocker_1") > 0, what=served.status)
+    os.kill(old if victim == "runner" else commands_of(served, "Mocker_1")[0], signal.SIGKILL)
+    await auntil(lambda: served.pids().get("Mocker_1") not in (None, old), BACK_S, what=served.states)
+    await auntil(lambda: len(names(served, "Mocker")) == 3, BACK_S, what=served.states)
+    await until_right(found, 30)
+
+
+@pytest.mark.parametrize("victim", ["runner", "command"])
+async def test_a_killed_worker_costs_at_most_its_own_streams(victim: str) -> None:
+    """Without migration: with so many clients and three workers no more than those that it had are cut."""
+    with graph("agg", WITHOUT_MIGRATION, "--Mocker.ServiceArgs.workers=3") as served:
+        served.start()
+        await listed(served)
+        async with load(served, CLIENTS) as found:
+            await until_right(found, 30)
+            await _kill_one(served, found, victim)
+        assert len(found.failures) <= CLIENTS // 2, found.failures
+        assert len(instances(served)) == 3
+
+
+@pytest.mark.parametrize("victim", ["runner", "command"])
+async def test_a_killed_worker_costs_nothing_with_migration(victim: str) -> None:
+    """Its streams go on elsewhere."""
+    with graph("agg", "--Mocker.ServiceArgs.workers=3") as served:
+        served.start()
+        await listed(served)
+        async with load(served, CLIENTS) as found:
+            await until_right(found, 30)
+            await _kill_one(served, found, victim)
+        found.check(60)
+
+
+async def test_a_short_absence_of_etcd_goes_unnoticed() -> None:
+    """Six seconds without etcd: no request fails, no worker ends."""
+    with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
+        served.start()
+        await listed(served)
+        pids = served.pids()
+        etcd = served.server_pid("etcd")
+        assert etcd is not None
+        async with load(served) as found:
+            os.kill(etcd, signal.SIGSTOP)
+            gone_s = time.monotonic()
+            await auntil(lambda: time.monotonic() - gone_s > 5.5, 10.0)
+            os.kill(etcd, signal.SIGKILL)
+            await auntil(lambda: served.server_pid("etcd") not in (None, etcd), 10.0)
+            await asyncio.sleep(0)
+            seen = found.right
+            await auntil(lambda: found.right > seen + 50, 60.0, what=lambda: found.failures)
+        found.check(50)
+        assert served.pids() == pids
+
+
+async def test_what_a_long_absence_of_etcd_ended_comes_back() -> None:
+    """A minute without etcd ends Dynamo's processes (their own rule, 45 s): all are started again, and serve."""
+    with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
+        served.start()
+        await listed(served)
+        pids = served.pids()
+        etcd = served.server_pid("etcd")
+        assert etcd is not None
+        os.kill(etcd, signal.SIGSTOP)
+        gone_s = time.monotonic()
+        await auntil(lambda: time.monotonic() - gone_s > 60.0, 70.0)
+        os.kill(etcd, signal.SIGCONT)
+        await auntil(
+            lambda: set(served.states().values()) == {"ready"} and len(instances(served)) == 2, 90.0, what=served.states
+        )
+        assert served.pids() != pids
+        await listed(served)
+        async with load(served) as found:
+            await until_right(found, 50)
+        found.check(50)

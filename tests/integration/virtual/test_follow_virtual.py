@@ -1,0 +1,244 @@
+"""`dynamo serve --follow virtual` on real processes, driven by a planner that was written from the protocol alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from dynamo_local.errors import EXIT_BAD_INPUT
+from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.serve.processes import is_alive
+from tests.fakes.scaled import events, load, names, settled
+from tests.fakes.served import Served, auntil, until
+from tests.fakes.servers import RealEtcd
+from tests.fakes.virtual import ForeignPlanner
+
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
+
+P, D = "PrefillWorker", "VllmWorker"
+NOT_YET_S = 1.0
+"""How long a thing that must not happen is waited for."""
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEtcd]:
+    """Of this module's own, free to be killed and started again."""
+    server = RealEtcd(tmp_path_factory.mktemp("etcd"))
+    server.start_now()
+    yield server
+    server.stop_now()
+
+
+@pytest.fixture(scope="module")
+def shared(etcd: RealEtcd) -> Iterator[Served]:
+    """The shipped disaggregated graph on eight simulated GPUs, following."""
+    with Served("--follow", "virtual", env={"ETCD_ENDPOINTS": etcd.endpoint}) as served:
+        yield served.start()
+
+
+@pytest.fixture
+async def store(etcd: RealEtcd) -> AsyncIterator[EtcdStore]:
+    """The planner's own connection."""
+    found = await EtcdStore.connect_when_up(etcd.endpoint, 10.0)
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def planner(shared: Served, store: EtcdStore) -> AsyncIterator[ForeignPlanner]:
+    """It goes on counting where the test before left off, and leaves one worker of each role."""
+    planner = ForeignPlanner(store)
+    planner.decision_id = await planner.get("decision_id")
+    yield planner
+    await planner.acknowledged(await planner.decide(prefill=1, decode=1))
+    await settled(shared)
+
+
+def follow(served: Served) -> dict:
+    """What `dynamo status --json` says of it."""
+    found: dict = served.status()["follow"]
+    return found
+
+
+async def phase(served: Served, wanted: str, decision_id: int) -> dict:
+    """The same, once it stands there."""
+    await auntil(
+        lambda: (follow(served)["phase"], follow(served)["decision_id"]) == (wanted, decision_id),
+        what=lambda: follow(served),
+    )
+    return follow(served)
+
+
+async def test_one_three_one_under_load_is_acknowledged_when_it_is_so_and_loses_nothing(
+    shared: Served, planner: ForeignPlanner
+) -> None:
+    async with load(shared) as streams:
+        up = await planner.decide(prefill=1, decode=3)
+        await planner.acknowledged(up)
+        assert names(shared, D) == [D, f"{D}_1", f"{D}_2"]
+        down = await planner.decide(prefill=1, decode=1)
+        await planner.acknowledged(down)
+        assert names(shared, D) == [D]
+    streams.check(at_least=20)
+    status = follow(shared)
+    assert (status["phase"], status["scaled_decision_id"], status["reason"]) == ("done", down, None)
+    causes = {record["stimulus_id"] for record in events(shared, f"{D}_2")}
+    assert {f"virtual:{up}", f"virtual:{down}"} <= causes
+    phases = [(record["stimulus_id"], record["to"]) for record in events(shared, "follow")]
+    assert phases[-4:] == [(f"virtual:{n}", to) for n in (up, down) for to in ("under_way", "done")]
+
+
+async def test_both_roles_at_once(shared: Served, planner: ForeignPlanner) -> None:
+    await planner.acknowledged(await planner.decide(prefill=2, decode=2))
+    assert (names(shared, P), names(shared, D)) == ([P, f"{P}_1"], [D, f"{D}_1"])
+
+
+async def test_without_gpus_it_is_not_acknowledged_and_everybody_is_told_why(
+    shared: Served, planner: ForeignPlanner
+) -> None:
+    number = await planner.decide(prefill=1, decode=9)
+    status = await phase(shared, "refused", number)
+    assert status["reason"].startswith("VllmWorker=9: ")
+    assert "GPU" in status["reason"]
+    with pytest.raises(TimeoutError):
+        await planner.acknowledged(number, NOT_YET_S)
+    assert names(shared, D) == [D]
+    shown = shared.cli("status").stdout
+    assert f"follow    virtual (v1/dynamo/planner/): decision {number} (prefill=1, decode=9) cannot be carried" in shown
+    assert f"note      follow: decision {number} (prefill=1, decode=9) cannot be carried out: VllmWorker=9" in shown
+    assert f"decision {number}" in shared.cli("planner", "status").stdout
+    told = shared.cli("events", "--worker", "follow", "-n", "1").stdout
+    assert f"-> refused (PlannerDecision by virtual:{number}: VllmWorker=9: " in told
+
+
+async def test_the_last_ready_worker_is_never_forced_out(shared: Served, planner: ForeignPlanner) -> None:
+    number = await planner.decide(prefill=1, decode=0)
+    status = await phase(shared, "refused", number)
+    assert "the last ready worker of VllmWorker" in status["reason"]
+    assert names(shared, D) == [D]
+
+
+async def test_a_newer_decision_replaces_the_one_under_way(shared: Served, planner: ForeignPlanner) -> None:
+    first = await planner.decide(prefill=1, decode=5)
+    await phase(shared, "under_way", first)
+    second = await planner.decide(prefill=1, decode=2)
+    await planner.acknowledged(second)
+    assert names(shared, D) == [D, f"{D}_1"]
+
+
+async def test_a_value_that_is_no_number_is_told_and_changes_nothing(shared: Served, planner: ForeignPlanner) -> None:
+    await planner.put("num_decode_workers", "many")
+    planner.decision_id += 1
+    await planner.put("decision_id", planner.decision_id)
+    status = await phase(shared, "unreadable", planner.decision_id)
+    assert status["reason"].startswith("num_decode_workers is 'many'")
+    with pytest.raises(TimeoutError):
+        await planner.acknowledged(planner.decision_id, NOT_YET_S)
+    assert (names(shared, P), names(shared, D)) == ([P], [D])
+    assert "nothing is changed: num_decode_workers is 'many'" in shared.cli("status").stdout
+
+
+async def test_it_survives_a_restart_of_etcd(shared: Served, planner: ForeignPlanner, etcd: RealEtcd) -> None:
+    before = shared.pids()
+    etcd.stop_now()
+    await auntil(lambda: "etcd does not answer" in (follow(shared)["reason"] or ""), what=lambda: follow(shared))
+    etcd.start_now()
+    await auntil(lambda: follow(shared)["reason"] is None, what=lambda: follow(shared))
+    await planner.acknowledged(await planner.decide(prefill=1, decode=2))
+    assert names(shared, D) == [D, f"{D}_1"]
+    assert before.items() <= shared.pids().items()
+
+
+async def test_a_planner_here_is_refused_while_it_follows_another(shared: Served, planner: ForeignPlanner) -> None:
+    done = shared.cli("planner", "start")
+    assert done.returncode == 1
+    assert "carries out another planner's decisions (--follow)" in done.stderr
+    assert shared.status()["planner"]["state"] == "stopped"
+
+
+# --- graphs of their own ----------------------------------------------------------------------------
+
+APP = """\
+from dynamo_local.sdk import endpoint, service
+
+
+@service(name="{name}", resources={{"gpu": 1}})
+class Worker:
+    @endpoint()
+    async def generate(self, request: dict):
+        yield {{}}
+"""
+
+
+def alone(*words: str, name: str = "VllmWorker", **more: str) -> Served:
+    """One component without a frontend: quick to start. By its name it is a decode worker."""
+    app = {"app.py": APP.format(name=name), **{f"{key}.yaml": text for key, text in more.items()}}
+    return Served("--gpus", "sim:4", *words, target=("app:Worker",), files=app, frontend=False)
+
+
+async def test_a_graph_without_prefill_takes_the_decode_number_under_the_old_layout_too() -> None:
+    with alone("--follow", "virtual", "--follow-keys", "v0") as served:
+        served.start()
+        store = await EtcdStore.connect(served.status()["etcd_endpoints"])
+        planner = ForeignPlanner(store, layout="v0")
+        for decode in (3, 1):
+            await planner.acknowledged(await planner.decide(decode=decode))
+            assert len(names(served, D)) == decode
+        assert served.keys("/dynamo/planner/scaled_decision_id") == ["/dynamo/planner/scaled_decision_id"]
+        number = await planner.decide(prefill=1, decode=1)
+        assert "no prefill component" in (await phase(served, "refused", number))["reason"]
+        await store.close()
+
+
+async def test_an_adopted_run_goes_on_following() -> None:
+    """What was decided while nobody was there included; without saying --follow again."""
+    with alone("--on-arbiter-death", "keep") as served:
+        done = served.cli(*served.serve_words("--follow", "virtual", "--detach"), timeout_s=90.0)
+        assert done.returncode == 0, done.stderr
+        store = await EtcdStore.connect(served.status()["etcd_endpoints"])
+        planner = ForeignPlanner(store)
+        await planner.acknowledged(await planner.decide(decode=2))
+        old, before = served.status()["arbiter_pid"], served.pids()
+        os.kill(old, signal.SIGKILL)
+        until(lambda: not is_alive(old))
+        number = await planner.decide(decode=3)
+        done = served.cli(*served.serve_words("--adopt", "--detach"), timeout_s=90.0)
+        assert done.returncode == 0, done.stderr
+        await planner.acknowledged(number)
+        assert before.items() <= served.pids().items()
+        assert served.statefile()["follow"] == {"environment": "virtual", "keys": "v1"}
+        await store.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--follow", "virtual", "--planner"), "--follow virtual carries out another planner's decisions"),
+        (("--follow", "virtual", "-f", "planned.yaml"), "Planner section starts one here: say --no-planner"),
+        (("--follow-keys", "v0"), "--follow-keys says where the keys of --follow are: say --follow virtual, too"),
+        (("--follow", "kubernetes"), "'kubernetes' is not 'virtual'"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_before_anything_starts(words: tuple[str, ...], told: str) -> None:
+    with alone(*words, planned="Planner: {}\n") as served:
+        done = served.cli(*served.serve_words("--detach"))
+    assert done.returncode == EXIT_BAD_INPUT, done.stderr
+    assert told in done.stderr
+
+
+def test_a_section_that_does_not_start_its_planner_is_no_hindrance() -> None:
+    with alone("--follow", "virtual", "-f", "off.yaml", off="Planner: {enabled: false}\n") as served:
+        done = served.cli(*served.serve_words("--dry-run", "--json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["follow"] == "v1/dynamo/planner/"
+
+
+def test_a_graph_without_a_decode_component_cannot_follow() -> None:
+    with alone("--follow", "virtual", name="Alone") as served:
+        done = served.cli(*served.serve_words("--detach"))
+    assert done.returncode == EXIT_BAD_INPUT
+    assert "--follow virtual: it scales a graph with one decode (or aggregated) component; it has none" in done.stderr

@@ -1,0 +1,114 @@
+"""Planner's side and environment's side of the virtual connector on a real etcd, each as in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.core.virtual import Layout, PlannerDecision
+from dynamo_local.planner.local_connector import Refused
+from dynamo_local.planner.virtual_connector import VirtualConnector, Written
+from dynamo_local.planner.virtual_keys import VirtualKeys
+from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.virtual import VirtualConnectorClient
+from tests.fakes.servers import RealEtcd
+
+pytestmark = pytest.mark.infra
+
+P, D = "PrefillWorker", "VllmWorker"
+SOON_S = 10.0
+
+
+@asynccontextmanager
+async def connected(endpoint: str, namespace: str, layout: Layout, **options: bool) -> AsyncIterator[VirtualConnector]:
+    """A planner's connector."""
+    store = await EtcdStore.connect(endpoint)
+    connector = VirtualConnector(
+        VirtualKeys(store, namespace, layout),
+        AsyncioClock(),
+        prefill=P,
+        decode=D,
+        counts=lambda: {P: 1, D: 1},
+        **options,
+    )
+    await connector.start()
+    try:
+        yield connector
+    finally:
+        await connector.close()
+        await store.close()
+
+
+async def soon(condition: Callable[[], Awaitable[bool]] | Callable[[], bool]) -> None:
+    """Return when it holds."""
+    async with asyncio.timeout(SOON_S):
+        while True:
+            found = condition()
+            if found if isinstance(found, bool) else await found:
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+async def test_decisions_reach_the_environment_and_its_word_comes_back(
+    etcd_server: RealEtcd, namespace: str, layout: Layout, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = etcd_server.endpoint
+    async with (
+        connected(endpoint, namespace, layout) as planner,
+        VirtualConnectorClient(namespace, endpoint, layout=layout) as environment,
+    ):
+        assert await environment.get() == PlannerDecision(-1, -1, -1)
+        for number, decode in enumerate((3, 1)):
+            assert await planner.set_component_replicas({P: 1, D: decode}) == Written(number)
+            assert isinstance(await planner.set_component_replicas({P: 1, D: 7}), Refused)
+            assert await environment.wait(SOON_S)
+            decision = await environment.get()
+            assert decision == PlannerDecision(1, decode, number)
+            await environment.complete(decision)
+            await soon(lambda: not planner.pending())
+        with caplog.at_level(logging.INFO):
+            assert await planner.set_component_replicas({P: 1, D: 1}) == Written(None)
+    assert "No scaling needed (prefill=1, decode=1), skipping ETCD update" in caplog.messages
+
+
+async def test_a_blocking_planner_goes_on_when_the_environment_has_done_it(
+    etcd_server: RealEtcd, namespace: str
+) -> None:
+    endpoint = etcd_server.endpoint
+    async with (
+        connected(endpoint, namespace, Layout.V1, blocking=True) as planner,
+        VirtualConnectorClient(namespace, endpoint) as environment,
+    ):
+        deciding = asyncio.ensure_future(planner.set_component_replicas({P: 1, D: 2}))
+        assert await environment.wait(SOON_S)
+        assert not deciding.done()
+        await environment.complete(await environment.get())
+        async with asyncio.timeout(SOON_S):
+            assert await deciding == Written(0, acknowledged=True)
+
+
+async def test_both_survive_a_restart_of_etcd(own_etcd: RealEtcd, namespace: str) -> None:
+    endpoint = own_etcd.endpoint
+    async with (
+        connected(endpoint, namespace, Layout.V1) as planner,
+        VirtualConnectorClient(namespace, endpoint) as environment,
+    ):
+        await planner.set_component_replicas({P: 1, D: 2})
+        assert await environment.wait(SOON_S)
+        decision = await environment.get()
+        await asyncio.to_thread(own_etcd.stop_now)
+        refused = await planner.set_component_replicas({P: 1, D: 3})
+        assert isinstance(refused, Refused)
+        assert refused.code == "etcd_unavailable"
+        await asyncio.to_thread(own_etcd.start_now)
+        await environment.complete(decision)
+        await soon(lambda: not planner.pending())
+        assert await planner.set_component_replicas({P: 1, D: 3}) == Written(1)
+        assert await environment.wait(SOON_S)
+        assert await environment.get() == PlannerDecision(1, 3, 1)

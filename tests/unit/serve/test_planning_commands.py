@@ -1,0 +1,82 @@
+"""What waits for a prefill where prefill workers are commands: in them, and in the frontends' routers."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_local.core.types import Load, Missing, Role, WorkerState
+from dynamo_local.planner.values import Reading
+from dynamo_local.serve.planning import ArbiterWorld
+from dynamo_local.serve.sampling import LoadsSample
+from tests.fakes.hand_clock import HandClock
+
+READY, STARTING = WorkerState.READY, WorkerState.STARTING
+FRONTEND = Load(num_requests_waiting=50, prefills_waiting=3)
+
+
+def worker(name: str, role: Role, state: WorkerState = READY) -> Any:
+    """As the fleet has it."""
+    return SimpleNamespace(name=name, state=state, plan=SimpleNamespace(role=role, component=name.split("_")[0]))
+
+
+FLEET = [
+    worker("Frontend", Role.FRONTEND),
+    worker("Decode", Role.DECODE),
+    worker("Prefill", Role.PREFILL),
+    worker("Prefill_1", Role.PREFILL),
+    worker("Prefill_2", Role.PREFILL, STARTING),
+]
+
+
+async def waiting(loads: dict[str, tuple[Load, float]], failed: Missing | None = None) -> Any:
+    """What the planner's queue source answers."""
+
+    async def sample() -> LoadsSample:
+        return LoadsSample(loads, failed)
+
+    fleet: Any = SimpleNamespace(workers={w.name: w for w in FLEET})
+    sampling: Any = SimpleNamespace(loads=sample)
+    nothing: Any = None
+    world = ArbiterWorld(nothing, fleet, sampling, nothing, "Prefill", "Decode", HandClock())
+    world.queue_of_commands = True
+    return await world.depth()
+
+
+async def test_what_waits_in_prefill_workers_and_in_the_frontends_routers_is_added_up() -> None:
+    found = await waiting(
+        {
+            "Frontend": (FRONTEND, 49.0),
+            "Prefill": (Load(num_requests_waiting=2), 48.5),
+            "Prefill_1": (Load(num_requests_waiting=4), 49.5),
+            "Decode": (Load(num_requests_waiting=100), 49.5),
+        }
+    )
+    assert (found.value, found.at_s) == (9, 48.5)
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        {"Frontend": (FRONTEND, 49.0), "Prefill": (Load(), 49.0)},
+        {"Prefill": (Load(), 49.0), "Prefill_1": (Load(), 49.0)},
+        {"Frontend": (Load(), 49.0), "Prefill": (Load(), 49.0), "Prefill_1": (Load(), 49.0)},
+    ],
+    ids=["a prefill worker is silent", "the frontend is silent", "the frontend does not know"],
+)
+async def test_a_part_of_the_sum_is_no_sum(loads: dict[str, tuple[Load, float]]) -> None:
+    assert isinstance(await waiting(loads), Missing)
+
+
+async def test_nobody_could_be_asked() -> None:
+    assert await waiting({}, Missing("NATS is away")) == Missing("NATS is away")
+
+
+def test_a_kv_use_that_nobody_knows_is_no_sample() -> None:
+    reading = Reading(
+        1.0, None, {"Decode": Load(gpu_cache_usage_perc=math.nan), "Decode_1": Load(gpu_cache_usage_perc=0.5)}
+    )
+    assert reading.kv.count == 1
