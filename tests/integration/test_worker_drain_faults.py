@@ -138,8 +138,8 @@ async def generate(host: WorkerHost, lease: str) -> None:
 
 
 async def test_a_dead_engine_ends_its_worker_at_once(host: WorkerHost) -> None:
-    """Exit 1 and the reason in the log; its stream fails retryably. Its lease is left to whoever supervises it: a worker
-    without one was told to leave, and is not started again."""
+    """Exit 1 and the reason in the log; its stream fails retryably. Its lease is left to whoever supervises it: a
+    worker without one was told to leave, and is not started again."""
     config = {"VllmWorker": {"sim": {"fail_after_requests": 2}}}
     worker = await host.start("VllmWorker", target=DISAGG, config=config)
     lease = await worker.registered()
