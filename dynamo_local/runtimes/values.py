@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dynamo_local.core.types import Load
+from dynamo_local.core.types import Load, Missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,5 +21,5 @@ class Launch:
 class Sample:
     """What a command says of itself. `in_flight` counts the requests that it holds: a drain waits for 0."""
 
-    load: Load
+    load: Load | Missing
     in_flight: int

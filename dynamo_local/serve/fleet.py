@@ -46,7 +46,8 @@ class Worker:
     yet); `asked_s` is when we (or a person) asked it to leave, None where its lease went away by itself; `lease_gone`
     says that it did, unasked; `told`, that it was given the sign to leave; `served`, that this process has been ready;
     `starts` counts the processes made, or about to be made, under this name; `other_leases` (hex) are those of what
-    runs behind it (a command registers itself), to be revoked with its own.
+    runs behind it (a command registers itself), to be revoked with its own. `failed`: it has said that it is about to
+    end because its engine has.
     """
 
     plan: WatcherPlan
@@ -66,6 +67,7 @@ class Worker:
     heard_s: float | None = None
     asked_s: float | None = None
     lease_gone: bool = False
+    failed: bool = False
     told: bool = False
     course: Course = Course.STEADY
     served: bool = False
@@ -92,7 +94,7 @@ class Worker:
         self.started_s = clock.now_s()
         self.started_at = clock.wall_s()
         self.reason = self.asked_s = self.ready_s = self.heard_s = None
-        self.served = self.lease_gone = self.told = False
+        self.served = self.lease_gone = self.failed = self.told = False
 
     def process_ended(self, code: int | None) -> None:
         """Forget what belonged to the process."""

@@ -72,6 +72,9 @@ class Registrations:
         worker = self._fleet.workers.get(name)
         if worker is None or worker.pid is None or worker.pid != facts.get("pid"):
             return  # a key of a worker that is gone, until its lease is
+        if facts.get("failed"):
+            worker.failed = True  # its key's end will be no drain, and its exit is a crash
+            return
         new = worker.lease != lease
         worker.lease, worker.endpoints = lease, _endpoints(key, facts, lease)
         worker.other_leases = tuple(lease for lease in str(facts.get("leases", "")).split(",") if lease)
@@ -99,6 +102,8 @@ class Registrations:
     async def unregistered(self, worker: Worker, lease: str) -> None:
         """This worker's key, which was under that lease, is not there."""
         name, worker.lease, worker.endpoints = worker.name, None, ()
+        if worker.failed:
+            return
         if worker.state in (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING):
             worker.lease_gone = worker.state is not WorkerState.DRAINING
             worker.reason = worker.reason or "its lease was revoked or has expired"

@@ -138,13 +138,21 @@ class WorkerProcess:
             self._failed.set_result(error)
 
     async def _give_up(self) -> None:
-        """The engine is dead, so nothing can be finished: go. Callers see their streams break, or are sent on.
-
-        The lease is left to whoever finds us dead, milliseconds later. Were it gone before the process, that would look
-        like a drain that somebody asked for, and the worker would not be started again (seen on a busy machine).
-        """
+        """The engine is dead, so nothing can be finished: out of routing, and go. Callers see their streams break."""
         self.hurried = True
         await self._drain.close()
+        if self._lease is not None:
+            # Whoever finds us dead revokes it too.
+            await _bounded("giving the lease back", self._give_up_lease(self._lease), LAST_REVOKE_S)
+
+    async def _give_up_lease(self, lease: LeaseKeeper) -> None:
+        """Say first that this is no drain: a lease that is given back looks like one to the arbiter, and a worker that
+        leaves politely is not started again (its exit came 15 ms after its key's end)."""
+        if self._registered:
+            failed = json.dumps({"pid": os.getpid(), "failed": True}).encode()
+            ready = partial(ready_key, self.identity.namespace, self.identity.watcher_name)
+            await lease.register(ready, lambda _lease: failed, LAST_REVOKE_S)
+        await self._give_lease_back(LAST_REVOKE_S)
 
     async def _shut_down(self) -> None:
         timeout_s = HURRIED_TIMEOUT_S if self.hurried else HOOKS_TIMEOUT_S
