@@ -32,10 +32,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 # --- options -----------------------------------------------------------------------------------
 
 
-def options(model: type[BaseModel]) -> str:
-    """A section's keys as one writes them in YAML, with type, default and meaning."""
+def options(model: type[BaseModel], *, beyond: type[BaseModel] = BaseModel) -> str:
+    """A section's keys as one writes them in YAML, with type, default and meaning; without those of `beyond`."""
     rows = []
     for name, field in model.model_fields.items():
+        if name in beyond.model_fields:
+            continue
         rows.append((f"`{name.replace('_', '-')}`", _type(field), _default(field), field.description or ""))
     return table(("Key", "Type", "Default", "Meaning"), rows)
 
@@ -81,6 +83,22 @@ def planner_options() -> str:
     from dynamo_local.config import PlannerConfig
 
     return options(PlannerConfig)
+
+
+def http_options() -> str:
+    """Keys of a section with `runtime: http` beyond those of every command."""
+    from dynamo_local.runtimes.config import CommandConfig
+    from dynamo_local.runtimes.http import HttpConfig
+
+    return options(HttpConfig, beyond=CommandConfig)
+
+
+def http_frontend_options() -> str:
+    """Options of the Frontend before HTTP servers beyond those of the other one."""
+    from dynamo_local.components.openai.settings import FrontendConfig
+    from dynamo_local.components.proxy.settings import HttpFrontendConfig
+
+    return options(HttpFrontendConfig, beyond=FrontendConfig)
 
 
 # --- the other parts ---------------------------------------------------------------------------
@@ -180,6 +198,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "frontend-options": _section("Frontend"),
     "http-errors": http_errors,
+    "http-frontend-options": http_frontend_options,
+    "http-options": http_options,
     "lifecycle": lifecycle,
     "metrics": metrics,
     "parameters": parameters,

@@ -269,6 +269,13 @@ class EngineError(RequestError):
     code = "engine"
 
 
+class UpstreamError(RequestError):
+    """An HTTP server behind a worker failed (5xx). `details["answer"]` holds its `status`, `headers` and `body`."""
+
+    code = "upstream"
+    retryable = True
+
+
 class RemoteError(RequestError):
     """The handler raised something that is not one of our errors; `details["type"]` is its class name."""
 

@@ -20,7 +20,12 @@ from dynamo_local.runtime.requests.client import late_news_s
 
 log = logging.getLogger(__name__)
 
-Batch = list[dict[str, Any]]
+Batch = list[Any]
+
+
+def has_tokens(batch: Batch) -> bool:
+    """Whether a batch of a worker's items holds something that a client may have seen."""
+    return any(item["token_ids"] for item in batch)
 
 
 class Chooser(Protocol):
@@ -39,7 +44,8 @@ class Dispatcher:
     `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
     request (a full or leaving worker only refuses, which costs nothing, so all of them may be asked). Where all that
     we know of leave, others are waited for: a scale-down fails no request. A `router` is asked first; the picker
-    decides where it does not know, or names a worker that is not there (any more).
+    decides where it does not know, or names a worker that is not there (any more). `produced` says of a batch whether
+    the client may have got something of it.
     """
 
     def __init__(
@@ -50,8 +56,10 @@ class Dispatcher:
         max_tries: int = 3,
         clock: Clock | None = None,
         router: Chooser | None = None,
+        produced: Callable[[Batch], bool] = has_tokens,
     ) -> None:
         self._router = router
+        self._produced = produced
         self._client = client
         self._picker = picker
         self._loads = loads
@@ -59,16 +67,27 @@ class Dispatcher:
         self._clock = clock or AsyncioClock()
 
     async def send(
-        self, payload: Mapping[str, Any], *, request_id: str, tokens: int, timeout_s: float | None
+        self,
+        payload: Mapping[str, Any],
+        *,
+        request_id: str,
+        tokens: int,
+        timeout_s: float | None,
+        max_tries: int | None = None,
     ) -> AsyncGenerator[Batch, None]:
-        """The worker's items as they arrived together. `tokens` bounds what the request may generate.
+        """The worker's items as they arrived together. `tokens` bounds what the request may generate, `max_tries` is
+        for this request alone.
 
         Raises `NoWorkers`, `WorkerBusy` (every worker refused; `details["retry_after_s"]` is the shortest that
         one of them named) or what the last worker failed with. Close the generator to cancel the request.
         """
+        max_tries = self._max_tries if max_tries is None else max_tries
         deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
         failures: dict[int, DynamoError] = {}
-        while (routed := await self._choose(payload, request_id, tokens, failures)) is not None:
+        while _failed(failures) < max_tries:
+            routed = await self._choose(payload, request_id, tokens, failures)
+            if routed is None:
+                break
             worker = routed.worker
             known = {} if routed.prefix_hit_rate is None else {"prefix_hit_rate": routed.prefix_hit_rate}
             left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
@@ -80,7 +99,7 @@ class Dispatcher:
                 )
                 async with _batches(stream) as batches:
                     async for batch in batches:
-                        produced = produced or any(item["token_ids"] for item in batch)
+                        produced = produced or self._produced(batch)
                         yield batch
                 return
             except DynamoError as error:
@@ -97,9 +116,7 @@ class Dispatcher:
     async def _choose(
         self, payload: Mapping[str, Any], request_id: str, tokens: int, failures: Mapping[int, DynamoError]
     ) -> Routed | None:
-        """The next worker, or None when nobody is left or too many have failed."""
-        if sum(not isinstance(error, WorkerBusy | WorkerDraining) for error in failures.values()) >= self._max_tries:
-            return None
+        """The next worker, or None when nobody is left."""
         untried = self._untried(failures)
         if self._router is not None and untried:
             routed = await self._router.choose(payload["token_ids"], request_id, tokens, tuple(failures))
@@ -123,6 +140,11 @@ async def _batches(stream: ResponseStream) -> AsyncIterator[AsyncIterator[Batch]
         await stream.aclose()
 
 
+def _failed(failures: Mapping[int, DynamoError]) -> int:
+    """How many workers have failed the request; a refusal is none."""
+    return sum(not isinstance(error, WorkerBusy | WorkerDraining) for error in failures.values())
+
+
 def _verdict(failures: Mapping[int, DynamoError], client: EndpointClient) -> DynamoError:
     """What the client is told after the last worker: "busy" where one was, else the last failure."""
     if not failures:
@@ -133,5 +155,5 @@ def _verdict(failures: Mapping[int, DynamoError], client: EndpointClient) -> Dyn
     waits = [float(error.details["retry_after_s"]) for error in busy if "retry_after_s" in error.details]
     return WorkerBusy(
         f"all {len(client.instances())} workers are full or unable; try again shortly",
-        retry_after_s=min(waits, default=1.0),
+        **{**busy[-1].details, "retry_after_s": min(waits, default=1.0)},
     )

@@ -27,7 +27,7 @@ PREFIX = "dynamo_frontend"
 UNKNOWN_MODEL = "unknown"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-Endpoint = Literal["chat_completions", "completions"]
+Endpoint = Literal["chat_completions", "completions", "embeddings"]
 RequestType = Literal["unary", "stream"]
 Status = Literal["success", "error"]
 

@@ -1,4 +1,5 @@
-"""Which models are served now: a live view of `{namespace}/models/` in etcd.
+"""Which models are served now: a live view of `{namespace}/models/` in etcd (of HTTP servers that only prefill:
+`{namespace}/prefill_models/`).
 
 Each ready worker that serves a model keeps a key `{namespace}/models/{name}:{lease hex}` under its lease, with
 `{"name", "component", "endpoint", "max_model_len", "created"}`. A model is there from its first key to its last.
@@ -28,18 +29,24 @@ def models_prefix(namespace: str) -> str:
     return f"{namespace}/models/"
 
 
+def prefill_models_prefix(namespace: str) -> str:
+    """`dynamo/prefill_models/`: a model is not served by those that only prefill it."""
+    return f"{namespace}/prefill_models/"
+
+
 def model_key_prefix(namespace: str, name: str) -> str:
     """What `WorkerContext.register_key` takes; it appends `:{lease hex}`."""
     return models_prefix(namespace) + name
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """The value of a key. `max_model_len` is in tokens, `created` in seconds since the Unix epoch."""
+    """The value of a key. `max_model_len` is in tokens, None for an HTTP server that does not say; `created` is in
+    seconds since the Unix epoch."""
 
     name: str
     component: str
     endpoint: str
-    max_model_len: int
+    max_model_len: int | None
     created: float
 
     def encode(self) -> bytes:
@@ -49,12 +56,13 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`."""
+    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`, its `components` by name."""
 
     name: str
     created_s: int
-    max_model_len: int
+    max_model_len: int | None
     instances: int
+    components: tuple[str, ...] = ()
 
 
 class Availability(enum.Enum):
@@ -68,11 +76,12 @@ class Availability(enum.Enum):
 class ModelsView:
     """Fed with watch events by `follow`; asked by the HTTP handlers.
 
-    `expected` is a model that counts as known before its first worker came (`served_model_name`).
+    `expected` is a model that counts as known before its first worker came (`served_model_name`). `prefix` is where
+    the keys are, by default `models_prefix(namespace)`.
     """
 
-    def __init__(self, namespace: str, expected: str | None = None) -> None:
-        self._prefix = models_prefix(namespace)
+    def __init__(self, namespace: str, expected: str | None = None, *, prefix: str | None = None) -> None:
+        self._prefix = models_prefix(namespace) if prefix is None else prefix
         self._cards: dict[str, ModelCard] = {}
         self._models: dict[str, ServedModel] = {}
         self._known: set[str] = {expected} if expected is not None else set()
@@ -147,15 +156,16 @@ class ModelsView:
             name: ServedModel(
                 name=name,
                 created_s=int(min(card.created for card in cards)),
-                max_model_len=min(card.max_model_len for card in cards),
+                max_model_len=min((n for card in cards if (n := card.max_model_len) is not None), default=None),
                 instances=len(cards),
+                components=tuple(sorted({card.component for card in cards})),
             )
             for name, cards in grouped.items()
         }
         for name in self._models.keys() - before:
-            logger.info("model %s is served", name)
+            logger.info("%s%s: it has a worker", self._prefix, name)
         for name in before - self._models.keys():
-            logger.info("model %s has lost its last worker", name)
+            logger.info("%s%s: it has lost its last worker", self._prefix, name)
         self._known.update(self._models)
         if self._models:
             self._ready.set()

@@ -54,7 +54,7 @@ class Pipeline:
         served = self._models.get(model)
         if served is None and await self._models.wait_ready(FIRST_CARD_TIMEOUT_S):
             served = self._models.get(model)
-        if served is None:
+        if served is None or served.max_model_len is None:  # None: an HTTP server's, which no Processor can ask
             names = ", ".join(m.name for m in self._models.models()) or "none"
             raise NoWorkers(f"no ready worker serves the model {model!r} (served now: {names})")
         return served.max_model_len

@@ -55,7 +55,7 @@ def with_commands(graph: LoadedGraph | None, config: Config, source: Path | None
     _check_planned(config, added)
     targets: dict[str, str] = {}
     services = {**(graph.services if graph is not None else {}), **added}
-    if _runtimes(added) & {launching.HTTP} and "Frontend" not in services:
+    if _has_servers(added) and "Frontend" not in services:
         frontend = load_graph(HTTP_FRONTEND, base_dir=Path.cwd()).root
         services, targets = {"Frontend": frontend, **services}, {"Frontend": HTTP_FRONTEND}
     _check_case(config, services)
@@ -121,8 +121,9 @@ def _root(services: Iterable[DynamoService[Any]]) -> DynamoService[Any]:
     return ordered[0]
 
 
-def _runtimes(services: Mapping[str, DynamoService[Any]]) -> set[str]:
-    return {service.inner.runtime for service in services.values()}
+def _has_servers(services: Mapping[str, DynamoService[Any]]) -> bool:
+    """There are servers that want a Frontend before them."""
+    return any(service.inner.runtime == launching.HTTP and service.role in PLANNED for service in services.values())
 
 
 def _check_planned(config: Config, services: Mapping[str, DynamoService[Any]]) -> None:
@@ -130,11 +131,21 @@ def _check_planned(config: Config, services: Mapping[str, DynamoService[Any]]) -
     if PLANNER not in config.sections:
         return
     for name, service in services.items():
-        if service.role in PLANNED and service.inner.runtime == launching.NONE:
+        why = _load_unknown(service.inner.runtime, config.service(name))
+        if service.role in PLANNED and why is not None:
             raise ConfigError(
-                f"{config.source}: {name}: the planner cannot scale a {service.role} of runtime none, whose load "
+                f"{config.source}: {name}: the planner cannot scale a {service.role} {why}, whose load "
                 "nobody knows; give it another role or runtime, or remove the section Planner"
             )
+
+
+def _load_unknown(runtime: str, section: Mapping[str, Any]) -> str | None:
+    """Why nobody can know its load; None where it will be asked."""
+    if runtime == launching.NONE:
+        return "of runtime none"
+    if runtime == launching.HTTP and section.get("metrics", "") is None:
+        return "without metrics"
+    return None
 
 
 def _check_case(config: Config, services: Mapping[str, DynamoService[Any]]) -> None:

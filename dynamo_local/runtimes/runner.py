@@ -124,9 +124,10 @@ class CommandWorker:
 
     def _load(self) -> Load:
         """Raises `ChildSilent` where it is not known: nothing is published then."""
-        if isinstance(self.sampled, Missing):
-            raise ChildSilent(self.sampled.reason)
-        return self.sampled.load
+        load = self.sampled if isinstance(self.sampled, Missing) else self.sampled.load
+        if isinstance(load, Missing):
+            raise ChildSilent(load.reason)
+        return load
 
     async def _load_changed(self) -> None:
         self._changed.clear()

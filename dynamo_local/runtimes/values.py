@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from dynamo_local.core.types import Load
+    from dynamo_local.core.types import Load, Missing
 
 
 class Launch(NamedTuple):
@@ -24,5 +24,5 @@ class Launch(NamedTuple):
 class Sample(NamedTuple):
     """What a command says of itself. `in_flight` counts the requests that it holds: a drain waits for 0."""
 
-    load: Load
+    load: Load | Missing
     in_flight: int

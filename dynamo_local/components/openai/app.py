@@ -1,10 +1,11 @@
-"""The Frontend's ASGI application: routes, and the answers that need no Processor."""
+"""A Frontend's ASGI application: routes, and the answers that need no worker."""
 
 from __future__ import annotations
 
 import logging
 import re
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,7 +22,8 @@ from dynamo_local.components import http_metrics
 from dynamo_local.components.models_view import Availability, ModelsView, ServedModel
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.components.openai.generation import CHAT, COMPLETIONS, Activity, FrontendDeps, GenerationRoute
+from dynamo_local.components.openai.generation import CHAT, COMPLETIONS, FrontendDeps, GenerationRoute
+from dynamo_local.components.openai.route import Activity, HttpDeps
 from dynamo_local.components.openai.settings import FrontendConfig
 
 __all__ = ["Activity", "FrontendConfig", "FrontendDeps", "create_app"]
@@ -34,12 +36,22 @@ _GOOD_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 def create_app(deps: FrontendDeps) -> Starlette:
-    """The application. It needs no infrastructure beyond what `deps` holds, and starts nothing."""
+    """The Frontend's application. It needs no infrastructure beyond what `deps` holds, and starts nothing."""
+    return make_app(
+        deps,
+        {
+            "/v1/chat/completions": GenerationRoute(CHAT, deps.chat, deps),
+            "/v1/completions": GenerationRoute(COMPLETIONS, deps.completions, deps),
+        },
+    )
+
+
+def make_app(deps: HttpDeps, posts: Mapping[str, ASGIApp]) -> Starlette:
+    """An application with these routes for POST, by path, and the answers that are known here."""
     views = _Views(deps)
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", GenerationRoute(CHAT, deps.chat, deps), methods=["POST"]),
-            Route("/v1/completions", GenerationRoute(COMPLETIONS, deps.completions, deps), methods=["POST"]),
+            *(Route(path, route, methods=["POST"]) for path, route in posts.items()),
             Route("/v1/models", views.models),
             Route("/v1/models/{model:path}", views.model),
             Route("/health", views.health),
@@ -75,7 +87,7 @@ class RequestIdMiddleware:
 class _Views:
     """The answers that are known here."""
 
-    def __init__(self, deps: FrontendDeps) -> None:
+    def __init__(self, deps: HttpDeps) -> None:
         self._deps = deps
 
     async def models(self, _: Request) -> Response:

@@ -8,7 +8,7 @@
 | the body is larger than `max_body_bytes` | 413 | invalid_request_error | |
 | full (`WorkerBusy`, `max_inflight`) | 429 | rate_limit_error | yes |
 | the engine, or a handler, failed (`EngineError`, `RemoteError`) | 500 | server_error | |
-| a worker or its stream was lost on the way (`WorkerLost`, `StreamGap`, `KvTransferError`) | 502 | server_error | |
+| a worker or its stream was lost on the way (`WorkerLost`, `StreamGap`, `KvTransferError`, `UpstreamError`) | 502 | server_error | |
 | nobody can take it now (`NoWorkers`, `WorkerDraining`, `RequestCancelled`, etcd or NATS away) | 503 | service_unavailable_error | yes |
 | `DeadlineExceeded` | 504 | timeout_error | |
 
@@ -40,6 +40,7 @@ _BY_ERROR: tuple[tuple[type[errors.DynamoError], int, str], ...] = (
     (errors.WorkerLost, 502, "server_error"),
     (errors.StreamGap, 502, "server_error"),
     (errors.KvTransferError, 502, "server_error"),
+    (errors.UpstreamError, 502, "server_error"),
 )
 """First match wins; whatever is not listed is a 500 `server_error`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -87,6 +88,15 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         continue
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer that is given at once. Without a `content-type` of its own it is JSON."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
 class Reply:
     """The answering side of one exchange."""
 
@@ -112,13 +122,14 @@ class Reply:
         """The end of a stream of events."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def json(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """A whole answer."""
+    async def whole(self, answer: Whole) -> None:
+        """All of it."""
         self._started = True
-        raw = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        raw += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        headers = {"content-type": "application/json", **{name.lower(): v for name, v in answer.headers.items()}}
+        headers["content-length"] = str(len(answer.body))
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": answer.body, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
         """The error as the answer; or, in a stream that has begun, as its last event, with no `[DONE]` after it.
@@ -130,4 +141,4 @@ class Reply:
                 await self.event(error_event(error))
                 await self.end()
             else:
-                await self.json(error.status, error.body(), error.headers)
+                await self.whole(Whole(error.status, error.body(), error.headers))

@@ -2,32 +2,24 @@
 
 The status line of a stream waits for the first real item (text, a token or the end): the Processor tells the
 prompt's length before a worker has taken the request, and "full" must still be able to become a 429.
-
-An error after that is one event `data: {"error": {…}}`, then the stream ends without `data: [DONE]`: a client
-that has seen no `[DONE]` has not seen everything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
-from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.components.http_metrics import Endpoint, HttpMetrics, RequestObserver, RequestType, Status
-from dynamo_local.components.models_view import Availability, ModelsView
-from dynamo_local.components.openai import errors as api_errors
-from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.components.openai.exchange import ClientGone, Reply, read_body, until_disconnect
+from dynamo_local.clock import Clock
+from dynamo_local.components.http_metrics import Endpoint, RequestObserver
+from dynamo_local.components.openai.exchange import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest, Parser, parse_chat, parse_completion
 from dynamo_local.components.openai.responses import ChatFormat, CompletionFormat, ResponseFormat, ResponseHead
-from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.components.openai.route import HttpDeps, ModelRoute
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -50,56 +42,8 @@ CLOSE_TIMEOUT_S = 5.0
 """Bound of cancelling a stream."""
 
 
-class Activity:
-    """How many requests are in the house: for the limit, and for a drain to wait for."""
-
-    def __init__(self) -> None:
-        self._open: set[str] = set()
-        self._admitted = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def open(self) -> int:
-        """Exchanges of generating requests, those still sending their body included."""
-        return len(self._open)
-
-    @property
-    def request_ids(self) -> tuple[str, ...]:
-        """Those of the open exchanges, in no order; the workers know the requests by the same ids."""
-        return tuple(self._open)
-
-    @property
-    def admitted(self) -> int:
-        """Requests that are being served."""
-        return self._admitted
-
-    @contextmanager
-    def exchange(self, request_id: str) -> Iterator[None]:
-        self._open.add(request_id)
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._open.discard(request_id)
-            if not self._open:
-                self._idle.set()
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        self._admitted += 1
-        try:
-            yield
-        finally:
-            self._admitted -= 1
-
-    async def wait_idle(self) -> None:
-        """Returns when no exchange is open. Each of them ends by its own deadline (`request_timeout_s`)."""
-        await self._idle.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class FrontendDeps:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendDeps(HttpDeps):
     """All that the application works with; a test gives fakes.
 
     `chat` and `completions` are the Processor's endpoints `chat/completions` and `completions`.
@@ -107,12 +51,6 @@ class FrontendDeps:
 
     chat: EndpointClient
     completions: EndpointClient
-    models: ModelsView
-    settings: FrontendConfig = field(default_factory=FrontendConfig)
-    metrics: HttpMetrics = field(default_factory=HttpMetrics)
-    draining: asyncio.Event = field(default_factory=asyncio.Event)
-    activity: Activity = field(default_factory=Activity)
-    clock: Clock = field(default_factory=AsyncioClock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,82 +66,21 @@ CHAT = Api("chat_completions", parse_chat, ChatFormat)
 COMPLETIONS = Api("completions", parse_completion, CompletionFormat)
 
 
-class GenerationRoute:
+class GenerationRoute(ModelRoute[ParsedRequest]):
     """The ASGI application of one route."""
 
     def __init__(self, api: Api, client: EndpointClient, deps: FrontendDeps) -> None:
+        super().__init__(api.endpoint, deps)
         self._api = api
         self._client = client
-        self._deps = deps
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
-        request_id = uuid.uuid4().hex
-        with self._deps.activity.exchange(request_id):
-            try:
-                await self._serve(scope, receive, reply, request_id)
-            except ClientGone:
-                logger.info("request %s: the client went away; cancelled", request_id)
-            except Exception as error:
-                if not isinstance(error, ApiError | DynamoError):
-                    logger.exception("request %s failed unexpectedly", request_id)
-                answer = api_errors.from_error(error)
-                log = logger.warning if answer.status >= 500 else logger.debug
-                log("request %s: %d %s: %s", request_id, answer.status, answer.code, answer.message)
-                await reply.fail(answer)
+    def parse(self, body: bytes, scope: Scope) -> ParsedRequest:
+        return self._api.parse(body)
 
-    async def _serve(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
-        deps = self._deps
-        started_s = deps.clock.now_s()
-        request = await self._accept(scope, receive)
-        observer = deps.metrics.begin(request.model, self._api.endpoint, _request_type(request), started_s)
-        status: Status = "error"
-        try:
-            with deps.activity.serving():
-                generation = Generation(self._api, self._client, request, request_id, observer, deps)
-                answer = await until_disconnect(generation.run(reply), receive)
-            status = "success"
-        except ClientGone:
-            deps.metrics.disconnected_clients.inc()
-            raise
-        finally:
-            # Before the answer's last byte: whoever has it also finds it in the metrics.
-            observer.end(status, deps.clock.now_s())
-        if answer is None:
-            await reply.end()
-        else:
-            await reply.json(200, answer)
-
-    async def _accept(self, scope: Scope, receive: Receive) -> ParsedRequest:
-        """Raises `ApiError` for a request that is not to be served, and counts it."""
-        deps = self._deps
-        request: ParsedRequest | None = None
-        try:
-            body = await read_body(scope, receive, deps.settings.max_body_bytes)
-            if deps.draining.is_set():
-                raise api_errors.draining()
-            request = self._api.parse(body)
-            availability = deps.models.availability(request.model)
-            if availability is Availability.UNKNOWN:
-                raise api_errors.model_not_found(request.model)
-            if availability is Availability.GONE:
-                raise api_errors.model_unavailable(request.model)
-            if deps.activity.admitted >= deps.settings.max_inflight:
-                raise api_errors.too_many_requests(deps.settings.max_inflight)
-        except ApiError:
-            self._count_refused(request)
-            raise
-        return request
-
-    def _count_refused(self, request: ParsedRequest | None) -> None:
-        model: str | None = None
-        if request is not None and self._deps.models.availability(request.model) is not Availability.UNKNOWN:
-            model = request.model
-        self._deps.metrics.refused(model, self._api.endpoint, "unary" if request is None else _request_type(request))
-
-
-def _request_type(request: ParsedRequest) -> RequestType:
-    return "stream" if request.stream else "unary"
+    async def answer(
+        self, request: ParsedRequest, request_id: str, observer: RequestObserver, reply: Reply
+    ) -> Whole | None:
+        return await Generation(self._api, self._client, request, request_id, observer, self._deps).run(reply)
 
 
 class Generation:
@@ -216,7 +93,7 @@ class Generation:
         request: ParsedRequest,
         request_id: str,
         observer: RequestObserver,
-        deps: FrontendDeps,
+        deps: HttpDeps,
     ) -> None:
         head = ResponseHead(request_id, request.model, int(deps.clock.wall_s()), request.include_usage)
         self._format = api.format(head)
@@ -226,17 +103,14 @@ class Generation:
         self._progress = Progress(observer, deps.clock)
         self._timeout_s = deps.settings.request_timeout_s
 
-    async def run(self, reply: Reply) -> bytes | None:
-        """The whole answer; or None after all events of a stream were written to `reply`.
-
-        Raises a `DynamoError`; the Processor's stream is closed whatever happens, which cancels its work.
-        """
+    async def run(self, reply: Reply) -> Whole | None:
+        """As `ModelRoute.answer`. The Processor's stream is closed whatever happens, which cancels its work."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 stream = await self._call()
                 try:
                     if not self._request.stream:
-                        return await self._collect(stream)
+                        return Whole(200, await self._collect(stream))
                     await self._stream(stream, reply)
                     return None
                 finally:

@@ -53,9 +53,9 @@ def test_a_model_comes_with_its_first_worker_and_goes_with_its_last(serve_model:
     view = ModelsView("dynamo")
     assert (view.models(), view.availability("m")) == ([], Availability.UNKNOWN)
     first = serve_model(view, "m", 1, created=20.0, max_model_len=300)
-    assert view.get("m") == ServedModel("m", 20, 300, 1)
+    assert view.get("m") == ServedModel("m", 20, 300, 1, ("VllmWorker",))
     second = serve_model(view, "m", 2, created=10.5, max_model_len=200)
-    assert view.get("m") == ServedModel("m", 10, 200, 2)
+    assert view.get("m") == ServedModel("m", 10, 200, 2, ("VllmWorker",))
     view.apply(DeleteEvent(first))
     assert view.availability("m") is Availability.READY
     view.apply(DeleteEvent(second))

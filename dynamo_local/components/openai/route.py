@@ -1,0 +1,202 @@
+"""An exchange that asks for a model, from the client's body to the last byte of the answer; how it is answered is
+the subclass's: by a Processor (`openai.generation`), or by an HTTP server (`components.proxy`).
+
+An error after the first event of a stream is one event `data: {"error": {…}}`, then the stream ends without
+`data: [DONE]`: a client that has seen no `[DONE]` has not seen everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components.http_metrics import Endpoint, HttpMetrics, RequestObserver, RequestType, Status
+from dynamo_local.components.models_view import Availability, ModelsView
+from dynamo_local.components.openai import errors as api_errors
+from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.exchange import ClientGone, Reply, Whole, read_body, until_disconnect
+from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.core.types import Load
+from dynamo_local.errors import DynamoError
+
+logger = logging.getLogger(__name__)
+
+
+class Activity:
+    """How many requests are in the house: for the limit, and for a drain to wait for."""
+
+    def __init__(self) -> None:
+        self._open: set[str] = set()
+        self._admitted = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def open(self) -> int:
+        """Exchanges of generating requests, those still sending their body included."""
+        return len(self._open)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Those of the open exchanges, in no order; the workers know the requests by the same ids."""
+        return tuple(self._open)
+
+    @property
+    def admitted(self) -> int:
+        """Requests that are being served."""
+        return self._admitted
+
+    @contextmanager
+    def exchange(self, request_id: str) -> Iterator[None]:
+        self._open.add(request_id)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open.discard(request_id)
+            if not self._open:
+                self._idle.set()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        self._admitted += 1
+        try:
+            yield
+        finally:
+            self._admitted -= 1
+
+    async def wait_idle(self) -> None:
+        """Returns when no exchange is open. Each of them ends by its own deadline (`request_timeout_s`)."""
+        await self._idle.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpDeps:
+    """What every application needs that answers for models; a test gives fakes."""
+
+    models: ModelsView
+    settings: FrontendConfig = field(default_factory=FrontendConfig)
+    metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    activity: Activity = field(default_factory=Activity)
+    clock: Clock = field(default_factory=AsyncioClock)
+
+    def load(self) -> Load:
+        """HTTP requests: `num_requests_waiting` have no token yet, `request_active_slots` are the others in the
+        house."""
+        waiting = self.metrics.queued
+        return Load(
+            request_active_slots=max(0, self.activity.open - waiting),
+            request_total_slots=self.settings.max_inflight,
+            num_requests_waiting=waiting,
+        )
+
+
+class Asked(Protocol):
+    """What must be known of any request."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def stream(self) -> bool: ...
+
+
+R = TypeVar("R", bound=Asked)
+
+
+class ModelRoute(ABC, Generic[R]):
+    """The ASGI application of one route."""
+
+    def __init__(self, endpoint: Endpoint, deps: HttpDeps) -> None:
+        self._endpoint = endpoint
+        self._deps = deps
+
+    @abstractmethod
+    def parse(self, body: bytes, scope: Scope) -> R:
+        """The request. Raises `ApiError` for one that is wrong in itself."""
+
+    @abstractmethod
+    async def answer(self, request: R, request_id: str, observer: RequestObserver, reply: Reply) -> Whole | None:
+        """The whole answer; or None after all events of a stream were written to `reply`.
+
+        Raises `ApiError` or a `DynamoError`; when cancelled, what it has asked of others ends.
+        """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send)
+        request_id = uuid.uuid4().hex
+        with self._deps.activity.exchange(request_id):
+            try:
+                await self._serve(scope, receive, reply, request_id)
+            except ClientGone:
+                logger.info("request %s: the client went away; cancelled", request_id)
+            except Exception as error:
+                if not isinstance(error, ApiError | DynamoError):
+                    logger.exception("request %s failed unexpectedly", request_id)
+                answer = api_errors.from_error(error)
+                log = logger.warning if answer.status >= 500 else logger.debug
+                log("request %s: %d %s: %s", request_id, answer.status, answer.code, answer.message)
+                await reply.fail(answer)
+
+    async def _serve(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
+        deps = self._deps
+        started_s = deps.clock.now_s()
+        request = await self._accept(scope, receive)
+        observer = deps.metrics.begin(request.model, self._endpoint, _request_type(request), started_s)
+        status: Status = "error"
+        try:
+            with deps.activity.serving():
+                answer = await until_disconnect(self.answer(request, request_id, observer, reply), receive)
+            if answer is None or answer.status < 400:
+                status = "success"
+        except ClientGone:
+            deps.metrics.disconnected_clients.inc()
+            raise
+        finally:
+            # Before the answer's last byte: whoever has it also finds it in the metrics.
+            observer.end(status, deps.clock.now_s())
+        if answer is None:
+            await reply.end()
+        else:
+            await reply.whole(answer)
+
+    async def _accept(self, scope: Scope, receive: Receive) -> R:
+        """Raises `ApiError` for a request that is not to be served, and counts it."""
+        deps = self._deps
+        request: R | None = None
+        try:
+            body = await read_body(scope, receive, deps.settings.max_body_bytes)
+            if deps.draining.is_set():
+                raise api_errors.draining()
+            request = self.parse(body, scope)
+            availability = deps.models.availability(request.model)
+            if availability is Availability.UNKNOWN:
+                raise api_errors.model_not_found(request.model)
+            if availability is Availability.GONE:
+                raise api_errors.model_unavailable(request.model)
+            if deps.activity.admitted >= deps.settings.max_inflight:
+                raise api_errors.too_many_requests(deps.settings.max_inflight)
+        except ApiError:
+            self._count_refused(request)
+            raise
+        return request
+
+    def _count_refused(self, request: R | None) -> None:
+        model: str | None = None
+        if request is not None and self._deps.models.availability(request.model) is not Availability.UNKNOWN:
+            model = request.model
+        self._deps.metrics.refused(model, self._endpoint, "unary" if request is None else _request_type(request))
+
+
+def _request_type(request: Asked) -> RequestType:
+    return "stream" if request.stream else "unary"

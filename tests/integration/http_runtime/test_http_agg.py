@@ -1,0 +1,157 @@
+"""Two plain HTTP servers under `dynamo serve -f`: requests, scaling, drains, crashes, on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes.http_graphs import (
+    MODEL,
+    ask,
+    cut,
+    held,
+    http_graph,
+    kill_server,
+    loaded,
+    section,
+    seen,
+    server_of,
+    text_of,
+)
+from tests.fakes.scaled import ascale, kinds, names, settled
+from tests.fakes.scaled import events as event_log
+from tests.fakes.served import Served, auntil
+
+pytestmark = pytest.mark.infra
+
+
+@pytest.fixture(scope="module")
+def shared_graph() -> Iterator[Served]:
+    """In turn, so that each server has its share, whatever the loads."""
+    with http_graph(Frontend={"router": "round-robin"}, Server=section("aggregated", 2)) as served:
+        yield served.start()
+
+
+@pytest.fixture
+async def graph(shared_graph: Served) -> AsyncIterator[Served]:
+    """The module's graph with two ready servers, before and after."""
+    yield shared_graph
+    await settled(shared_graph, 60.0)
+    if names(shared_graph, "Server") != ["Server", "Server_1"]:
+        await ascale(shared_graph, "Server", "=1")
+        await auntil(lambda: names(shared_graph, "Server") == ["Server"], what=shared_graph.states)
+        await ascale(shared_graph, "Server", "=2")
+        await settled(shared_graph, 60.0)
+
+
+async def test_openais_client_gets_answers_whole_and_streamed_from_both(graph: Served) -> None:
+    async with graph.client() as client:
+        assert await ask(client, 6) == text_of(6)
+        assert await ask(client, 6, stream=True) == text_of(6)
+        answer = await client.completions.create(model=MODEL, prompt="Hi", max_tokens=3)
+        assert (answer.choices[0].text, answer.usage and answer.usage.completion_tokens) == (text_of(3), 3)
+        assert (await client.embeddings.create(model=MODEL, input="Hi")).data[0].embedding == [0.5]
+        (model,) = (await client.models.list()).data
+        assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 4096)
+        await asyncio.gather(*(ask(client, 20) for _ in range(8)))
+    assert len({note["port"] for note in seen(graph, path="/v1/chat/completions")}) == 2
+
+
+async def test_a_servers_own_error_reaches_the_client_as_it_is(graph: Served) -> None:
+    """Its 404 is about the model; ours would be about the route."""
+    async with httpx.AsyncClient(base_url=graph.url) as http:
+        answer = await http.post("/v1/chat/completions", json={"model": "other"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await http.get("/health")).json() == {"status": "ready", "models": [MODEL], "instances": 2}
+        assert 'dynamo_frontend_requests_total{endpoint="chat_completions"' in (await http.get("/metrics")).text
+
+
+async def test_status_shows_the_servers_like_native_workers(graph: Served) -> None:
+    async with loaded(graph, clients=4, tokens=(60,)) as found:
+        row = await auntil(lambda: (w := graph.worker("Server")).get("load") and w, what=lambda: graph.worker("Server"))
+        assert row["state"] == "ready"
+        assert row["lease"]
+        assert row["load"]["kv_total_blocks"] == 1000
+    found.check()
+
+
+async def test_scaling_up_and_down_under_load_fails_no_request(graph: Served) -> None:
+    async with loaded(graph) as found:
+        for target, count in (("=4", 4), ("=1", 1), ("=2", 2)):
+            await ascale(graph, "Server", target)
+            await auntil(lambda count=count: len(names(graph, "Server")) == count, 60.0, what=graph.states)
+            done = found.right
+            await auntil(lambda done=done: found.failures or found.right >= done + 10, 30.0)
+    found.check(at_least=30)
+    assert list(cut(graph)) == []
+    assert len(seen(graph, sigterm_with=0)) >= 3
+
+
+async def test_a_drain_taken_back_leaves_the_server_as_it_was(graph: Served) -> None:
+    before = server_of(graph, "Server_1").pid
+    gone = len(seen(graph, sigterm_with=None))
+    async with graph.client() as client:
+        streams = [asyncio.create_task(ask(client, 300, stream=True)) for _ in range(4)]
+        await auntil(lambda: held(graph, "Server_1"), what=lambda: seen(graph)[-4:])
+        await ascale(graph, "Server", "-1")
+        await auntil(lambda: names(graph, "Server") == ["Server"], what=graph.states)
+        await ascale(graph, "Server", "+1")
+        await auntil(lambda: names(graph, "Server") == ["Server", "Server_1"], what=graph.states)
+        assert await asyncio.gather(*streams) == [text_of(300)] * 4
+        assert await asyncio.gather(*(ask(client, 5) for _ in range(8))) == [text_of(5)] * 8
+    assert server_of(graph, "Server_1").pid == before
+    assert len(seen(graph, sigterm_with=None)) == gone
+
+
+async def test_a_drained_worker_finishes_its_streams_before_its_server_is_asked_to_go(graph: Served) -> None:
+    async with graph.client() as client:
+        streams = [asyncio.create_task(ask(client, 150, stream=True)) for _ in range(4)]
+        await auntil(lambda: held(graph, "Server_1"), what=lambda: seen(graph)[-4:])
+        await ascale(graph, "Server", "-1")
+        assert await asyncio.gather(*streams) == [text_of(150)] * 4
+    await auntil(lambda: "Server_1" not in graph.states(), 30.0, what=graph.states)
+    assert list(cut(graph)) == []
+
+
+async def test_a_killed_server_cuts_only_what_it_had_begun_and_comes_back(graph: Served) -> None:
+    """What it had begun to stream ends with a typed error that says that it may be asked again."""
+    async with graph.client() as client:
+        streams = [asyncio.create_task(ask(client, 400, stream=True)) for _ in range(4)]
+        await auntil(lambda: held(graph, "Server") == held(graph, "Server_1") == 2, what=lambda: seen(graph)[-4:])
+        kill_server(graph, "Server")
+        answers = await asyncio.gather(*streams, return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        assert len(failed) == 2
+        assert all(isinstance(error, openai.APIError) and error.code == "worker_lost" for error in failed), failed
+        assert [answer for answer in answers if isinstance(answer, str)] == [text_of(400)] * 2
+        assert await asyncio.gather(*(ask(client, 5) for _ in range(4))) == [text_of(5)] * 4
+    await auntil(lambda: names(graph, "Server") == ["Server", "Server_1"], 60.0, what=graph.states)
+    assert "ProcessExited" in kinds(event_log(graph, "Server"))
+
+
+async def test_requests_that_a_killed_server_had_not_answered_are_answered_by_another(graph: Served) -> None:
+    """Whole answers: nothing of them has reached the client."""
+    async with graph.client() as client:
+        begun = len(seen(graph, path="/v1/chat/completions"))
+        asked = [asyncio.create_task(ask(client, 100)) for _ in range(6)]
+        await auntil(lambda: len(seen(graph, path="/v1/chat/completions")) == begun + 6)
+        kill_server(graph, "Server_1")
+        assert await asyncio.gather(*asked) == [text_of(100)] * 6
+    assert len(seen(graph, path="/v1/chat/completions")) > begun + 6
+    await auntil(lambda: names(graph, "Server") == ["Server", "Server_1"], 60.0, what=graph.states)
+
+
+async def test_a_client_that_goes_away_ends_the_servers_work(graph: Served) -> None:
+    ended = len(seen(graph, ended="cut"))
+    async with graph.client() as client:
+        begun = len(seen(graph, path="/v1/chat/completions"))
+        going = asyncio.create_task(ask(client, 5000, stream=True))
+        await auntil(lambda: len(seen(graph, path="/v1/chat/completions")) == begun + 1)
+        await asyncio.sleep(0)
+        going.cancel()
+        await asyncio.wait({going})
+    await auntil(lambda: len(seen(graph, ended="cut")) == ended + 1, what=lambda: seen(graph)[-3:])
