@@ -53,7 +53,7 @@ async def test_full_caches_bring_another_worker() -> None:
         served.start()
         await listed(served)
         await _until_decided(served, clients=8, tokens=150, name="Mocker_1")
-        assert len(instances(served)) == 2
+        assert len(instances(served)) >= 2
 
 
 async def test_prefills_that_wait_bring_another_prefill_worker() -> None:
@@ -64,4 +64,4 @@ async def test_prefills_that_wait_bring_another_prefill_worker() -> None:
         served.start()
         await listed(served)
         await _until_decided(served, clients=12, tokens=4, name="Prefill_1")
-        assert len(instances(served, "prefill")) == 2
+        assert len(instances(served, "prefill")) >= 2
