@@ -184,23 +184,38 @@ async def test_a_graph_without_prefill_takes_the_decode_number_under_the_old_lay
 
 
 async def test_an_adopted_run_goes_on_following() -> None:
-    """What was decided while nobody was there included; without saying --follow again."""
+    """What was decided while nobody was there included, without saying --follow again; --planner ends it."""
     with alone("--on-arbiter-death", "keep") as served:
         done = served.cli(*served.serve_words("--follow", "virtual", "--detach"), timeout_s=90.0)
         assert done.returncode == 0, done.stderr
         store = await EtcdStore.connect(served.status()["etcd_endpoints"])
         planner = ForeignPlanner(store)
         await planner.acknowledged(await planner.decide(decode=2))
-        old, before = served.status()["arbiter_pid"], served.pids()
-        os.kill(old, signal.SIGKILL)
-        until(lambda: not is_alive(old))
+        before = served.pids()
+        killed(served)
         number = await planner.decide(decode=3)
-        done = served.cli(*served.serve_words("--adopt", "--detach"), timeout_s=90.0)
-        assert done.returncode == 0, done.stderr
+        adopted(served)
         await planner.acknowledged(number)
         assert before.items() <= served.pids().items()
         assert served.statefile()["follow"] == {"environment": "virtual", "keys": "v1"}
+        killed(served)
+        adopted(served, "--planner")
+        assert (served.status()["follow"], served.status()["planner"]["state"]) == (None, "running")
+        assert "follow" not in served.statefile()
         await store.close()
+
+
+def killed(served: Served) -> None:
+    """The arbiter is no more; its workers serve on."""
+    old = served.status()["arbiter_pid"]
+    os.kill(old, signal.SIGKILL)
+    until(lambda: not is_alive(old))
+
+
+def adopted(served: Served, *words: str) -> None:
+    """Another arbiter has taken them back."""
+    done = served.cli(*served.serve_words("--adopt", "--detach", *words), timeout_s=90.0)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
