@@ -14,6 +14,8 @@ import psutil
 import pytest
 import yaml
 
+from dynamo_local.components.proxy.requests import has_error_event
+from dynamo_local.core import kv_handover
 from dynamo_local.runtimes.metrics_text import Metrics
 from tests.fakes.scaled import ascale, names
 from tests.fakes.served import Served, auntil
@@ -25,6 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
 TOKENS = 16
 LONG_TOKENS = 400
 LEAVE_S = 60.0
+PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def words(args: dict[str, Any]) -> list[str]:
@@ -65,11 +68,15 @@ def handing_over(host: VllmHost, role: str) -> dict[str, Any]:
     return section(host, role, 1, "--kv-transfer-config", json.dumps(config), before=channel)
 
 
+def url_of(served: Served, worker: str) -> str:
+    """Of the server beside that worker."""
+    cmdline = psutil.Process(served.pids()[worker]).children()[0].cmdline()
+    return f"http://127.0.0.1:{cmdline[cmdline.index('--port') + 1]}"
+
+
 def transferred(served: Served) -> float:
     """Prompt tokens that the decode server has got from elsewhere."""
-    cmdline = psutil.Process(served.pids()["Decode"]).children()[0].cmdline()
-    port = cmdline[cmdline.index("--port") + 1]
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    text = httpx.get(f"{url_of(served, 'Decode')}/metrics").text
     return Metrics(text).sum("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") or 0.0
 
 
@@ -111,6 +118,29 @@ async def test_vllm_serve_hands_prefills_over(vllm_host: VllmHost, tmp_path: Pat
         handed = await complete_all(graph, asked, TOKENS)
         moved = transferred(graph)
         assert moved > 0
+        decode, prefill = url_of(graph, "Decode"), url_of(graph, "Prefill")
+        prepared = [(path, stream, prefilled(prefill, path, asked[0])) for path in PATHS for stream in (True, False)]
         (server,) = psutil.Process(graph.pids()["Prefill"]).children()
         os.kill(server.pid, signal.SIGKILL)
         assert await complete_all(graph, asked, TOKENS) == handed
+        for path, stream, body in prepared:
+            await _is_told_of_lost_kv(decode + path, {**body, "stream": stream})
+        assert await complete_all(graph, asked, TOKENS) == handed
+
+
+def prefilled(url: str, path: str, prompt: str) -> dict[str, Any]:
+    """The body for the decode server, of a prompt whose KV the prefill server keeps."""
+    asked = {"messages": [{"role": "user", "content": prompt}]} if "chat" in path else {"prompt": prompt}
+    body = {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, **asked}
+    answer = httpx.post(url + path, json=kv_handover.prefill_request(body), timeout=60.0).json()
+    params = kv_handover.params_of(answer)
+    assert params is not None, answer
+    return kv_handover.decode_request(body, params)
+
+
+async def _is_told_of_lost_kv(url: str, body: dict[str, Any]) -> None:
+    """vLLM says that it cannot pull in one of the ways that the proxying Frontend knows."""
+    async with httpx.AsyncClient(timeout=120.0) as client:
+        answer = await client.post(url, json=body)
+    assert "Internal server error" in answer.text, answer.text
+    assert has_error_event(answer.content) if body["stream"] else answer.status_code == 500
