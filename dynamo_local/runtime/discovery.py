@@ -17,7 +17,6 @@ from contextlib import aclosing
 from typing import Any
 
 from dynamo_local.core.types import Instance, instance_key, instance_prefix, lease_hex
-from dynamo_local.errors import NoWorkers
 from dynamo_local.ports import DeleteEvent, KeyValue, KeyValueStore, SnapshotEvent, WatchEvent
 
 log = logging.getLogger(__name__)
@@ -134,17 +133,6 @@ class InstanceView:
     async def changed(self) -> None:
         """Return when `instances()` or `stale` may differ from what it was at the call."""
         await self._changed.wait()
-
-    async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
-        """At least one. Raises `NoWorkers` past the timeout."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._ordered:
-                    await self._changed.wait()
-        except TimeoutError:
-            hint = "; etcd does not answer" if self.stale else ""
-            raise NoWorkers(f"no {self.component} serves {self.endpoint!r} (waited {timeout_s:g} s{hint})") from None
-        return self._ordered
 
     async def close(self) -> None:
         """End the watch. Closing twice is no error."""

@@ -31,7 +31,7 @@ LINE_S = 90.0
 async def side(*words: str, etcd: str) -> AsyncIterator[Process]:
     """One side of the connector in a process of its own, with no more of our environment than it needs."""
     env = {"ETCD_ENDPOINTS": etcd, "PATH": "/usr/bin:/bin", "DYN_LOG": "warn"}
-    process = await asyncio.create_subprocess_exec(sys.executable, str(SIDE), *words, env=env, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, str(SIDE), *words, env=env, stdin=PIPE, stdout=PIPE)
     try:
         yield process
     finally:
@@ -63,6 +63,8 @@ async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(throug
                 assert await line(planner) == {"done": target, "decision_id": number}
                 assert len(names(served, "Mocker")) == len(instances(served)) == target
                 await until_right(found, 60)
+                assert planner.stdin is not None
+                planner.stdin.write(b"\n")
             assert await asyncio.wait_for(planner.wait(), 30.0) == 0
         found.check(120)
         await settled(served)

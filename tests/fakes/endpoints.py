@@ -184,14 +184,9 @@ class FakeEndpointClient:
         )
 
     async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._handlers:
-                    self.instances_changed.clear()
-                    await self.instances_changed.wait()
-        except TimeoutError as error:
-            raise errors.NoWorkers(f"no instance of {self.component}/{self.endpoint} within {timeout_s:g} s") from error
-        return self.instances()
+        if found := await self.wait_for_others((), timeout_s):
+            return found
+        raise errors.NoWorkers(f"no instance of {self.component}/{self.endpoint} within {timeout_s:g} s")
 
     async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
         with contextlib.suppress(TimeoutError):

@@ -9,7 +9,6 @@ from typing import Any
 
 from nats.aio.client import Client
 
-from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
 from dynamo_local.runtime.nats import close_quietly, connect_nats
@@ -25,19 +24,11 @@ class HandView:
 
     def __init__(self) -> None:
         self.registered: dict[int, Instance] = {}
+        self.stale = False
         self._changed = asyncio.Event()
 
     def instances(self) -> tuple[Instance, ...]:
         return tuple(self.registered[i] for i in sorted(self.registered))
-
-    async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self.registered:
-                    await self.changed()
-        except TimeoutError as error:
-            raise errors.NoWorkers("no instance in time") from error
-        return self.instances()
 
     async def changed(self) -> None:
         self._changed.clear()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
+
+from openai import AsyncOpenAI
 
 from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.serve.events import event_log_path, read
@@ -71,26 +74,37 @@ class Load:
         assert self.right >= at_least, self.right
 
 
+Ask = Callable[[AsyncOpenAI, int, int], Awaitable[str | None]]
+"""`(client, number of the client, its turn)`: one stream to its end, and what was wrong with it, or None."""
+
+
+async def ask_sim(http: AsyncOpenAI, number: int, turn: int) -> str | None:
+    """A chat whose answer the simulated engine's oracle knows."""
+    prompt = f"Client {number} asks for the {turn}th time: what is it like to be one of many?"
+    tokens = TOKENS[(number + turn) % len(TOKENS)]
+    answer = await stream_chat(http, prompt, tokens, ignore_eos=True)
+    right = answer == expected(prompt, tokens, ignore_eos=True)
+    return None if right else f"{prompt!r}: wrong answer, {answer[1]}"
+
+
 @asynccontextmanager
-async def load(served: Served, streams: int = 12) -> AsyncIterator[Load]:
+async def load(served: Served, streams: int = 12, ask: Ask = ask_sim) -> AsyncIterator[Load]:
     """So many clients, each with one stream after the other, without retries; the block ends when all have ended."""
     found, stop = Load(), asyncio.Event()
 
-    async def client(http: Any, number: int) -> None:
-        turn = 0
-        while not stop.is_set():
-            prompt = f"Client {number} asks for the {turn}th time: what is it like to be one of many?"
-            tokens = TOKENS[(number + turn) % len(TOKENS)]
-            turn += 1
+    async def client(http: AsyncOpenAI, number: int) -> None:
+        for turn in itertools.count():
+            if stop.is_set():
+                return
             try:
-                answer = await stream_chat(http, prompt, tokens, ignore_eos=True)
+                wrong = await ask(http, number, turn)
             except Exception as error:
                 found.failures.append(f"{type(error).__name__}: {error}")
                 return
-            if answer == expected(prompt, tokens, ignore_eos=True):
+            if wrong is None:
                 found.right += 1
             else:
-                found.failures.append(f"{prompt!r}: wrong answer, {answer[1]}")
+                found.failures.append(wrong)
 
     async with served.client() as http:
         clients = [asyncio.create_task(client(http, number)) for number in range(streams)]

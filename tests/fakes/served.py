@@ -265,7 +265,17 @@ class Served:
         found += [f"file {path}" for path in self.paths.runtime.parent.glob("boot-*")]
         mine = [self.paths.runtime] if not self._own_folder else [self.folder]
         found += [f"socket {path}" for folder in mine for path in folder.rglob("*") if _is_socket(path)]
-        found += [f"shared memory {name}" for name in _shared_memory() - self._shared_memory]
+        found += [f"shared memory {name}" for name in self.shared_memory()]
+        return found
+
+    def shared_memory(self) -> set[str]:
+        """What has come into /dev/shm since this graph began, without what a process of somebody else maps."""
+        found = _shared_memory() - self._shared_memory
+        if found:
+            mine = {pid for pid, _ in self.processes()}
+            for pid in _pids():
+                if pid not in mine:
+                    found -= {Path(word).name for word in _about(pid, "maps").decode(errors="replace").split()}
         return found
 
     def processes(self) -> list[tuple[int, str]]:

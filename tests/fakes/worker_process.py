@@ -140,6 +140,8 @@ class WorkerHost:
                 cwd=ROOT if target == COUNTING else EXAMPLE,
                 env={
                     "PATH": os.environ["PATH"],
+                    # A checkout that is not the installed one (a git worktree) is tested by its own code.
+                    **{name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
                     "DYN_NAMESPACE": self.namespace,
                     "DYN_RUN_ID": "run",
                     "DYN_WATCHER_NAME": name,

@@ -20,12 +20,15 @@ from tests.vllm.hosts import VllmHost, cuda_host
 
 __all__ = ["answers"]
 
+GPUS = 3
+"""Two workers of one role beside one of the other."""
+
 pytestmark = [pytest.mark.gpu, pytest.mark.infra, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="session")
 def vllm_host() -> VllmHost:
-    """CUDA, if there is some, with two free GPUs for the disaggregated cases."""
+    """CUDA, if there is some, with as many free GPUs as the largest case has workers."""
     model = os.environ.get("DYN_VLLM_MODEL")
     if not model:
         pytest.skip("DYN_VLLM_MODEL is not set: the folder of a model that fits one GPU")
@@ -36,8 +39,8 @@ def vllm_host() -> VllmHost:
         devices = open_inventory(host.gpus, os.environ).sample()
     except GpuError as error:
         pytest.skip(f"no GPUs here: {error}")
-    if len(devices) < 2:
-        pytest.skip(f"two GPUs are needed, here is {len(devices)}")
+    if len(devices) < GPUS:
+        pytest.skip(f"{GPUS} GPUs are needed, here are {len(devices)}")
     return host
 
 
@@ -47,6 +50,10 @@ class TestAggregated(cases.Aggregated):
 
 class TestDisaggregated(cases.Disaggregated):
     """Prefill and decode apart."""
+
+
+class TestRouted(cases.Routed):
+    """KV-aware routing."""
 
 
 class TestLeaving(cases.Leaving):

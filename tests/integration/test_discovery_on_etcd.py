@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,6 +15,8 @@ from dynamo_local.core.types import Instance
 from dynamo_local.errors import EtcdUnavailable, NoWorkers
 from dynamo_local.runtime.discovery import InstanceView, instance_to_value, key_of, make_instance
 from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.runtime.requests.client import NatsEndpointClient
+from dynamo_local.runtime.requests.dispatch import Dispatcher
 from dynamo_local.serve.infra import find_server
 from tests.fakes.servers import RealEtcd
 
@@ -37,6 +40,11 @@ async def until_it_is(view: InstanceView, *expected: Instance, deadline_s: float
     async with asyncio.timeout(deadline_s):
         while view.instances() != expected:
             await view.changed()
+
+
+def client_of(view: InstanceView) -> NatsEndpointClient:
+    """Whoever waits for workers waits through one; it sends nothing here."""
+    return NatsEndpointClient(cast(Dispatcher, None), view, view.component, view.endpoint)
 
 
 @pytest.fixture
@@ -90,8 +98,8 @@ async def test_a_view_lists_who_was_there_before_it(store: EtcdStore, namespace:
 async def test_waiting_for_an_instance(view: InstanceView, store: EtcdStore, namespace: str) -> None:
     """lesson 12 and 23: it returns with the first one, and past its deadline it names what is missing."""
     with pytest.raises(NoWorkers, match=r"no VllmWorker serves 'generate' \(waited 0.05 s\)"):
-        await view.wait_for_instances(0.05)
-    waiting = asyncio.create_task(view.wait_for_instances(DEADLINE_S))
+        await client_of(view).wait_for_instances(0.05)
+    waiting = asyncio.create_task(client_of(view).wait_for_instances(DEADLINE_S))
     instance = await put(store, namespace)
     assert await waiting == (instance,)
 
@@ -170,8 +178,7 @@ async def test_a_view_heals_after_etcd_lost_its_data(own_etcd: RealEtcd) -> None
     store = await EtcdStore.connect(own_etcd.endpoint)
     view = InstanceView(store, "dynamo", "VllmWorker", "generate")
     await view.start(DEADLINE_S)
-    await put(store, "dynamo")
-    await view.wait_for_instances(DEADLINE_S)
+    await until_it_is(view, await put(store, "dynamo"))
     await own_etcd.restart(lose_data=True)
     await until_it_is(view)
     await until_current(view)
@@ -186,8 +193,7 @@ async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own_e
     store = await EtcdStore.connect(own_etcd.endpoint)
     view = InstanceView(store, "dynamo", "VllmWorker", "generate")
     await view.start(DEADLINE_S)
-    await put(store, "dynamo")
-    await view.wait_for_instances(DEADLINE_S)
+    await until_it_is(view, await put(store, "dynamo"))
     seen: list[int] = []
 
     async def note() -> None:
@@ -215,7 +221,7 @@ async def test_a_view_may_start_before_etcd(tmp_path: Path) -> None:
         await view.start(timeout_s=0.1)
         assert (view.instances(), view.stale) == ((), True)
         with pytest.raises(NoWorkers, match="etcd does not answer"):
-            await view.wait_for_instances(0.05)
+            await client_of(view).wait_for_instances(0.05)
         await server.start()
         await until_current(view)
         instance = await put(store, "dynamo")

@@ -1,15 +1,16 @@
-"""Requests to a graph with a real model, and what is seen of its engines from outside."""
+"""Requests to a graph with a real model."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from openai import AsyncOpenAI
 
+from tests.fakes.scaled import Ask
 from tests.fakes.served import Served
 
 WORDS = [
@@ -62,7 +63,7 @@ async def complete_all(served: Served, asked: Sequence[str], max_tokens: int, *,
 
 
 class Streaming:
-    """A streamed completion under way. `started` is set at its first text; `await` the task for (text, chunks)."""
+    """A streamed completion under way. `started` is set at its first text; its `task` gives the finish reason."""
 
     def __init__(self, client: AsyncOpenAI, prompt: str, max_tokens: int) -> None:
         self.started = asyncio.Event()
@@ -93,28 +94,37 @@ class Streaming:
         return reason
 
 
-def engine_pids(served: Served, watcher: str | None = None) -> list[int]:
-    """Pids of what vLLM started: what Python's multiprocessing spawned, and EngineCore, which calls itself so."""
-    mark = f"DYN_WATCHER_NAME={served.namespace}_{watcher}\0".encode() if watcher else b""
-    found = []
-    for pid, line in served.processes():
-        if ("EngineCore" in line or "multiprocessing" in line) and mark in _environ(pid):
-            found.append(pid)
-    return found
+@asynccontextmanager
+async def long_streams(
+    served: Served, asked: Sequence[str], max_tokens: int, timeout_s: float
+) -> AsyncIterator[list[Streaming]]:
+    """All have begun; once the block has ended each must complete within `timeout_s`, with all of its tokens."""
+    async with served.client() as client:
+        streams = [Streaming(client, prompt, max_tokens) for prompt in asked]
+        try:
+            async with asyncio.timeout(60.0):
+                await asyncio.gather(*(stream.started.wait() for stream in streams))
+            yield streams
+            async with asyncio.timeout(timeout_s):
+                reasons = await asyncio.gather(*(stream.task for stream in streams))
+        finally:
+            for stream in streams:
+                stream.task.cancel()
+            await asyncio.wait({stream.task for stream in streams})
+    assert reasons == ["length"] * len(streams)
+    assert [stream.tokens for stream in streams] == [max_tokens] * len(streams)
 
 
-def _environ(pid: int) -> bytes:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
+def same_again(asked: Sequence[str], max_tokens: int) -> Ask:
+    """A load over these prompts: each stream has all of its tokens, and says what that prompt's first one said."""
+    known: dict[str, str] = {}
 
+    async def ask(http: AsyncOpenAI, number: int, turn: int) -> str | None:
+        prompt = asked[(7 * number + turn) % len(asked)]
+        stream = Streaming(http, prompt, max_tokens)
+        reason = await stream.task
+        if (reason, stream.tokens) != ("length", max_tokens):
+            return f"{prompt[:40]!r}: {stream.tokens} tokens, ended by {reason}"
+        return None if known.setdefault(prompt, stream.text) == stream.text else f"{prompt[:40]!r}: another answer"
 
-def prompt_tokens_by_source(log: str) -> dict[str, int]:
-    """From what an engine says of itself when it is closed."""
-    found: dict[str, int] = {}
-    for line in re.findall(r"prompt tokens by source: (\{.*\})", log):
-        for name, count in re.findall(r"'(\w+)': (\d+)", line):
-            found[name] = found.get(name, 0) + int(count)
-    return found
+    return ask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.scaled import ascale, events
+from tests.fakes.planned import decided
+from tests.fakes.routed import decisions, router_status, until_status
+from tests.fakes.scaled import ascale, load, names
 from tests.fakes.served import Served, auntil
-from tests.vllm.asking import Streaming, complete_all, engine_pids, prompt_tokens_by_source, prompts
+from tests.vllm.asking import Streaming, complete, complete_all, long_streams, prompts, same_again
 from tests.vllm.hosts import VllmHost
+from tests.vllm.seeing import alive, engine_cores, engine_pids, exit_codes, prompt_tokens_by_source
 
-LEAVE_S = 60.0
+LEAVE_S = 90.0
+AT_ONCE_S = 15.0
+"""Milliseconds, on a machine that does nothing else."""
 START_S = 590.0
 ANSWER_TOKENS = 24
 LONG_TOKENS = 600
@@ -68,33 +74,36 @@ class Aggregated:
         await auntil(lambda: _idle(_load(served, "VllmWorker")), 10.0, what=served.status)
 
     async def _drained_by_sigterm(self, served: Served) -> None:
-        async with served.client() as client:
-            streams = [Streaming(client, prompt, LONG_TOKENS) for prompt in asked()[:3]]
-            await asyncio.wait_for(asyncio.gather(*(stream.started.wait() for stream in streams)), 60.0)
+        async with long_streams(served, asked()[:3], LONG_TOKENS, LEAVE_S):
             engines = engine_pids(served)
             os.kill(served.pids()["VllmWorker"], signal.SIGTERM)
-            reasons = await asyncio.wait_for(asyncio.gather(*(stream.task for stream in streams)), LEAVE_S)
-        assert reasons == ["length"] * 3
-        assert [stream.tokens for stream in streams] == [LONG_TOKENS] * 3
-        await auntil(lambda: not set(engines) & set(engine_pids(served)), LEAVE_S, what=served.processes)
         assert engines
+        await auntil(lambda: not alive(engines), LEAVE_S, what=served.processes)
 
 
 class Killed:
     """A worker that is killed leaves nothing behind, and is started again."""
 
-    async def test_no_engine_core_survives_kill_9(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """EngineCore is gone within seconds, the worker comes back, and answers; so when EngineCore is killed."""
+    async def test_a_killed_worker_leaves_nothing_and_comes_back(self, vllm_host: VllmHost, tmp_path: Path) -> None:
+        """`kill -9` of the worker, then of EngineCore alone: within seconds the other one is gone too, by an exit code
+        that says why, with all that it had in /dev/shm; the worker comes back, and answers."""
         with vllm_host.aggregated(tmp_path) as served:
             served.start()
-            for victim in ("worker", "engine"):
-                engines, worker = engine_pids(served), served.pids()["VllmWorker"]
-                cores = [pid for pid in engines if _is_engine_core(pid)]
-                assert cores, served.processes()
-                os.kill(worker if victim == "worker" else cores[0], signal.SIGKILL)
-                await auntil(lambda pids=engines: not set(pids) & set(_alive(pids)), 10.0, what=served.processes)
-                await auntil(lambda old=worker: _ready_anew(served, "VllmWorker", old), START_S, what=served.states)
-                assert await complete_all(served, asked()[:1], 4)
+            before = await complete_all(served, asked()[:1], ANSWER_TOKENS)
+            await self._killed(served, "worker", -signal.SIGKILL)
+            assert await complete_all(served, asked()[:1], ANSWER_TOKENS) == before
+            await self._killed(served, "engine", 1)
+            assert await complete_all(served, asked()[:1], ANSWER_TOKENS) == before
+
+    async def _killed(self, served: Served, victim: str, code: int) -> None:
+        worker, engines, shared = served.pids()["VllmWorker"], engine_pids(served), served.shared_memory()
+        (core,) = engine_cores(served)
+        count = len(exit_codes(served, "VllmWorker"))
+        os.kill(worker if victim == "worker" else core, signal.SIGKILL)
+        await auntil(lambda: not alive([worker, *engines]), AT_ONCE_S, what=served.processes)
+        await auntil(lambda: not shared & served.shared_memory(), AT_ONCE_S, what=served.shared_memory)
+        await auntil(lambda: _ready_anew(served, "VllmWorker", worker), START_S, what=served.states)
+        assert exit_codes(served, "VllmWorker")[count:] == [code]
 
 
 class Disaggregated:
@@ -120,46 +129,111 @@ class Disaggregated:
         assert decoded["external_kv_transfer"] == prefilled["local_compute"], (decoded, prefilled)
 
 
+class Routed:
+    """KV events of real engines reach the Router's index, and what it finds there is true."""
+
+    async def test_a_repeated_prefix_goes_to_the_worker_that_holds_it(
+        self, vllm_host: VllmHost, tmp_path: Path
+    ) -> None:
+        """New prompts are spread over two workers; each comes back to its own, which finds as much in its cache as the
+        Router foresaw; so does a longer prompt with the same beginning."""
+        two = {"ServiceArgs": {"workers": 2}, "enable-prefix-caching": True}
+        block_size = vllm_host.block_size
+        with vllm_host.aggregated(tmp_path, router="kv", **two) as served:
+            served.start()
+            some = prompts(4, words=200, seed=3)
+            async with served.client() as client, router_status(served) as status:
+                first = [await complete(client, prompt, 8) for prompt in some]
+                blocks = sum(length // block_size for _, length, _ in first)
+                await until_status(status, lambda s: s["blocks"] >= blocks)
+                again = [await complete(client, prompt, 8) for prompt in some]
+                longer = [await complete(client, f"{prompt} and so on", 8) for prompt in some]
+            assert again == first
+            routed = decisions(served)
+            holders = [worker for worker, _, _ in routed[:4]]
+            assert len(set(holders)) == 2, routed
+            assert [worker for worker, _, _ in routed[4:]] == holders * 2
+            assert all(policy == "kv" and rate > 0.8 for _, policy, rate in routed[4:]), routed
+            lengths = [length for _, length, _ in again + longer]
+            foreseen = [round(rate * n / block_size) for n, (_, _, rate) in zip(lengths, routed[4:], strict=True)]
+            served.down()
+            found = prompt_tokens_by_source(served.log("VllmWorker") + served.log("VllmWorker_1"))
+        # One token at least is computed: of a prompt that is cached to its end vLLM computes the last block again.
+        hits = sum(min(held, (n - 1) // block_size) for held, n in zip(foreseen, lengths, strict=True))
+        assert found["local_cache_hit"] == hits * block_size, (found, foreseen)
+
+    async def test_the_hit_rate_decides_between_local_and_remote(self, vllm_host: VllmHost, tmp_path: Path) -> None:
+        """What was pulled once is cached: the same prompt again is prefilled by the decode worker itself, a prompt that
+        is new is not, and the texts do not differ."""
+        conditional = {"conditional-disagg": True, "max-local-prefill-length": 100, "enable-prefix-caching": True}
+        with vllm_host.disaggregated(tmp_path, router="kv", **conditional) as served:
+            served.start()
+            one, other = prompts(2, words=200, seed=5)
+            async with served.client() as client, router_status(served) as status:
+                text, length, _ = await complete(client, one, 8)
+                await until_status(status, lambda s: s["blocks"] > 0)
+                assert (await complete(client, one, 8))[0] == text
+                _, other_length, _ = await complete(client, other, 8)
+            rates = [rate for _, _, rate in decisions(served)]
+            assert rates[0] == rates[2] == 0.0, rates
+            assert rates[1] > 0.8, rates
+            lengths = re.findall(r"Remote prefill: (\w+) \(prefill length: (\d+)/(\d+)", served.log("VllmWorker"))
+            assert [remote for remote, _, _ in lengths] == ["True", "False", "True"]
+            assert abs(int(lengths[1][1]) - length * (1 - rates[1])) <= 2, lengths
+            served.down()
+            decoded = prompt_tokens_by_source(served.log("VllmWorker"))
+        assert decoded["external_kv_transfer"] == length + other_length
+        assert decoded["local_cache_hit"] > 0.8 * length
+
+
 class Leaving:
     """Workers of both roles come and go while streams run."""
 
     async def test_prefill_and_decode_workers_come_and_go(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """1P1D to 2P2D and back, by lease revoke and by `dynamo scale`, with long streams in flight: all complete."""
-        with vllm_host.disaggregated(tmp_path) as served:
+        """From one of each to two and back, prefill by lease revoke and decode by `dynamo scale`, under load: every
+        stream completes, and every prompt was prefilled remotely."""
+        with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 30.0}) as served:
             served.start()
-            async with served.client() as client:
-                streams = [Streaming(client, prompt, LONG_TOKENS) for prompt in asked()[:2]]
-                await asyncio.wait_for(asyncio.gather(*(stream.started.wait() for stream in streams)), 60.0)
-                await ascale(served, "PrefillWorker", "+1")
-                await auntil(lambda: served.states().get("PrefillWorker_1") == "ready", START_S, what=served.states)
+            async with load(served, 3, same_again(asked()[:12], ANSWER_TOKENS)) as answers:
+                await self._one_more(served, "PrefillWorker")
                 await auntil(lambda: len(served.keys("dynamo/nixl_metadata/")) == 2, what=served.keys)
-                first = served.worker("PrefillWorker")["lease"]
-                await asyncio.to_thread(served.etcdctl, "lease", "revoke", first)
-                assert await complete_all(served, prompts(4, seed=11), 8)
-                await auntil(lambda: served.states().get("PrefillWorker") != "draining", LEAVE_S, what=served.states)
+                async with long_streams(served, asked()[:2], LONG_TOKENS, LEAVE_S):
+                    first = served.worker("PrefillWorker")["lease"]
+                    await asyncio.to_thread(served.etcdctl, "lease", "revoke", first)
+                await auntil(lambda: names(served, "PrefillWorker") == ["PrefillWorker_1"], LEAVE_S, what=served.states)
+                await auntil(lambda: exit_codes(served, "PrefillWorker") == [0], LEAVE_S, what=served.states)
                 await auntil(lambda: len(served.keys("dynamo/nixl_metadata/")) == 1, what=served.keys)
-                reasons = await asyncio.wait_for(asyncio.gather(*(stream.task for stream in streams)), LEAVE_S)
-            assert reasons == ["length"] * 2
-            assert [stream.tokens for stream in streams] == [LONG_TOKENS] * 2
-            assert "prefilled locally" not in served.log("VllmWorker")
+                await self._one_more(served, "VllmWorker")
+                async with long_streams(served, asked()[:4], LONG_TOKENS, LEAVE_S):
+                    ((_, gone),) = await ascale(served, "VllmWorker", "-1")
+                await auntil(lambda: exit_codes(served, gone) == [0], LEAVE_S, what=served.states)
+                so_far = answers.right
+                await auntil(lambda: answers.right > so_far or answers.failures, LEAVE_S)
+            answers.check(at_least=20)
+            served.down()
+            decoded = prompt_tokens_by_source(served.log("VllmWorker") + served.log("VllmWorker_1"))
+            prefilled = prompt_tokens_by_source(served.log("PrefillWorker") + served.log("PrefillWorker_1"))
+        assert decoded["local_compute"] == 0, decoded
+        assert decoded["external_kv_transfer"] == prefilled["local_compute"], (decoded, prefilled)
+
+    async def _one_more(self, served: Served, component: str) -> None:
+        """Started beside the others, and ready."""
+        await ascale(served, component, "+1")
+        await auntil(lambda: served.states().get(f"{component}_1") == "ready", START_S, what=served.states)
 
     async def test_a_decode_worker_leaves_by_its_lease(self, vllm_host: VllmHost, tmp_path: Path) -> None:
         """Its long streams complete, its memory and processes go; the other one serves on."""
         with vllm_host.aggregated(tmp_path, **{"ServiceArgs": {"workers": 2}}) as served:
             served.start()
-            async with served.client() as client:
-                streams = [Streaming(client, prompt, LONG_TOKENS) for prompt in asked()[:4]]
-                await asyncio.wait_for(asyncio.gather(*(stream.started.wait() for stream in streams)), 60.0)
-                gone = engine_pids(served, "VllmWorker_1")
+            async with long_streams(served, asked()[:4], LONG_TOKENS, LEAVE_S):
+                gone, shared = engine_pids(served, "VllmWorker_1"), served.shared_memory()
                 lease = served.worker("VllmWorker_1")["lease"]
                 await asyncio.to_thread(served.etcdctl, "lease", "revoke", lease)
-                reasons = await asyncio.wait_for(asyncio.gather(*(stream.task for stream in streams)), LEAVE_S)
-            assert reasons == ["length"] * 4
             assert gone
-            await auntil(lambda: not _alive(gone), LEAVE_S, what=served.processes)
+            await auntil(lambda: not alive(gone), LEAVE_S, what=served.processes)
             await auntil(lambda: "VllmWorker_1" not in served.states(), LEAVE_S, what=served.states)
-            left = [event for event in events(served, "VllmWorker_1") if event["event"] == "ProcessExited"]
-            assert [event["exit_code"] for event in left] == [0]
+            assert exit_codes(served, "VllmWorker_1") == [0]
+            assert served.shared_memory() <= shared
             assert await complete_all(served, asked()[:1], 4)
 
 
@@ -169,38 +243,47 @@ class PrefillDies:
     async def test_a_killed_prefill_worker_costs_a_pause(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """Killed while prompts are under way: each is prefilled again, elsewhere or here, and the texts are right."""
+        """Killed while prompts wait for it: each is prefilled again, elsewhere or here, and the texts are right. The
+        one that comes back is used again."""
         expected = await reference(vllm_host, tmp_path, answers)
         some = list(asked())[:8]
+        texts = [expected[prompt] for prompt in some]
         with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 6.0}) as served:
             served.start()
-            assert await complete_all(served, some[:1], ANSWER_TOKENS) == [expected[some[0]]]
+            assert await complete_all(served, some[:1], ANSWER_TOKENS) == texts[:1]
+            victim, sent = served.pids()["PrefillWorker"], _sent_away(served)
             asking = asyncio.create_task(complete_all(served, some, ANSWER_TOKENS, at_once=8))
-            await asyncio.sleep(0.05)
-            os.kill(served.pids()["PrefillWorker"], signal.SIGKILL)
-            texts = await asyncio.wait_for(asking, 60.0)
-            assert texts == [expected[prompt] for prompt in some]
-            await auntil(lambda: served.keys("dynamo/nixl_metadata/") == [], 20.0, what=served.keys)
+            await auntil(lambda: _sent_away(served) > sent, what=lambda: served.log("VllmWorker"))
+            os.kill(victim, signal.SIGKILL)
+            assert await asyncio.wait_for(asking, 60.0) == texts
+            assert "is prefilled locally" in served.log("VllmWorker"), "it was killed too late"
+            await auntil(lambda: _ready_anew(served, "PrefillWorker", victim), START_S, what=served.states)
+            await auntil(lambda: len(served.keys("dynamo/nixl_metadata/")) == 1, 20.0, what=served.keys)
+            sent, alone = _sent_away(served), served.log("VllmWorker").count("is prefilled locally")
+            assert await complete_all(served, some, ANSWER_TOKENS) == texts
+            assert _sent_away(served) == sent + len(some)
+            assert served.log("VllmWorker").count("is prefilled locally") == alone
 
 
 class Planned:
     """The load planner sees vLLM's own cache use."""
 
     async def test_a_full_cache_brings_another_worker(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """KV load above 0.9 over an interval: one more worker is started, and the decision says why."""
+        """KV load above 0.9 over an interval: one more worker is started and used, the decision says why, and no stream
+        fails."""
         planner = {"adjustment-interval": 5, "metric-pulling-interval": 1, "max-gpu-budget": 2}
-        with vllm_host.aggregated(tmp_path, planner=planner) as served:
+        small = {"num-gpu-blocks-override": 9600 // vllm_host.block_size}
+        with vllm_host.aggregated(tmp_path, planner=planner, **small) as served:
             served.start()
-            async with served.client() as client:
-                streams = [Streaming(client, prompt, 900) for prompt in prompts(24, words=400)]
+            async with load(served, 20, same_again(prompts(20, words=400), 150)) as answers:
                 await auntil(lambda: (_load(served, "VllmWorker").get("gpu_cache_usage_perc") or 0) > 0.9, 120.0)
-                await auntil(lambda: "VllmWorker_1" in served.states(), 120.0, what=served.states)
-                for stream in streams:
-                    stream.task.cancel()
-                await asyncio.wait({stream.task for stream in streams})
-            explained = await asyncio.to_thread(served.cli, "planner", "explain", "20")
-            assert "VllmWorker" in explained.stdout, explained.stderr
-            served.down("--now")
+                await auntil(lambda: served.states().get("VllmWorker_1") == "ready", START_S, what=served.states)
+                await auntil(lambda: _load(served, "VllmWorker_1")["request_active_slots"], 60.0, what=served.status)
+            answers.check()
+            reasons = [reason for record in decided(served) for reason in record["decision"]["reasons"]]
+        up = [reason for reason in reasons if reason["step"] == 1]
+        assert [reason["rule"] for reason in up] == ["scale_up"], up
+        assert up[0]["numbers"]["average_kv_load"] > 0.9
 
 
 # --- what is seen --------------------------------------------------------------------------------
@@ -215,15 +298,9 @@ def _idle(load: dict[str, Any]) -> bool:
     return load["request_active_slots"] == 0 and load["gpu_cache_usage_perc"] == 0.0
 
 
-def _alive(pids: Sequence[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def _is_engine_core(pid: int) -> bool:
-    try:
-        return "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
+def _sent_away(served: Served) -> int:
+    """Prefills that the decode worker has given to others."""
+    return served.log("VllmWorker").count("Remote prefill: True")
 
 
 def _ready_anew(served: Served, name: str, old_pid: int) -> bool:

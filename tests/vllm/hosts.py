@@ -23,36 +23,42 @@ class VllmHost:
     gpus: str
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    prefill_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def aggregated(self, folder: Path, *, planner: Mapping[str, Any] | None = None, **decode: Any) -> Served:
-        """`graphs.agg` with real vLLM; `decode` are keys of the VllmWorker's section, `planner` is the Planner's."""
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return int(self.args["block-size"])
+
+    def aggregated(
+        self, folder: Path, *, planner: Mapping[str, Any] | None = None, router: str | None = None, **decode: Any
+    ) -> Served:
+        """`graphs.agg` with real vLLM; `decode` are keys of the VllmWorker's section, `planner` is the Planner's.
+
+        With a `router`, the graph that has the Router, and that policy.
+        """
         planned = {} if planner is None else {"Planner": dict(planner)}
-        return self._served(folder, "agg", {"VllmWorker": self._worker(decode), **planned})
+        return self._served(folder, "agg", {"VllmWorker": self._worker(decode), **planned}, router)
 
-    def disaggregated(self, folder: Path, *, prefill: Mapping[str, Any] | None = None, **decode: Any) -> Served:
+    def disaggregated(self, folder: Path, *, router: str | None = None, **decode: Any) -> Served:
         """`graphs.disagg`, every prefill remote unless `decode` says otherwise."""
-        return self._served(
-            folder,
-            "disagg",
-            {
-                "VllmWorker": self._worker({"remote-prefill": True, **decode}),
-                "PrefillWorker": self._worker({**self.prefill_args, **(prefill or {})}),
-            },
-        )
+        workers = {"VllmWorker": self._worker({"remote-prefill": True, **decode}), "PrefillWorker": self._worker({})}
+        return self._served(folder, "disagg", workers, router)
 
     def _worker(self, more: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.args, **more, "common-configs": ["model", "served-model-name"]}
 
-    def _served(self, folder: Path, graph: str, workers: Mapping[str, Any]) -> Served:
-        common = {"model": str(self.model), "served-model-name": "tiny"}
+    def _served(self, folder: Path, graph: str, workers: Mapping[str, Any], router: str | None) -> Served:
         config = {
-            "Common": common,
+            "Common": {"model": str(self.model), "served-model-name": "tiny"},
             "Host": {"gpus": self.gpus},
             "Frontend": {"served-model-name": "tiny"},
             "Processor": {"common-configs": ["model", "served-model-name"]},
             **workers,
         }
+        if router is not None:
+            graph += "_router"
+            config["Common"]["router"] = router
+            config["Processor"] = config["Router"] = {"common-configs": ["model", "served-model-name", "router"]}
         file = folder / f"{graph}.yaml"
         file.write_text(yaml.safe_dump(config))
         target = (f"graphs.{graph}:Frontend", "-f", str(file))
@@ -96,11 +102,17 @@ def cuda_host(model: Path) -> VllmHost:
         model,
         gpus=os.environ.get("DYN_VLLM_GPUS", "all"),
         args={
+            "block-size": 16,
             "max-model-len": 4096,
             "max-num-seqs": 16,
             "gpu-memory-utilization": 0.5,
             "enforce-eager": True,
             "enable-prefix-caching": False,
         },
-        env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            # Texts are compared: what a request gets must not depend on who is in the batch with it (Hopper and later).
+            "VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT", "1"),
+        },
     )

@@ -17,6 +17,10 @@ class TestDisaggregated(cases.Disaggregated):
     """Prefill and decode apart."""
 
 
+class TestRouted(cases.Routed):
+    """KV-aware routing."""
+
+
 class TestLeaving(cases.Leaving):
     """Workers come and go."""
 

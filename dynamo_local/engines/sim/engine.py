@@ -17,6 +17,7 @@ from typing import Any
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv_events import AllBlocksCleared, KvEvent
 from dynamo_local.core.types import Load
+from dynamo_local.engines.base import EngineBase
 from dynamo_local.engines.sim.facts import load_of, shape_of
 from dynamo_local.engines.sim.handoffs import Handoff
 from dynamo_local.engines.sim.keys import OutputKeys
@@ -34,7 +35,7 @@ from dynamo_local.engines.sim.requests import (
 from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
 from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest, pull_request_of
-from dynamo_local.errors import EngineDead, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.errors import EngineDead, InvalidRequest, KvTransferError
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason, KvEventPublisher
 
@@ -78,7 +79,7 @@ class _Stream:
             self.waiter.set_result(None)
 
 
-class SimEngine:
+class SimEngine(EngineBase):
     """An `Engine` that schedules like vLLM, takes a profile's time, and computes `tokens.expected_output`.
 
     `transport` defaults to a loopback side channel of its own; engines on a virtual clock share an `InMemoryTransport`.
@@ -94,6 +95,7 @@ class SimEngine:
         perf_model: PerfModel | None = None,
         kv_events: KvEventPublisher | None = None,
     ) -> None:
+        super().__init__()
         self._kv_events = kv_events
         self._journal: list[KvEvent] | None = None if kv_events is None else []
         self.options = options or SimOptions()
@@ -101,7 +103,6 @@ class SimEngine:
         self._transport = transport or LoopbackTransport()
         self._perf_model = perf_model
         self._engine_id = self.options.engine_id or str(uuid.uuid4())
-        self._info: EngineInfo | None = None
         self._scheduler: SimScheduler | None = None
         self._listener: KvListener | None = None
         self._streams: dict[str, _Stream] = {}
@@ -112,17 +113,9 @@ class SimEngine:
         self._timer_at_s: float | None = None
         self._kicked = False
         self._turn_s = 0.0
-        self._changed: asyncio.Event | None = None
-        self._death: str | None = None
         self._count = 0
 
     # --- life ----------------------------------------------------------------------------------
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineError("the engine has not been started; await start() first")
-        return self._info
 
     async def start(self) -> None:
         """Load the profile, open the side channel, and take `start_up_s / speed` in all. Raises `ConfigError`."""
@@ -185,7 +178,7 @@ class SimEngine:
 
     def _submit(self, request: EngineRequest) -> tuple[str, _Stream]:
         """Check, plan and queue a request. Raises `InvalidRequest`, `KvTransferError` or `EngineError`."""
-        scheduler = self._running_scheduler()
+        scheduler = self._alive(self._scheduler)
         prompt, sampling, options = request.prompt_token_ids, request.sampling, self.options
         self._check(request)
         try:
@@ -231,18 +224,6 @@ class SimEngine:
             self._fail(RuntimeError(f"its option fail_after_requests is {self._count}"))
         return internal_id, stream
 
-    def _check(self, request: EngineRequest) -> None:
-        length, longest = len(request.prompt_token_ids), self.info.max_model_len
-        if not length:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if length >= longest:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens; this model takes {longest} for prompt and output together",
-                param="prompt",
-            )
-        if request.sampling.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be 1 or more, not {request.sampling.max_tokens}", param="max_tokens")
-
     def _forget(self, internal_id: str) -> None:
         """The stream's consumer has left: if it still runs, end it and free its blocks."""
         stream = self._streams.pop(internal_id)
@@ -258,13 +239,6 @@ class SimEngine:
             self._scheduler.release(internal_id, self._now_s())
             self._kick()
 
-    def _running_scheduler(self) -> SimScheduler:
-        if self._death is not None:
-            raise EngineDead(self._death)
-        if self._scheduler is None:
-            raise EngineError("the engine does not run: it was closed, or not started")
-        return self._scheduler
-
     # --- what can be seen ----------------------------------------------------------------------
 
     def load(self) -> Load:
@@ -275,11 +249,6 @@ class SimEngine:
         self._pump()
         return load_of(scheduler)
 
-    async def load_changed(self) -> None:
-        if self._changed is None:
-            self._changed = asyncio.Event()
-        await self._changed.wait()
-
     def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
         if self._scheduler is None or not prompt_token_ids:
             return 0.0
@@ -289,7 +258,7 @@ class SimEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached; False while requests hold blocks (as vLLM's)."""
-        done = self._running_scheduler().reset_prefix_cache(self._now_s())
+        done = self._alive(self._scheduler).reset_prefix_cache(self._now_s())
         self._tell_kv_events()
         return done
 
@@ -400,11 +369,6 @@ class SimEngine:
         if self._journal and self._kv_events is not None:
             self._kv_events.publish(tuple(self._journal))
             self._journal.clear()
-
-    def _notify(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
 
     # --- KV hand-off ---------------------------------------------------------------------------
 

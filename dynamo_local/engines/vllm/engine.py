@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
 
 from dynamo_local.core.types import Load
+from dynamo_local.engines.base import EngineBase
 from dynamo_local.engines.vllm import plugin, private
 from dynamo_local.engines.vllm.checking import is_installed
 from dynamo_local.engines.vllm.handoffs import Handoffs
@@ -42,7 +43,7 @@ two busy cores), and by now nothing is left that could be lost."""
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
 
-class VllmEngine:
+class VllmEngine(EngineBase):
     """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it.
 
     `kv_events` is told what the KV cache holds; None: nobody wants to know, and `prefix_hit_rate` does not either.
@@ -51,6 +52,7 @@ class VllmEngine:
     def __init__(
         self, options: VllmOptions, *, name: str | None = None, kv_events: KvEventPublisher | None = None
     ) -> None:
+        super().__init__()
         self.options = options
         self._kv_events = kv_events
         self._bridge: KvEventBridge | None = None
@@ -59,23 +61,14 @@ class VllmEngine:
         self._private: private.Private | None = None
         self._llm: Any = None
         self._sampling: Any = None
-        self._info: EngineInfo | None = None
         self._statistics = Statistics(0, 0)
         self._handoffs = Handoffs(KV_LEASE_S)
-        self._changed: asyncio.Event | None = None
-        self._death: str | None = None
         self._dead = asyncio.Event()
         self._closed = False
         self._watches: list[tuple[asyncio.AbstractEventLoop, int]] = []
         self._count = 0
 
     # --- life ----------------------------------------------------------------------------------
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineError("the engine has not been started; await start() first")
-        return self._info
 
     async def start(self) -> None:
         """Import vLLM, load the model. Raises `ConfigError` for arguments, `EngineError` for what fails later."""
@@ -206,7 +199,7 @@ class VllmEngine:
     # --- requests ------------------------------------------------------------------------------
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        llm = self._running()
+        llm = self._alive(self._llm)
         params = request.kv_transfer_params or {}
         self._check(request)
         self._count += 1
@@ -231,16 +224,16 @@ class VllmEngine:
         self, outputs: AsyncGenerator[Any, None], request: EngineRequest, params: Mapping[str, Any]
     ) -> AsyncGenerator[EngineOutput, None]:
         """vLLM's outputs as ours. KV that is to be pulled must be here by a deadline: past its lease it is wrong KV."""
-        pulls = bool(params.get("do_remote_prefill"))
-        deadline_s = self.options.kv_pull_timeout_s if pulls else None
+        pulls, limit_s = bool(params.get("do_remote_prefill")), self.options.kv_pull_timeout_s
+        deadline_s = asyncio.get_running_loop().time() + limit_s if pulls else None
         started = False
         async with contextlib.aclosing(outputs):
             while True:
                 try:
-                    async with asyncio.timeout(None if started else deadline_s):
+                    async with asyncio.timeout_at(None if started else deadline_s):
                         output = await anext(outputs)
                 except TimeoutError:
-                    raise self._not_pulled(request, f"it did not come within {deadline_s:g} s") from None
+                    raise self._not_pulled(request, f"it did not come within {limit_s:g} s") from None
                 except StopAsyncIteration:
                     return
                 except Exception as error:
@@ -289,23 +282,6 @@ class VllmEngine:
         except ValueError as error:
             raise InvalidRequest(" ".join(str(error).split())) from error
 
-    def _check(self, request: EngineRequest) -> None:
-        length, longest = len(request.prompt_token_ids), self.info.max_model_len
-        if not length:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if length >= longest:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens; this model takes {longest} for prompt and output together",
-                param="prompt",
-            )
-
-    def _running(self) -> Any:
-        if self._death is not None:
-            raise EngineDead(self._death)
-        if self._llm is None:
-            raise EngineError("the engine does not run: it was closed, or not started")
-        return self._llm
-
     def _translated(self, error: Exception, request: EngineRequest) -> Exception:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -331,11 +307,6 @@ class VllmEngine:
     def load(self) -> Load:
         return self._statistics.load(self._handoffs.num_held(time.monotonic()))
 
-    async def load_changed(self) -> None:
-        if self._changed is None:
-            self._changed = asyncio.Event()
-        await self._changed.wait()
-
     def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
         if self._bridge is None or self._info is None:
             return 0.0
@@ -357,8 +328,3 @@ class VllmEngine:
         changed |= self._handoffs.observe(scheduler_stats, self._statistics.num_live)
         if changed:  # an engine that holds KV for others speaks a thousand times a second
             self._notify()
-
-    def _notify(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None

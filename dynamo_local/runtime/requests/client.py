@@ -30,11 +30,11 @@ def late_news_s(deadline_s: float | None, now_s: float) -> float:
 
 
 class View(Protocol):
-    """What `runtime.discovery.InstanceView` gives us."""
+    """What `runtime.discovery.InstanceView` gives us. `stale`: etcd does not answer, so this may be the past."""
+
+    stale: bool
 
     def instances(self) -> tuple[Instance, ...]: ...
-
-    async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]: ...
 
     async def changed(self) -> None: ...
 
@@ -67,7 +67,10 @@ class NatsEndpointClient:
 
     async def wait_for_instances(self, timeout_s: float) -> tuple[Instance, ...]:
         """At least one; raises `NoWorkers` past the timeout."""
-        return await self._view.wait_for_instances(timeout_s)
+        if found := await self.wait_for_others((), timeout_s):
+            return found
+        hint = "; etcd does not answer" if self._view.stale else ""
+        raise errors.NoWorkers(f"no {self.component} serves {self.endpoint!r} (waited {timeout_s:g} s{hint})")
 
     async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
         """Those that are not among these instance ids, as soon as there is one; none past the timeout."""

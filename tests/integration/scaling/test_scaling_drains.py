@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import openai
 import pytest
@@ -14,8 +12,7 @@ import pytest
 from dynamo_local.errors import WorkerDraining, WorkerLost
 from dynamo_local.ports import DeleteEvent
 from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.requests import NatsEndpointClient, RequestPlane
+from tests.fakes.endpoint_client import endpoint_client
 from tests.fakes.scaled import ascale, command, events, load, names, settled, streaming
 from tests.fakes.served import AGG, Served, auntil, expected, messages, stream_chat, tokenizer
 
@@ -65,7 +62,9 @@ async def test_requests_that_were_on_their_way_are_served_or_sent_on(graph: Serv
     """A caller that has not heard of the deregistration yet is served at first, then told to go elsewhere."""
     ids = tokenizer().encode_chat(messages("Too late?"))
     request = {"request_id": "late", "token_ids": ids, "sampling": {"max_tokens": 4, "ignore_eos": True}}
-    async with _decode_client(graph) as client, streaming(graph, "One.", "Two.", "Three.", tokens=250):
+    decoding = endpoint_client(graph, "VllmWorker", "generate")
+    async with decoding as client, streaming(graph, "One.", "Two.", "Three.", tokens=250):
+        await client.wait_for_instances(5.0)
         victim = int(graph.worker("VllmWorker_1")["lease"], 16)
         stale = client.instances()
         scaling = asyncio.create_task(ascale(graph, "VllmWorker", "-1"))
@@ -85,24 +84,6 @@ async def test_requests_that_were_on_their_way_are_served_or_sent_on(graph: Serv
     assert tokens[1:] == [tokens[0]] * 4
     assert len(tokens[0]) == 4
     assert victim not in {stream.instance_id for stream in sent_on}
-
-
-@asynccontextmanager
-async def _decode_client(served: Served) -> AsyncIterator[NatsEndpointClient]:
-    """A client of the decode workers, as the Processor has one."""
-    facts = served.statefile()
-    kv = await EtcdStore.connect(facts["etcd_endpoints"])
-    nats = await connect_nats(facts["nats_server"], served.paths.runtime / "nats" / "token")
-    plane = RequestPlane(nats)
-    try:
-        await plane.start()
-        client = await plane.client(kv, served.namespace, "VllmWorker", "generate")
-        await client.wait_for_instances(5.0)
-        yield client
-    finally:
-        await plane.close()
-        await close_quietly(nats)
-        await kv.close()
 
 
 async def test_a_processor_drains_while_everything_streams_through_it() -> None:

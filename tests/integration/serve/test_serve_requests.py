@@ -8,9 +8,7 @@ import re
 import httpx
 import pytest
 
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.nats import connect_nats
-from dynamo_local.runtime.requests import RequestPlane
+from tests.fakes.endpoint_client import endpoint_client
 from tests.fakes.served import MODEL, Served, asking, auntil, expected, messages, stream_chat, tokenizer
 
 pytestmark = pytest.mark.infra
@@ -71,20 +69,10 @@ async def test_prefill_really_happens_elsewhere(disagg: Served) -> None:
 
 async def _prefills(served: Served) -> int:
     """Entries that the prefill worker has finished, by its own count."""
-    facts = served.statefile()
-    kv = await EtcdStore.connect(facts["etcd_endpoints"])
-    nats = await connect_nats(facts["nats_server"], served.paths.runtime / "nats" / "token")
-    plane = RequestPlane(nats)
-    try:
-        await plane.start()
-        client = await plane.client(kv, served.namespace, "PrefillWorker", "status")
+    async with endpoint_client(served, "PrefillWorker", "status") as client:
         await client.wait_for_instances(5.0)
         stream = await client.call(None)
         return sum([item["done"] async for item in stream])
-    finally:
-        await plane.close()
-        await nats.close()
-        await kv.close()
 
 
 async def test_200_concurrent_streams_are_all_right(disagg: Served) -> None:

@@ -8,22 +8,16 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.nats import connect_nats
-from dynamo_local.runtime.requests import RequestPlane
+from tests.fakes.routed import decisions, router_status, until_status
 from tests.fakes.served import AGG_ROUTER, DISAGG_ROUTER, Served, asking, auntil, expected, messages, tokenizer
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(150)]
 
 SMALL = ("--Common.sim.block-size=16", "--VllmWorker.ServiceArgs.workers=2")
-DECISION = re.compile(r"worker ([0-9a-f]+) by (\S+), prefix hit rate ([0-9.]+)")
 
 
 def story(n: int) -> str:
@@ -37,45 +31,6 @@ async def ask(client: AsyncOpenAI, prompt: str) -> None:
     """One chat; its answer must be the right one."""
     answer = await client.chat.completions.create(**asking(prompt, 8))
     assert answer.choices[0].message.content == expected(prompt, 8)[0]
-
-
-def decisions(served: Served, router: str = "Router") -> list[tuple[str, str, float]]:
-    """`(worker in hex, policy, prefix hit rate)` of each request, by a Router's log."""
-    found = DECISION.findall(served.log(router))
-    return [(worker, policy, float(rate)) for worker, policy, rate in found]
-
-
-@asynccontextmanager
-async def router_status(served: Served) -> AsyncIterator[Any]:
-    """A coroutine function: what the Router says of itself."""
-    facts = served.statefile()
-    kv = await EtcdStore.connect(facts["etcd_endpoints"])
-    nats = await connect_nats(facts["nats_server"], served.paths.runtime / "nats" / "token")
-    plane = RequestPlane(nats)
-
-    async def status() -> dict[str, Any]:
-        client = await plane.client(kv, served.namespace, "Router", "status")
-        await client.wait_for_instances(15.0)
-        stream = await client.call(None, timeout_s=5.0)
-        (found,) = [item async for item in stream]
-        return found
-
-    try:
-        await plane.start()
-        yield status
-    finally:
-        await plane.close()
-        await nats.close()
-        await kv.close()
-
-
-async def until_status(status: Any, holds: Any) -> dict[str, Any]:
-    """The Router's status once it is so, asked again every 50 ms up to 15 s."""
-    found: dict[str, Any] = {}
-    async with asyncio.timeout(15.0):
-        while not holds(found := await status()):
-            await asyncio.sleep(0.05)
-    return found
 
 
 async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_nothing() -> None:

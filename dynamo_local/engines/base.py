@@ -1,0 +1,57 @@
+"""What every engine keeps of itself: what it is, why it died, and who waits for its load to change."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from dynamo_local.errors import EngineDead, EngineError, InvalidRequest
+from dynamo_local.ports import EngineInfo, EngineRequest
+
+T = TypeVar("T")
+
+
+class EngineBase:
+    """For engines of `ports.Engine`. `_info` is there from `start` on, `_death` says why it ended by itself."""
+
+    def __init__(self) -> None:
+        self._info: EngineInfo | None = None
+        self._death: str | None = None
+        self._changed: asyncio.Event | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineError("the engine has not been started; await start() first")
+        return self._info
+
+    async def load_changed(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+    def _alive(self, inner: T | None) -> T:
+        """What computes, if it is there. Raises `EngineDead`, or `EngineError` before the start and after the end."""
+        if self._death is not None:
+            raise EngineDead(self._death)
+        if inner is None:
+            raise EngineError("the engine does not run: it was closed, or not started")
+        return inner
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raises `InvalidRequest` for lengths that no engine takes."""
+        length, longest = len(request.prompt_token_ids), self.info.max_model_len
+        if not length:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if length >= longest:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens; this model takes {longest} for prompt and output together",
+                param="prompt",
+            )
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be 1 or more, not {request.sampling.max_tokens}", param="max_tokens")
