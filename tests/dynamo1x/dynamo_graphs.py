@@ -18,7 +18,9 @@ EXAMPLE = ROOT / "examples" / "dynamo_1x"
 MODEL = "tiny"
 TOKENS = (4, 20, 60)
 """Of the load's streams, in turn."""
-LISTED_S = 60.0
+LISTED_S = 90.0
+WAIT_S = 60.0
+"""For what takes a moment, on a machine that does something else."""
 FAILURES_MAX = 50
 """A load that does nothing but fail is of no use."""
 INSTANCES = "v1/instances/"
@@ -101,7 +103,7 @@ async def load(served: Served, clients: int = 6) -> AsyncIterator[Load]:
     async with served.client() as http:
         tasks = [asyncio.create_task(one(http, number)) for number in range(clients)]
         try:
-            await auntil(lambda: found.right or found.failures, 30.0)
+            await auntil(lambda: found.right or found.failures, WAIT_S)
             yield found
         finally:
             stop.set()
