@@ -26,9 +26,18 @@ FAILURES_MAX = 50
 INSTANCES = "v1/instances/"
 
 
+class DynamoServed(Served):
+    """A graph none of whose processes makes shared memory: what comes into /dev/shm meanwhile is somebody else's."""
+
+    def shared_memory(self) -> set[str]:
+        return set()
+
+
 def graph(name: str, *words: str, **more: Any) -> Served:
     """`examples/dynamo_1x/NAME.yaml` on any free port."""
-    return Served("--Frontend.ports.http=0", *words, target=("-f", f"{name}.yaml"), cwd=EXAMPLE, frontend=False, **more)
+    return DynamoServed(
+        "--Frontend.ports.http=0", *words, target=("-f", f"{name}.yaml"), cwd=EXAMPLE, frontend=False, **more
+    )
 
 
 WITHOUT_MIGRATION = "--Frontend.command=python -m dynamo.frontend --router-mode round-robin --migration-limit 0"
