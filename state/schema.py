@@ -126,6 +126,19 @@ class FollowEntry(_Model):
     keys: Literal["v1", "v0"] = "v1"
 
 
+class RestartEntry(_Model):
+    """A `dynamo restart` that is under way: what `core.rolling.RestartPlan` knows, for the arbiter's successor.
+
+    `todo` are the workers that are left, in order, each with the number of processes it had had when it was asked for.
+    """
+
+    stimulus_id: str
+    todo: dict[Name, Annotated[int, Field(ge=0)]]
+    begun: list[Name] = Field(default_factory=list)
+    bring_back: list[Name] = Field(default_factory=list)
+    force: bool = False
+
+
 class SystemResources(_Model):
     """What the host has: indices as strings, under the predecessor's names."""
 
@@ -160,7 +173,8 @@ class State(_Model):
     `nats_token_file` is a path, never the token; URLs that carry credentials are refused.
     `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given. `servers` are the embedded
     ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed; `planner` is what
-    scales the graph by itself, None where nobody has asked for it, and `follow` who else does.
+    scales the graph by itself, None where nobody has asked for it, and `follow` who else does; `restarts` are those
+    under way.
     """
 
     schema_version: Literal[1] = 1
@@ -182,6 +196,7 @@ class State(_Model):
     on_arbiter_death: Literal["end", "keep"] | None = None
     planner: PlannerEntry | None = None
     follow: FollowEntry | None = None
+    restarts: list[RestartEntry] | None = None
 
     @field_validator("etcd_endpoints", "nats_server", "frontend_url")
     @classmethod

@@ -117,7 +117,8 @@ class Load:
     """What a worker publishes about itself, under Dynamo's names.
 
     `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1; the first is NaN where a worker does not
-    know it. `prefills_waiting` is a frontend's, of Dynamo 1.x: requests that wait in its router for a prefill worker.
+    know it. `prefills_waiting` is of Dynamo 1.x: requests that wait for their prefill, in a frontend's router or in a
+    worker (None: unknown).
     `remaining_tokens` counts the tokens that running requests may still generate (an upper bound),
     `itl_ms` is the live inter-token latency (None before the first).
     """

@@ -19,7 +19,7 @@ The rules, in prose:
 * An up that a decision deferred waits here until GPUs are really free under the budget, and is then carried out
   by a decision of its own (`Rule.GPU_FREED`). Until then it counts as capacity on its way (rule 5). If a drain is
   taken back and its GPU does not come after all (in three pulls, since a step takes a moment to be seen), the up is
-  forgotten.
+  forgotten. While another environment has yet to carry the down out (`Fleet.pending`), it waits for that first.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Rounds:
         next interval has begun by then.
         """
         now_s = reading.at_s
-        freed = self._freed(fleet, now_s)
+        freed = None if fleet.pending else self._freed(fleet, now_s)
         if freed is not None:
             self._observation = Observation(now_s, self._began_s, self.readings, fleet)
             self._begin(now_s, adjusting=True)

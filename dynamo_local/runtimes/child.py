@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import signal
 import subprocess
+import time
 
 from dynamo_local.errors import ConfigError
+from dynamo_local.host_leases import is_free
 from dynamo_local.prctl import set_parent_death_signal
 from dynamo_local.runtimes.ports import Ports
 from dynamo_local.runtimes.values import Launch
 
 KILLED_GONE_S = 5.0
+LOOK_EVERY_S = 0.01
 
 
 class Child:
@@ -26,17 +28,17 @@ class Child:
         """Start it. Raises `ConfigError` where there is no such program, `OSError` where it cannot be run."""
         self.launch = launch
         self._ports = ports
-        program = shutil.which(launch.argv[0], path=launch.env.get("PATH"))
-        if program is None:
-            raise ConfigError(
-                f"no program {launch.argv[0]!r} is found; install it, or give its whole path in `command`"
+        try:
+            self._process = subprocess.Popen(  # its output goes where ours does: the worker's log file
+                launch.argv,
+                env=dict(launch.env),  # its PATH is searched
+                stdin=subprocess.DEVNULL,
+                preexec_fn=functools.partial(set_parent_death_signal, signal.SIGKILL, os.getpid()),
             )
-        self._process = subprocess.Popen(  # its output goes where ours does: the worker's log file
-            [program, *launch.argv[1:]],
-            env=dict(launch.env),
-            stdin=subprocess.DEVNULL,
-            preexec_fn=functools.partial(set_parent_death_signal, signal.SIGKILL, os.getpid()),
-        )
+        except FileNotFoundError:
+            raise ConfigError(
+                f"there is no program {launch.argv[0]!r}; install it, or give its whole path in `command`"
+            ) from None
 
     @property
     def pid(self) -> int:
@@ -46,6 +48,17 @@ class Child:
     def ended(self) -> bool:
         """It has ended, as far as the kernel knows."""
         return self._process.poll() is not None
+
+    def let_it_start(self, timeout_s: float) -> None:
+        """Return when it listens on the port that says that it is nearly up, when it has ended, or after that time.
+
+        Blocks; at once where no port says so. What is loaded meanwhile would be taken from its share of the cores: on
+        two of them it took three times as long to come up.
+        """
+        signs = [self.launch.ports[name] for name in self.launch.signs]
+        deadline_s = time.monotonic() + timeout_s
+        while any(is_free(port) for port in signs) and not self.ended and time.monotonic() < deadline_s:
+            time.sleep(LOOK_EVERY_S)
 
     async def wait(self) -> int:
         """Its exit code, once it has ended; negative: a signal."""

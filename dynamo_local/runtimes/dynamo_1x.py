@@ -23,6 +23,7 @@ from dynamo_local.runtimes.base import ChildSilent
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.dynamo_1x_env import HTTP_PORT, OWNED, RPC_PORT, SYSTEM_PORT
+from dynamo_local.runtimes.dynamo_1x_events import ForwardPasses
 from dynamo_local.runtimes.launching import DYNAMO_1X
 from dynamo_local.runtimes.metrics_text import Metrics
 from dynamo_local.runtimes.probing import get, wait_ok
@@ -98,18 +99,24 @@ def _port_of(value: bytes) -> int | None:
     return None if found is None else int(found[1])
 
 
-def worker_sample(text: str) -> Sample:
-    """What a worker's metrics say. Raises `ChildSilent` where they do not say how many requests it has."""
+def worker_sample(text: str, queued_prefills: int | None = None) -> Sample:
+    """What a worker's metrics say, and where they do not say it, how many prefills wait in it (its event plane's word).
+
+    Raises `ChildSilent` where they do not say how many requests it has.
+    """
     metrics = _parsed(text)
     in_flight = metrics.sum("dynamo_component_inflight_requests", dynamo_endpoint=ENDPOINT)
     if in_flight is None:
         raise ChildSilent("its metrics have no dynamo_component_inflight_requests of the endpoint generate")
-    waiting, kv_use = int(metrics.first(*WAITING) or 0), metrics.first(*KV_USE)
+    told, kv_use = metrics.first(*WAITING), metrics.first(*KV_USE)
+    known = queued_prefills if told is None else int(told)
+    waiting = known or 0
     load = Load(
         request_active_slots=max(0, int(in_flight) - waiting),
         num_requests_waiting=waiting,
         kv_total_blocks=int(metrics.first(*KV_BLOCKS) or metrics.label("num_gpu_blocks") or 0),
         gpu_cache_usage_perc=math.nan if kv_use is None else kv_use,
+        prefills_waiting=known,
     )
     return Sample(load, in_flight=int(in_flight))
 
@@ -143,6 +150,8 @@ class WorkerDriver:
         self._kv = context.kv
         self._rpc_port = child.launch.ports[RPC_PORT]
         self._system = f"http://127.0.0.1:{child.launch.ports[SYSTEM_PORT]}"
+        self._nats = context.nats if context.settings.role is Role.PREFILL else None
+        self._passes: ForwardPasses | None = None
         self._registered: Registered | None = None
         self._value: bytes | None = None
 
@@ -154,14 +163,18 @@ class WorkerDriver:
             self._registered = own_instance(kvs, self._rpc_port, label)
             if self._registered is not None:
                 log.info("the command is registered as %s", self._registered.key)
-                return
+                break
             await asyncio.sleep(LOOK_EVERY_S)
+        if self._nats is not None:
+            _, _, namespace, component, *_ = self._registered.key.split("/")
+            self._passes = ForwardPasses(self._nats, namespace, component, self._registered.lease_id)
+            await self._passes.start()
 
     def facts(self) -> Mapping[str, str]:
         return {} if self._registered is None else {"leases": lease_hex(self._registered.lease_id)}
 
     async def sample(self) -> Sample:
-        return worker_sample(await self._metrics())
+        return worker_sample(await self._metrics(), None if self._passes is None else self._passes.queued)
 
     async def _metrics(self) -> str:
         status, text = await get(f"{self._system}/metrics")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 SYSTEM_PORT, RPC_PORT, HTTP_PORT = "system", "rpc", "http"
@@ -35,11 +34,17 @@ def port_names(section: Mapping[str, Any]) -> tuple[str, ...]:
     return (SYSTEM_PORT, RPC_PORT, *((HTTP_PORT,) if section.get("role") == "frontend" else ()))
 
 
+def signs(section: Mapping[str, Any]) -> tuple[str, ...]:
+    """The port that is listened on a moment before it can be routed to."""
+    return (HTTP_PORT if section.get("role") == "frontend" else RPC_PORT,)
+
+
 def environment(ports: Mapping[str, int], environ: Mapping[str, str]) -> dict[str, str]:
     """What is added to the worker's own environment. Raises `OSError` where NATS's token cannot be read."""
     added = {name: value for name, value in DEFAULTS.items() if name not in environ}
     added.update({variable: str(ports[name]) for name, variable in PORT_VARIABLES.items() if name in ports})
     token = environ.get("DYN_NATS_TOKEN_FILE")
     if token:
-        added["NATS_AUTH_TOKEN"] = Path(token).read_text(encoding="utf-8").strip()
+        with open(token, encoding="utf-8") as file:  # pathlib takes longer to import than all of this to run
+            added["NATS_AUTH_TOKEN"] = file.read().strip()
     return added

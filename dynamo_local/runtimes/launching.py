@@ -44,9 +44,10 @@ def prepare(section: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Lau
     )
     env = {name: value for name, value in environ.items() if name not in NOT_FOR_COMMANDS}
     env["PATH"] = search_path(environ)
-    if runtime == DYNAMO_1X:
-        env.update(dynamo_1x_env.environment(ports.numbers, environ))
-    return Launch(argv, env, ports.numbers), ports
+    if runtime != DYNAMO_1X:
+        return Launch(argv, env, ports.numbers), ports
+    env.update(dynamo_1x_env.environment(ports.numbers, environ))
+    return Launch(argv, env, ports.numbers, dynamo_1x_env.signs(section)), ports
 
 
 def search_path(environ: Mapping[str, str]) -> str:

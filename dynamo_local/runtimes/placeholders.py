@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)(?::([^{}\s\"']*))?\}(?!\})")
 """A word in braces. Braces around anything else (JSON, `{{ … }}` of a template) are the command's own."""
@@ -50,6 +49,8 @@ def check(words: Sequence[str], *, model: str | None) -> None:
                 if port is None or not _PORT_NAME.fullmatch(port):
                     raise ValueError(f"{match[0]} must name its port: {{port:http}}")
             elif name not in PLAIN or port is not None:
+                from difflib import get_close_matches  # not before a command is started: there nothing is wrong
+
                 near = get_close_matches(name, [*PLAIN, "port"], n=1)
                 hint = f"; did you mean {{{near[0]}}}?" if near else ""
                 raise ValueError(f"{match[0]} is no placeholder; known: {KNOWN}{hint}")

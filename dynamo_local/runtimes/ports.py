@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
+import zlib
 from collections.abc import Mapping, Sequence
 
 from dynamo_local.errors import ConfigError
@@ -21,7 +21,7 @@ class Ports:
         """A fixed port of 0 is any. Raises `ConfigError` where a fixed one is in use, or none is left."""
         self._leases: list[socket.socket] = []
         self.numbers: dict[str, int] = {}
-        first = int.from_bytes(hashlib.sha256(watcher.encode()).digest()[:4], "big")
+        first = zlib.crc32(watcher.encode())
         try:
             for name in names:
                 self.numbers[name] = self._fixed(name, fixed[name]) if fixed.get(name) else self._free(first)

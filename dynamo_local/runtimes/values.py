@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from dynamo_local.core.types import Load, Missing
+if TYPE_CHECKING:
+    from dynamo_local.core.types import Load, Missing
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a command is started: its words with every placeholder filled in, its environment, its ports by name."""
+class Launch(NamedTuple):
+    """How a command is started: its words with every placeholder filled in, its environment, its ports by name.
+
+    `signs` names the ports that it listens on only when it is about to be up.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     ports: Mapping[str, int]
+    signs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """What a command says of itself. `in_flight` counts the requests that it holds: a drain waits for 0."""
 
     load: Load | Missing

@@ -292,6 +292,7 @@ class Adoption:
                 await supervisor.registrations.unregistered(worker, lease or "")
             supervisor.operations.resume(worker, self._ended.get(worker.name))
         await supervisor.fleet.commit(list(supervisor.fleet.workers))
+        supervisor.scaler.resume_restarts(self.found.state.restarts or ())
 
 
 def _history(entry: ComponentEntry, now_s: float) -> RestartHistory:

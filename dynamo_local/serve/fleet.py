@@ -34,6 +34,7 @@ HEAD_FIELDS = (
     "on_arbiter_death",
     "planner",
     "follow",
+    "restarts",
 )
 """Of the statefile as a whole, what changes in the life of a run."""
 

@@ -32,6 +32,8 @@ ENVIRONMENT = "virtual"
 NAME = "follow"
 AGAIN_S = 2.0
 """What was refused is tried again when the fleet changes, and this often: a stranger's GPU comes free unseen."""
+_TRIED_AGAIN = frozenset({Phase.REFUSED, Phase.UNDER_WAY})
+"""In every other phase only a change of the keys or of the fleet can be anything to it."""
 
 
 class Following:
@@ -94,12 +96,14 @@ class Following:
 
     async def _run(self) -> None:
         while not self._stopping:
-            seen = self._seen()
+            seen, again = self._seen(), True
             try:
                 await self._step()
+                again = self._now.phase in _TRIED_AGAIN
             except Exception as error:  # a bug: the following goes on, and says so (lesson 15)
                 self._failed(error)
-            await self._workers.until(partial(self._moved, seen), self._workers.clock.now_s() + AGAIN_S)
+            deadline_s = self._workers.clock.now_s() + AGAIN_S if again else None
+            await self._workers.until(partial(self._moved, seen), deadline_s)
 
     def _failed(self, error: Exception) -> None:
         log.error("a step of --follow failed; it is tried again", exc_info=error)

@@ -20,6 +20,9 @@ from dynamo_local.core.virtual import Layout, root
 from dynamo_local.errors import ConfigError
 from dynamo_local.serve.paths import Paths
 
+COMMAND_ENTRY = str(Path(__file__).with_name("serve_command.py"))
+"""By its path: it is started without `site`, which knows where packages are."""
+
 
 @dataclass(frozen=True, slots=True)
 class WatcherPlan:
@@ -202,6 +205,13 @@ def base_environment(graph: GraphSpec, environ: Mapping[str, str], settings: Set
 
 def worker_argv(target: str, spec: ServiceSpec) -> tuple[str, ...]:
     """The command that starts one more worker of a service, as the statefile keeps it."""
-    module = "dynamo_local.serve.serve_dynamo" if spec.runtime is None else "dynamo_local.serve.serve_command"
-    where = (spec.target or target,) if spec.runtime is None else ()
-    return (sys.executable, "-m", module, *where, "--service-name", spec.name)
+    if spec.runtime is not None:
+        return (sys.executable, "-S", COMMAND_ENTRY, "--service-name", spec.name)
+    return (
+        sys.executable,
+        "-m",
+        "dynamo_local.serve.serve_dynamo",
+        spec.target or target,
+        "--service-name",
+        spec.name,
+    )

@@ -26,6 +26,7 @@ from dynamo_local.planner.record import DecisionRecord
 from dynamo_local.planner.values import Fleet, Reading
 from dynamo_local.planner.virtual_connector import VirtualConnector
 from dynamo_local.planner.virtual_keys import VirtualKeys
+from dynamo_local.runtimes.launching import DYNAMO_1X
 from dynamo_local.sdk.settings import validate_section
 from dynamo_local.serve import decisions
 from dynamo_local.serve.decisions import DecisionLog, decision_log_path
@@ -274,8 +275,7 @@ class Planning:
         """What a planner sees of the arbiter. Raises `ConfigError` for a graph that no planner can scale."""
         prefill, decode = planned_components(self._graph)
         world = ArbiterWorld(self._scaler, self._fleet, self._sampling, self._links, prefill, decode, self._clock)
-        if prefill is not None and self._graph.service(prefill).runtime is not None:
-            world.queue_of_commands = True
+        world.waiting_in = _waiting_in(self._graph, prefill)
         return world
 
     async def _made(self, world: ArbiterWorld) -> PlannerLoop:
@@ -317,6 +317,18 @@ class Planning:
         await self._fleet.commit_head()
 
 
+def _waiting_in(graph: GraphSpec, prefill: str | None) -> dict[str, str]:
+    """`ArbiterWorld.waiting_in`: prefill workers that are commands, and Dynamo's frontends, whose routers hold back."""
+    if prefill is None or graph.service(prefill).runtime is None:
+        return {}
+    fields = {DYNAMO_1X: "prefills_waiting"}
+    return {
+        spec.name: fields.get(spec.runtime or "", "num_requests_waiting")
+        for spec in graph.services
+        if spec.name == prefill or (spec.role is Role.FRONTEND and spec.runtime == DYNAMO_1X)
+    }
+
+
 async def _nothing(*_: Any) -> None:
     """Nobody else cares."""
 
@@ -343,8 +355,9 @@ class ArbiterWorld:
         self._clock = clock
         self.pending: Callable[[], bool] = lambda: False
         """Whether another environment has yet to carry a decision out."""
-        self.queue_of_commands = False
-        """Prefill workers are commands: no queue of ours, what waits is what they and their frontends say."""
+        self.waiting_in: Mapping[str, str] = {}
+        """Where prefill workers are commands there is no queue of ours: component -> the field of its workers' loads
+        that says what waits there for a prefill."""
 
     def fleet(self) -> Fleet:
         """Counted now. A draining worker whose keys are still in etcd can be given requests yet."""
@@ -374,7 +387,7 @@ class ArbiterWorld:
 
     async def depth(self) -> Sampled[int] | Missing:
         """See `QueueSource`."""
-        if self.queue_of_commands:
+        if self.waiting_in:
             return await self._prefills_waiting()
         depth = await self._sampling.depth()
         return depth if isinstance(depth, Missing) else Sampled(depth.pending, self._clock.now_s())
@@ -387,13 +400,13 @@ class ArbiterWorld:
             return sample.failed
         waiting, taken_s = 0, self._clock.now_s()
         for worker in [worker for worker in self._workers.values() if worker.state is WorkerState.READY]:
-            frontend = worker.plan.role is Role.FRONTEND
-            if not frontend and worker.plan.component != self._prefill:
+            field = self.waiting_in.get(worker.plan.component)
+            if field is None:
                 continue
             if worker.name not in sample.loads:
                 return Missing(f"{worker.name} does not say what waits there")
             load, at_s = sample.loads[worker.name]
-            count = load.prefills_waiting if frontend else load.num_requests_waiting
+            count = getattr(load, field)
             if count is None:
                 return Missing(f"{worker.name} does not say how many requests wait for a prefill")
             waiting, taken_s = waiting + count, min(taken_s, at_s)

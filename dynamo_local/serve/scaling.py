@@ -33,6 +33,7 @@ from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.gpus import GpuPool
 from dynamo_local.serve.operations import Operations
 from dynamo_local.serve.plan import WorkerPlanner
+from dynamo_local.state import RestartEntry
 
 KINDS: dict[type[Instruction], str] = {
     SpawnWorker: "spawn",
@@ -65,6 +66,7 @@ class Scaler:
         self._background = background
         self._tell = tell
         self._deciding = asyncio.Lock()
+        self._restarts: dict[str, RestartEntry] = {}
         self.on_manual: Callable[[str], None] = lambda stimulus_id: None
         """Called when a person's command has changed something: whoever plans by itself holds still for a while."""
 
@@ -141,8 +143,28 @@ class Scaler:
         for warning in plan.warnings:
             self._tell(warning)
         self.on_manual(stimulus_id)
+        await self._note_restart(plan)
         self._background(self._restart(plan))
         return {"workers": [name for name, _ in plan.todo], "warnings": list(plan.warnings)}
+
+    def resume_restarts(self, entries: Iterable[RestartEntry]) -> None:
+        """Go on with those of a killed arbiter: the workers are adopted."""
+        for entry in entries:
+            self._restarts[entry.stimulus_id] = entry
+            self._tell(f"the restart that was under way goes on: {', '.join(entry.todo)}")
+            self._background(self._restart(_plan(entry)))
+
+    async def _note_restart(self, plan: rolling.RestartPlan, *, ended: bool = False) -> None:
+        """Into the statefile: a successor goes on with it."""
+        entry = None if ended else _entry(plan)
+        if self._restarts.get(plan.stimulus_id) == entry:
+            return
+        if entry is None:
+            del self._restarts[plan.stimulus_id]
+        else:
+            self._restarts[plan.stimulus_id] = entry
+        self._fleet.head.restarts = list(self._restarts.values()) or None
+        await self._fleet.commit_head()
 
     async def _restart(self, plan: rolling.RestartPlan) -> None:
         while True:
@@ -150,6 +172,8 @@ class Scaler:
                 step, plan = rolling.next_step(self.view(), plan)
                 if isinstance(step, BeginDrain | Revive):
                     await self._commit([step], plan.stimulus_id)
+                # After the step: one that is noted as begun, and was not, would be taken for called back.
+                await self._note_restart(plan, ended=isinstance(step, rolling.Stopped | rolling.Done))
             if isinstance(step, BeginDrain | Revive):
                 self._act(step, plan.stimulus_id)
             elif isinstance(step, rolling.Stopped):
@@ -272,3 +296,23 @@ def _policy(text: str | None) -> VictimPolicy:
 
 def _as_json(instructions: Iterable[Instruction]) -> list[dict[str, str]]:
     return [{"kind": KINDS[type(i)], "watcher_name": i.name, "reason": i.reason} for i in instructions]
+
+
+def _entry(plan: rolling.RestartPlan) -> RestartEntry:
+    return RestartEntry(
+        stimulus_id=plan.stimulus_id,
+        todo=dict(plan.todo),
+        begun=sorted(plan.begun),
+        bring_back=sorted(plan.bring_back),
+        force=plan.force,
+    )
+
+
+def _plan(entry: RestartEntry) -> rolling.RestartPlan:
+    return rolling.RestartPlan(
+        entry.stimulus_id,
+        tuple(entry.todo.items()),
+        begun=frozenset(entry.begun),
+        bring_back=frozenset(entry.bring_back),
+        force=entry.force,
+    )

@@ -91,7 +91,11 @@ class Clients:
     """Sends the trace's requests when they are due, until `stop`."""
 
     def __init__(
-        self, port: int, excused: Callable[[Attempt], bool], calm: Callable[[], Awaitable[None]], tally: Tally
+        self,
+        port: int,
+        excused: Callable[[Attempt], Awaitable[bool]],
+        calm: Callable[[], Awaitable[None]],
+        tally: Tally,
     ) -> None:
         self._port = port
         self._excused = excused
@@ -142,7 +146,7 @@ class Clients:
             tried.append(f"{found.began_s:.2f}-{found.ended_s:.2f} {found.code} {found.why}")
             if not tried[1:]:
                 tally.codes[str(found.code)] = tally.codes.get(str(found.code), 0) + 1
-            if not self._excused(found):
+            if not await self._excused(found):
                 break
             await self._calm()
         tally.lost.append(f"request {number} ({ask.max_tokens} tokens): {'; then '.join(tried)}")

@@ -60,15 +60,21 @@ class Chaos:
         self.refused: dict[str, int] = {}
         self._stopped: set[int] = set()
         self._restarted_s: dict[str, float] = {}
-        self._begin_s = time.monotonic()
+        self._begin_s = self._looked_s = time.monotonic()
         self._adopting = asyncio.Lock()
         self._arbiter_pid = int(served.status()["arbiter_pid"])
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what is broken ------------------------------------------------------------------------
 
-    def excused(self, found: Attempt) -> bool:
-        """A failure while something was broken, of a kind that a retry can save."""
+    async def excused(self, found: Attempt) -> bool:
+        """A failure while something was broken, of a kind that a retry can save.
+
+        Judged after the next look at the graph: that a restart took the last worker is only seen then.
+        """
+        deadline_s = time.monotonic() + HEAL_TIMEOUT_S
+        while self._looked_s <= found.ended_s and not self.wrong and time.monotonic() < deadline_s:
+            await asyncio.sleep(LOOK_EVERY_S)
         frontend = any("Frontend" in fault.what for fault in self._during(found))
         if found.code == "connection":
             return frontend  # a killed server can say nothing
@@ -130,8 +136,8 @@ class Chaos:
 
     async def watch_status(self) -> None:
         """Note what has healed, and that the arbiter is the one that we know; until cancelled."""
-        looked_s = time.monotonic()
         while True:
+            look_s = time.monotonic()
             async with self._adopting:
                 status = await self.status()
             if status["arbiter_pid"] != self._arbiter_pid:
@@ -140,8 +146,8 @@ class Chaos:
             for fault in self.faults:
                 if fault.ended_s is None and fault.healed(status):
                     fault.ended_s = time.monotonic() + GRACE_S
-            self._note_gaps(status, looked_s)
-            looked_s = time.monotonic()
+            self._note_gaps(status, self._looked_s)
+            self._looked_s = look_s
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _note_gaps(self, status: Status, since_s: float) -> None:
@@ -255,6 +261,8 @@ class Chaos:
         name, pid = row["watcher_name"], row["pid"]
         self.note(f"  {name}, pid {pid}, {row['state']}")
         lasting = action.kind is not Kind.STOP
+        if not lasting and pid in self.hurt:
+            return  # it is stopped for good already: to let it go on would heal it
         if lasting:
             self.hurt.add(pid)
             self._break(name, lambda status: _replaced(status, name, pid))
@@ -264,7 +272,8 @@ class Chaos:
         _signal(pid, signal.SIGKILL if action.kind is Kind.KILL else signal.SIGSTOP)
         if not lasting:
             await asyncio.sleep(action.seconds)
-            _signal(pid, signal.SIGCONT)
+            if pid not in self.hurt:
+                _signal(pid, signal.SIGCONT)
             self._stopped.discard(pid)
 
     async def _adopt(self, status: Status) -> None:

@@ -18,7 +18,9 @@ EXAMPLE = ROOT / "examples" / "dynamo_1x"
 MODEL = "tiny"
 TOKENS = (4, 20, 60)
 """Of the load's streams, in turn."""
-LISTED_S = 30.0
+LISTED_S = 60.0
+FAILURES_MAX = 50
+"""A load that does nothing but fail is of no use."""
 INSTANCES = "v1/instances/"
 
 
@@ -61,7 +63,7 @@ async def ask(client: AsyncOpenAI, prompt: str, tokens: int, *, started: asyncio
         max_tokens=tokens,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True, "nvext": {"ignore_eos": True}},
+        extra_body={"ignore_eos": True},
     )
     async with stream:
         async for chunk in stream:
@@ -83,7 +85,7 @@ async def load(served: Served, clients: int = 6) -> AsyncIterator[Load]:
 
     async def one(http: AsyncOpenAI, number: int) -> None:
         turn = 0
-        while not stop.is_set():
+        while not stop.is_set() and len(found.failures) < FAILURES_MAX:
             turn += 1
             tokens = TOKENS[(number + turn) % len(TOKENS)]
             found.open_ += 1
@@ -106,7 +108,7 @@ async def load(served: Served, clients: int = 6) -> AsyncIterator[Load]:
             await asyncio.gather(*tasks)
 
 
-async def until_right(found: Load, count: int, timeout_s: float = 60.0) -> None:
+async def until_right(found: Load, count: int, timeout_s: float = 120.0) -> None:
     """So many requests more have been answered."""
     wanted = found.right + count
     await auntil(lambda: found.right >= wanted, timeout_s, what=lambda: (found.right, wanted, found.failures[:3]))

@@ -18,6 +18,7 @@ import psutil
 import yaml
 from openai import AsyncOpenAI
 
+from tests.fakes.scaled import Load
 from tests.fakes.served import ROOT, Served, auntil
 
 MODEL = "tiny"
@@ -104,23 +105,10 @@ async def ask(client: AsyncOpenAI, tokens: int, *, stream: bool = False) -> str:
     return text
 
 
-class Outcome:
-    """What became of a load's requests."""
-
-    def __init__(self) -> None:
-        self.right = 0
-        self.failures: list[str] = []
-
-    def check(self, at_least: int = 1) -> None:
-        """None failed or was wrong, and there were some."""
-        assert self.failures == []
-        assert self.right >= at_least, self.right
-
-
 @asynccontextmanager
-async def loaded(served: Served, clients: int = 8, tokens: tuple[int, ...] = (5, 20, 60)) -> AsyncIterator[Outcome]:
+async def loaded(served: Served, clients: int = 8, tokens: tuple[int, ...] = (5, 20, 60)) -> AsyncIterator[Load]:
     """So many clients, each asking again and again, every other time for a stream; no retries of their own."""
-    found, stop = Outcome(), asyncio.Event()
+    found, stop = Load(), asyncio.Event()
 
     async def one(client: AsyncOpenAI, number: int) -> None:
         turn = number

@@ -171,6 +171,33 @@ async def test_a_drain_goes_on_after_the_adoption() -> None:
         assert served.states()["VllmWorker"] == "ready"
 
 
+async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
+    """The arbiter dies while the first of two workers drains: its successor restarts that one, and then the other."""
+    with Served("--VllmWorker.ServiceArgs.workers=2", *KEEP) as served:
+        served.start()
+        before = served.pids()
+        async with served.client() as client:
+            begun = [asyncio.Event() for _ in range(4)]
+            streams = [
+                asyncio.create_task(stream_chat(client, f"Roll {n}.", TOKENS, ignore_eos=True, started=started))
+                for n, started in enumerate(begun)
+            ]
+            await asyncio.gather(*(started.wait() for started in begun))
+            assert (await asyncio.to_thread(served.cli, "restart", "--rolling", "VllmWorker")).returncode == 0
+            assert served.statefile()["restarts"][0]["todo"].keys() == {"dynamo_VllmWorker", "dynamo_VllmWorker_1"}
+            await auntil(lambda: "draining" in served.states().values(), what=served.states)
+            await asyncio.to_thread(kill_arbiter, served)
+            assert {name: is_alive(pid) for name, pid in before.items()} == dict.fromkeys(before, True)
+            await asyncio.to_thread(adopt, served)
+            answers = await asyncio.gather(*streams)
+        assert answers == [expected(f"Roll {n}.", TOKENS, ignore_eos=True) for n in range(4)]
+        await auntil(lambda: "restarts" not in served.statefile(), 40.0, what=served.status)
+        after = served.pids()
+        assert set(served.states().values()) == {"ready"}
+        changed = {name for name in before if after[name] != before[name]}
+        assert changed == {"VllmWorker", "VllmWorker_1"}
+
+
 def test_an_adoption_that_fails_leaves_everything_serving() -> None:
     """Another command line, or a file that is missing: refused, nothing is ended, and the right words still work."""
     with alone(*KEEP) as served:

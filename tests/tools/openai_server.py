@@ -36,7 +36,8 @@ KV_BLOCKS = 1000
 
 @dataclass
 class Server:
-    """What the server is doing, and how it is to behave. `refuse` answers everything with that status."""
+    """What the server is doing, and how it is to behave. `refuse` answers everything with that status; a `forgetful`
+    one keeps no prompt that it has prefilled, as one that died in between."""
 
     model: str = "tiny"
     port: int = 0
@@ -45,6 +46,7 @@ class Server:
     record_file: Path | None = None
     refuse: int | None = None
     silent_metrics: bool = False
+    forgetful: bool = False
     running: int = 0
     tokens: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -204,7 +206,8 @@ async def _whole(server: Server, request: Request, chat: bool, count: int, param
     }
     if params.get("do_remote_decode"):
         key = uuid.uuid4().hex
-        server.kept.add(key)
+        if not server.forgetful:
+            server.kept.add(key)
         answer["kv_transfer_params"] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -246,6 +249,7 @@ def main() -> None:
     parser.add_argument("--token-s", type=float, default=0.01)
     parser.add_argument("--prefill-s", type=float, default=0.0)
     parser.add_argument("--start-up-s", type=float, default=0.0)
+    parser.add_argument("--forgetful", action="store_true")
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
     server = Server(
@@ -253,6 +257,7 @@ def main() -> None:
         port=given.port,
         token_s=given.token_s,
         prefill_s=given.prefill_s,
+        forgetful=given.forgetful,
         record_file=given.record,
     )
     asyncio.run(_run(server, given.start_up_s))

@@ -1,14 +1,22 @@
-"""Plain `vllm serve` behind `runtime: http`, on vLLM's CPU build: requests, load, a client that leaves, a drain."""
+"""Plain `vllm serve` behind `runtime: http`, on vLLM's CPU build: requests, load, drains, prefill and decode apart."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import yaml
 
+from dynamo_local.components.proxy.requests import has_error_event
+from dynamo_local.core import kv_handover
+from dynamo_local.runtimes.metrics_text import Metrics
 from tests.fakes.scaled import ascale, names
 from tests.fakes.served import Served, auntil
 from tests.vllm.asking import Streaming, complete, complete_all, prompts
@@ -19,6 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
 TOKENS = 16
 LONG_TOKENS = 400
 LEAVE_S = 60.0
+PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def words(args: dict[str, Any]) -> list[str]:
@@ -32,28 +41,48 @@ def words(args: dict[str, Any]) -> list[str]:
     return found
 
 
-def served(host: VllmHost, folder: Path, workers: int) -> Served:
-    """So many `vllm serve`, one thread each."""
-    command = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port:http}"]
-    config = {
-        "Host": {"gpus": host.gpus},
-        "Server": {
-            "command": [*command, "--served-model-name", "tiny", *words(dict(host.args))],
-            "runtime": "http",
-            "role": "aggregated",
-            "model": str(host.model),
-            "ServiceArgs": {"workers": workers},
-        },
+def section(host: VllmHost, role: str, workers: int, *more: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
+    """So many `vllm serve`, one thread each; `before` are words in front of the command."""
+    command = [*before, "vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port:http}"]
+    return {
+        "command": [*command, "--served-model-name", "tiny", *words(dict(host.args)), *more],
+        "runtime": "http",
+        "role": role,
+        "model": str(host.model),
+        "ServiceArgs": {"workers": workers},
     }
+
+
+def served(host: VllmHost, folder: Path, **sections: dict[str, Any]) -> Served:
+    """`dynamo serve -f` of these sections."""
     file = folder / "serve.yaml"
-    file.write_text(yaml.safe_dump(config))
+    file.write_text(yaml.safe_dump({"Host": {"gpus": host.gpus}, **sections}))
     deadline = ("--start-deadline", str(START_TIMEOUT_S))
     return Served(*deadline, target=("-f", str(file)), env=host.env, timeout_s=START_TIMEOUT_S)
 
 
+def handing_over(host: VllmHost, role: str) -> dict[str, Any]:
+    """One `vllm serve` that gives or takes KV by NIXL."""
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+    channel = ("env", "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT={port:nixl}")
+    return section(host, role, 1, "--kv-transfer-config", json.dumps(config), before=channel)
+
+
+def url_of(served: Served, worker: str) -> str:
+    """Of the server beside that worker."""
+    cmdline = psutil.Process(served.pids()[worker]).children()[0].cmdline()
+    return f"http://127.0.0.1:{cmdline[cmdline.index('--port') + 1]}"
+
+
+def transferred(served: Served) -> float:
+    """Prompt tokens that the decode server has got from elsewhere."""
+    text = httpx.get(f"{url_of(served, 'Decode')}/metrics").text
+    return Metrics(text).sum("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") or 0.0
+
+
 async def test_vllm_serve_answers_and_drains(vllm_host: VllmHost, tmp_path: Path) -> None:
     """Both servers say the same to a prompt; a drain lets long streams end, also after a client went away."""
-    with served(vllm_host, tmp_path, 2) as graph:
+    with served(vllm_host, tmp_path, Server=section(vllm_host, "aggregated", 2)) as graph:
         graph.start()
         asked = prompts(6)
         first, again = await complete_all(graph, asked, TOKENS), await complete_all(graph, asked, TOKENS)
@@ -78,3 +107,40 @@ async def _leaves_and_drains(graph: Served, client: Any) -> None:
     assert [stream.tokens for stream in stay] == [LONG_TOKENS] * len(stay)
     await auntil(lambda: "Server_1" not in graph.states(), LEAVE_S, what=graph.states)
     assert names(graph, "Server") == ["Server"]
+
+
+async def test_vllm_serve_hands_prefills_over(vllm_host: VllmHost, tmp_path: Path) -> None:
+    """KV moves by NIXL; once the prefill server is killed, the decode server says the same alone."""
+    sections = {"Prefill": handing_over(vllm_host, "prefill"), "Decode": handing_over(vllm_host, "decode")}
+    with served(vllm_host, tmp_path, **sections) as graph:
+        graph.start()
+        asked = prompts(4)
+        handed = await complete_all(graph, asked, TOKENS)
+        moved = transferred(graph)
+        assert moved > 0
+        decode, prefill = url_of(graph, "Decode"), url_of(graph, "Prefill")
+        prepared = [(path, stream, prefilled(prefill, path, asked[0])) for path in PATHS for stream in (True, False)]
+        (server,) = psutil.Process(graph.pids()["Prefill"]).children()
+        os.kill(server.pid, signal.SIGKILL)
+        assert await complete_all(graph, asked, TOKENS) == handed
+        for path, stream, body in prepared:
+            await _is_told_of_lost_kv(decode + path, {**body, "stream": stream})
+        assert await complete_all(graph, asked, TOKENS) == handed
+
+
+def prefilled(url: str, path: str, prompt: str) -> dict[str, Any]:
+    """The body for the decode server, of a prompt whose KV the prefill server keeps."""
+    asked = {"messages": [{"role": "user", "content": prompt}]} if "chat" in path else {"prompt": prompt}
+    body = {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, **asked}
+    answer = httpx.post(url + path, json=kv_handover.prefill_request(body), timeout=60.0).json()
+    params = kv_handover.params_of(answer)
+    assert params is not None, answer
+    return kv_handover.decode_request(body, params)
+
+
+async def _is_told_of_lost_kv(url: str, body: dict[str, Any]) -> None:
+    """vLLM says that it cannot pull in one of the ways that the proxying Frontend knows."""
+    async with httpx.AsyncClient(timeout=120.0) as client:
+        answer = await client.post(url, json=body)
+    assert "Internal server error" in answer.text, answer.text
+    assert has_error_event(answer.content) if body["stream"] else answer.status_code == 500

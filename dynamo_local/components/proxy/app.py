@@ -25,9 +25,12 @@ from dynamo_local.components.proxy.pool import Pool
 from dynamo_local.components.proxy.progress import Progress
 from dynamo_local.components.proxy.requests import PATHS, Path, ProxyRequest
 from dynamo_local.components.proxy.settings import HttpFrontendConfig
-from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, WorkerBusy, WorkerLost
+from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, WorkerLost
 
 logger = logging.getLogger(__name__)
+
+BAD_REQUEST = 400
+"""This and above: an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +132,7 @@ class Passing:
                 async for batch in batches:
                     await incoming.take(batch)
         except DynamoError as error:
-            # Busy: then all are, and what was prefilled is not spent.
-            if handed is None or incoming.streamed or not error.retryable or isinstance(error, WorkerBusy):
+            if handed is None or incoming.streamed or not error.retryable:
                 raise
             raise HandOverFailed(str(error)) from error
         return await incoming.whole()
@@ -185,7 +187,8 @@ class Passing:
 class Incoming:
     """An answer as it comes from a server: streams go on at once, the others are kept until they are whole.
 
-    Without a `reply` a stream is an error. `checked`: one that begins with an error raises `HandOverFailed` instead.
+    Without a `reply` a stream is an error. `checked`: an error instead of an answer, in a stream or whole, raises
+    `HandOverFailed`; also 400, which vLLM gives for KV of an engine that does not fit.
     """
 
     def __init__(self, reply: Reply | None, progress: Progress | None, *, checked: bool) -> None:
@@ -237,7 +240,9 @@ class Incoming:
             return None
         if self._head is None:
             raise WorkerLost("the worker ended its answer before it had begun; send the request again")
-        body = b"".join(self._parts)
-        if self._progress is not None and self._head.status < 400:
+        body, refused = b"".join(self._parts), self._head.status >= BAD_REQUEST
+        if self._held is not None and refused:
+            raise HandOverFailed(f"the decode server answered {self._head.status}: {body[:200]!r}")
+        if self._progress is not None and not refused:
             self._progress.on_whole(body)
         return Whole(self._head.status, body, self._head.headers)

@@ -66,3 +66,16 @@ async def test_decode_servers_come_and_go_under_load_and_no_request_fails(graph:
             await auntil(lambda count=count: len(names(graph, "Decode")) == count, 60.0, what=graph.states)
     found.check(at_least=10)
     assert list(cut(graph)) == []
+
+
+async def test_kv_that_is_gone_when_it_is_fetched_costs_a_second_prefill() -> None:
+    """As when the prefill server dies between its answer and the decode server's fetching: the client sees nothing."""
+    sections = {"Decode": section("decode", 1), "Prefill": section("prefill", 1, "--forgetful")}
+    with http_graph(**sections) as served:
+        served.start()
+        async with served.client() as client:
+            assert await ask(client, 5, stream=True) == text_of(5)
+            assert await ask(client, 5) == text_of(5)
+        assert len(handed(served, "do_remote_prefill")) == 2
+        answered = [note for note in seen(served, ended="complete")]
+        assert len(answered) == 4  # two prefills of one token, two answers

@@ -9,28 +9,11 @@ import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT
 from dynamo_local.serve.processes import is_alive
+from tests.fakes.alone import alone
 from tests.fakes.planned import planner
 from tests.fakes.served import Served, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
-
-APP = """\
-from dynamo_local.sdk import endpoint, service
-
-
-@service(name="{name}", resources={{"gpu": 1}})
-class Worker:
-    @endpoint()
-    async def generate(self, request: dict):
-        yield {{}}
-"""
-
-
-def alone(*words: str, name: str = "VllmWorker") -> Served:
-    """One component without a frontend: quick to start. By its name it is a decode worker."""
-    return Served(
-        "--gpus", "sim:8", *words, target=("app:Worker",), files={"app.py": APP.format(name=name)}, frontend=False
-    )
 
 
 def adopt(served: Served, *words: str) -> None:

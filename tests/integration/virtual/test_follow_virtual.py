@@ -12,6 +12,7 @@ import pytest
 from dynamo_local.errors import EXIT_BAD_INPUT
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.serve.processes import is_alive
+from tests.fakes.alone import alone
 from tests.fakes.scaled import events, load, names, settled
 from tests.fakes.served import Served, auntil, until
 from tests.fakes.servers import RealEtcd
@@ -58,6 +59,11 @@ async def planner(shared: Served, store: EtcdStore) -> AsyncIterator[ForeignPlan
     await settled(shared)
 
 
+def ready(served: Served) -> tuple[int, int]:
+    """Prefill and decode workers that serve."""
+    return len(names(served, P)), len(names(served, D))
+
+
 def follow(served: Served) -> dict:
     """What `dynamo status --json` says of it."""
     found: dict = served.status()["follow"]
@@ -79,14 +85,14 @@ async def test_one_three_one_under_load_is_acknowledged_when_it_is_so_and_loses_
     async with load(shared) as streams:
         up = await planner.decide(prefill=1, decode=3)
         await planner.acknowledged(up)
-        assert names(shared, D) == [D, f"{D}_1", f"{D}_2"]
+        assert ready(shared) == (1, 3)
         down = await planner.decide(prefill=1, decode=1)
         await planner.acknowledged(down)
-        assert names(shared, D) == [D]
+        assert ready(shared) == (1, 1)
     streams.check(at_least=20)
     status = follow(shared)
     assert (status["phase"], status["scaled_decision_id"], status["reason"]) == ("done", down, None)
-    causes = {record["stimulus_id"] for record in events(shared, f"{D}_2")}
+    causes = {record["stimulus_id"] for record in events(shared) if record["component"] == D}
     assert {f"virtual:{up}", f"virtual:{down}"} <= causes
     phases = [(record["stimulus_id"], record["to"]) for record in events(shared, "follow")]
     assert phases[-4:] == [(f"virtual:{n}", to) for n in (up, down) for to in ("under_way", "done")]
@@ -94,7 +100,7 @@ async def test_one_three_one_under_load_is_acknowledged_when_it_is_so_and_loses_
 
 async def test_both_roles_at_once(shared: Served, planner: ForeignPlanner) -> None:
     await planner.acknowledged(await planner.decide(prefill=2, decode=2))
-    assert (names(shared, P), names(shared, D)) == ([P, f"{P}_1"], [D, f"{D}_1"])
+    assert ready(shared) == (2, 2)
 
 
 async def test_without_gpus_it_is_not_acknowledged_and_everybody_is_told_why(
@@ -106,7 +112,7 @@ async def test_without_gpus_it_is_not_acknowledged_and_everybody_is_told_why(
     assert "GPU" in status["reason"]
     with pytest.raises(TimeoutError):
         await planner.acknowledged(number, NOT_YET_S)
-    assert names(shared, D) == [D]
+    assert ready(shared) == (1, 1)
     shown = shared.cli("status").stdout
     assert f"follow    virtual (v1/dynamo/planner/): decision {number} (prefill=1, decode=9) cannot be carried" in shown
     assert f"note      follow: decision {number} (prefill=1, decode=9) cannot be carried out: VllmWorker=9" in shown
@@ -119,7 +125,7 @@ async def test_the_last_ready_worker_is_never_forced_out(shared: Served, planner
     number = await planner.decide(prefill=1, decode=0)
     status = await phase(shared, "refused", number)
     assert "the last ready worker of VllmWorker" in status["reason"]
-    assert names(shared, D) == [D]
+    assert ready(shared) == (1, 1)
 
 
 async def test_a_newer_decision_replaces_the_one_under_way(shared: Served, planner: ForeignPlanner) -> None:
@@ -127,7 +133,7 @@ async def test_a_newer_decision_replaces_the_one_under_way(shared: Served, plann
     await phase(shared, "under_way", first)
     second = await planner.decide(prefill=1, decode=2)
     await planner.acknowledged(second)
-    assert names(shared, D) == [D, f"{D}_1"]
+    assert ready(shared) == (1, 2)
 
 
 async def test_a_value_that_is_no_number_is_told_and_changes_nothing(shared: Served, planner: ForeignPlanner) -> None:
@@ -138,7 +144,7 @@ async def test_a_value_that_is_no_number_is_told_and_changes_nothing(shared: Ser
     assert status["reason"].startswith("num_decode_workers is 'many'")
     with pytest.raises(TimeoutError):
         await planner.acknowledged(planner.decision_id, NOT_YET_S)
-    assert (names(shared, P), names(shared, D)) == ([P], [D])
+    assert ready(shared) == (1, 1)
     assert "nothing is changed: num_decode_workers is 'many'" in shared.cli("status").stdout
 
 
@@ -149,7 +155,7 @@ async def test_it_survives_a_restart_of_etcd(shared: Served, planner: ForeignPla
     etcd.start_now()
     await auntil(lambda: follow(shared)["reason"] is None, what=lambda: follow(shared))
     await planner.acknowledged(await planner.decide(prefill=1, decode=2))
-    assert names(shared, D) == [D, f"{D}_1"]
+    assert ready(shared) == (1, 2)
     assert before.items() <= shared.pids().items()
 
 
@@ -162,23 +168,6 @@ async def test_a_planner_here_is_refused_while_it_follows_another(shared: Served
 
 # --- graphs of their own ----------------------------------------------------------------------------
 
-APP = """\
-from dynamo_local.sdk import endpoint, service
-
-
-@service(name="{name}", resources={{"gpu": 1}})
-class Worker:
-    @endpoint()
-    async def generate(self, request: dict):
-        yield {{}}
-"""
-
-
-def alone(*words: str, name: str = "VllmWorker", **more: str) -> Served:
-    """One component without a frontend: quick to start. By its name it is a decode worker."""
-    app = {"app.py": APP.format(name=name), **{f"{key}.yaml": text for key, text in more.items()}}
-    return Served("--gpus", "sim:4", *words, target=("app:Worker",), files=app, frontend=False)
-
 
 async def test_a_graph_without_prefill_takes_the_decode_number_under_the_old_layout_too() -> None:
     with alone("--follow", "virtual", "--follow-keys", "v0") as served:
@@ -187,7 +176,7 @@ async def test_a_graph_without_prefill_takes_the_decode_number_under_the_old_lay
         planner = ForeignPlanner(store, layout="v0")
         for decode in (3, 1):
             await planner.acknowledged(await planner.decide(decode=decode))
-            assert len(names(served, D)) == decode
+            assert ready(served) == (0, decode)
         assert served.keys("/dynamo/planner/scaled_decision_id") == ["/dynamo/planner/scaled_decision_id"]
         number = await planner.decide(prefill=1, decode=1)
         assert "no prefill component" in (await phase(served, "refused", number))["reason"]
@@ -195,23 +184,38 @@ async def test_a_graph_without_prefill_takes_the_decode_number_under_the_old_lay
 
 
 async def test_an_adopted_run_goes_on_following() -> None:
-    """What was decided while nobody was there included; without saying --follow again."""
+    """What was decided while nobody was there included, without saying --follow again; --planner ends it."""
     with alone("--on-arbiter-death", "keep") as served:
         done = served.cli(*served.serve_words("--follow", "virtual", "--detach"), timeout_s=90.0)
         assert done.returncode == 0, done.stderr
         store = await EtcdStore.connect(served.status()["etcd_endpoints"])
         planner = ForeignPlanner(store)
         await planner.acknowledged(await planner.decide(decode=2))
-        old, before = served.status()["arbiter_pid"], served.pids()
-        os.kill(old, signal.SIGKILL)
-        until(lambda: not is_alive(old))
+        before = served.pids()
+        killed(served)
         number = await planner.decide(decode=3)
-        done = served.cli(*served.serve_words("--adopt", "--detach"), timeout_s=90.0)
-        assert done.returncode == 0, done.stderr
+        adopted(served)
         await planner.acknowledged(number)
         assert before.items() <= served.pids().items()
         assert served.statefile()["follow"] == {"environment": "virtual", "keys": "v1"}
+        killed(served)
+        adopted(served, "--planner")
+        assert (served.status()["follow"], served.status()["planner"]["state"]) == (None, "running")
+        assert "follow" not in served.statefile()
         await store.close()
+
+
+def killed(served: Served) -> None:
+    """The arbiter is no more; its workers serve on."""
+    old = served.status()["arbiter_pid"]
+    os.kill(old, signal.SIGKILL)
+    until(lambda: not is_alive(old))
+
+
+def adopted(served: Served, *words: str) -> None:
+    """Another arbiter has taken them back."""
+    done = served.cli(*served.serve_words("--adopt", "--detach", *words), timeout_s=90.0)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

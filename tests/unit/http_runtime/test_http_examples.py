@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def test_the_disaggregated_examples_words_reach_vllm_as_they_are() -> None:
     """JSON in braces is no placeholder, and each server has a side channel of its own."""
     command = spec_of(EXAMPLES / "disagg.yaml").service("Decode").config["command"]
     words = placeholders.words_of(command)
-    assert words[-1] == '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+    assert json.loads(words[-1]) == config
     assert placeholders.port_names(words) == ("nixl", "http")
 
 

@@ -228,6 +228,17 @@ def test_a_drain_that_is_seen_a_pull_late_cancels_nothing() -> None:
     assert rounds.deferred == (DECODE,)
 
 
+def test_a_down_that_another_environment_has_yet_to_carry_out_is_waited_for() -> None:
+    """However long that takes, and even where the GPU is free before it says so."""
+    rounds, _ = deferred()
+    for seen in (*[replace(FULL, pending=True)] * 10, replace(GONE, pending=True)):
+        assert pull(rounds, seen, **SHIFT) is None
+        assert rounds.adjusting
+    decision = pull(rounds, GONE, **SHIFT)
+    assert decision is not None
+    assert decision.acts == ((DECODE, 1),)
+
+
 def test_a_load_that_falls_takes_a_deferred_up_back_without_a_deed() -> None:
     rounds, _ = deferred()
     decision = until_decided(rounds, DRAINING, kv=0.3, queue=0.3)

@@ -16,7 +16,7 @@ from dynamo_local.runtimes.graph import check_commands, with_commands
 from dynamo_local.sdk import service
 from dynamo_local.sdk.loader import LoadedGraph, build_graph
 from dynamo_local.serve.launch import ServeOptions, understand
-from dynamo_local.serve.plan import worker_argv
+from dynamo_local.serve.plan import COMMAND_ENTRY, worker_argv
 from tests.fakes.clean_imports import clean_imports
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +66,8 @@ def test_a_file_of_commands_is_a_graph() -> None:
 def test_its_workers_are_started_by_their_own_entry_point() -> None:
     _loaded, spec = graph(AGG)
     argv = worker_argv(spec.target, spec.service("W"))
-    assert argv == (sys.executable, "-m", "dynamo_local.serve.serve_command", "--service-name", "W")
+    assert argv == (sys.executable, "-S", COMMAND_ENTRY, "--service-name", "W")
+    assert Path(COMMAND_ENTRY).is_file()
 
 
 def test_commands_stand_beside_the_services_of_a_python_graph() -> None:

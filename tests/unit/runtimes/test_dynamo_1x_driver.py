@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError, EtcdUnavailable, LeaseNotFound
 from dynamo_local.ports import KeyValue
 from dynamo_local.runtimes import dynamo_1x
 from dynamo_local.runtimes.base import ChildSilent
 from dynamo_local.runtimes.dynamo_1x import Registered, WorkerDriver, frontend_sample, own_instance, worker_sample
+from dynamo_local.runtimes.dynamo_1x_events import queued_prefills
 from dynamo_local.runtimes.values import Launch
 from tests.fakes.etcd import FakeEtcd
 
@@ -91,6 +94,21 @@ def test_metrics_that_cannot_be_read_are_silence() -> None:
         worker_sample("<html>no metrics</html>\n")
 
 
+def test_prefills_that_wait_are_taken_from_the_event_plane_where_metrics_do_not_say() -> None:
+    told = worker_sample(METRICS, queued_prefills=7).load
+    silent = METRICS.replace("vllm:num_requests_waiting", "other")
+    heard, unknown = worker_sample(silent, queued_prefills=7).load, worker_sample(silent).load
+    assert (told.prefills_waiting, heard.prefills_waiting, unknown.prefills_waiting) == (1, 7, None)
+
+
+def test_a_message_of_the_event_plane_names_its_worker_and_what_waits_there() -> None:
+    facts = {"worker_id": str(LEASE), "queued_requests": {"num_prefill_requests": 4}}
+    message = {"topic": "forward-pass-metrics", "payload": msgspec.msgpack.encode(facts)}
+    assert queued_prefills(msgspec.msgpack.encode(message)) == (LEASE, 4)
+    for garbage in (b"", b"\xc1", msgspec.msgpack.encode({}), msgspec.msgpack.encode({"payload": b"x"})):
+        assert queued_prefills(garbage) is None
+
+
 def test_a_frontend_counts_what_is_open() -> None:
     text = 'dynamo_frontend_inflight_requests{model="tiny"} 5\ndynamo_frontend_queued_requests{model="tiny"} 2\n'
     sample = frontend_sample(text)
@@ -120,7 +138,7 @@ async def registered(etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> tuple[W
     monkeypatch.setattr(dynamo_1x, "get", answers)
     monkeypatch.setattr(dynamo_1x, "wait_ok", is_ok)
     child: Any = SimpleNamespace(launch=Launch(("x",), {}, {"rpc": PORT, "system": PORT + 1}))
-    context: Any = SimpleNamespace(kv=etcd)
+    context: Any = SimpleNamespace(kv=etcd, nats=None, settings=SimpleNamespace(role=Role.DECODE))
     driver = WorkerDriver(context, child)
     await driver.wait_ready()
     return driver, lease, kv.key

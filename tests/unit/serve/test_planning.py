@@ -20,6 +20,7 @@ from dynamo_local.serve.fleet import Fleet
 from dynamo_local.serve.planning import Planning
 from dynamo_local.serve.sampling import LoadsSample
 from dynamo_local.state import PlannerEntry, State
+from tests.fakes.etcd import FakeEtcd
 from tests.fakes.fleet_views import PREFILL, fleet, name, on_ledger, worker
 from tests.fakes.memory_store import MemoryFile, MemoryStore
 from tests.simulation.world import MemoryEvents
@@ -51,7 +52,8 @@ class Arbiter:
         self.scaled: list[tuple[str, str]] = []
         self.told: list[str] = []
         self.tasks: set[asyncio.Task[Any]] = set()
-        self.links = SimpleNamespace(etcd_answers=True, answer=True)
+        self.etcd = FakeEtcd()
+        self.links = SimpleNamespace(etcd_answers=True, answer=True, kv=self.etcd)
         self.on_manual: Any = None
         self.planning = self.made(PlannerConfig())
 
@@ -259,3 +261,79 @@ async def test_a_persons_change_reaches_the_planner(arbiter: Arbiter) -> None:
     await asyncio.sleep(0.05)
     arbiter.on_manual("scale:1f0c9a3e")
     assert arbiter.planning.status()["next_decision_s"] == pytest.approx(first, abs=0.04)
+
+
+# --- another environment ---------------------------------------------------------------------------
+
+VIRTUAL = {**QUICK, "environment": "virtual", "backend": "vllm"}
+
+
+async def test_in_a_virtual_environment_it_writes_its_decisions_and_scales_nothing(arbiter: Arbiter) -> None:
+    """And decides nothing more until somebody has acknowledged."""
+    arbiter.kv = 0.95
+    await arbiter.planning.start(VIRTUAL)
+    (record,) = (await arbiter.decisions(1))[:1]
+    assert record["outcomes"]["VllmWorker"]["outcome"] == "written"
+    kvs, _ = await arbiter.etcd.get_prefix("v1/dynamo/planner/")
+    found = {kv.key.rpartition("/")[2]: kv.value for kv in kvs}
+    assert found == {"num_prefill_workers": b"1", "num_decode_workers": b"2", "decision_id": b"0"}
+    assert arbiter.scaled == []
+    await asyncio.sleep(1.0)
+    assert len(await arbiter.decisions(1)) == 1
+    status = arbiter.planning.status()
+    assert (status["adjusting"], status["virtual"]["pending"]) == (True, True)
+    await arbiter.etcd.put("v1/dynamo/planner/scaled_decision_id", b"0")
+    assert (await arbiter.decisions(2))[1]["outcomes"]["VllmWorker"]["outcome"] == "skipped"
+    assert arbiter.planning.status()["virtual"]["scaled_decision_id"] == 0
+
+
+async def test_the_old_layout_is_an_option(arbiter: Arbiter) -> None:
+    arbiter.kv = 0.95
+    await arbiter.planning.start({**VIRTUAL, "virtual-keys": "v0"})
+    await arbiter.decisions(1)
+    assert await arbiter.etcd.get("/dynamo/planner/decision_id") is not None
+
+
+async def test_a_blocking_planner_can_be_stopped_at_once(arbiter: Arbiter) -> None:
+    arbiter.kv = 0.95
+    await arbiter.planning.start({**VIRTUAL, "virtual-blocking": True})
+    async with asyncio.timeout(10.0):
+        while await arbiter.etcd.get("v1/dynamo/planner/decision_id") is None:
+            await asyncio.sleep(0.01)
+        await arbiter.planning.stop()
+    (record,) = await arbiter.decisions(1)
+    assert record["outcomes"]["VllmWorker"] == {
+        **record["outcomes"]["VllmWorker"],
+        "outcome": "written",
+        "decision_id": 0,
+        "acknowledged": False,
+    }
+
+
+async def test_where_decisions_go_is_chosen_at_the_start(arbiter: Arbiter) -> None:
+    await arbiter.planning.start(QUICK)
+    for option, value in (("environment", "virtual"), ("virtual-keys", "v0")):
+        with pytest.raises(BadInput, match="can be chosen at the start only"):
+            await arbiter.planning.set({option: value})
+    await arbiter.planning.stop()
+    assert arbiter.planning.status()["virtual"] is None
+    await arbiter.planning.start({"environment": "virtual"})
+    await arbiter.planning.set({"virtual-max-wait": 5, "virtual-blocking": True})
+    assert arbiter.planning.status()["virtual"]["keys"] == "v1/dynamo/planner/"
+    await arbiter.planning.stop()
+    await arbiter.planning.start({"environment": "local"})
+    assert arbiter.planning.status()["virtual"] is None
+
+
+async def test_a_virtual_environment_without_etcd_is_no_start(arbiter: Arbiter) -> None:
+    arbiter.etcd.available = False
+    with pytest.raises(DynamoError, match="etcd does not answer"):
+        await arbiter.planning.start({"environment": "virtual"})
+    assert arbiter.planning.status()["state"] == "stopped"
+
+
+async def test_it_stays_stopped_where_another_planner_is_followed(arbiter: Arbiter) -> None:
+    arbiter.planning.follows = lambda: {"phase": "waiting"}
+    with pytest.raises(DynamoError, match="carries out another planner's decisions"):
+        await arbiter.planning.start({})
+    assert arbiter.planning.status()["follow"] == {"phase": "waiting"}

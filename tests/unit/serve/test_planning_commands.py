@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dynamo_local.core.types import Load, Missing, Role, WorkerState
+from dynamo_local.core.types import GraphSpec, Load, Missing, Role, ServiceSpec, WorkerState
 from dynamo_local.planner.values import Reading
-from dynamo_local.serve.planning import ArbiterWorld
+from dynamo_local.serve.planning import ArbiterWorld, _waiting_in
 from dynamo_local.serve.sampling import LoadsSample
 from tests.fakes.hand_clock import HandClock
 
 READY, STARTING = WorkerState.READY, WorkerState.STARTING
+KNOWN = Load(prefills_waiting=0)
+GRAPH = GraphSpec(
+    "dynamo",
+    "disagg.yaml",
+    (
+        ServiceSpec("Frontend", Role.FRONTEND, runtime="dynamo-1x"),
+        ServiceSpec("Decode", Role.DECODE, runtime="dynamo-1x"),
+        ServiceSpec("Prefill", Role.PREFILL, runtime="dynamo-1x"),
+    ),
+)
 FRONTEND = Load(num_requests_waiting=50, prefills_waiting=3)
 
 
@@ -42,7 +53,7 @@ async def waiting(loads: dict[str, tuple[Load, float]], failed: Missing | None =
     sampling: Any = SimpleNamespace(loads=sample)
     nothing: Any = None
     world = ArbiterWorld(nothing, fleet, sampling, nothing, "Prefill", "Decode", HandClock())
-    world.queue_of_commands = True
+    world.waiting_in = _waiting_in(GRAPH, "Prefill")
     return await world.depth()
 
 
@@ -50,8 +61,8 @@ async def test_what_waits_in_prefill_workers_and_in_the_frontends_routers_is_add
     found = await waiting(
         {
             "Frontend": (FRONTEND, 49.0),
-            "Prefill": (Load(num_requests_waiting=2), 48.5),
-            "Prefill_1": (Load(num_requests_waiting=4), 49.5),
+            "Prefill": (Load(prefills_waiting=2), 48.5),
+            "Prefill_1": (Load(prefills_waiting=4, num_requests_waiting=4), 49.5),
             "Decode": (Load(num_requests_waiting=100), 49.5),
         }
     )
@@ -61,11 +72,12 @@ async def test_what_waits_in_prefill_workers_and_in_the_frontends_routers_is_add
 @pytest.mark.parametrize(
     "loads",
     [
-        {"Frontend": (FRONTEND, 49.0), "Prefill": (Load(), 49.0)},
-        {"Prefill": (Load(), 49.0), "Prefill_1": (Load(), 49.0)},
-        {"Frontend": (Load(), 49.0), "Prefill": (Load(), 49.0), "Prefill_1": (Load(), 49.0)},
+        {"Frontend": (FRONTEND, 49.0), "Prefill": (KNOWN, 49.0)},
+        {"Prefill": (KNOWN, 49.0), "Prefill_1": (KNOWN, 49.0)},
+        {"Frontend": (Load(), 49.0), "Prefill": (KNOWN, 49.0), "Prefill_1": (KNOWN, 49.0)},
+        {"Frontend": (FRONTEND, 49.0), "Prefill": (KNOWN, 49.0), "Prefill_1": (Load(), 49.0)},
     ],
-    ids=["a prefill worker is silent", "the frontend is silent", "the frontend does not know"],
+    ids=["a worker is silent", "the frontend is silent", "the frontend does not know", "a worker does not know"],
 )
 async def test_a_part_of_the_sum_is_no_sum(loads: dict[str, tuple[Load, float]]) -> None:
     assert isinstance(await waiting(loads), Missing)
@@ -80,3 +92,16 @@ def test_a_kv_use_that_nobody_knows_is_no_sample() -> None:
         1.0, None, {"Decode": Load(gpu_cache_usage_perc=math.nan), "Decode_1": Load(gpu_cache_usage_perc=0.5)}
     )
     assert reading.kv.count == 1
+
+
+def test_other_commands_say_it_as_any_worker_does_and_their_frontends_hold_nothing_back() -> None:
+    services = tuple(
+        replace(spec, runtime="http" if spec.role is not Role.FRONTEND else None) for spec in GRAPH.services
+    )
+    assert _waiting_in(replace(GRAPH, services=services), "Prefill") == {"Prefill": "num_requests_waiting"}
+
+
+def test_a_graph_with_our_own_prefill_workers_has_a_queue() -> None:
+    services = tuple(replace(spec, runtime=None) for spec in GRAPH.services)
+    assert _waiting_in(replace(GRAPH, services=services), "Prefill") == {}
+    assert _waiting_in(GRAPH, None) == {}
