@@ -50,6 +50,13 @@ async def line(process: Process) -> dict[str, Any]:
     return found
 
 
+async def go_on(process: Process) -> None:
+    """It may decide again."""
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    await process.stdin.drain()
+
+
 @pytest.mark.parametrize("through", ["coordinator", "connector"])
 async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(through: str) -> None:
     """1 to 3 to 1 under load: each decision is acknowledged when it is so, and no request fails."""
@@ -63,12 +70,29 @@ async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(throug
                 assert await line(planner) == {"done": target, "decision_id": number}
                 assert len(names(served, "Mocker")) == len(instances(served)) == target
                 await until_right(found, 60)
-                assert planner.stdin is not None
-                planner.stdin.write(b"\n")
+                await go_on(planner)
             assert await asyncio.wait_for(planner.wait(), 30.0) == 0
         found.check(120)
         await settled(served)
         assert served.status()["follow"]["scaled_decision_id"] == 1
+
+
+async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
+    """Two prefill and two decode workers and back, under load."""
+    with graph("disagg", "--follow", "virtual") as served:
+        served.start()
+        await listed(served)
+        etcd = served.status()["etcd_endpoints"]
+        async with load(served) as found, side("connector", served.namespace, "2:2", "1:1", etcd=etcd) as planner:
+            for number, target in enumerate((2, 1)):
+                assert await line(planner) == {"decided": target, "decision_id": number}
+                assert await line(planner) == {"done": target, "decision_id": number}
+                assert len(instances(served)) == len(instances(served, "prefill")) == target
+                assert len(names(served, "Decode")) == len(names(served, "Prefill")) == target
+                await until_right(found, 20)
+                await go_on(planner)
+            assert await asyncio.wait_for(planner.wait(), 30.0) == 0
+        found.check(40)
 
 
 async def test_dynamos_own_client_acknowledges_our_planners_decisions(etcd_server: RealEtcd, namespace: str) -> None:

@@ -1,6 +1,7 @@
 """One side of the virtual connector in Dynamo's own code, as a process with ETCD_ENDPOINTS: for test_virtual_dynamo.py.
 
-virtual_side.py connector NAMESPACE 3 1     wants so many decode workers, each once the last number is reached
+virtual_side.py connector NAMESPACE 3 1     wants so many decode workers, each once the last number is reached;
+                                            2:3 are two prefill and three decode workers
 virtual_side.py coordinator NAMESPACE 3 1   the same through the binding on which the connector stands
 virtual_side.py environment NAMESPACE 2     takes that many decisions, and says at once that they are carried out
 
@@ -27,8 +28,9 @@ from unittest.mock import MagicMock
 from dynamo._core import DistributedRuntime, VirtualConnectorClient, VirtualConnectorCoordinator
 
 CHECK_S, MAX_WAIT_S = 1, 120
-COMPONENT, ENDPOINT = "backend", "generate"
-"""Where Dynamo's decode and aggregated workers register."""
+PREFILL, DECODE, ENDPOINT = "prefill", "backend", "generate"
+"""Where Dynamo's prefill, and its decode and aggregated workers register."""
+Target = tuple[int | None, int]
 NOT_HERE = frozenset({"aisimulate_core", "kubernetes", "sklearn"})
 
 
@@ -53,20 +55,20 @@ def say(**facts: Any) -> None:
     sys.stdout.flush()
 
 
-async def coordinator(runtime: DistributedRuntime, namespace: str, targets: Sequence[int]) -> None:
+async def coordinator(runtime: DistributedRuntime, namespace: str, targets: Sequence[Target]) -> None:
     """Decide, and wait for the acknowledgement, one after the other."""
     binding = VirtualConnectorCoordinator(runtime, namespace, CHECK_S, MAX_WAIT_S, MAX_WAIT_S // CHECK_S)
     await binding.async_init()
-    for target in targets:
-        await binding.update_scaling_decision(None, target)
-        say(decided=target, decision_id=binding.read_state().decision_id)
+    for prefill, decode in targets:
+        await binding.update_scaling_decision(prefill, decode)
+        say(decided=decode, decision_id=binding.read_state().decision_id)
         await until(binding.is_scaling_ready)
         await binding.wait_for_scaling_completion()
-        say(done=target, decision_id=binding.read_state().decision_id)
+        say(done=decode, decision_id=binding.read_state().decision_id)
         await told_to_go_on()
 
 
-async def connector(runtime: DistributedRuntime, namespace: str, targets: Sequence[int]) -> None:
+async def connector(runtime: DistributedRuntime, namespace: str, targets: Sequence[Target]) -> None:
     """The same as its planner does it: a target for the role, and stable once discovery shows as many as decided."""
     os.environ.update(SCALING_CHECK_INTERVAL=str(CHECK_S), SCALING_MAX_WAIT_TIME=str(MAX_WAIT_S))
     sys.meta_path.append(Empty())
@@ -74,21 +76,24 @@ async def connector(runtime: DistributedRuntime, namespace: str, targets: Sequen
 
     class Provider:
         def get_worker_info(self, role: Any, backend: str = "vllm") -> Any:
-            return WorkerInfo(component_name=COMPONENT, endpoint=ENDPOINT)
+            name = PREFILL if role == SubComponentType.PREFILL else DECODE
+            return WorkerInfo(component_name=name, endpoint=ENDPOINT)
 
     own = VirtualConnector(runtime, namespace, Provider(), model_name="tiny")
     await own.async_init()
 
     async def stable() -> bool:
-        return bool((await own.get_actual_worker_counts(decode_component_name=COMPONENT))[2])
+        of_prefill = PREFILL if prefill is not None else None
+        return bool((await own.get_actual_worker_counts(of_prefill, DECODE))[2])
 
-    for target in targets:
-        wanted = [TargetReplica(sub_component_type=SubComponentType.DECODE, desired_replicas=target)]
+    for prefill, decode in targets:
+        both = ((SubComponentType.PREFILL, prefill), (SubComponentType.DECODE, decode))
+        wanted = [TargetReplica(sub_component_type=role, desired_replicas=n) for role, n in both if n is not None]
         await own.set_component_replicas(wanted, blocking=False)
-        say(decided=target, decision_id=own.coord.read_state().decision_id)
+        say(decided=decode, decision_id=own.coord.read_state().decision_id)
         await own.wait_for_deployment_ready()
         await until(stable)
-        say(done=target, decision_id=own.coord.read_state().decision_id)
+        say(done=decode, decision_id=own.coord.read_state().decision_id)
         await told_to_go_on()
 
 
@@ -104,12 +109,12 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.1)
 
 
-async def environment(runtime: DistributedRuntime, namespace: str, counts: Sequence[int]) -> None:
+async def environment(runtime: DistributedRuntime, namespace: str, targets: Sequence[Target]) -> None:
     """Take decisions and complete them."""
     client = VirtualConnectorClient(runtime, namespace)
     last = -1
     say(waits=True)
-    while last < counts[0] - 1:
+    while last < targets[0][1] - 1:
         await client.wait()
         decision = await client.get()
         if decision.decision_id > last:
@@ -124,7 +129,8 @@ SIDES = {"connector": connector, "coordinator": coordinator, "environment": envi
 async def main(side: str, namespace: str, *numbers: str) -> None:
     """Without NATS: neither side needs it."""
     runtime = DistributedRuntime(asyncio.get_running_loop(), "etcd", "tcp", event_plane="zmq")
-    await SIDES[side](runtime, namespace, [int(number) for number in numbers])
+    pairs = [number.rpartition(":") for number in numbers]
+    await SIDES[side](runtime, namespace, [(int(first) if first else None, int(last)) for first, _, last in pairs])
     runtime.shutdown()
 
 
