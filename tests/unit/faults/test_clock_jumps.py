@@ -25,6 +25,7 @@ FOR_RECORDS_ONLY = {
     "dynamo_local/runtime/load.py": "the age of a report is wrong until the next one, a second later",
     "dynamo_local/runtime/prefill_queue.py": "deadlines between processes: what expires is prefilled locally",
     "dynamo_local/serve/fleet.py": "`started_at` and the time of an event, for people",
+    "dynamo_local/serve/following.py": "the time of a record, for people",
     "dynamo_local/serve/planner_views.py": "the name of a folder, and the x axis of TensorBoard's wall view",
     "dynamo_local/serve/progress.py": "the time of a line; whether an empty boot report is young",
 }
