@@ -65,6 +65,10 @@ class Child:
         await self._gone(None)
         return self._process.wait()
 
+    def terminate(self) -> None:
+        """SIGTERM, to the command itself."""
+        self._process.terminate()  # does nothing where it has ended
+
     async def end(self, grace_s: float) -> int | None:
         """SIGTERM, and SIGKILL after the grace (seconds); its exit code, None if it is stuck in the kernel.
 

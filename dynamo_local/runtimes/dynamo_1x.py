@@ -19,7 +19,7 @@ from typing import Any
 from dynamo_local.core.types import Load, Role, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import KeyValue
-from dynamo_local.runtimes.base import ChildSilent
+from dynamo_local.runtimes.base import ChildEnded, ChildSilent
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.dynamo_1x_env import HTTP_PORT, OWNED, RPC_PORT, SYSTEM_PORT
@@ -202,7 +202,7 @@ class WorkerDriver:
 
 
 class FrontendDriver:
-    """`base.Driver` of Dynamo's frontend: clients come to its port, so nothing but its end takes it out of routing."""
+    """`base.Driver` of Dynamo's frontend: clients come to its port, so only its own drain takes it out of routing."""
 
     def __init__(self, child: Child) -> None:
         self._url = f"http://127.0.0.1:{child.launch.ports[HTTP_PORT]}"
@@ -237,6 +237,26 @@ class DynamoWorker(CommandWorker):
     def make_driver(self, context: WorkerContext, child: Child) -> WorkerDriver | FrontendDriver:
         config: DynamoConfig = context.settings
         return FrontendDriver(child) if config.role is Role.FRONTEND else WorkerDriver(context, child)
+
+    async def drain(self) -> None:
+        """A frontend's drain is its own, and begins with SIGTERM: it answers 503 at once, finishes what it streams, and
+        ends. To wait for a moment without requests would be to wait for as long as clients come."""
+        if self.config.role is not Role.FRONTEND:
+            await super().drain()
+            return
+        self.ending = True
+        self.child.terminate()
+        await self.child.wait()
+
+    async def resume(self) -> None:
+        """A frontend that was told to end cannot come back: its worker ends, and is started again."""
+        if self.ending:
+            self.context.vital(self._begin_anew(), "the frontend")
+        else:
+            await super().resume()
+
+    async def _begin_anew(self) -> None:
+        raise ChildEnded("Dynamo's frontend was told to end, which it cannot take back; it is started anew")
 
 
 CONFIG: Any = DynamoConfig

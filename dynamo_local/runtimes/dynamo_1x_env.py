@@ -22,6 +22,8 @@ DEFAULTS = {
     "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
     # We send SIGTERM when nothing is in flight any more: nothing to wait for then.
     "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+    # A frontend that leaves finishes its streams; how long that may take is the drain deadline's to say.
+    "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "86400",
 }
 """A service's `envs` win over these."""
 

@@ -33,7 +33,8 @@ LOST_TIMEOUT_S = 1.0
 
 
 class CommandWorker:
-    """Base of every runtime's component. `sampled` is what the command last said, `Missing` where that is too old."""
+    """Base of every runtime's component. `sampled` is what the command last said, `Missing` where that is too old;
+    `ending`: it was told to end, so that its end is no failure."""
 
     runtime: str
 
@@ -43,7 +44,7 @@ class CommandWorker:
         self.config: CommandConfig = self.context.settings
         self.driver = self.make_driver(self.context, self.child)
         self.sampled: Sample | Missing = Missing("the command was not asked yet")
-        self._ending = False
+        self.ending = False
         self._changed = asyncio.Event()
 
     def make_driver(self, context: WorkerContext, child: Child) -> Driver:
@@ -60,14 +61,14 @@ class CommandWorker:
         await self._sample()
         context.set_load_source(self._load, self._load_changed)
         context.set_work_source(self.work)
-        context.on_drain(self._drain)
-        context.on_resume(self._resume)
+        context.on_drain(self.drain)
+        context.on_resume(self.resume)
         context.vital(self._follow(), "the command")
 
     @on_shutdown
     async def stop(self) -> None:
         """Nothing is in flight any more, or the worker is to go in any case: SIGTERM, and SIGKILL past its time."""
-        self._ending = True
+        self.ending = True
         code = await self.child.end(self.config.stop_timeout_s)
         if code is None:
             log.error("the command (pid %d) is still there after SIGKILL (stuck driver?)", self.child.pid)
@@ -81,7 +82,7 @@ class CommandWorker:
         from dynamo_local.serve.processes import how_it_ended
 
         code = await self.child.wait()
-        if self._ending:
+        if self.ending:
             return
         await self._lost()
         # Exit codes of others say little: Dynamo's processes exit with 0 also when their lease is lost.
@@ -103,7 +104,7 @@ class CommandWorker:
             await asyncio.sleep(SAMPLE_EVERY_S)
             why = await self._sample()
             now_s = time.monotonic()
-            if why is None:
+            if why is None or self.ending:  # one that ends may answer no more: its deadline is another's to watch
                 heard_s = now_s
             elif now_s - heard_s > self.config.health_bound_s:
                 await self._lost()
@@ -139,7 +140,7 @@ class CommandWorker:
 
     # --- leaving, and coming back --------------------------------------------------------------------
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
         """Out of routing, then until nothing is in flight; the command lives on, so all of it can be taken back."""
         await self._persist(self.driver.take_out)
         log.info("the command is out of routing")
@@ -153,7 +154,7 @@ class CommandWorker:
             idle = silent is None and isinstance(self.sampled, Sample) and self.sampled.in_flight == 0
             quiet = quiet + 1 if idle else 0
 
-    async def _resume(self) -> None:
+    async def resume(self) -> None:
         """Return when it is routed to again. Where that cannot be, the worker is of no use and ends."""
         back = self.context.vital(self._persist(self.driver.put_back), "putting the command back into routing")
         await asyncio.wait({back})

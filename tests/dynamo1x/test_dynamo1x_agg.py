@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from openai import APIError
 
 from tests.dynamo1x.dynamo_graphs import (
     ask,
@@ -75,6 +76,33 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
         async with load(served) as found:
             await until_right(found, 20)
         found.check(20)
+
+
+async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
+    """`dynamo down` while clients keep coming: they are refused, what streams is finished."""
+    with graph("agg") as served:
+        served.start()
+        await listed(served)
+        async with served.client() as client, served.client() as others:
+            began = [asyncio.Event() for _ in range(3)]
+            tasks = [
+                asyncio.create_task(ask(client, f"a long answer, the {n}th", 900, started=event))
+                for n, event in enumerate(began)
+            ]
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), 60.0)
+
+            async def knock() -> None:
+                while True:
+                    try:
+                        await ask(others, "one more", 4)
+                    except (APIError, AssertionError):
+                        await asyncio.sleep(0.05)
+
+            knocking = asyncio.create_task(knock())
+            down = asyncio.create_task(asyncio.to_thread(served.down))
+            assert await asyncio.wait_for(asyncio.gather(*tasks), LEAVE_S) == [900] * 3
+            await asyncio.wait_for(down, LEAVE_S)
+            knocking.cancel()
 
 
 async def test_they_are_seen_like_native_workers_and_listen_on_loopback_alone() -> None:

@@ -229,3 +229,18 @@ async def test_at_the_end_the_command_is_ended_too(driver: ScriptedDriver, child
     await asyncio.wait_for(worker.context.vital_tasks[0], 10.0)  # it was asked: nothing failed
     assert driver.done == ["lost"]
     await finish(worker)
+
+
+async def test_a_command_that_ends_and_answers_no_more_is_not_taken_for_hung(
+    driver: ScriptedDriver, child: Child
+) -> None:
+    """A frontend that finishes its streams answers 503 to whoever asks it."""
+    driver.in_flight = 1
+    worker = await serve(driver, health_bound_s=0.05)
+    worker.instance.ending = True
+    driver.silent = "it answers 503"
+    await asyncio.sleep(0.2)
+    assert not worker.context.vital_tasks[1].done()
+    assert worker.context.load_source is not None
+    assert worker.context.load_source().request_active_slots == 1
+    await finish(worker)
