@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 GONE_TIMEOUT_S = 10.0
 REVOKE_TIMEOUT_S = 0.5
 """For each call to etcd: one that does not answer lets the leases expire by themselves."""
-TRACKER_GRACE_S = 4.0
-"""From when the others are gone; killed before, it would leave what they shared in /dev/shm until the next boot."""
+TRACKER_GRACE_S = 10.0
+"""From when the others are gone; killed before, it would leave what they shared in /dev/shm until the next boot.
+It needs milliseconds; on a machine with thirty processes for two cores it needed more than two seconds."""
 POLL_S = 0.005
 SERVERS = ("nats", "etcd")
 """In the order in which they end: NATS clients may still look something up."""
@@ -220,7 +221,9 @@ def end(find: Callable[[], Mapping[int, str]], timeout_s: float = GONE_TIMEOUT_S
         trackers = {pid for pid in found if is_resource_tracker(pid)}
         if found.keys() - trackers or _living(ended, trackers):
             others_s = time.monotonic()
-        spare = time.monotonic() < min(others_s + TRACKER_GRACE_S, deadline_s - TRACKER_GRACE_S)
+        elif trackers:
+            deadline_s = others_s + TRACKER_GRACE_S + timeout_s
+        spare = time.monotonic() < others_s + TRACKER_GRACE_S
         for pid, name in found.items():
             started_s = start_time_s(pid)
             if started_s is None:
