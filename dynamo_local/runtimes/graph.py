@@ -12,7 +12,7 @@ from dynamo_local.config import Config
 from dynamo_local.config.loading import COMMON, HOST, PLANNER
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError
-from dynamo_local.runtimes import launching
+from dynamo_local.runtimes import launching, placeholders
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.registry import MODULES, component_of, config_of
 from dynamo_local.sdk.checks import check_service_name, listing, nearest
@@ -106,13 +106,13 @@ def check_commands(
             settings.check_envs(config.service_args(name).get("envs") or {})
         except ValueError as error:
             raise ConfigError(f"{config.source}: {name}.ServiceArgs: {error}") from None
-        program = settings.words[0]
-        if "{" in program or shutil.which(program, path=launching.search_path(environ)) is not None:
-            continue
-        missing = f"{config.source}: {name}: there is no program {program!r} here"
-        if not only_plan:
-            raise ConfigError(f"{missing}; install it, or give its whole path in `command`")
-        notes.append(missing)
+        for program in placeholders.programs(settings.words):
+            if shutil.which(program, path=launching.search_path(environ)) is not None:
+                continue
+            missing = f"{config.source}: {name}: there is no program {program!r} here"
+            if not only_plan:
+                raise ConfigError(f"{missing}; install it, or give its whole path in `command`")
+            notes.append(missing)
     return tuple(notes)
 
 

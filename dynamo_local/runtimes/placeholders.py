@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,15 @@ def words_of(command: object) -> tuple[str, ...]:
     if any("\0" in word for word in words):
         raise ValueError("command holds a NUL character")
     return tuple(words)
+
+
+def programs(words: Sequence[str]) -> tuple[str, ...]:
+    """The program, and behind `env NAME=value …` also the one that it runs; without those that a placeholder names."""
+    named = [words[0]]
+    if words[0].rpartition("/")[2] == "env":
+        behind = itertools.dropwhile(lambda word: "=" in word, words[1:])
+        named += [word for word in itertools.islice(behind, 1) if not word.startswith("-")]
+    return tuple(program for program in named if "{" not in program)
 
 
 def port_names(words: Sequence[str]) -> tuple[str, ...]:

@@ -271,12 +271,11 @@ class Served:
     def shared_memory(self) -> set[str]:
         """What has come into /dev/shm since this graph began, without what a process of somebody else maps."""
         found = _shared_memory() - self._shared_memory
-        if found:
-            mine = {pid for pid, _ in self.processes()}
-            for pid in _pids():
-                if pid not in mine:
-                    found -= {Path(word).name for word in _about(pid, "maps").decode(errors="replace").split()}
-        return found
+        if not found:
+            return found
+        mine = {pid for pid, _ in self.processes()}
+        theirs = {inode for pid in _pids() if pid not in mine for inode in _mapped_shared_memory(pid)}
+        return {name for name in found if _inode(Path("/dev/shm", name)) not in (None, *theirs)}
 
     def processes(self) -> list[tuple[int, str]]:
         """`(pid, command line)` of every live process that our folder's name gives away.
@@ -316,6 +315,19 @@ class Served:
 
 def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _mapped_shared_memory(pid: int) -> set[int]:
+    """Inodes: a semaphore is mapped before it is given its name."""
+    lines = _about(pid, "maps").decode(errors="replace").splitlines()
+    return {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _is_socket(path: Path) -> bool:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from openai import AsyncOpenAI
 
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_NOT_RUNNING
 from dynamo_local.serve.processes import is_alive
@@ -53,6 +54,17 @@ def adopt(served: Served, *words: str) -> None:
     """`dynamo serve … --adopt --detach`, which must succeed."""
     done = served.cli(*served.serve_words("--adopt", "--detach", *words))
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+async def streaming(client: AsyncOpenAI, prompts: list[str]) -> list[asyncio.Task[tuple[str, str | None]]]:
+    """Streams of `TOKENS` tokens, all of which have begun."""
+    begun = [asyncio.Event() for _ in prompts]
+    streams = [
+        asyncio.create_task(stream_chat(client, prompt, TOKENS, ignore_eos=True, started=started))
+        for prompt, started in zip(prompts, begun, strict=True)
+    ]
+    await asyncio.gather(*(started.wait() for started in begun))
+    return streams
 
 
 # --- adopt ---------------------------------------------------------------------------------------
@@ -154,12 +166,7 @@ async def test_a_drain_goes_on_after_the_adoption() -> None:
         served.start()
         assert served.cli("scale", "VllmWorker", "+1", "--wait").returncode == 0
         async with served.client() as client:
-            begun = [asyncio.Event() for _ in range(4)]
-            streams = [
-                asyncio.create_task(stream_chat(client, f"Drain {n}.", TOKENS, ignore_eos=True, started=started))
-                for n, started in enumerate(begun)
-            ]
-            await asyncio.gather(*(started.wait() for started in begun))
+            streams = await streaming(client, [f"Drain {n}." for n in range(4)])
             assert (await asyncio.to_thread(served.cli, "drain", "dynamo_VllmWorker_1")).returncode == 0
             await asyncio.to_thread(kill_arbiter, served)
             await asyncio.to_thread(adopt, served)
@@ -177,12 +184,7 @@ async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
         served.start()
         before = served.pids()
         async with served.client() as client:
-            begun = [asyncio.Event() for _ in range(4)]
-            streams = [
-                asyncio.create_task(stream_chat(client, f"Roll {n}.", TOKENS, ignore_eos=True, started=started))
-                for n, started in enumerate(begun)
-            ]
-            await asyncio.gather(*(started.wait() for started in begun))
+            streams = await streaming(client, [f"Roll {n}." for n in range(4)])
             assert (await asyncio.to_thread(served.cli, "restart", "--rolling", "VllmWorker")).returncode == 0
             assert served.statefile()["restarts"][0]["todo"].keys() == {"dynamo_VllmWorker", "dynamo_VllmWorker_1"}
             await auntil(lambda: "draining" in served.states().values(), what=served.states)

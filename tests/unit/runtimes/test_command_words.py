@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.runtimes.placeholders import check, fill, port_names, words_of
+from dynamo_local.runtimes.placeholders import programs as programs_of
 
 
 def filled(*words: str, **ports: int) -> tuple[str, ...]:
@@ -69,3 +70,20 @@ def test_ports_are_named_once_and_in_order() -> None:
 def test_a_placeholder_that_cannot_be_filled_is_refused(word: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check([word], model=None)
+
+
+@pytest.mark.parametrize(
+    ("command", "programs"),
+    [
+        ("vllm serve m", ("vllm",)),
+        ("env A=1 B={port:nixl} vllm serve m", ("env", "vllm")),
+        ("/usr/bin/env A=1 vllm", ("/usr/bin/env", "vllm")),
+        ("env A=1", ("env",)),
+        ("env -u A vllm", ("env",)),
+        ("{model}/serve x", ()),
+        ("env A=1 {model}/serve", ("env",)),
+    ],
+)
+def test_the_programs_of_a_command_are_looked_for_before_it_is_started(command: str, programs: tuple[str, ...]) -> None:
+    """Also the one behind `env`, which would start, and end with 127."""
+    assert programs_of(words_of(command)) == programs
