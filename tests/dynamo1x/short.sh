@@ -11,4 +11,4 @@ if [ $code -eq 3 ]; then
     exit 0
 fi
 [ $code -eq 0 ] || exit $code
-exec "$venv/bin/python" -m pytest -q -p no:cacheprovider -rs -m short "$here" "$@"
+exec "$venv/bin/python" -m pytest -q -p no:cacheprovider --reruns 1 -rs -m short "$here" "$@"

@@ -9,10 +9,10 @@ from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load, until_r
 from tests.fakes.scaled import ascale, command, names, settled
 from tests.fakes.served import auntil
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(500)]
 
-START_S = 60.0
-LEAVE_S = 60.0
+START_S = 120.0
+LEAVE_S = 120.0
 
 
 async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> None:
@@ -37,7 +37,7 @@ async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> No
                 LEAVE_S,
                 what=served.states,
             )
-            await settled(served)
+            await settled(served, LEAVE_S)
             await until_right(found, 500 - min(found.right, 490))
             with pytest.raises(ArbiterRefused, match="last"):
                 command(served, "drain", name="dynamo_Prefill")

@@ -9,7 +9,7 @@ import pytest
 from tests.dynamo1x.dynamo_graphs import ask, graph, instances, listed
 from tests.fakes.served import Served, auntil
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(500)]
 
 DECIDED_S = 120.0
 PLANNED = (
