@@ -49,3 +49,20 @@ def test_processes_are_served_scaled_and_started_again() -> None:
         log = served.log("Idle_1")
         assert "was killed by SIGKILL" in log
         assert "the command has ended with exit code 0" in log
+
+
+def test_processes_outlive_a_killed_arbiter_and_are_taken_back() -> None:
+    """As for any worker: the same runners, the same commands, and then they leave in order."""
+    with Served(
+        "--on-arbiter-death", "keep", target=("-f", "graph.yaml"), files={"graph.yaml": FILE}, frontend=False
+    ) as (served):
+        served.start()
+        before = {name: (pid, _child(served, name)) for name, pid in served.pids().items()}
+        arbiter = served.status()["arbiter_pid"]
+        os.kill(arbiter, signal.SIGKILL)
+        until(lambda: not psutil.pid_exists(arbiter), WAIT_S)
+        assert all(psutil.pid_exists(pid) for pids in before.values() for pid in pids)
+        done = served.cli(*served.serve_words("--adopt", "--detach"), timeout_s=WAIT_S)
+        assert done.returncode == 0, done.stderr
+        assert {name: (pid, _child(served, name)) for name, pid in served.pids().items()} == before
+        assert set(served.states().values()) == {"ready"}
