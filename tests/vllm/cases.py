@@ -191,7 +191,7 @@ class Leaving:
 
     async def test_prefill_and_decode_workers_come_and_go(self, vllm_host: VllmHost, tmp_path: Path) -> None:
         """From one of each to two and back, prefill by lease revoke and decode by `dynamo scale`, under load: every
-        stream completes, and every prompt was prefilled remotely."""
+        stream completes, and every prompt was prefilled remotely (again locally, where its KV came too late)."""
         with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 30.0}) as served:
             served.start()
             async with load(served, 3, same_again(asked()[:12], ANSWER_TOKENS)) as answers:
@@ -211,10 +211,16 @@ class Leaving:
                 await auntil(lambda: answers.right > so_far or answers.failures, LEAVE_S)
             answers.check(at_least=20)
             served.down()
-            decoded = prompt_tokens_by_source(served.log("VllmWorker") + served.log("VllmWorker_1"))
+            told = served.log("VllmWorker") + served.log("VllmWorker_1")
+            decoded = prompt_tokens_by_source(told)
             prefilled = prompt_tokens_by_source(served.log("PrefillWorker") + served.log("PrefillWorker_1"))
-        assert decoded["local_compute"] == 0, decoded
-        assert decoded["external_kv_transfer"] == prefilled["local_compute"], (decoded, prefilled)
+        # A pull may come past its deadline where four engines share two cores: the prompt is prefilled again, here, and
+        # said so. Nothing else is computed by a decode worker, and no prompt token is lost or counted twice.
+        late = [line for line in told.splitlines() if "its KV did not arrive" in line]
+        assert bool(decoded["local_compute"]) == bool(late), (decoded, late)
+        assert len(late) <= answers.right / 20, late
+        asked_for = decoded["external_kv_transfer"] + decoded["local_compute"]
+        assert asked_for == prefilled["local_compute"], (decoded, prefilled, late)
 
     async def _one_more(self, served: Served, component: str) -> None:
         """Started beside the others, and ready."""
