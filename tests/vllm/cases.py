@@ -20,7 +20,8 @@ from tests.vllm.asking import Streaming, complete, complete_all, long_streams, p
 from tests.vllm.hosts import VllmHost
 from tests.vllm.seeing import alive, engine_cores, engine_pids, exit_codes, prompt_tokens_by_source
 
-LEAVE_S = 90.0
+LEAVE_S = 180.0
+"""A prefill worker stays for up to a minute with KV that nobody pulls."""
 AT_ONCE_S = 15.0
 """Milliseconds, on a machine that does nothing else."""
 START_S = 590.0
