@@ -5,12 +5,11 @@ The servers are `tests/tools/openai_server.py`: token n of every answer is `n `.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import psutil
 import yaml
 from openai import AsyncOpenAI
 
-from tests.fakes.scaled import Load
-from tests.fakes.served import ROOT, Served, auntil
+from tests.fakes.scaled import Load, load
+from tests.fakes.served import ROOT, Served
 
 MODEL = "tiny"
 RECORD = "requests.jsonl"
@@ -105,34 +104,17 @@ async def ask(client: AsyncOpenAI, tokens: int, *, stream: bool = False) -> str:
     return text
 
 
-@asynccontextmanager
-async def loaded(served: Served, clients: int = 8, tokens: tuple[int, ...] = (5, 20, 60)) -> AsyncIterator[Load]:
+def loaded(
+    served: Served, clients: int = 8, tokens: tuple[int, ...] = (5, 20, 60)
+) -> AbstractAsyncContextManager[Load]:
     """So many clients, each asking again and again, every other time for a stream; no retries of their own."""
-    found, stop = Load(), asyncio.Event()
 
-    async def one(client: AsyncOpenAI, number: int) -> None:
-        turn = number
-        while not stop.is_set():
-            turn += 1
-            count = tokens[turn % len(tokens)]
-            try:
-                text = await ask(client, count, stream=turn % 2 == 0)
-            except Exception as error:
-                found.failures.append(f"{type(error).__name__}: {error}")
-                return
-            if text == text_of(count):
-                found.right += 1
-            else:
-                found.failures.append(f"{count} tokens: {text!r}")
+    async def one(client: AsyncOpenAI, number: int, turn: int) -> str | None:
+        count = tokens[(number + turn) % len(tokens)]
+        text = await ask(client, count, stream=(number + turn) % 2 == 0)
+        return None if text == text_of(count) else f"{count} tokens: {text!r}"
 
-    async with served.client() as client:
-        tasks = [asyncio.create_task(one(client, number)) for number in range(clients)]
-        try:
-            await auntil(lambda: found.right or found.failures, 30.0)
-            yield found
-        finally:
-            stop.set()
-            await asyncio.gather(*tasks)
+    return load(served, clients, one)
 
 
 def cut(served: Served) -> Iterator[dict[str, Any]]:

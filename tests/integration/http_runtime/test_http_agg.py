@@ -84,6 +84,7 @@ async def test_scaling_up_and_down_under_load_fails_no_request(graph: Served) ->
         for target, count in (("=4", 4), ("=1", 1), ("=2", 2)):
             await ascale(graph, "Server", target)
             await auntil(lambda count=count: len(names(graph, "Server")) == count, 60.0, what=graph.states)
+            await auntil(lambda: set(graph.states().values()) == {"ready"}, 60.0, what=graph.states)
             done = found.right
             await auntil(lambda done=done: found.failures or found.right >= done + 10, 30.0)
     found.check(at_least=30)
