@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from dynamo_local.components import wire
+from dynamo_local.core.kv_handover import ASK_PREFILL
 from dynamo_local.errors import (
     DynamoError,
     EngineError,
@@ -35,15 +36,6 @@ log = logging.getLogger(__name__)
 PULL_TIMEOUT_S = 30.0
 RETRY_PAUSE_S = 1.0
 NAK_DELAY_S = 0.2
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What vLLM's NixlConnector wants of a request whose KV is to be handed over (vllm-facts)."""
 
 
 @dataclass(slots=True)
@@ -162,7 +154,7 @@ class Prefiller:
             # A redelivered entry may come to a worker that still computes the first delivery.
             request_id = f"{pulled.task.request_id}-{pulled.task.attempt}"
             sampling = replace(entry.sampling, max_tokens=1, min_tokens=0)
-            request = EngineRequest(request_id, entry.token_ids, sampling, dict(REMOTE_DECODE))
+            request = EngineRequest(request_id, entry.token_ids, sampling, dict(ASK_PREFILL))
             last: EngineOutput | None = None
             outputs = cast(AsyncGenerator[EngineOutput, None], self._engine.generate(request))
             async with contextlib.aclosing(outputs):

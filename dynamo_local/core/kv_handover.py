@@ -22,7 +22,7 @@ ASK_PREFILL: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What tells a prefill server that somebody else decodes."""
+"""What tells a prefill engine that somebody else decodes: vLLM's NixlConnector wants all of it (vllm-facts)."""
 
 _ONE_TOKEN = ("max_completion_tokens", "min_tokens")
 """Where the client gives these, a prefill of one token must not contradict them."""

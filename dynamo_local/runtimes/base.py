@@ -56,3 +56,17 @@ class Driver(Protocol):
     async def lost(self) -> None:
         """The command is gone: take away by what others would still route to it. Doing it twice changes nothing."""
         ...
+
+
+class Unrouted:
+    """The half of a driver whose command is in no routing but by the worker's own registration: nothing else is to be
+    taken out, put back or lost."""
+
+    async def take_out(self) -> None:
+        return None
+
+    async def put_back(self) -> None:
+        return None
+
+    async def lost(self) -> None:
+        return None

@@ -19,14 +19,14 @@ from typing import Any
 from dynamo_local.core.types import Load, Role, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import KeyValue
-from dynamo_local.runtimes.base import ChildEnded, ChildSilent
+from dynamo_local.runtimes.base import ChildEnded, ChildSilent, Unrouted
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.dynamo_1x_env import HTTP_PORT, OWNED, RPC_PORT, SYSTEM_PORT
 from dynamo_local.runtimes.dynamo_1x_events import ForwardPasses
 from dynamo_local.runtimes.launching import DYNAMO_1X
 from dynamo_local.runtimes.metrics_text import Metrics
-from dynamo_local.runtimes.probing import get, wait_ok
+from dynamo_local.runtimes.probing import get_ok, wait_ok
 from dynamo_local.runtimes.runner import CommandWorker
 from dynamo_local.runtimes.values import Sample
 from dynamo_local.sdk.context import WorkerContext
@@ -37,7 +37,6 @@ INSTANCES = "v1/instances/"
 ENDPOINT = "generate"
 WORKER_LABEL = "worker_id"
 LOOK_EVERY_S = 0.02
-HTTP_OK = 200
 _KEY = re.compile(r"v1/instances/(?P<namespace>.+)/(?P<component>[^/]+)/(?P<endpoint>[^/]+)/(?P<lease>[0-9a-f]{1,16})")
 _TCP_PORT = re.compile(r"[^/]*:(\d{1,5})(?:/.*)?")
 KV_USE = (
@@ -177,10 +176,7 @@ class WorkerDriver:
         return worker_sample(await self._metrics(), None if self._passes is None else self._passes.queued)
 
     async def _metrics(self) -> str:
-        status, text = await get(f"{self._system}/metrics")
-        if status != HTTP_OK:
-            raise ChildSilent(f"{self._system}/metrics answers {status}")
-        return text
+        return await get_ok(f"{self._system}/metrics")
 
     async def take_out(self) -> None:
         """Save and delete the key. It is looked at again each time: the worker itself may have put it back."""
@@ -201,7 +197,7 @@ class WorkerDriver:
             await self._kv.revoke(self._registered.lease_id)
 
 
-class FrontendDriver:
+class FrontendDriver(Unrouted):
     """`base.Driver` of Dynamo's frontend: clients come to its port, so only its own drain takes it out of routing."""
 
     def __init__(self, child: Child) -> None:
@@ -214,19 +210,7 @@ class FrontendDriver:
         return {"frontend_url": self._url}
 
     async def sample(self) -> Sample:
-        status, text = await get(f"{self._url}/metrics")
-        if status != HTTP_OK:
-            raise ChildSilent(f"{self._url}/metrics answers {status}")
-        return frontend_sample(text)
-
-    async def take_out(self) -> None:
-        return None
-
-    async def put_back(self) -> None:
-        return None
-
-    async def lost(self) -> None:
-        return None
+        return frontend_sample(await get_ok(f"{self._url}/metrics"))
 
 
 class DynamoWorker(CommandWorker):

@@ -19,11 +19,11 @@ from pydantic import Field, model_validator
 
 from dynamo_local.core.types import Missing, Role
 from dynamo_local.errors import ConfigError
-from dynamo_local.runtimes.base import ChildSilent
+from dynamo_local.runtimes.base import ChildSilent, Unrouted
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.launching import HTTP
-from dynamo_local.runtimes.probing import get, wait_ok
+from dynamo_local.runtimes.probing import get, get_ok, wait_ok
 from dynamo_local.runtimes.runner import CommandWorker
 from dynamo_local.runtimes.values import Sample
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown
@@ -90,7 +90,7 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-class HttpDriver:
+class HttpDriver(Unrouted):
     """`runtimes.base.Driver` of an HTTP server."""
 
     def __init__(self, config: HttpConfig, port: int) -> None:
@@ -146,7 +146,7 @@ class HttpDriver:
         if self._config.metrics is not None:
             numbers = http_metrics.read(await self._scrape(self.base_url + self._config.metrics))
         else:
-            await self._answers(self.base_url + self._config.health)
+            await get_ok(self.base_url + self._config.health)
         own = self.calls.streams.own()
         load = http_metrics.load_of(numbers, own, self._before)
         now_s = time.monotonic()
@@ -159,26 +159,11 @@ class HttpDriver:
     async def _scrape(self, url: str) -> Any:
         from dynamo_local.runtimes.metrics_text import Metrics
 
-        text = await self._answers(url)
+        text = await get_ok(url)
         try:
             return Metrics(text)
         except ValueError as error:
             raise ChildSilent(f"{url} gives no Prometheus text: {error}") from None
-
-    async def _answers(self, url: str) -> str:
-        status, text = await get(url)
-        if status != http.client.OK:
-            raise ChildSilent(f"{url} answers {status}")
-        return text
-
-    async def take_out(self) -> None:
-        """The worker's own deregistration does it."""
-
-    async def put_back(self) -> None:
-        """The worker's own registration does it."""
-
-    async def lost(self) -> None:
-        """Requests under way have failed with their connections, and the Frontend sends them elsewhere."""
 
     async def close(self) -> None:
         """Close our connections."""

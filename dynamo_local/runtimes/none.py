@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from dynamo_local.core.types import Load, Role
 from dynamo_local.runtimes import placeholders
-from dynamo_local.runtimes.base import ChildSilent
+from dynamo_local.runtimes.base import ChildSilent, Unrouted
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.launching import NONE
@@ -44,7 +44,7 @@ class NoneConfig(CommandConfig):
         return self
 
 
-class NoneDriver:
+class NoneDriver(Unrouted):
     """`base.Driver` of a process of which nothing is known but that it lives: it has no requests of ours to finish."""
 
     def __init__(self, context: WorkerContext, child: Child) -> None:
@@ -78,15 +78,6 @@ class NoneDriver:
             if status >= HTTP_ERROR:
                 raise ChildSilent(f"{self._url} answers {status}")
         return Sample(Load(), in_flight=0)
-
-    async def take_out(self) -> None:
-        return None
-
-    async def put_back(self) -> None:
-        return None
-
-    async def lost(self) -> None:
-        return None
 
 
 class ProcessWorker(CommandWorker):

@@ -21,6 +21,14 @@ async def get(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> tuple[int, str]:
         raise ChildSilent(f"no answer from {url}: {error or type(error).__name__}") from None
 
 
+async def get_ok(url: str) -> str:
+    """The body of a 200. Raises `ChildSilent` for any other answer, too."""
+    status, text = await get(url)
+    if status != http.client.OK:
+        raise ChildSilent(f"{url} answers {status}")
+    return text
+
+
 def _get(url: str, timeout_s: float) -> tuple[int, str]:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=timeout_s)

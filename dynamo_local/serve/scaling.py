@@ -66,7 +66,6 @@ class Scaler:
         self._background = background
         self._tell = tell
         self._deciding = asyncio.Lock()
-        self._restarts: dict[str, RestartEntry] = {}
         self.on_manual: Callable[[str], None] = lambda stimulus_id: None
         """Called when a person's command has changed something: whoever plans by itself holds still for a while."""
 
@@ -150,21 +149,21 @@ class Scaler:
     def resume_restarts(self, entries: Iterable[RestartEntry]) -> None:
         """Go on with those of a killed arbiter: the workers are adopted."""
         for entry in entries:
-            self._restarts[entry.stimulus_id] = entry
             self._tell(f"the restart that was under way goes on: {', '.join(entry.todo)}")
             self._background(self._restart(_plan(entry)))
 
     async def _note_restart(self, plan: rolling.RestartPlan, *, ended: bool = False) -> None:
         """Into the statefile: a successor goes on with it."""
-        entry = None if ended else _entry(plan)
-        if self._restarts.get(plan.stimulus_id) == entry:
-            return
-        if entry is None:
-            del self._restarts[plan.stimulus_id]
+        head = self._fleet.head
+        entries = {entry.stimulus_id: entry for entry in head.restarts or ()}
+        if ended:
+            entries.pop(plan.stimulus_id, None)
         else:
-            self._restarts[plan.stimulus_id] = entry
-        self._fleet.head.restarts = list(self._restarts.values()) or None
-        await self._fleet.commit_head()
+            entries[plan.stimulus_id] = _entry(plan)
+        restarts = list(entries.values()) or None
+        if restarts != head.restarts:
+            head.restarts = restarts
+            await self._fleet.commit_head()
 
     async def _restart(self, plan: rolling.RestartPlan) -> None:
         while True:

@@ -300,9 +300,9 @@ class Supervisor:
             lines = await asyncio.to_thread(lambda: list(self._logs.poll())) if self.view.wants_logs else []
             for name, line in lines:
                 self.view.log_line(name, line, self._logs.names)
-            busy = bool(lines) or self.state != "ready"
-            every_s = LOG_POLL_S if busy else min(every_s * 1.5, QUIET_LOG_POLL_S)
-            if self.state != "ready":
+            changing = self.state != "ready"
+            every_s = LOG_POLL_S if lines or changing else min(every_s * 1.5, QUIET_LOG_POLL_S)
+            if changing:
                 self._show_rows()
             if self.clock.now_s() - rotated_s > ROTATE_EVERY_S:
                 rotated_s = self.clock.now_s()

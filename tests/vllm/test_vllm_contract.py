@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from dynamo_local.components.prefill import REMOTE_DECODE
 from dynamo_local.core.kv_events import BlocksStored, KvEvent
+from dynamo_local.core.kv_handover import ASK_PREFILL
 from dynamo_local.engines.vllm import VllmEngine, VllmOptions
 from dynamo_local.errors import KvTransferError
 from dynamo_local.kv_hashes import block_hashes
@@ -86,7 +86,7 @@ class TestVllmEngine(EngineContract):
 
     async def test_kv_for_another_engine_is_kept_until_its_lease_is_over(self, engine: Engine) -> None:
         """Nobody pulls it; whoever waits for the hand-offs waits for that, and for no longer than it takes."""
-        answer = await collect(engine, request("handed-over", 1, kv_transfer_params=dict(REMOTE_DECODE)))
+        answer = await collect(engine, request("handed-over", 1, kv_transfer_params=dict(ASK_PREFILL)))
         params = answer[-1].kv_transfer_params
         assert params is not None
         assert params["remote_engine_id"] == engine.info.engine_id

@@ -14,7 +14,7 @@ import pytest
 from dynamo_local.core.types import Role
 from dynamo_local.errors import ConfigError, EtcdUnavailable, LeaseNotFound
 from dynamo_local.ports import KeyValue
-from dynamo_local.runtimes import dynamo_1x
+from dynamo_local.runtimes import dynamo_1x, probing
 from dynamo_local.runtimes.base import ChildSilent
 from dynamo_local.runtimes.dynamo_1x import Registered, WorkerDriver, frontend_sample, own_instance, worker_sample
 from dynamo_local.runtimes.dynamo_1x_events import queued_prefills
@@ -135,7 +135,7 @@ async def registered(etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> tuple[W
     async def is_ok(url: str, every_s: float = 0.0) -> None:
         return None
 
-    monkeypatch.setattr(dynamo_1x, "get", answers)
+    monkeypatch.setattr(probing, "get", answers)
     monkeypatch.setattr(dynamo_1x, "wait_ok", is_ok)
     child: Any = SimpleNamespace(launch=Launch(("x",), {}, {"rpc": PORT, "system": PORT + 1}))
     context: Any = SimpleNamespace(kv=etcd, nats=None, settings=SimpleNamespace(role=Role.DECODE))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.runtimes import dynamo_1x
+from dynamo_local.runtimes import dynamo_1x, probing
 from dynamo_local.runtimes.base import ChildEnded
 from dynamo_local.runtimes.child import Child, set_current_child
 from dynamo_local.runtimes.dynamo_1x import DynamoConfig, DynamoWorker
@@ -37,7 +37,7 @@ async def frontend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     async def is_ok(url: str, every_s: float = 0.0) -> None:
         return None
 
-    monkeypatch.setattr(dynamo_1x, "get", get)
+    monkeypatch.setattr(probing, "get", get)
     monkeypatch.setattr(dynamo_1x, "wait_ok", is_ok)
     service = DynamoService(DynamoWorker, name="Frontend", dynamo={"role": "frontend"}, config=DynamoConfig)
     worker = await FakeCluster().start(

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo_local.components.prefill import REMOTE_DECODE
+from dynamo_local.core.kv_handover import ASK_PREFILL
 from dynamo_local.engines.vllm import VllmEngine, VllmOptions
 from dynamo_local.engines.vllm.stats import Statistics
 from dynamo_local.errors import EngineDead, EngineError, InvalidRequest, KvTransferError
@@ -150,11 +150,11 @@ async def test_an_engine_that_died_is_told_to_whoever_waits(engine_of: Any) -> N
 async def test_a_prefill_for_another_engine_runs_to_its_length(engine_of: Any) -> None:
     """KV is handed over only by a request that did not stop by itself; until it is pulled it counts as held."""
     engine, llm = engine_of(output(7, reason="length", params={"do_remote_prefill": True}))
-    (answer,) = await collect(engine, dict(REMOTE_DECODE), stop_token_ids=(7,))
+    (answer,) = await collect(engine, dict(ASK_PREFILL), stop_token_ids=(7,))
     assert answer.kv_transfer_params == {"do_remote_prefill": True}
     sampling = llm.asked[0][1]
     assert (sampling.stop_token_ids, sampling.ignore_eos) == ([], True)
-    assert sampling.extra_args == {"kv_transfer_params": REMOTE_DECODE}
+    assert sampling.extra_args == {"kv_transfer_params": ASK_PREFILL}
     waiting = asyncio.ensure_future(engine.wait_handoffs())
     await asyncio.sleep(0)
     assert not waiting.done()
