@@ -9,8 +9,10 @@ Two families:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a command is started through these: `typing` would take longer than all of them
+    from collections.abc import Mapping
+    from typing import Any, ClassVar
 
 EXIT_OK = 0
 EXIT_FAILED = 1

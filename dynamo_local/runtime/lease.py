@@ -45,8 +45,8 @@ def classify_missing_lease(
     """Why etcd does not know our lease (issue 2, item 6).
 
     `draining`: our statefile entry says so. `history_kept`: etcd's revision has not gone back, and what we wrote is
-    in its history. `last_good_age_s`: since we *sent* the last keepalive that was answered, so that a lease can only
-    have expired if this is at least `ttl_s`.
+    in its history. `last_good_age_s`: from when we *sent* the last keepalive that was answered to when we first heard
+    that the lease is missing, so that it can only have expired if this is at least `ttl_s`.
     """
     if draining:
         return Revoked("the statefile says that this worker drains")
@@ -275,7 +275,7 @@ class LeaseKeeper:
         except TimeoutError:
             raise EtcdUnavailable("no answer to a keepalive") from None
         except LeaseNotFound:
-            await self._mend(asked_s)
+            await self._mend(self._clock.now_s())  # not `asked_s`: until this answer it may have expired
         else:
             self._last_good_s, self._missing_age_s = asked_s, None
             if kicked and await self._own_key_is_gone():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
-from dynamo_local.runtimes.values import Sample
 
 
 class ChildEnded(DynamoError):
@@ -19,6 +19,13 @@ class ChildSilent(DynamoError):
     """The command does not answer, or not with what it should: what it does is unknown."""
 
     code = "command_silent"
+
+
+class Sample(NamedTuple):
+    """What a command says of itself. `in_flight` counts the requests that it holds: a drain waits for 0."""
+
+    load: Load | Missing
+    in_flight: int
 
 
 class Driver(Protocol):

@@ -5,17 +5,18 @@ So whoever ends the worker's session (arbiter, guardian, the next `dynamo serve`
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
-import subprocess
 import time
 
 from dynamo_local.errors import ConfigError
 from dynamo_local.host_leases import is_free
-from dynamo_local.prctl import set_parent_death_signal
 from dynamo_local.runtimes.ports import Ports
-from dynamo_local.runtimes.values import Launch
+from dynamo_local.runtimes.spawning import spawn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from dynamo_local.runtimes.launching import Launch
 
 KILLED_GONE_S = 5.0
 LOOK_EVERY_S = 0.01
@@ -28,26 +29,26 @@ class Child:
         """Start it. Raises `ConfigError` where there is no such program, `OSError` where it cannot be run."""
         self.launch = launch
         self._ports = ports
+        self._code: int | None = None
         try:
-            self._process = subprocess.Popen(  # its output goes where ours does: the worker's log file
-                launch.argv,
-                env=dict(launch.env),  # its PATH is searched
-                stdin=subprocess.DEVNULL,
-                preexec_fn=functools.partial(set_parent_death_signal, signal.SIGKILL, os.getpid()),
-            )
+            self.pid = spawn(launch.argv, launch.env)
         except FileNotFoundError:
             raise ConfigError(
                 f"there is no program {launch.argv[0]!r}; install it, or give its whole path in `command`"
             ) from None
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def code(self) -> int | None:
+        """Its exit code, negative: a signal; None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
 
     @property
     def ended(self) -> bool:
         """It has ended, as far as the kernel knows."""
-        return self._process.poll() is not None
+        return self.code is not None
 
     def let_it_start(self, timeout_s: float) -> None:
         """Return when it listens on the port that says that it is nearly up, when it has ended, or after that time.
@@ -62,12 +63,13 @@ class Child:
 
     async def wait(self) -> int:
         """Its exit code, once it has ended; negative: a signal."""
-        await self._gone(None)
-        return self._process.wait()
+        while (code := self.code) is None:
+            await self._gone(None)
+        return code
 
     def terminate(self) -> None:
         """SIGTERM, to the command itself."""
-        self._process.terminate()  # does nothing where it has ended
+        self._signal(signal.SIGTERM)
 
     async def end(self, grace_s: float) -> int | None:
         """SIGTERM, and SIGKILL after the grace (seconds); its exit code, None if it is stuck in the kernel.
@@ -75,10 +77,14 @@ class Child:
         Only the command itself is signalled: what it started is its own to end, and past that the session's end.
         """
         for signum, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILLED_GONE_S)):
-            self._process.send_signal(signum)  # does nothing where it has ended
+            self._signal(signum)
             if await self._gone(timeout_s):
-                return self._process.wait()
+                return await self.wait()
         return None
+
+    def _signal(self, signum: int) -> None:
+        if not self.ended:  # until then the pid is no one else's
+            os.kill(self.pid, signum)
 
     async def _gone(self, timeout_s: float | None) -> bool:
         from dynamo_local.serve.processes import wait_exit  # asyncio: not before the command runs

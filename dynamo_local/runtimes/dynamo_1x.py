@@ -19,7 +19,7 @@ from typing import Any
 from dynamo_local.core.types import Load, Role, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import KeyValue
-from dynamo_local.runtimes.base import ChildEnded, ChildSilent, Unrouted
+from dynamo_local.runtimes.base import ChildEnded, ChildSilent, Sample, Unrouted
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.dynamo_1x_env import HTTP_PORT, OWNED, RPC_PORT, SYSTEM_PORT
@@ -28,7 +28,6 @@ from dynamo_local.runtimes.launching import DYNAMO_1X
 from dynamo_local.runtimes.metrics_text import Metrics
 from dynamo_local.runtimes.probing import get_ok, wait_ok
 from dynamo_local.runtimes.runner import CommandWorker
-from dynamo_local.runtimes.values import Sample
 from dynamo_local.sdk.context import WorkerContext
 
 log = logging.getLogger("dynamo_local.worker")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
 
 SYSTEM_PORT, RPC_PORT, HTTP_PORT = "system", "rpc", "http"
 PORT_VARIABLES = {SYSTEM_PORT: "DYN_SYSTEM_PORT", RPC_PORT: "DYN_TCP_RPC_PORT", HTTP_PORT: "DYN_HTTP_PORT"}

@@ -19,13 +19,12 @@ from pydantic import Field, model_validator
 
 from dynamo_local.core.types import Missing, Role
 from dynamo_local.errors import ConfigError
-from dynamo_local.runtimes.base import ChildSilent, Unrouted
+from dynamo_local.runtimes.base import ChildSilent, Sample, Unrouted
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.launching import HTTP
 from dynamo_local.runtimes.probing import get, get_ok, wait_ok
 from dynamo_local.runtimes.runner import CommandWorker
-from dynamo_local.runtimes.values import Sample
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown
 from dynamo_local.sdk.context import Work, WorkerContext
 

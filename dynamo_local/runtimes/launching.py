@@ -8,16 +8,32 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from dynamo_local.runtimes import dynamo_1x_env, placeholders
 from dynamo_local.runtimes.ports import Ports
-from dynamo_local.runtimes.values import Launch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 DYNAMO_1X, HTTP, NONE = "dynamo-1x", "http", "none"
 
 NOT_FOR_COMMANDS = ("DYNAMO_SERVICE_CONFIG", "DYN_NATS_TOKEN_FILE")
 """Of the worker's environment, what only we read: the options of every service, and our own NATS token."""
+
+
+class Launch:
+    """The words of a command with every placeholder filled in, its environment, its ports by name.
+
+    `signs` names the ports that it listens on only when it is about to be up.
+    """
+
+    __slots__ = ("argv", "env", "ports", "signs")
+
+    def __init__(
+        self, argv: tuple[str, ...], env: Mapping[str, str], ports: Mapping[str, int], signs: tuple[str, ...] = ()
+    ) -> None:
+        self.argv, self.env, self.ports, self.signs = argv, env, ports, signs
 
 
 def ports_wanted(runtime: str, section: Mapping[str, Any]) -> tuple[str, ...]:

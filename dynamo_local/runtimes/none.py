@@ -11,13 +11,12 @@ from pydantic import Field, model_validator
 
 from dynamo_local.core.types import Load, Role
 from dynamo_local.runtimes import placeholders
-from dynamo_local.runtimes.base import ChildSilent, Unrouted
+from dynamo_local.runtimes.base import ChildSilent, Sample, Unrouted
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.config import CommandConfig
 from dynamo_local.runtimes.launching import NONE
 from dynamo_local.runtimes.probing import get, wait_ok
 from dynamo_local.runtimes.runner import CommandWorker
-from dynamo_local.runtimes.values import Sample
 from dynamo_local.sdk.context import WorkerContext
 
 HTTP_ERROR = 500

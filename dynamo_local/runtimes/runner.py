@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Callable
 
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError, InfraUnavailable
-from dynamo_local.runtimes.base import ChildEnded, ChildSilent, Driver
+from dynamo_local.runtimes.base import ChildEnded, ChildSilent, Driver, Sample
 from dynamo_local.runtimes.child import Child, current_child
 from dynamo_local.runtimes.config import CommandConfig
-from dynamo_local.runtimes.values import Sample
 from dynamo_local.sdk import async_on_start, on_shutdown
 from dynamo_local.sdk.context import Work, WorkerContext, current_context
 

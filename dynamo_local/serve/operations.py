@@ -20,6 +20,7 @@ from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.lifecycle import (
     BackoffElapsed,
     BackoffStarted,
+    Event,
     Faulted,
     HealthFailed,
     ProcessExited,
@@ -92,11 +93,14 @@ class Operations:
 
     async def start(self, names: Iterable[str], stimulus_id: str) -> None:
         """Make the processes of pending workers, all at once. Failures are the workers' states, not exceptions."""
-        names = list(names)
-        for name in names:
-            self.fleet.workers[name].starts += 1
-        await self.fleet.apply({name: SpawnRequested(stimulus_id=stimulus_id) for name in names})
-        await asyncio.gather(*(self._spawn(self.fleet.workers[name], stimulus_id) for name in names))
+        workers = [self.fleet.workers[name] for name in names]
+        await self.fleet.apply({worker.name: self.start_event(worker, stimulus_id) for worker in workers})
+        await asyncio.gather(*(self.spawn(worker, stimulus_id) for worker in workers))
+
+    def start_event(self, worker: Worker, stimulus_id: str) -> Event:
+        """What commits the start of a pending worker that has its GPUs; `spawn` must follow. Counts the start."""
+        worker.starts += 1
+        return SpawnRequested(stimulus_id=stimulus_id)
 
     async def start_when_possible(self, worker: Worker, stimulus_id: str) -> None:
         """Start a pending worker as soon as it has its GPUs: those it lacks are taken when they are free."""
@@ -130,7 +134,8 @@ class Operations:
     def _is_current(self, worker: Worker) -> bool:
         return self.fleet.workers.get(worker.name) is worker
 
-    async def _spawn(self, worker: Worker, stimulus_id: str) -> None:
+    async def spawn(self, worker: Worker, stimulus_id: str) -> None:
+        """Make the process of a worker whose start is committed. A failure is the worker's state, not an exception."""
         async with self._locks[worker.name]:
             try:
                 if worker.starts == 1:
@@ -317,7 +322,7 @@ class Operations:
         if self._backs_off(worker):
             worker.starts += 1
             await self.fleet.apply({worker.name: BackoffElapsed(stimulus_id="restart-policy")})
-            await self._spawn(worker, "restart-policy")
+            await self.spawn(worker, "restart-policy")
 
     def _backs_off(self, worker: Worker) -> bool:
         """Nobody restarted, removed or ended it meanwhile."""

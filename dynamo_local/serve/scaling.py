@@ -218,7 +218,10 @@ class Scaler:
                 worker.reason = instruction.reason
                 if worker.runs and worker.asked_s is None:
                     worker.asked_s = self._clock.now_s()
-            event = intent(instruction, worker.state, stimulus_id)
+            if isinstance(instruction, SpawnWorker) and not instruction.waits:  # it has its GPUs: one commit for both
+                event: Event | None = self._operations.start_event(worker, stimulus_id)
+            else:
+                event = intent(instruction, worker.state, stimulus_id)
             if event is not None:
                 events[instruction.name] = event
         await self._fleet.apply(events)
@@ -246,7 +249,8 @@ class Scaler:
             return
         ops = self._operations
         if isinstance(instruction, SpawnWorker):
-            self._background(ops.start_when_possible(worker, stimulus_id))
+            start = ops.start_when_possible if instruction.waits else ops.spawn
+            self._background(start(worker, stimulus_id))
         elif isinstance(instruction, Revive):
             self._background(ops.bring_back(worker, stimulus_id))
         elif isinstance(instruction, CancelDrain):

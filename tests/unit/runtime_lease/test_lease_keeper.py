@@ -138,6 +138,28 @@ async def test_an_expired_lease_is_granted_anew(worker: Worker) -> None:
     assert not worker.keeper.revoked.is_set()
 
 
+async def test_a_lease_that_expires_while_its_keepalive_is_under_way_is_no_revoke(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped between the question and its sending asks, as it thinks, within the TTL."""
+    first, keeper = worker.keeper.lease_id, worker.keeper
+    keeper._last_good_s -= 9.9
+    expires_s = keeper._last_good_s + keeper.ttl_s
+    asked_s = []
+
+    async def late(lease_id: int) -> float:
+        asked_s.append(keeper._clock.now_s())
+        await keeper._clock.sleep_until(expires_s)
+        monkeypatch.undo()
+        return await worker.etcd.keepalive(lease_id)
+
+    monkeypatch.setattr(worker.etcd, "keepalive", late)
+    worker.etcd.advance(11)
+    await until(lambda: keeper.lease_id != first or keeper.revoked.is_set())
+    assert asked_s[0] < expires_s
+    assert not keeper.revoked.is_set()
+
+
 async def test_a_lease_lost_with_etcd_is_granted_anew(worker: Worker) -> None:
     """All keys come back under the new lease; the callback ran before any of them."""
     first = worker.keeper.lease_id

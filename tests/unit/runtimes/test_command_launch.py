@@ -18,9 +18,8 @@ import pytest
 from dynamo_local.errors import ConfigError
 from dynamo_local.runtimes.child import Child
 from dynamo_local.runtimes.dynamo_1x_env import DEFAULTS
-from dynamo_local.runtimes.launching import prepare
+from dynamo_local.runtimes.launching import Launch, prepare
 from dynamo_local.runtimes.ports import PORTS, Ports
-from dynamo_local.runtimes.values import Launch
 
 ENV = {
     "PATH": "/usr/bin",
@@ -142,7 +141,7 @@ def test_a_child_dies_with_its_runner() -> None:
     program = (
         "import os, signal\n"
         "from dynamo_local.runtimes.child import Child\n"
-        "from dynamo_local.runtimes.values import Launch\n"
+        "from dynamo_local.runtimes.launching import Launch\n"
         "child = Child(Launch(('sleep', '60'), {'PATH': os.environ['PATH']}, {}))\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -12,11 +12,11 @@ import pytest
 from dynamo_local.core.types import Load
 from dynamo_local.errors import EtcdUnavailable, LeaseNotFound
 from dynamo_local.runtimes import runner
-from dynamo_local.runtimes.base import ChildEnded, ChildSilent, Driver
+from dynamo_local.runtimes.base import ChildEnded, ChildSilent, Driver, Sample
 from dynamo_local.runtimes.child import Child, set_current_child
+from dynamo_local.runtimes.launching import Launch
 from dynamo_local.runtimes.none import NoneConfig
 from dynamo_local.runtimes.runner import CommandWorker
-from dynamo_local.runtimes.values import Launch, Sample
 from dynamo_local.sdk import DynamoService
 from dynamo_local.sdk.context import WorkerContext
 from tests.fakes.worker_context import FakeCluster, FakeWorker

@@ -18,7 +18,7 @@ from dynamo_local.runtimes import dynamo_1x, probing
 from dynamo_local.runtimes.base import ChildSilent
 from dynamo_local.runtimes.dynamo_1x import Registered, WorkerDriver, frontend_sample, own_instance, worker_sample
 from dynamo_local.runtimes.dynamo_1x_events import queued_prefills
-from dynamo_local.runtimes.values import Launch
+from dynamo_local.runtimes.launching import Launch
 from tests.fakes.etcd import FakeEtcd
 
 LEASE = 0x694D967DA694EA1A

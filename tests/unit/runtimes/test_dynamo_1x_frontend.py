@@ -13,7 +13,7 @@ from dynamo_local.runtimes import dynamo_1x, probing
 from dynamo_local.runtimes.base import ChildEnded
 from dynamo_local.runtimes.child import Child, set_current_child
 from dynamo_local.runtimes.dynamo_1x import DynamoConfig, DynamoWorker
-from dynamo_local.runtimes.values import Launch
+from dynamo_local.runtimes.launching import Launch
 from dynamo_local.sdk import DynamoService
 from tests.fakes.worker_context import FakeCluster, FakeWorker
 
