@@ -50,7 +50,7 @@ def run(short: bool) -> Report:
     if not installed():
         report.notes.append("not run: ai-dynamo is not installed here (docs/dynamo-1x.md says how)")
         return report
-    by_hand, scaled = asyncio.run(_measure(3 if short else 12))
+    by_hand, scaled = asyncio.run(_measure(3 if short else 20))
     report.add("by hand: command to routable", "ms", by_hand)
     report.add("scale decision to routable", "ms", scaled)
     ratios = (decided / started for decided, started in zip(scaled, by_hand, strict=True))

@@ -5,6 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+DEATH_SIGNAL = "DYN_DEATH_SIGNAL"
+"""Of an entry point's environment: `<signal>:<pid of the parent>`."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a preexec function must not import
@@ -19,6 +26,14 @@ def set_parent_death_signal(signum: int, parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signum)
+
+
+def die_as_asked(environ: MutableMapping[str, str]) -> None:
+    """Ask for the death signal that whoever started us wants us to have, if it does: entry points call this first."""
+    asked = environ.pop(DEATH_SIGNAL, None)
+    if asked is not None:
+        signum, parent = asked.split(":")
+        set_parent_death_signal(int(signum), int(parent))
 
 
 def become_subreaper() -> None:

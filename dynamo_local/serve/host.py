@@ -15,8 +15,9 @@ ExitCallback = Callable[[str, int, int | None], None]
 class ProcessSpec:
     """One process to be: in a session of its own, writing to its own log file.
 
-    `death_signal` is sent by the kernel when the host dies (None: the process outlives it);
-    `inherited_fds` stay open in the process (the GPUs' locks).
+    `death_signal` is sent by the kernel when the host dies (None: the process outlives it); `asks_itself` says that
+    the program is an entry point of ours, which asks the kernel for that (`prctl.die_as_asked`), so that the host need
+    not fork all of its memory for it; `inherited_fds` stay open in the process (the GPUs' locks).
     """
 
     name: str
@@ -26,6 +27,7 @@ class ProcessSpec:
     log_file: Path
     graceful_timeout_s: float = 30.0
     death_signal: int | None = None
+    asks_itself: bool = False
     inherited_fds: tuple[int, ...] = field(default=())
 
 

@@ -168,6 +168,7 @@ class Operations:
             log_file=plan.log_file,
             graceful_timeout_s=plan.drain_deadline_s,
             death_signal=None if self._planner.settings.keep_on_arbiter_death else signal.SIGKILL,
+            asks_itself=True,
             inherited_fds=tuple(self._pool.inherited_fds(worker.gpus)),
         )
 

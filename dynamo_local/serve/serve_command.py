@@ -26,6 +26,9 @@ def main(words: Sequence[str]) -> None:
     """Never returns: exits with the worker's code."""
     if len(words) != 2 or words[0] != SERVICE_NAME:
         raise SystemExit(f"usage: serve_command.py {SERVICE_NAME} NAME; workers are started by `dynamo serve`")
+    from dynamo_local.prctl import die_as_asked
+
+    die_as_asked(os.environ)
     name = words[1]
     child, section = _started(name)
     child.let_it_start(HEAD_START_S)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
+from dynamo_local.prctl import die_as_asked
 
 if TYPE_CHECKING:
     from dynamo_local.serve.worker import WorkerProcess
@@ -33,6 +34,7 @@ def main(target: str, service_name: str) -> None:
 
 def run_as_worker(make: Callable[[], WorkerProcess]) -> NoReturn:
     """Make the worker and let it live; ends the process with its exit code, failures in its log."""
+    die_as_asked(os.environ)
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     logging.basicConfig(
         level=os.environ.get("DYN_LOG", "INFO").upper(),

@@ -33,17 +33,18 @@ class Harness:
         self.arbiter = DynamoArbiter(endpoint=self.endpoint, pubsub_endpoint=f"ipc://{folder}/pub.sock")
         self.arbiter.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
 
-    async def run(self, name: str, code: str, *, death_signal: int | None = signal.SIGKILL) -> int:
+    async def run(self, name: str, code: str, *, asks_itself: bool = False) -> int:
         """Start `python -c code` under a new watcher; its pid."""
         return await self.arbiter.start_process(
             ProcessSpec(
                 name,
                 (PYTHON, "-c", code),
-                env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush"},
+                env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush", "ROOT": str(Path(__file__).parents[2])},
                 cwd=str(self.folder),
                 log_file=self.folder / f"{name}.log",
                 graceful_timeout_s=5.0,
-                death_signal=death_signal,
+                death_signal=signal.SIGKILL,
+                asks_itself=asks_itself,
             )
         )
 
@@ -131,8 +132,17 @@ async def test_sighup_does_not_start_a_second_copy(harness: Harness) -> None:
     assert "circus" not in repr(before)
 
 
-async def test_the_worker_dies_with_its_arbiter(tmp_path: Path) -> None:
-    """Lesson 3: no orphan keeps VRAM after a `kill -9` of the manager."""
+SLEEPS = "import time; time.sleep(600)"
+ASKS_AND_SLEEPS = (
+    "import os, sys, time; sys.path.append(os.environ['ROOT']); from dynamo_local.prctl import die_as_asked\n"
+    "die_as_asked(os.environ); assert 'DYN_DEATH_SIGNAL' not in os.environ; print('asked', flush=True); time.sleep(600)"
+)
+
+
+@pytest.mark.parametrize("asks_itself", [False, True])
+async def test_the_worker_dies_with_its_arbiter(tmp_path: Path, asks_itself: bool) -> None:
+    """Lesson 3: no orphan keeps VRAM after a `kill -9` of the manager. Our entry points ask the kernel themselves."""
+    code = ASKS_AND_SLEEPS if asks_itself else SLEEPS
     script = (
         "import asyncio, sys, os\n"
         "sys.path.insert(0, os.environ['ROOT'])\n"
@@ -140,7 +150,7 @@ async def test_the_worker_dies_with_its_arbiter(tmp_path: Path) -> None:
         "from tests.contract.test_circus_arbiter import Harness\n"
         "async def main():\n"
         "    harness = Harness(Path(sys.argv[1])); await harness.arbiter.start()\n"
-        "    print(await harness.run('ns_A', 'import time; time.sleep(600)'), flush=True)\n"
+        f"    print(await harness.run('ns_A', {code!r}, asks_itself={asks_itself}), flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
@@ -155,6 +165,8 @@ async def test_the_worker_dies_with_its_arbiter(tmp_path: Path) -> None:
         worker = int(arbiter.stdout.readline())
         started = start_time_s(worker)
         assert is_alive(worker, started)
+        if asks_itself:
+            assert await written(tmp_path / "ns_A.log") == "asked\n"
         arbiter.kill()
         arbiter.wait()
     deadline_s = time.monotonic() + 2
