@@ -15,7 +15,6 @@ import logging
 import os
 import select
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -212,8 +211,6 @@ class Keeper:
 
     def _clean_up_after(self, worker: Known, run: leftovers.Recorded) -> None:
         log.warning("%s (pid %d) has ended; it is started again when the run is adopted", worker.name, worker.pid)
-        leases: Mapping[str, str] = run.leases or {}
-        if worker.name in leases:
-            leftovers.revoke(run.etcd_endpoints, [leases[worker.name]])
+        leftovers.revoke(run.etcd_endpoints, run.leases.get(worker.name, ()))
         for what in leftovers.end_sessions([worker]):
             log.warning("ended %s, which it left behind", what)

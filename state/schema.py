@@ -65,6 +65,7 @@ class ComponentEntry(_Model):
 
     `lease` is hex, as at the end of the etcd keys in `endpoints`; `started_at` is seconds since 1970,
     `pid_start_time` seconds since boot (pid and start time together identify a process);
+    `other_leases` are those of what runs behind it (a command that registers itself);
     `reason` is the cause of the last change of state; `course` says what a drain is for where it is not for good
     (`core.fleet_view.Course`). For the arbiter's successor, in seconds of the host's monotonic clock, which no change
     of the time of day moves: `asked_s`, when it was asked to leave, and `failures_s`, when it failed lately;
@@ -83,6 +84,7 @@ class ComponentEntry(_Model):
     pid_start_time: Seconds | None = None
     lease: Lease | None = None
     endpoints: list[str] = Field(default_factory=list)
+    other_leases: list[Lease] | None = None
     started_at: Seconds | None = None
     restarts: Annotated[int, Field(ge=0)] = 0
     reason: str | None = None

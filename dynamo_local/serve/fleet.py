@@ -314,6 +314,7 @@ def _write_entry(state: State, worker: Worker) -> None:
     entry.course = None if worker.course is Course.STEADY else str(worker.course)
     entry.asked_s = worker.asked_s
     entry.failures_s, entry.failures_streak = list(worker.history.failures_s) or None, worker.history.streak or None
+    entry.other_leases = list(worker.other_leases) or None
     if worker.pid is None:
         entry.lease, entry.endpoints = None, []
 

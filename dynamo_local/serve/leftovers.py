@@ -11,6 +11,7 @@ those children too that were given another environment. A child that left both c
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,7 +66,8 @@ class Known:
 class Recorded:
     """What the statefile says of a run, read without validating it: the guardian must cope with whatever is there.
 
-    `leases` are hex, by worker. `readable` is False where there is no such file, or no sense in it.
+    `leases` are hex, by worker: its own first, then those of what runs behind it. `readable` is False where there is
+    no such file, or no sense in it.
     """
 
     readable: bool = False
@@ -73,7 +75,7 @@ class Recorded:
     keep: bool = False
     workers: tuple[Known, ...] = ()
     servers: tuple[Known, ...] = ()
-    leases: Mapping[str, str] | None = None
+    leases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     etcd_endpoints: str | None = None
 
     @property
@@ -113,16 +115,21 @@ def recorded(statefile: Path) -> Recorded:
         log.warning("%s", error)
         return Recorded()
     entries, servers = _entries(raw.get("components")), _entries(raw.get("servers"))
-    leases = {name: entry["lease"] for name, entry in entries.items() if isinstance(entry.get("lease"), str)}
     return Recorded(
         readable=isinstance(raw.get("run_id"), str),
         run_id=str(raw.get("run_id")),
         keep=raw.get("on_arbiter_death") == "keep",
         workers=tuple(_known(name, entry) for name, entry in entries.items() if isinstance(entry.get("pid"), int)),
         servers=tuple(_known(name, entry) for name, entry in servers.items() if isinstance(entry.get("pid"), int)),
-        leases=leases,
+        leases={name: leases for name, entry in entries.items() if (leases := _leases(entry))},
         etcd_endpoints=raw.get("etcd_endpoints"),
     )
+
+
+def _leases(entry: dict[str, Any]) -> tuple[str, ...]:
+    others = entry.get("other_leases")
+    told = [entry.get("lease"), *(others if isinstance(others, list) else ())]
+    return tuple(lease for lease in told if isinstance(lease, str))
 
 
 def _entries(value: Any) -> dict[str, dict[str, Any]]:
@@ -346,7 +353,7 @@ def end_run(paths: Paths) -> list[str]:
     """
     run = recorded(paths.statefile)
     ended = end_workers(paths, run)
-    revoke(run.etcd_endpoints, (run.leases or {}).values())
+    revoke(run.etcd_endpoints, itertools.chain.from_iterable(run.leases.values()))
     ended += end_servers(paths, run)
     clear(paths, run)
     return ended

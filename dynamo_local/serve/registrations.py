@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.links import Links
 
 log = logging.getLogger(__name__)
+
+_LEASE = re.compile(r"\b[0-9a-f]{1,16}\b")
 
 
 class Registrations:
@@ -77,7 +80,7 @@ class Registrations:
             return
         new = worker.lease != lease
         worker.lease, worker.endpoints = lease, _endpoints(key, facts, lease)
-        worker.other_leases = tuple(lease for lease in str(facts.get("leases", "")).split(",") if lease)
+        worker.other_leases = tuple(_LEASE.findall(str(facts.get("leases", ""))))
         self.frontend_url = facts.get("frontend_url", self.frontend_url)
         event = Registered(stimulus_id=f"etcd:{lease}", lease=lease)
         if worker.state is WorkerState.DRAINING and (worker.asked_s is None or (new and _called_back(worker))):

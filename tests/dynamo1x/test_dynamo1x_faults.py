@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -62,6 +63,29 @@ async def test_a_killed_worker_costs_nothing_with_migration(victim: str) -> None
             await until_right(found, 30)
             await _kill_one(served, found, victim)
         found.check(60)
+
+
+async def test_without_an_arbiter_a_dead_workers_key_goes_at_once_and_the_others_are_taken_back() -> None:
+    """The guardian knows the lease under which Dynamo's own key stands: its TTL is 30 s."""
+    with graph("agg", "--on-arbiter-death", "keep", "--Mocker.ServiceArgs.workers=3") as served:
+        served.start()
+        await listed(served)
+        before = served.pids()
+        kept = {name: (before[name], commands_of(served, name)) for name in ("Frontend", "Mocker", "Mocker_2")}
+        async with load(served, CLIENTS) as found:
+            await until_right(found, 30)
+            await asyncio.to_thread(served.kill_arbiter)
+            os.kill(before["Mocker_1"], signal.SIGKILL)
+            await auntil(lambda: len(instances(served)) == 2, 5.0, what=lambda: served.log("guardian"))
+            await until_right(found, 30)
+            await asyncio.to_thread(served.adopt)
+            await auntil(lambda: len(instances(served)) == 3, BACK_S, what=served.states)
+            await auntil(lambda: set(served.states().values()) == {"ready"}, BACK_S, what=served.states)
+            await until_right(found, 30)
+        found.check(90)
+        pids = served.pids()
+        assert {name: (pids[name], commands_of(served, name)) for name in kept} == kept
+        assert pids["Mocker_1"] != before["Mocker_1"]
 
 
 async def test_a_short_absence_of_etcd_goes_unnoticed() -> None:

@@ -33,6 +33,7 @@ from dynamo_local.components.tokenizer import Tokenizer, load_tokenizer
 from dynamo_local.engines.sim.tokens import expected_output
 from dynamo_local.serve.infra import find_server
 from dynamo_local.serve.paths import Paths
+from dynamo_local.serve.processes import is_alive
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "llm"
@@ -123,6 +124,21 @@ class Served:
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return self
 
+    def kill_arbiter(self, *, guardian: bool = False) -> None:
+        """SIGKILL it, and the guardian first if asked to. Its workers serve on where the policy is `keep`."""
+        status = self.status()
+        if guardian:
+            os.kill(status["guardian_pid"], signal.SIGSTOP)
+        os.kill(status["arbiter_pid"], signal.SIGKILL)
+        if guardian:
+            os.kill(status["guardian_pid"], signal.SIGKILL)
+        until(lambda: not is_alive(status["arbiter_pid"]))
+
+    def adopt(self, *words: str) -> None:
+        """`dynamo serve … --adopt --detach`, which must succeed."""
+        done = self.cli(*self.serve_words("--adopt", "--detach", *words), timeout_s=START_TIMEOUT_S)
+        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+
     def popen(self, *words: str, **env: str) -> subprocess.Popen[str]:
         """`dynamo WORDS` in a session of its own; its output goes to `foreground_output`."""
         assert self._foreground is None or self._foreground.poll() is not None, "one at a time"
@@ -211,7 +227,7 @@ class Served:
         """Run a stock etcdctl against the graph's etcd; its stdout."""
         etcdctl = shutil.which("etcdctl") or str(find_server("etcd").path.with_name("etcdctl"))
         done = subprocess.run(
-            [etcdctl, "--endpoints", self.status()["etcd_endpoints"], *words],
+            [etcdctl, "--endpoints", self.statefile()["etcd_endpoints"], *words],
             env={"ETCDCTL_API": "3", "PATH": os.environ["PATH"]},
             capture_output=True,
             text=True,

@@ -39,23 +39,6 @@ def alone(*words: str) -> Served:
     return Served("--gpus", "sim:8", *words, target=("app:Alone",), files={"app.py": ALONE}, frontend=False)
 
 
-def kill_arbiter(served: Served, *, guardian: bool = False) -> None:
-    """SIGKILL it, and the guardian first if asked to."""
-    status = served.status()
-    if guardian:
-        os.kill(status["guardian_pid"], signal.SIGSTOP)
-    os.kill(status["arbiter_pid"], signal.SIGKILL)
-    if guardian:
-        os.kill(status["guardian_pid"], signal.SIGKILL)
-    until(lambda: not is_alive(status["arbiter_pid"]))
-
-
-def adopt(served: Served, *words: str) -> None:
-    """`dynamo serve … --adopt --detach`, which must succeed."""
-    done = served.cli(*served.serve_words("--adopt", "--detach", *words))
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-
-
 async def streaming(client: AsyncOpenAI, prompts: list[str]) -> list[asyncio.Task[tuple[str, str | None]]]:
     """Streams of `TOKENS` tokens, all of which have begun."""
     begun = [asyncio.Event() for _ in prompts]
@@ -85,9 +68,9 @@ async def test_twenty_streams_live_through_the_managers_death_and_an_adoption() 
             ]
             await asyncio.gather(*(started.wait() for started in begun))
 
-            await asyncio.to_thread(kill_arbiter, served)
+            await asyncio.to_thread(served.kill_arbiter)
             assert is_alive(before["guardian_pid"])
-            await asyncio.to_thread(adopt, served)
+            await asyncio.to_thread(served.adopt)
 
             after = served.status()
             assert not all(stream.done() for stream in streams), "the streams were to outlast the adoption"
@@ -120,8 +103,8 @@ def test_an_adopted_worker_drains_restarts_and_crashes_as_any_other() -> None:
         assert served.cli("scale", "Alone", "+1", "--wait").returncode == 0
         gpus = {row["watcher_name"]: row["gpus"] for row in served.status()["workers"]}
         pids = served.pids()
-        kill_arbiter(served, guardian=True)
-        adopt(served)
+        served.kill_arbiter(guardian=True)
+        served.adopt()
         assert served.pids() == pids
 
         assert served.cli("drain", "dynamo_Alone_1", "--wait").returncode == 0
@@ -145,14 +128,14 @@ def test_what_died_meanwhile_is_started_again_at_the_adoption() -> None:
         pids, nats = served.pids(), served.server_pid("nats")
         guardian = served.status()["guardian_pid"]
         assert nats is not None
-        kill_arbiter(served)
+        served.kill_arbiter()
         os.kill(pids["Alone_1"], signal.SIGKILL)
         until(lambda: "dynamo_Alone_1" in served.log("guardian"), PATIENCE_S)
         os.kill(nats, signal.SIGKILL)
         until(lambda: not is_alive(nats), PATIENCE_S)
         assert is_alive(guardian)
 
-        adopt(served)
+        served.adopt()
 
         until(lambda: served.states() == {"Alone": "ready", "Alone_1": "ready"}, PATIENCE_S, what=served.status)
         assert served.pids()["Alone"] == pids["Alone"]
@@ -168,8 +151,8 @@ async def test_a_drain_goes_on_after_the_adoption() -> None:
         async with served.client() as client:
             streams = await streaming(client, [f"Drain {n}." for n in range(4)])
             assert (await asyncio.to_thread(served.cli, "drain", "dynamo_VllmWorker_1")).returncode == 0
-            await asyncio.to_thread(kill_arbiter, served)
-            await asyncio.to_thread(adopt, served)
+            await asyncio.to_thread(served.kill_arbiter)
+            await asyncio.to_thread(served.adopt)
 
             answers = await asyncio.gather(*streams)
             await auntil(lambda: "VllmWorker_1" not in served.states(), PATIENCE_S, what=served.status)
@@ -188,9 +171,9 @@ async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
             assert (await asyncio.to_thread(served.cli, "restart", "--rolling", "VllmWorker")).returncode == 0
             assert served.statefile()["restarts"][0]["todo"].keys() == {"dynamo_VllmWorker", "dynamo_VllmWorker_1"}
             await auntil(lambda: "draining" in served.states().values(), what=served.states)
-            await asyncio.to_thread(kill_arbiter, served)
+            await asyncio.to_thread(served.kill_arbiter)
             assert {name: is_alive(pid) for name, pid in before.items()} == dict.fromkeys(before, True)
-            await asyncio.to_thread(adopt, served)
+            await asyncio.to_thread(served.adopt)
             answers = await asyncio.gather(*streams)
         assert answers == [expected(f"Roll {n}.", TOKENS, ignore_eos=True) for n in range(4)]
         await auntil(lambda: "restarts" not in served.statefile(), 40.0, what=served.status)
@@ -206,7 +189,7 @@ def test_an_adoption_that_fails_leaves_everything_serving() -> None:
         served.start()
         pids, guardian = served.pids(), served.status()["guardian_pid"]
         token = served.paths.runtime / "nats" / "token"
-        kill_arbiter(served)
+        served.kill_arbiter()
 
         other = served.cli(*served.serve_words("--adopt", "--detach", "--Alone.colour=red"))
         token.rename(token.with_name("elsewhere"))
@@ -218,7 +201,7 @@ def test_an_adoption_that_fails_leaves_everything_serving() -> None:
         assert broken.returncode != 0
         assert "token" in broken.stderr
         assert [pid for pid in (guardian, *pids.values()) if not is_alive(pid)] == []
-        adopt(served)
+        served.adopt()
         assert served.pids() == pids
 
 
@@ -226,13 +209,13 @@ def test_the_policy_stays_unless_said_otherwise() -> None:
     """An adopted run keeps `keep`; `--adopt --on-arbiter-death end` changes it, and then the guardian ends it."""
     with alone(*KEEP) as served:
         served.start()
-        kill_arbiter(served)
-        adopt(served)
+        served.kill_arbiter()
+        served.adopt()
         assert served.status()["on_arbiter_death"] == "keep"
-        kill_arbiter(served)
-        adopt(served, "--on-arbiter-death", "end")
+        served.kill_arbiter()
+        served.adopt("--on-arbiter-death", "end")
         assert served.status()["on_arbiter_death"] == "end"
-        kill_arbiter(served)
+        served.kill_arbiter()
 
         until(lambda: served.leftovers() == [], PATIENCE_S, what=served.leftovers)
 
@@ -248,7 +231,7 @@ def test_serve_beside_live_workers_refuses_and_replace_ends_them() -> None:
     with alone(*KEEP) as served:
         served.start()
         pid, run_id = served.pids()["Alone"], served.status()["run_id"]
-        kill_arbiter(served)
+        served.kill_arbiter()
 
         refused = served.cli(*served.serve_words("--detach"))
         assert refused.returncode == EXIT_BUSY
@@ -273,7 +256,7 @@ async def test_down_without_an_arbiter_lets_streams_finish() -> None:
             begun = asyncio.Event()
             stream = asyncio.create_task(stream_chat(client, "A last one.", TOKENS, ignore_eos=True, started=begun))
             await begun.wait()
-            await asyncio.to_thread(kill_arbiter, served)
+            await asyncio.to_thread(served.kill_arbiter)
 
             done = await asyncio.to_thread(served.down)
 
@@ -287,7 +270,7 @@ def test_a_statefile_that_somebody_broke_cannot_be_adopted_but_ended() -> None:
     with alone(*KEEP) as served:
         served.start()
         pid = served.pids()["Alone"]
-        kill_arbiter(served, guardian=True)
+        served.kill_arbiter(guardian=True)
         served.paths.statefile.write_text("{")
 
         adopted = served.cli(*served.serve_words("--adopt", "--detach"))

@@ -27,14 +27,6 @@ def _served(*words: str) -> Served:
     return Served(*counts, *words, target=("echo:Echo",), files={"echo.py": ECHO}, frontend=False)
 
 
-def _adopted(served: Served) -> None:
-    status = served.status()
-    os.kill(status["arbiter_pid"], signal.SIGKILL)
-    until(lambda: not is_alive(status["arbiter_pid"]))
-    done = served.cli(*served.serve_words("--adopt", "--detach"))
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-
-
 def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline() -> None:
     """Ten minutes are for streams; one that answers nothing streams nothing, and holds a GPU. It does not come back."""
     with _served() as served:
@@ -62,7 +54,8 @@ def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_i
             command(served, "drain", name=f"dynamo_{name}")
         command(served, "scale", component="Echo", target="+1")  # takes back the drain that began last
         before = served.worker("Echo_1")["drain"]["deadline_s"]
-        _adopted(served)
+        served.kill_arbiter()
+        served.adopt()
         after = served.worker("Echo_1")["drain"]
         until(lambda: served.states().get("Echo_1", "gone") == "gone", PATIENCE_S, what=served.status)
         until(lambda: served.states() == {"Echo": "ready", "Echo_2": "ready"}, PATIENCE_S, what=served.status)
@@ -86,7 +79,8 @@ def test_failures_before_the_arbiters_death_count_after_it() -> None:
                 PATIENCE_S,
                 what=served.status,
             )
-        _adopted(served)
+        served.kill_arbiter()
+        served.adopt()
         os.kill(served.pids()["Echo_2"], signal.SIGKILL)
         until(lambda: served.states()["Echo_2"] == "faulted", PATIENCE_S, what=served.status)
 

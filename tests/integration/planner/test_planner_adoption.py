@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT
-from dynamo_local.serve.processes import is_alive
 from tests.fakes.alone import alone
 from tests.fakes.planned import planner
-from tests.fakes.served import Served, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
-
-
-def adopt(served: Served, *words: str) -> None:
-    """Kill the arbiter, and take its worker back."""
-    old = served.status()["arbiter_pid"]
-    os.kill(old, signal.SIGKILL)
-    until(lambda: not is_alive(old))
-    done = served.cli(*served.serve_words("--adopt", "--detach", *words), timeout_s=90.0)
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
 def test_the_planner_of_an_adopted_run_goes_on_as_it_was() -> None:
@@ -34,17 +20,20 @@ def test_the_planner_of_an_adopted_run_goes_on_as_it_was() -> None:
         planner(served, "set", options={"adjustment_interval": 7})
         planner(served, "pause")
 
-        adopt(served)
+        served.kill_arbiter()
+        served.adopt()
         status = planner(served, "status")
         assert status["state"] == "paused"
         assert (status["options"]["max_gpu_budget"], status["options"]["adjustment_interval"]) == (6, 7.0)
         planner(served, "resume")
         assert served.statefile()["planner"]["state"] == "running"
 
-        adopt(served)
+        served.kill_arbiter()
+        served.adopt()
         assert planner(served, "status")["state"] == "running"
 
-        adopt(served, "--no-planner")
+        served.kill_arbiter()
+        served.adopt("--no-planner")
         assert planner(served, "status")["state"] == "stopped"
         assert served.statefile()["planner"]["state"] == "stopped"
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT
 from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.serve.processes import is_alive
 from tests.fakes.alone import alone
 from tests.fakes.scaled import events, load, names, settled
-from tests.fakes.served import Served, auntil, until
+from tests.fakes.served import Served, auntil
 from tests.fakes.servers import RealEtcd
 from tests.fakes.virtual import ForeignPlanner
 
@@ -192,30 +189,17 @@ async def test_an_adopted_run_goes_on_following() -> None:
         planner = ForeignPlanner(store)
         await planner.acknowledged(await planner.decide(decode=2))
         before = served.pids()
-        killed(served)
+        served.kill_arbiter()
         number = await planner.decide(decode=3)
-        adopted(served)
+        served.adopt()
         await planner.acknowledged(number)
         assert before.items() <= served.pids().items()
         assert served.statefile()["follow"] == {"environment": "virtual", "keys": "v1"}
-        killed(served)
-        adopted(served, "--planner")
+        served.kill_arbiter()
+        served.adopt("--planner")
         assert (served.status()["follow"], served.status()["planner"]["state"]) == (None, "running")
         assert "follow" not in served.statefile()
         await store.close()
-
-
-def killed(served: Served) -> None:
-    """The arbiter is no more; its workers serve on."""
-    old = served.status()["arbiter_pid"]
-    os.kill(old, signal.SIGKILL)
-    until(lambda: not is_alive(old))
-
-
-def adopted(served: Served, *words: str) -> None:
-    """Another arbiter has taken them back."""
-    done = served.cli(*served.serve_words("--adopt", "--detach", *words), timeout_s=90.0)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -92,14 +92,21 @@ def test_a_broken_statefile_is_an_empty_record(paths: Paths, text: str) -> None:
     [
         {"components": None, "servers": 3},
         {"components": {"test_W": None}, "servers": {"test_etcd": []}},
-        {"components": {"test_W": {"pid": "7", "lease": 7}}},
+        {"components": {"test_W": {"pid": "7", "lease": 7, "other_leases": [8]}}},
+        {"components": {"test_W": {"lease": [], "other_leases": "9"}}},
     ],
 )
 def test_what_makes_no_sense_in_it_is_left_out(paths: Paths, more: dict[str, Any]) -> None:
     """Types of somebody's editor: neither a pid nor a lease, and no exception."""
     write_statefile(paths, **more)
     run = recorded(paths.statefile)
-    assert (run.run_id, run.workers, run.servers, dict(run.leases or {})) == (RUN, (), (), {})
+    assert (run.run_id, run.workers, run.servers, dict(run.leases)) == (RUN, (), (), {})
+
+
+def test_the_leases_of_what_runs_behind_a_worker_are_its_too(paths: Paths) -> None:
+    """A command that registers itself: whoever cleans up after the worker revokes both."""
+    write_statefile(paths, components={"test_W": {"lease": "7a", "other_leases": ["8b", "9c"]}})
+    assert recorded(paths.statefile).leases == {"test_W": ("7a", "8b", "9c")}
 
 
 def test_a_missing_statefile_is_an_empty_record(paths: Paths) -> None:

@@ -46,6 +46,14 @@ async def test_the_end_of_a_failed_workers_key_is_no_drain(failed: bool, seen: l
     assert fleet.workers["dynamo_W"].lease is None
 
 
+async def test_the_leases_of_what_runs_behind_a_worker_are_noted_if_they_are_leases() -> None:
+    """Any other word would make the statefile one that nobody can read."""
+    fleet = FakeFleet()
+    registrations = Registrations("dynamo", fleet, None)  # type: ignore[arg-type]
+    await registrations._apply(put(leases="694d967da694ea16,7b,nonsense,0123456789abcdef0"))
+    assert fleet.workers["dynamo_W"].other_leases == ("694d967da694ea16", "7b")
+
+
 async def test_a_key_of_a_process_before_this_one_says_nothing() -> None:
     fleet = FakeFleet()
     registrations = Registrations("dynamo", fleet, None)  # type: ignore[arg-type]
