@@ -136,6 +136,26 @@ async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert await child.end(0.1) == -signal.SIGKILL
 
 
+async def test_a_child_has_no_input_none_of_our_files_and_the_signals_of_any_program(tmp_path: Path) -> None:
+    """Python ignores SIGPIPE, and a GPU's lock that is inherited would outlive its worker."""
+    told = tmp_path / "told"
+    script = f"readlink /proc/$$/fd/0 > {told}; ls /proc/$$/fd >> {told}; grep SigIgn /proc/$$/status >> {told}"
+    with open(os.devnull, "rb") as ours:
+        os.set_inheritable(ours.fileno(), True)
+        child = Child(launch_of("bash", "-c", script))
+        assert await child.wait() == 0
+    stdin, *fds, ignored = told.read_text().splitlines()
+    assert stdin == os.devnull
+    assert set(fds) <= {"0", "1", "2", "255"}  # the last is bash's own
+    assert int(ignored.split()[1], 16) & (1 << (signal.SIGPIPE - 1)) == 0
+
+
+def test_a_program_that_cannot_be_run_is_an_error_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("no program")
+    with pytest.raises(PermissionError, match="data"):
+        Child(launch_of(str(tmp_path / "data")))
+
+
 def test_a_child_dies_with_its_runner() -> None:
     """The kernel sees to it, also where the runner had no time for anything."""
     program = (
