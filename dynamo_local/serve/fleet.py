@@ -120,6 +120,7 @@ class Fleet:
         """Called at every change of any worker, its GPUs included."""
         self.unwritten = False
         self._seen: object = ()
+        self._other_lease: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
 
@@ -221,7 +222,7 @@ class Fleet:
         Called every few seconds: while nobody touched the file it costs one `stat`.
         """
         stamp = await asyncio.to_thread(self.store.stamp)
-        if not self.unwritten and stamp == self._seen:
+        if not self.unwritten and not self._other_lease and stamp == self._seen:
             return
         self._seen = stamp  # of before: what comes meanwhile, our own commit included, is looked at once more
         try:
@@ -237,10 +238,17 @@ class Fleet:
                 raise StateError(f"it was edited: its {key} is {getattr(state, key)}, not {getattr(self.head, key)}")
         for name in state.components.keys() - self.workers.keys():
             del state.components[name]
+        other: dict[str, str] = {}
         for name, worker in list(self.workers.items()):
             _write_entry(state, worker)
-            if worker.state is WorkerState.READY and worker.lease not in (None, state.components[name].lease):
-                _write_lease(state, worker)  # the worker wrote it into a file that is lost
+            written = state.components[name].lease
+            if worker.state is not WorkerState.READY or worker.lease in (None, written):
+                continue
+            if written is None or self._other_lease.get(name) == written:
+                _write_lease(state, worker)  # the worker wrote it into a file that is lost, or somebody edited it
+            else:
+                other[name] = written  # a new one of which we have not heard yet: looked at once more
+        self._other_lease = other
 
     async def _rewrite(self, why: StateError) -> None:
         try:

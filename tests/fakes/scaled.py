@@ -37,8 +37,13 @@ async def ascale(served: Served, component: str, target: str, **properties: Any)
 
 
 async def settled(served: Served, timeout_s: float = 30.0) -> None:
-    """Every worker is ready, or the template of a component that has none."""
-    await auntil(lambda: set(served.states().values()) <= {"ready", "exited"}, timeout_s, what=served.states)
+    """Every worker is ready, or the template of a component that has none; who has left, has left altogether."""
+
+    def is_settled() -> bool:
+        states = served.states().items()
+        return all(state == "ready" or (state == "exited" and "_" not in name) for name, state in states)
+
+    await auntil(is_settled, timeout_s, what=served.states)
 
 
 def names(served: Served, component: str) -> list[str]:
