@@ -87,6 +87,8 @@ class Prefiller:
 
     async def finish(self) -> None:
         """Return when nothing is in hand and all KV was taken over. Cancelled, it leaves everything going on."""
+        if self._serving:
+            log.info("finishing %d prefills first: %s", self.in_hand, ", ".join(self.request_ids))
         while self._serving:
             await asyncio.wait(tuple(self._serving))
         await self._engine.wait_handoffs()

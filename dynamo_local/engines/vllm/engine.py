@@ -318,6 +318,10 @@ class VllmEngine(EngineBase):
             raise EngineDead(self._death)
 
     async def wait_handoffs(self) -> None:
+        now_s = time.monotonic()
+        if num_held := self._handoffs.num_held(now_s):
+            left_s = self._handoffs.seconds_left(now_s)
+            log.info("KV of %d prefills may not have been pulled yet; waiting for at most %.1f s", num_held, left_s)
         while self._llm is not None and (left_s := self._handoffs.seconds_left(time.monotonic())) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
