@@ -175,7 +175,7 @@ class Served:
 
     def down(self, *words: str) -> subprocess.CompletedProcess[str]:
         """`dynamo down`, which must succeed."""
-        done = self.cli("down", "--namespace", self.namespace, *words, timeout_s=START_TIMEOUT_S)
+        done = self.cli("down", "--namespace", self.namespace, *words, timeout_s=max(START_TIMEOUT_S, self.timeout_s))
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
