@@ -28,7 +28,7 @@ from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
 from dynamo_local.core.secrets import mask_env
-from dynamo_local.prctl import DEATH_SIGNAL, set_parent_death_signal
+from dynamo_local.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.serve.host import ExitCallback, ProcessSpec
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class WorkerProcess(Process):  # type: ignore[misc]
         death_signal, parent, env = watcher.death_signal, os.getpid(), self.env
         in_child: Callable[[], None] | None = None
         if death_signal is not None and watcher.asks_itself:
-            env = {**env, DEATH_SIGNAL: f"{death_signal:d}:{parent}"}
+            env = {**env, **asking_to_die(death_signal, parent)}
         elif death_signal is not None:
             in_child = partial(set_parent_death_signal, death_signal, parent)
 

@@ -9,9 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-DEATH_SIGNAL = "DYN_DEATH_SIGNAL"
-"""Of an entry point's environment: `<signal>:<pid of the parent>`."""
-
+_DEATH_SIGNAL = "DYN_DEATH_SIGNAL"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a preexec function must not import
@@ -28,9 +26,14 @@ def set_parent_death_signal(signum: int, parent: int | None = None) -> None:
         os.kill(os.getpid(), signum)
 
 
+def asking_to_die(signum: int, parent: int) -> dict[str, str]:
+    """What is added to the environment of an entry point, for `die_as_asked`."""
+    return {_DEATH_SIGNAL: f"{signum:d}:{parent}"}
+
+
 def die_as_asked(environ: MutableMapping[str, str]) -> None:
     """Ask for the death signal that whoever started us wants us to have, if it does: entry points call this first."""
-    asked = environ.pop(DEATH_SIGNAL, None)
+    asked = environ.pop(_DEATH_SIGNAL, None)
     if asked is not None:
         signum, parent = asked.split(":")
         set_parent_death_signal(int(signum), int(parent))

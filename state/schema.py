@@ -22,12 +22,12 @@ from pydantic import (
 )
 
 from dynamo_local.core.secrets import MASK, mask_config
-from dynamo_local.core.types import NAME, Role, WorkerState
+from dynamo_local.core.types import LEASE, NAME, Role, WorkerState
 
 SCHEMA_VERSION = 1
 
 Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
-Lease = Annotated[str, Field(pattern=r"^[0-9a-f]{1,16}$")]
+Lease = Annotated[str, Field(pattern=rf"^{LEASE.pattern}$")]
 Seconds = Annotated[float, Field(ge=0)]
 
 

@@ -139,6 +139,10 @@ class Faulted(Event):
     reason: str
 
 
+STARTS = (SpawnRequested, BackoffElapsed)
+"""The events that commit that a process is about to be made."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRequested(Event):
     """A person (or `scale +1`) wants it again."""

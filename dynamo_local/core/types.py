@@ -11,6 +11,9 @@ from typing import Any
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 """What circus takes as a watcher name: a dot breaks its events (circus-facts)."""
 
+LEASE = re.compile(r"[0-9a-f]{1,16}")
+"""A lease as `lease_hex` writes it."""
+
 
 class Role(enum.StrEnum):
     """How the planner and a drain treat a component."""

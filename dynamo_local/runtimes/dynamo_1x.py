@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_local.core.types import Load, Role, lease_hex
+from dynamo_local.core.types import LEASE, Load, Role, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import KeyValue
 from dynamo_local.runtimes.base import ChildEnded, ChildSilent, Sample, Unrouted
@@ -36,7 +36,9 @@ INSTANCES = "v1/instances/"
 ENDPOINT = "generate"
 WORKER_LABEL = "worker_id"
 LOOK_EVERY_S = 0.02
-_KEY = re.compile(r"v1/instances/(?P<namespace>.+)/(?P<component>[^/]+)/(?P<endpoint>[^/]+)/(?P<lease>[0-9a-f]{1,16})")
+_KEY = re.compile(
+    rf"v1/instances/(?P<namespace>.+)/(?P<component>[^/]+)/(?P<endpoint>[^/]+)/(?P<lease>{LEASE.pattern})"
+)
 _TCP_PORT = re.compile(r"[^/]*:(\d{1,5})(?:/.*)?")
 KV_USE = (
     "vllm:kv_cache_usage_perc",

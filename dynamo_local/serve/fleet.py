@@ -16,7 +16,7 @@ from typing import Any
 from dynamo_local.clock import Clock
 from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.gpus import GpuDevice
-from dynamo_local.core.lifecycle import Event, apply
+from dynamo_local.core.lifecycle import STARTS, Event, apply
 from dynamo_local.core.restarts import RestartHistory
 from dynamo_local.core.types import Load, WorkerState
 from dynamo_local.errors import StateError
@@ -145,6 +145,7 @@ class Fleet:
         records = []
         for name, event in events.items():
             worker, before = self.workers[name], self.workers[name].state
+            worker.starts += isinstance(event, STARTS)
             if after[name] is not before:
                 worker.state, worker.since_s = after[name], self.clock.now_s()
             if worker.state is WorkerState.READY and not worker.served:

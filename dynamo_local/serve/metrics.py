@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynamo_local.core.gpus import GpuSnapshot
-from dynamo_local.core.lifecycle import BackoffElapsed, DrainDeadlinePassed, Event, SpawnRequested
+from dynamo_local.core.lifecycle import STARTS, DrainDeadlinePassed, Event
 from dynamo_local.core.types import WorkerState
 from dynamo_local.serve.fleet import Worker
 
@@ -184,7 +184,7 @@ class ArbiterMetrics:
     def on_event(self, worker: Worker, before: WorkerState, event: Event) -> None:
         """A change of a worker's state, just applied."""
         component = worker.plan.component
-        if isinstance(event, SpawnRequested | BackoffElapsed) and worker.starts > 1:
+        if isinstance(event, STARTS) and worker.starts > 1:
             self.restarts.labels(component).inc()
         if isinstance(event, DrainDeadlinePassed) and isinstance(event.requests_cut, int):
             self.requests_cut.labels(component).inc(event.requests_cut)

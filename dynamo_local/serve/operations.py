@@ -20,7 +20,6 @@ from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.lifecycle import (
     BackoffElapsed,
     BackoffStarted,
-    Event,
     Faulted,
     HealthFailed,
     ProcessExited,
@@ -94,13 +93,8 @@ class Operations:
     async def start(self, names: Iterable[str], stimulus_id: str) -> None:
         """Make the processes of pending workers, all at once. Failures are the workers' states, not exceptions."""
         workers = [self.fleet.workers[name] for name in names]
-        await self.fleet.apply({worker.name: self.start_event(worker, stimulus_id) for worker in workers})
+        await self.fleet.apply({worker.name: SpawnRequested(stimulus_id=stimulus_id) for worker in workers})
         await asyncio.gather(*(self.spawn(worker, stimulus_id) for worker in workers))
-
-    def start_event(self, worker: Worker, stimulus_id: str) -> Event:
-        """What commits the start of a pending worker that has its GPUs; `spawn` must follow. Counts the start."""
-        worker.starts += 1
-        return SpawnRequested(stimulus_id=stimulus_id)
 
     async def start_when_possible(self, worker: Worker, stimulus_id: str) -> None:
         """Start a pending worker as soon as it has its GPUs: those it lacks are taken when they are free."""
@@ -321,7 +315,6 @@ class Operations:
             if not await self._try_allocate(worker):
                 await self._clock.sleep_until(self._clock.now_s() + GPU_POLL_S)
         if self._backs_off(worker):
-            worker.starts += 1
             await self.fleet.apply({worker.name: BackoffElapsed(stimulus_id="restart-policy")})
             await self.spawn(worker, "restart-policy")
 

@@ -8,21 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
 from dynamo_local.core.fleet_view import Course
 from dynamo_local.core.lifecycle import DrainCancelled, LeaseRevoked, Registered
-from dynamo_local.core.types import WorkerState
+from dynamo_local.core.types import LEASE, WorkerState
 from dynamo_local.errors import EtcdUnavailable
 from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.serve.fleet import Fleet, Worker
 from dynamo_local.serve.links import Links
 
 log = logging.getLogger(__name__)
-
-_LEASE = re.compile(r"\b[0-9a-f]{1,16}\b")
 
 
 class Registrations:
@@ -80,7 +77,7 @@ class Registrations:
             return
         new = worker.lease != lease
         worker.lease, worker.endpoints = lease, _endpoints(key, facts, lease)
-        worker.other_leases = tuple(_LEASE.findall(str(facts.get("leases", ""))))
+        worker.other_leases = tuple(filter(LEASE.fullmatch, str(facts.get("leases", "")).split(",")))
         self.frontend_url = facts.get("frontend_url", self.frontend_url)
         event = Registered(stimulus_id=f"etcd:{lease}", lease=lease)
         if worker.state is WorkerState.DRAINING and (worker.asked_s is None or (new and _called_back(worker))):

@@ -25,7 +25,7 @@ from dynamo_local.core.instructions import (
     course_after,
     intent,
 )
-from dynamo_local.core.lifecycle import Event
+from dynamo_local.core.lifecycle import Event, SpawnRequested
 from dynamo_local.core.types import Missing, WorkerState
 from dynamo_local.core.victims import VictimPolicy
 from dynamo_local.errors import BadInput, DynamoError, GpuError
@@ -219,7 +219,7 @@ class Scaler:
                 if worker.runs and worker.asked_s is None:
                     worker.asked_s = self._clock.now_s()
             if isinstance(instruction, SpawnWorker) and not instruction.waits:  # it has its GPUs: one commit for both
-                event: Event | None = self._operations.start_event(worker, stimulus_id)
+                event: Event | None = SpawnRequested(stimulus_id=stimulus_id)
             else:
                 event = intent(instruction, worker.state, stimulus_id)
             if event is not None:

@@ -65,7 +65,6 @@ class House:
         devices = self.pool.allocate(name, gpus)
         plan = WatcherPlan(name, component, Role.DECODE, ("true",), "/", {}, devices, gpus, Path("/x"), 300.0, 600.0)
         worker = self.fleet.add(plan)
-        worker.starts = 1
         await self.apply(worker, SpawnRequested(stimulus_id="t"))
         return worker
 
@@ -149,7 +148,6 @@ async def test_a_process_under_a_used_name_is_a_restart_and_the_first_is_none(ho
     await house.apply(
         worker, ProcessExited(stimulus_id="t", exit_code=-9), BackoffStarted(stimulus_id="t", delay_s=1.0)
     )
-    worker.starts = 2
     await house.apply(worker, BackoffElapsed(stimulus_id="t"))
     assert by_label(house.scrape(), RESTARTS) == {("VllmWorker",): 1}
     assert worker.restarts == 1  # as the status says

@@ -23,9 +23,6 @@ from tests.simulation.world import MemoryEvents, NoLocks, graph, planner_for
 class NoDeeds:
     """Operations that do nothing: only what is decided matters here."""
 
-    def start_event(self, *_: Any) -> SpawnRequested:
-        return SpawnRequested(stimulus_id="t")
-
     async def spawn(self, *_: Any) -> None: ...
     async def start_when_possible(self, *_: Any) -> None: ...
     async def ask_to_leave(self, *_: Any) -> None: ...
