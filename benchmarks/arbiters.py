@@ -35,14 +35,21 @@ def sleeper() -> tuple[str, str]:
 def ours(words: Sequence[str]) -> None:
     """`dynamo serve WORDS…`, with workers that only sleep."""
     from dynamo_local.cli.main import main
+    from dynamo_local.control.deployment import WatcherFactory, WatcherPlan
     from dynamo_local.serve import launch
+
+    class SleepersFactory(WatcherFactory):
+        """Plans every worker as it would be, but for what it runs."""
+
+        def plan(self, *args: Any) -> WatcherPlan:
+            return dataclasses.replace(WatcherFactory.plan(self, *args), argv=sleeper())
 
     plan_deployment = launch.plan_deployment
 
     def with_sleepers(*args: Any) -> Any:
         deployment, *rest = plan_deployment(*args)
-        workers = tuple(dataclasses.replace(worker, argv=sleeper()) for worker in deployment.workers)
-        return dataclasses.replace(deployment, workers=workers), *rest
+        made = {field.name: getattr(deployment.factory, field.name) for field in dataclasses.fields(WatcherFactory)}
+        return dataclasses.replace(deployment, factory=SleepersFactory(**made)), *rest
 
     launch.plan_deployment = with_sleepers  # type: ignore[assignment]
     sys.argv = ["dynamo", "serve", *words]
@@ -52,14 +59,17 @@ def ours(words: Sequence[str]) -> None:
 async def stand_in(statefile: Path, watchers: int) -> None:
     """Register each worker and answer for its load until standard input closes. TimeoutError if they do not come."""
     from dynamo_local.core.types import Load, instance_key
+    from dynamo_local.infra.access import EtcdAccess, NatsAccess, run_environment
     from dynamo_local.runtime.etcd import EtcdStore
     from dynamo_local.runtime.lease import LeaseKeeper
     from dynamo_local.runtime.load import LoadPublisher
     from dynamo_local.runtime.nats import close_quietly, connect_nats
+    from dynamo_local.state import load
 
     state = await asyncio.to_thread(_spawned, statefile, watchers)
-    kv = await EtcdStore.connect_when_up(state["etcd_endpoints"], ANSWER_TIMEOUT_S)
-    nats = await connect_nats(state["nats_server"], Path(state["nats_token_file"]), name="stand-in")
+    env = run_environment(load(statefile))
+    kv = await EtcdStore.connect_when_up(env["ETCD_ENDPOINTS"], ANSWER_TIMEOUT_S, access=EtcdAccess.of(env))
+    nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="stand-in")
     keeper = LeaseKeeper(kv, is_draining=_never)
     lease = await keeper.start()
     load = Load(request_total_slots=256, kv_total_blocks=14766)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,17 @@ from benchmarks.harness import Report, percentile
 from benchmarks.processes import ROOT, module_command
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
+from dynamo_local.infra.access import NatsAccess
+from dynamo_local.infra.binaries import find_server
+from dynamo_local.infra.certificates import write
+from dynamo_local.infra.port_lease import PortLease
+from dynamo_local.infra.probes import probe_nats
+from dynamo_local.infra.specs import NatsSpec, prepare
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.requests.client import NatsEndpointClient
 from dynamo_local.runtime.requests.context import RequestContext
-from dynamo_local.runtime.requests.dispatch import Dispatcher
+from dynamo_local.runtime.requests.request_sender import RequestSender
 from dynamo_local.runtime.requests.server import EndpointServer
-from dynamo_local.serve.infra import NatsSpec, PortLease, find_server, prepare, probe_nats
 
 SUBJECT = "bench_worker.generate-1"
 STREAMS = 200
@@ -50,6 +55,8 @@ async def handler(payload: dict[str, Any], context: RequestContext) -> AsyncIter
 
 class OneInstance:
     """A view of one instance that never changes."""
+
+    stale = False
 
     def instances(self) -> tuple[Instance, ...]:
         return (Instance("bench", "Worker", "generate", 1, SUBJECT),)
@@ -171,14 +178,14 @@ async def one_round(call: Call, sizes: Sizes) -> Round:
     }
 
 
-async def caller(url: str, token_file: Path, sizes: Sizes) -> list[tuple[Round, Round]]:
+async def caller(env: Mapping[str, str], sizes: Sizes) -> list[tuple[Round, Round]]:
     """(hop, direct) of each round. The first requests warm the connection up."""
 
     async def direct(payload: dict[str, Any]) -> AsyncIterator[Any]:
         return handler(payload, RequestContext("direct"))
 
-    nats = await connect_nats(url, token_file, name="bench-caller")
-    dispatcher = Dispatcher(nats, AsyncioClock())
+    nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="bench-caller")
+    dispatcher = RequestSender(nats, AsyncioClock())
     await dispatcher.start()
     client = NatsEndpointClient(dispatcher, OneInstance(), "Worker", "generate")
     await request_latency(client.call, 200)
@@ -188,9 +195,9 @@ async def caller(url: str, token_file: Path, sizes: Sizes) -> list[tuple[Round, 
     return rounds
 
 
-async def worker(url: str, token_file: Path) -> None:
+async def worker(env: Mapping[str, str]) -> None:
     """Serve until standard input closes."""
-    nats = await connect_nats(url, token_file, name="bench-worker")
+    nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="bench-worker")
     server = EndpointServer(nats, subject=SUBJECT, handler=handler)
     await server.start()
     print("ready", flush=True)
@@ -201,33 +208,41 @@ async def worker(url: str, token_file: Path) -> None:
 
 def _measure(sizes: Sizes, *, stock_loop: bool) -> list[tuple[Round, Round]]:
     """Start NATS and a worker process, measure, end both."""
-    with tempfile.TemporaryDirectory(prefix="dyn-bench-") as folder, _nats(Path(folder)) as spec:
-        words = [spec.url, str(spec.token_file), *(["--stock-loop"] if stock_loop else [])]
-        with subprocess.Popen(
-            module_command("benchmarks.data_plane", *words), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as server:
-            assert server.stdin is not None
-            assert server.stdout is not None
-            try:
-                if not server.stdout.readline():
-                    raise RuntimeError("the worker's process ended before it was ready; its words are on stderr")
-                rounds: list[tuple[Round, Round]] = _runner(stock_loop)(caller(spec.url, spec.token_file, sizes))
-                return rounds
-            finally:
-                server.stdin.close()
-                server.wait(10)
+    with (
+        tempfile.TemporaryDirectory(prefix="dyn-bench-") as folder,
+        _nats(Path(folder)) as spec,
+        subprocess.Popen(
+            module_command("benchmarks.data_plane", *(["--stock-loop"] if stock_loop else [])),
+            cwd=ROOT,
+            env={**os.environ, **spec.client_env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as server,
+    ):
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            if not server.stdout.readline():
+                raise RuntimeError("the worker's process ended before it was ready; its words are on stderr")
+            rounds: list[tuple[Round, Round]] = _runner(stock_loop)(caller(spec.client_env, sizes))
+            return rounds
+        finally:
+            server.stdin.close()
+            server.wait(10)
 
 
 @contextmanager
 def _nats(folder: Path) -> Iterator[NatsSpec]:
     """A NATS server of our own."""
     port = PortLease()
-    spec = NatsSpec(find_server("nats-server"), folder / "nats", port.port, os.urandom(16).hex())
+    spec = NatsSpec(
+        find_server("nats-server"), folder / "nats", port.port, os.urandom(16).hex(), write(folder / "certificates")
+    )
     prepare(spec)
     quiet = subprocess.DEVNULL
     with subprocess.Popen(spec.argv, env=spec.env, stdin=quiet, stdout=quiet, stderr=quiet) as nats:
         try:
-            asyncio.run(probe_nats(spec.url, spec.token, 10.0))
+            asyncio.run(probe_nats(spec.url, NatsAccess.of(spec.client_env), 10.0))
             yield spec
         finally:
             nats.terminate()
@@ -239,4 +254,4 @@ def _runner(stock_loop: bool) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    _runner("--stock-loop" in sys.argv)(worker(sys.argv[1], Path(sys.argv[2])))
+    _runner("--stock-loop" in sys.argv)(worker(os.environ))

@@ -18,6 +18,9 @@ import psutil
 import yaml
 
 from benchmarks.processes import ROOT, clean_env, dynamo_command
+from dynamo_local.infra.access import run_environment
+from dynamo_local.state import load
+from dynamo_local.system.paths import Paths
 
 EXAMPLE = ROOT / "examples" / "llm"
 START_TIMEOUT_S = 60.0
@@ -59,6 +62,11 @@ class Running:
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
+
+    def environment(self) -> dict[str, str]:
+        """The variables by which its etcd and NATS are reached."""
+        namespace = self.status["namespace"]
+        return run_environment(load(Paths.of(namespace, self.folders.env).statefile))
 
     def pids(self) -> dict[str, int]:
         """Name of the part -> pid: workers by component, then `arbiter`, `etcd` and `nats`."""

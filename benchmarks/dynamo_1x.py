@@ -24,11 +24,11 @@ from benchmarks.deployment import Running, served
 from benchmarks.harness import Report, at_most
 from benchmarks.processes import ROOT
 from dynamo_local.cli.common import ask_arbiter
+from dynamo_local.commands.dynamo_1x import env as dynamo_1x_env
+from dynamo_local.commands.placeholders import words_of
+from dynamo_local.commands.ports import Ports
 from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent
-from dynamo_local.runtimes import dynamo_1x_env
-from dynamo_local.runtimes.placeholders import words_of
-from dynamo_local.runtimes.ports import Ports
-from dynamo_local.serve.paths import Paths
+from dynamo_local.system.paths import Paths
 
 EXAMPLE = ROOT / "examples" / "dynamo_1x"
 TARGET_RATIO = 1.2
@@ -105,9 +105,11 @@ class _Seen:
 
 @asynccontextmanager
 async def _registry(graph: Running) -> AsyncIterator[_Seen]:
+    from dynamo_local.infra.access import EtcdAccess
     from dynamo_local.runtime.etcd import EtcdStore
 
-    store, seen = await EtcdStore.connect(graph.status["etcd_endpoints"]), _Seen()
+    env = graph.environment()
+    store, seen = await EtcdStore.connect(env["ETCD_ENDPOINTS"], access=EtcdAccess.of(env)), _Seen()
     following = asyncio.create_task(seen.follow(store))
     try:
         yield seen
@@ -122,9 +124,7 @@ def _environment(graph: Running, paths: Paths) -> dict[str, str]:
     return {
         **graph.folders.env,
         "DYN_NAMESPACE": "dynamo",
-        "ETCD_ENDPOINTS": graph.status["etcd_endpoints"],
-        "NATS_SERVER": graph.status["nats_server"],
-        "DYN_NATS_TOKEN_FILE": str(paths.runtime / "nats" / "token"),
+        **graph.environment(),
         "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}",
     }
 

@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from benchmarks.drain.trace import TRACE
 from benchmarks.harness import Report, at_least
 from benchmarks.routing import SHORT_REQUESTS, full_blocks
-from dynamo_local.core.kv_events import BlocksStored
-from dynamo_local.core.kv_index import KvIndex
-from dynamo_local.core.kv_tracker import EventBatch
+from benchmarks.traces import conversation
+from dynamo_local.core.kv.events import BlocksStored
+from dynamo_local.core.kv.index import KvIndex
+from dynamo_local.core.kv.tracker import EventBatch
 from dynamo_local.runtime.kv_wire import decode_batch, encode_batch
-from dynamo_local.twin.trace import read_trace
 
 SEQUENCES, SHORT_SEQUENCES, BLOCKS = 1000, 200, 64
 PIECE = 50
@@ -83,7 +82,7 @@ class Binding:
 
 
 def run(short: bool) -> Report:
-    """1,000 × 64 blocks over 8 and 64 workers, and the Mooncake trace over 8."""
+    """1,000 × 64 blocks over 8 and 64 workers, and an hour of a chat service over 8."""
     report = Report("kv_index")
     rounds = 3 if short else 5
     beside = _installed()
@@ -94,12 +93,12 @@ def run(short: bool) -> Report:
         _measure(report, f"{what}, one holder each", made, lambda n, w=workers: (n % w,), rounds, beside)  # type: ignore[misc]
         _measure(report, f"{what}, all hold all", made, lambda _, w=workers: range(w), 1 if short else 2, beside)  # type: ignore[misc]
     names: dict[int, int] = {}
-    trace = [
-        [names.setdefault(block, rng.getrandbits(63)) for block in full_blocks(row)]
-        for row in read_trace(TRACE, limit=SHORT_REQUESTS if short else None)
-    ]
+    hour = conversation(SHORT_REQUESTS if short else None)
+    trace = [[names.setdefault(block, rng.getrandbits(63)) for block in full_blocks(row)] for row in hour.rows]
     asked = [blocks for blocks in trace if blocks]
-    _measure(report, f"Mooncake trace, {len(asked):,} prompts, 8 workers", asked, lambda n: (n % 8,), rounds, beside)
+    what = f"{'recorded' if hour.recorded else 'generated'} hour, {len(asked):,} prompts, 8 workers"
+    _measure(report, what, asked, lambda n: (n % 8,), rounds, beside)
+    report.notes.append(hour.told)
     if not beside:
         report.notes.append(
             "the Rust binding is not installed, so there is nothing to compare with: "

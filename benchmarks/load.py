@@ -21,7 +21,7 @@ from benchmarks.processes import ROOT, cpu_s, module_command, rss_mib
 
 LIMIT_S = 60.0
 _TEXT = re.compile(rb'"content":"([^"]*)"')
-_ID = re.compile(rb'"id":"chatcmpl-([0-9a-f]+)"')
+_ID = re.compile(rb'"id":"chatcmpl-([0-9A-Za-z._-]+)"')
 _CONTENT_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _END = b"data: [DONE]\n\n"
 

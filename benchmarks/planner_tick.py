@@ -9,8 +9,10 @@ from functools import partial
 
 from benchmarks.harness import Report, at_most
 from dynamo_local.core.types import Load
-from dynamo_local.planner.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.values import Fleet, Observation, Pool, Reading
+from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
+from dynamo_local.planner.values.decisions import Observation
+from dynamo_local.planner.values.pools import Pool, WorkerPools
+from dynamo_local.planner.values.readings import Reading
 
 WORKERS, READINGS = 64, 30
 TICK_US, PULL_US = 100.0, 1000.0
@@ -49,7 +51,7 @@ def _observation() -> Observation:
     )
     prefill = Pool("PrefillWorker", 1, WORKERS // 2, gpus_held=WORKERS // 2)
     decode = Pool("VllmWorker", 1, WORKERS, gpus_held=WORKERS, added_at_s=-1000.0)
-    return Observation(30.0, 0.0, readings, Fleet(prefill, decode))
+    return Observation(30.0, 0.0, readings, WorkerPools(prefill, decode))
 
 
 def _timed_us(call: Callable[[], object]) -> float:

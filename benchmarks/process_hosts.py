@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.harness import Report, at_least, at_most
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.circus_plugins.client_host import CircusClientHost
-from dynamo_local.serve.host import ProcessHost, ProcessSpec
-from tests.fakes.stock_circusd import StockCircusd
+from dynamo_local.system.process_host import ProcessHost, ProcessSpec
+from tests.drivers.stock_circusd import StockCircusd
 
 SLEEPS = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
 AT_ONCE = 64
@@ -132,7 +132,7 @@ def _circusd(folder: Path) -> StockCircusd:
     return StockCircusd(folder, f"{stubborn}graceful_timeout = {STOP_S}\nautostart = False\n")
 
 
-def _told(one: Hosted) -> Hosted:
+def _tell_observers(one: Hosted) -> Hosted:
     one.host.on_exit = lambda name, pid, code: one.exits.put_nowait((name, pid, code, time.perf_counter()))
     return one
 
@@ -141,7 +141,7 @@ def _told(one: Hosted) -> Hosted:
 async def _own(folder: Path) -> AsyncIterator[Hosted]:
     arbiter = DynamoArbiter(endpoint=f"ipc://{folder}/ctl", pubsub_endpoint=f"ipc://{folder}/pub")
     await arbiter.start()
-    yield _told(Hosted("own arbiter", arbiter, folder))
+    yield _tell_observers(Hosted("own arbiter", arbiter, folder))
     await arbiter.close()
 
 
@@ -149,5 +149,5 @@ async def _own(folder: Path) -> AsyncIterator[Hosted]:
 async def _stock(circusd: StockCircusd) -> AsyncIterator[Hosted]:
     host = CircusClientHost(circusd.endpoint, socket=circusd.folder / "run.sock", circusd_pid=circusd.pid)
     await host.start()
-    yield _told(Hosted("stock circusd", host, circusd.folder))
+    yield _tell_observers(Hosted("stock circusd", host, circusd.folder))
     await host.close()

@@ -33,7 +33,7 @@ def rss_mib(pid: int) -> float:
 def clean_env() -> dict[str, str]:
     """The caller's environment without what would make a deployment differ from a user's first one.
 
-    tox forbids byte code, which a user does not: each start would compile this project again.
+    Where byte code is forbidden, as a user's shell does not, each start would compile this project again.
     """
     dropped = {"ETCD_ENDPOINTS", "NATS_SERVER", "PYTHONDONTWRITEBYTECODE", "NOTIFY_SOCKET", "CUDA_VISIBLE_DEVICES"}
     return {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("DYN")}

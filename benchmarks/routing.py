@@ -1,6 +1,7 @@
-"""What KV-aware routing is worth: the Mooncake conversation trace over eight simulated workers, by each policy.
+"""What KV-aware routing is worth: an hour of a chat service over eight simulated workers, by each policy.
 
 On a virtual clock, without processes: the schedulers of the sim engine, and the Router's own index and pickers.
+The hour is Mooncake's recorded one where it is to be had, else generated (`benchmarks.traces`).
 Target: under `kv` at least 2.5 times as much of the prompts is found in the caches as under round-robin.
 """
 
@@ -12,18 +13,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.drain.trace import TRACE
 from benchmarks.harness import Report, at_least, percentile
-from dynamo_local.components.picker import make_picker
-from dynamo_local.core.kv_events import KvEvent
-from dynamo_local.core.kv_index import KvIndex
-from dynamo_local.core.kv_routing import KvCost, hit_rates
+from benchmarks.traces import conversation
+from dynamo_local.components.routing.pickers import make_picker
+from dynamo_local.core.kv.events import KvEvent
+from dynamo_local.core.kv.index import KvIndex
+from dynamo_local.core.kv.routing import KvCost, hit_rates
 from dynamo_local.core.routing import RouterPolicy, Sample
 from dynamo_local.core.types import Load
 from dynamo_local.engines.sim import ProfileModel, SimOptions, SimScheduler
-from dynamo_local.engines.sim.requests import Finished, SchedulerConfig, SimRequest, Started, Tokens
+from dynamo_local.engines.sim.scheduling.requests import Finished, SchedulerConfig, SimRequest, Started, Tokens
 from dynamo_local.twin.trace import HASH_BLOCK_TOKENS as BLOCK_TOKENS
-from dynamo_local.twin.trace import TraceRequest, read_trace
+from dynamo_local.twin.trace import TraceRequest
 
 WORKERS = 8
 BLOCKS = 2000
@@ -129,7 +130,7 @@ class Fleet:
                 outcome.cached += event.num_cached_tokens
             elif isinstance(event, Finished):
                 outcome.finished += 1
-                self._picker.finished(self._worker.pop(event.request_id), event.request_id)
+                self._picker.finished(self._worker.pop(event.request_id), event.request_id, now_s)
         at_s = scheduler.next_event_at(quiet=True)
         journal = self._journals[worker]
         for change in journal:
@@ -142,7 +143,8 @@ class Fleet:
 def run(short: bool) -> Report:
     """Every policy over the same requests; the short form takes the first of them only, too few for the target."""
     report = Report("routing")
-    rows = read_trace(TRACE, limit=SHORT_REQUESTS if short else None)
+    asked = conversation(SHORT_REQUESTS if short else None)
+    rows = asked.rows
     outcomes = {policy: Fleet(policy).run(rows) for policy in POLICIES}
     for policy, outcome in outcomes.items():
         if outcome.finished != len(rows):
@@ -158,6 +160,7 @@ def run(short: bool) -> Report:
     report.add("mean TTFT, round-robin ÷ kv", "", [faster])
     foreseen = outcomes["kv"].foreseen / outcomes["kv"].cached
     report.add("kv: tokens that the index foresaw ÷ found", "", [foreseen])
+    report.notes.append(asked.told)
     report.notes.append(
         f"{len(rows):,} requests over {WORKERS} workers of {BLOCKS:,} blocks of {BLOCK_TOKENS} tokens, profile "
         f"{SimOptions().profile}; an endless cache common to all would reuse {endless(rows) * 100:.1f} %"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sim_engine TRACE    (Mooncake's format, .jsonl or .jsonl.gz; the scheduler alone)
 
-Targets: 5,000 tokens/s through one engine in real time under 15 % of a core; the Mooncake conversation trace
-(12,031 requests, 4.1 M tokens) well under the 20 s that `dynamo simulate` has for it.
+Targets: 5,000 tokens/s through one engine in real time under 15 % of a core; an hour of a chat service
+(some 12,000 requests, 4.1 M tokens) well under the 20 s that `dynamo simulate` has for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.harness import Report, at_most
 from dynamo_local.clock import run_virtual
 from dynamo_local.engines.sim import InMemoryTransport, ProfileModel, SimEngine, SimOptions, SimScheduler
-from dynamo_local.engines.sim.requests import Finished, SchedulerConfig, SimRequest, Tokens
+from dynamo_local.engines.sim.scheduling.requests import Finished, SchedulerConfig, SimRequest, Tokens
 from dynamo_local.ports import EngineRequest, SamplingParams
 
 PROMPT_TOKENS = 512

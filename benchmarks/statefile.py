@@ -44,7 +44,7 @@ def graph(workers: int) -> State:
             watcher_name=name,
             component="VllmWorker",
             cwd="/home/user/examples/llm",
-            cmd="/venv/bin/python -m dynamo_local.serve.serve_dynamo graphs.disagg:Frontend --service-name VllmWorker",
+            cmd="/venv/bin/python -m dynamo_local.worker.serve_dynamo graphs.disagg:Frontend --service-name VllmWorker",
             resources=EntryResources(allocated_gpus=[str(n)], gpu_uuids=[f"GPU-sim00000-0000-0000-0000-{n:012d}"]),
             gpus_per_worker=1,
             role=Role.DECODE,

@@ -1,4 +1,4 @@
-"""How commands read what was sent and how they reply: typed, always, and without keeping anybody else waiting."""
+"""How commands read what was sent and how they reply: always typed, and without blocking other commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _answering: set[asyncio.Task[dict[str, Any]]] = set()
 
 
 def answer(props: Any, work: Work) -> asyncio.Task[dict[str, Any]]:
-    """A future of the reply of `work`; it never raises. `waiting` makes circus reply when it is done, not before."""
+    """A future of the reply of `work`; it never raises. circus replies when it is done (it sets `waiting` for that)."""
     props["waiting"] = True
     task = asyncio.ensure_future(_reply(work()))
     _answering.add(task)
@@ -34,16 +34,16 @@ def answer(props: Any, work: Work) -> asyncio.Task[dict[str, Any]]:
 async def _reply(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     try:
         result = await work
-        json.dumps(result)  # what cannot be encoded would fail in circus's callback, and nobody would get an answer
+        json.dumps(result)  # in circus's callback an error would leave the caller without an answer
         return result
     except DynamoError as error:
         return refusal(error)
-    except MessageError as error:  # circus's own word for bad input
+    except MessageError as error:  # circus's own error for bad input
         return refusal(BadInput(str(error)))
     except asyncio.CancelledError:
         # The loop is being closed. A cancelled future would raise in circus's callback instead of answering.
         return refusal(NotRunning("the arbiter is leaving"))
-    except Exception as error:  # a bug of ours: said to whoever asked, told in full in the log, and nobody else hurt
+    except Exception as error:  # a bug of ours: tell the caller, log the traceback, and go on
         log.exception("a command failed")
         return refusal(DynamoError(f"the arbiter failed at it: {type(error).__name__}: {error}; its log says more"))
 
@@ -61,19 +61,19 @@ def refusal(error: DynamoError) -> dict[str, Any]:
 
 
 def supervisor_of(arbiter: Any) -> Any:
-    """The arbiter's supervisor; `NotRunning` where it has none yet, or no more."""
+    """The arbiter's supervisor. Raises `NotRunning` if it has none yet, or none any more."""
     if arbiter.supervisor is None:
         raise NotRunning("the arbiter is starting or leaving; try again")
     return arbiter.supervisor
 
 
 def new_stimulus_id(verb: str) -> str:
-    """`scale:1f0c9a3e`: the thread from a command through the statefile to the event log."""
+    """`scale:1f0c9a3e`: the id by which a command is followed through the statefile and the event log."""
     return f"{verb}:{secrets.token_hex(4)}"
 
 
 def text(props: Any, name: str) -> str:
-    """A property that must be a word; a number is one (`{"target": 3}`). `BadInput` says what came instead."""
+    """A property that must be a string or a number (`{"target": 3}`). Raises `BadInput` that says what came instead."""
     value = props.get(name)
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         raise BadInput(f"{name!r} must be a word, not {json.dumps(value)}")

@@ -8,15 +8,18 @@ See `docs/architecture.md` and `tests/contract/test_circus_arbiter.py`, which ke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
+import zmq
 from circus.arbiter import Arbiter
 from circus.controller import Controller
 from circus.process import Process
@@ -28,8 +31,8 @@ from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
 from dynamo_local.core.secrets import mask_env
-from dynamo_local.prctl import asking_to_die, set_parent_death_signal
-from dynamo_local.serve.host import ExitCallback, ProcessSpec
+from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
+from dynamo_local.system.process_host import ExitCallback, ProcessSpec
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,14 @@ class WorkerProcess(Process):  # type: ignore[misc]
             in_child = partial(set_parent_death_signal, death_signal, parent)
 
         self.started = time.time()
+        watcher.refused = None
+        try:
+            self._start(watcher, env, in_child)
+        except OSError as error:
+            watcher.refused = error  # circus logs it, and tells nobody
+            raise
+
+    def _start(self, watcher: WorkerWatcher, env: dict[str, str], in_child: Callable[[], None] | None) -> None:
         fd = os.open(watcher.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._worker = Popen(
@@ -60,8 +71,8 @@ class WorkerProcess(Process):  # type: ignore[misc]
                 start_new_session=True,
                 close_fds=True,
                 pass_fds=tuple(watcher.inherited_fds),
-                # None: a vfork, 0.2 ms; else a fork, 3 ms at 75 MB, which GRPC_ENABLE_FORK_SUPPORT=0 makes safe
-                # beside live channels: 0 of 800 died, else 21 %.
+                # None: a vfork, 0.2 ms; else a fork, 3 ms at 75 MB. Beside live gRPC channels 21 % of forked children
+                # died; with GRPC_ENABLE_FORK_SUPPORT=0 none of 800 did.
                 preexec_fn=in_child,
             )
         finally:
@@ -73,7 +84,7 @@ class WorkerProcess(Process):  # type: ignore[misc]
         return list(watcher.argv)
 
     def exit_code(self) -> int | None:
-        """Of the process, which is dead: this returns at once, and reaps it."""
+        """The exit code. The process is dead, so this returns at once, and reaps it."""
         code: int | None = self._worker.wait()
         return code
 
@@ -87,7 +98,7 @@ class AdoptedProcess(Process):  # type: ignore[misc]
         self.started = self._worker.create_time()
 
     def exit_code(self) -> None:
-        """Unknown. (psutil would wait until whoever is its parent now has reaped it.)"""
+        """Unknown. (psutil would wait until its present parent has reaped it.)"""
 
     def returncode(self) -> None:
         """Unknown."""
@@ -104,6 +115,8 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.argv = spec.argv
+        self.refused: OSError | None = None
+        """Why the latest start failed."""
         self.log_file = spec.log_file
         self.death_signal = spec.death_signal
         self.asks_itself = spec.asks_itself
@@ -136,7 +149,10 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
 
 
 class _NoSignals:
-    """circus's handler turns HUP into a reload (two copies of a GPU worker, lesson 20); ours are on the loop."""
+    """Replaces circus's signal handlers, whose HUP is a reload (two copies of a GPU worker, lesson 20).
+
+    Our own handlers are on the event loop.
+    """
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
@@ -156,9 +172,9 @@ class WorkerController(Controller):  # type: ignore[misc]
         self.sys_hdl = _NoSignals(self)
 
     def handle_message(self, raw_msg: list[bytes]) -> None:
-        """Answer what is no command, too: circus raises on an empty message, or JSON that is no object.
+        """Also answer messages that are no command: circus raises on an empty message, or JSON that is no object.
 
-        That leaves its socket's other messages unread until the next one comes (edge-triggered).
+        After that its socket's other messages would stay unread until the next one comes (edge-triggered).
         """
         try:
             super().handle_message(raw_msg)
@@ -168,7 +184,7 @@ class WorkerController(Controller):  # type: ignore[misc]
 
 
 class DynamoArbiter(Arbiter):  # type: ignore[misc]
-    """The arbiter of one namespace. `supervisor` is whoever answers our commands (`serve.supervisor`)."""
+    """The arbiter of one namespace. `supervisor` answers our commands (`serve.supervisor`)."""
 
     def __init__(self, *, endpoint: str, pubsub_endpoint: str, check_delay_s: float = 1.0) -> None:
         self.supervisor: Any = None
@@ -222,7 +238,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         await watcher._start()
         pid: int | None = watcher.pid
         if pid is None:
-            raise OSError(f"{spec.name}: the process could not be started: {watcher.cmd}")
+            raise watcher.refused or OSError(f"{spec.name}: the process could not be started: {watcher.cmd}")
         self._watch_exit(spec.name, pid)
         return pid
 
@@ -236,7 +252,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
     def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
         """A watcher for a process that runs already. `ProcessLookupError` if it does not (any more).
 
-        The caller knows that it is the right one. Its exit is told as any other's, with the code None.
+        The caller knows that it is the right one. Its exit is reported like any other, with the code None.
         """
         self._watch_exit(spec.name, pid)
         watcher = self._new_watcher(spec)
@@ -281,7 +297,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         ours = {pid for watcher in self.watchers for pid in watcher.processes}
         for pid in _children() - ours:
             try:
-                os.waitpid(pid, os.WNOHANG)  # one that lives is left alone
+                os.waitpid(pid, os.WNOHANG)  # does nothing to a live one
             except ChildProcessError:
                 continue
 
@@ -299,6 +315,20 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         if watcher is not None:
             self.watchers.remove(watcher)
             watcher.notify_event("remove", {"time": time.time()})
+
+    @property
+    def socket_files(self) -> tuple[Path, ...]:
+        """See `SupervisedHost`: those of the control endpoint and of circus's events."""
+        return tuple(socket_file(endpoint) for endpoint in (self.endpoint, self.pubsub_endpoint))
+
+    async def renew_sockets(self) -> None:
+        """See `SupervisedHost`."""
+        listen_again(self.ctrl.ctrl_socket, self.endpoint)
+        listen_again(self.evpub_socket, self.pubsub_endpoint)
+
+    def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
+        """See `SupervisedHost`: whoever starts us says with what."""
+        return ()
 
     def stop(self) -> Any:
         """circusctl's `quit`: the same as `dynamo down`, never a kill of everything at once."""
@@ -321,6 +351,26 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self.context.destroy(linger=200)
 
 
+def socket_file(endpoint: str) -> Path:
+    """Of `ipc:///…`."""
+    return Path(endpoint.removeprefix("ipc://"))
+
+
+def listen_again(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Bind a socket once more whose file somebody has removed; nothing where it is there. OSError where it cannot be.
+
+    Whoever is connected by the removed file loses that connection, and connects again.
+    """
+    if socket_file(endpoint).exists():
+        return
+    with contextlib.suppress(zmq.ZMQError):  # it was not bound: the last try failed
+        socket.unbind(endpoint)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, str(error), str(socket_file(endpoint))) from error
+
+
 def _wait_status(code: int) -> int:
     return -code if code < 0 else code << 8
 
@@ -328,7 +378,7 @@ def _wait_status(code: int) -> int:
 def _children() -> set[int]:
     """Pids of all our children, dead or alive.
 
-    Which are dead is not asked of /proc/PID/stat: with 64 workers that was 0.13 % of a core, for ever (benchmarks).
+    The dead are not sorted out by /proc/PID/stat: with 64 workers that took 0.13 % of a core all the time (benchmarks).
     """
     me = os.getpid()
     try:

@@ -84,7 +84,7 @@ class CircusClient:
     async def exclusive(self, command: str, *, patience_s: float, **properties: Any) -> dict[str, Any]:
         """A command that needs circusd's only slot: refusals are tried again, with jitter, for `patience_s` seconds.
 
-        Ours wait for each other here instead of being refused there. Raises what `call` raises.
+        Our own commands wait for each other here, so that circusd does not refuse them. Raises what `call` raises.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + patience_s
@@ -108,7 +108,7 @@ class CircusClient:
             except (ValueError, TypeError, KeyError):
                 log.warning("circusd sent what is no reply: %r", raw[:200])
                 continue
-            if future is not None and not future.done():  # else its caller has given up
+            if future is not None and not future.done():  # otherwise its caller has given up
                 future.set_result(reply)
 
     async def close(self) -> None:

@@ -26,24 +26,24 @@ from typing import TYPE_CHECKING, Any
 
 from circus.plugins import CircusPlugin
 
+from dynamo_local.core.life.roles import STAGES
 from dynamo_local.errors import BadInput, DynamoError, NamespaceBusy, NotRunning
 
 if TYPE_CHECKING:
     from dynamo_local.circus_plugins.under_circusd import UnderCircusd
-    from dynamo_local.serve.launch import ServeOptions
-    from dynamo_local.serve.plan import Deployment
-    from dynamo_local.serve.progress import Row
+    from dynamo_local.control.deployment import Deployment
+    from dynamo_local.serve.request import ServeOptions
+    from dynamo_local.telemetry.progress import Row
 
 log = logging.getLogger(__name__)
 run_log = logging.getLogger("dynamo_local.run")
-"""The run's own story; `log` tells of the plugin's coming and going, in a file that is there before any run."""
+"""Logs the run. `log` logs the plugin's start and end, in a file that exists before any run."""
 
 LOG_NAME = "circusd_plugin.log"
 """In the log folder, of all namespaces: circusd sends a plugin's own output to /dev/null."""
 PREDECESSOR_TIMEOUT_S = 3600.0
 PREDECESSOR_POLL_S = 0.2
 """`circusctl reload` starts a new plugin before it ends the old one, which then finishes what streams."""
-LEAVE_STAGES = 3
 LEAVE_SLACK_S = 60.0
 
 
@@ -54,19 +54,20 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
 
     def __init__(self, endpoint: str, pubsub_endpoint: str, check_delay: float, ssh_server: Any = None, **config: Any):
         super().__init__(endpoint, pubsub_endpoint, check_delay, ssh_server, **config)
-        self.loop.close()  # circus's; the supervisor brings its own
+        self.loop.close()  # circus's loop; the supervisor makes its own
         self._own_watcher = str(config.get("name", f"plugin:{self.name}"))
         self._host: UnderCircusd | None = None
+        self._deployment_file = Path()
 
     def start(self) -> None:
         """Run the graph until `dynamo down`, or until circusd stops us. A failure is logged, and not tried again."""
         from dynamo_local.circus_plugins.under_circusd import stop_own_watcher
-        from dynamo_local.prctl import set_parent_death_signal
-        from dynamo_local.serve.paths import log_root, private_folder
+        from dynamo_local.system.paths import log_root, private_folder
+        from dynamo_local.system.prctl import set_parent_death_signal
 
         _log_to(private_folder(log_root(os.environ)) / LOG_NAME)
         set_parent_death_signal(signal.SIGTERM)  # circusd was killed: leave as if it had asked us to
-        os.environ.pop("NOTIFY_SOCKET", None)  # circusd's to answer, if it runs under systemd
+        os.environ.pop("NOTIFY_SOCKET", None)  # if circusd runs under systemd, it alone answers it
         log.info("[%s] starts", self._own_watcher)
         try:
             code = self._serve()
@@ -83,7 +84,8 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             raise BadInput("a circusd behind ssh is another host: its processes cannot be watched from here")
         if "deployment" not in self.config:
             raise BadInput(f"the [{self._own_watcher}] section needs `deployment = /path/of/a/deployment.yaml`")
-        options, folder = deployment_options(Path(self.config["deployment"]), os.environ)
+        self._deployment_file = Path(self.config["deployment"]).resolve()  # now: the folder changes
+        options, folder = deployment_options(self._deployment_file, os.environ)
         os.chdir(folder)
         who = f"the circusd plugin {self._own_watcher}"
         deadline_s = time.monotonic() + PREDECESSOR_TIMEOUT_S
@@ -94,7 +96,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             except NotRunning:
                 if not options.adopt:
                     raise
-                options = replace(options, adopt=False)  # nothing is left to be taken back: start anew
+                options = replace(options, adopt=False)  # nothing is left to adopt: start anew
             except NamespaceBusy as error:
                 if time.monotonic() > deadline_s:
                     raise
@@ -113,21 +115,22 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             own_watcher=self._own_watcher,
             control_socket=deployment.paths.control_socket,
             namespace=deployment.graph.namespace,
-            leave_bound_s=LEAVE_STAGES * drain_s + LEAVE_SLACK_S,
+            leave_bound_s=len(STAGES) * drain_s + LEAVE_SLACK_S,
+            deployment_file=self._deployment_file,
         )
         return self._host
 
     def stop(self) -> None:
-        """Nothing: when `start` has returned, all is gone."""
+        """Nothing to do: when `start` has returned, everything has ended."""
 
     def handle_recv(self, data: Any) -> None:
         """Not called: `start` runs a loop of its own."""
 
 
 def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOptions, Path]:
-    """What `dynamo serve` would be told, and in which folder, by the YAML's `Host: circusd:`. Raises `BadInput`."""
+    """The options and the folder of `dynamo serve` that the YAML's `Host: circusd:` stands for. Raises `BadInput`."""
     from dynamo_local.config import load_config
-    from dynamo_local.serve.launch import ServeOptions
+    from dynamo_local.serve.request import ServeOptions
 
     wanted = load_config(path, env=environ).host.circusd
     if wanted is None:
@@ -144,7 +147,7 @@ def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOpt
         target=wanted.graph,
         file=path.resolve(),
         namespace=wanted.namespace,
-        # A plugin that is killed is started again by circusd, and takes its workers back: no stream is cut.
+        # circusd starts a killed plugin again, which then adopts its workers: no stream is cut.
         on_arbiter_death="keep",
         adopt=True,
         **deadlines,
@@ -153,18 +156,18 @@ def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOpt
 
 
 class LogView:
-    """Tells of the start and the run in the arbiter's log: nobody watches a plugin's output."""
+    """Writes the progress of start and run to the arbiter's log: nobody watches a plugin's output."""
 
     wants_logs = False
 
     def __init__(self) -> None:
-        self._told: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
 
     def rows(self, title: str, rows: Sequence[Row]) -> None:
         """Each worker's state, once."""
         for row in rows:
-            if self._told.get(row.name) != row.state:
-                self._told[row.name] = row.state
+            if self._shown.get(row.name) != row.state:
+                self._shown[row.name] = row.state
                 run_log.info("%s: %s%s", row.name, row.state, f" on GPU {row.gpus}" if row.gpus else "")
 
     def event(self, text: str) -> None:

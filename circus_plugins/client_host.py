@@ -26,15 +26,15 @@ from typing import Any
 from dynamo_local.circus_plugins import exec_worker
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdBusy, CircusdError
 from dynamo_local.circus_plugins.tickets import Claim, Offer, Tickets
-from dynamo_local.serve.host import ExitCallback, ProcessSpec
-from dynamo_local.serve.processes import kill_session, wait_exit
+from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from dynamo_local.system.processes import aend_session, wait_exit
 
 log = logging.getLogger(__name__)
 
 START_PATIENCE_S = 120.0
-"""How long a start waits for circusd's slot; past it the restart policy decides when to try again."""
+"""How long a start waits for circusd's slot. After that the restart policy decides when to try again."""
 FORGET_PATIENCE_S = 2.0
-"""A removal that waits longer goes on in the background: nothing depends on it but the list of watchers."""
+"""A removal that waits longer goes on in the background: only the list of watchers depends on it."""
 REMOVE_PATIENCE_S = 3600.0
 CLOSE_PATIENCE_S = 10.0
 STOP_SIGNAL = signal.SIGCONT
@@ -49,7 +49,8 @@ class Running:
 
 
 class CircusClientHost:
-    """A `ProcessHost`. `socket` is where new processes fetch their tickets; `leave_bound_s` bounds circusd's patience.
+    """A `ProcessHost`. `socket` is where new processes fetch their tickets; `leave_bound_s` is how long circusd
+    must wait for a watcher to stop, at least.
 
     `circusd_pid` must be the parent of what circusd starts: a process that asks for a death signal gets it when that
     one dies. `start` before use, `close` after.
@@ -68,7 +69,7 @@ class CircusClientHost:
         self.circusd_endpoint = endpoint
         self.circusd_pid = circusd_pid
         self.hurried = False
-        """circusd stops us: it holds its slot until we are gone, so that nothing can be removed any more."""
+        """circusd is stopping us. It holds its slot until we have ended, so no watcher can be removed any more."""
         self._tickets = Tickets(socket, parent=circusd_pid)
         self._leave_bound_s = leave_bound_s
         self._reply_timeout_s = reply_timeout_s
@@ -116,13 +117,13 @@ class CircusClientHost:
         try:
             claim = await self._started(offer)
         except BaseException as error:
-            _end_unwanted(offer)
+            await _end_unwanted(offer)
             if isinstance(error, CircusdError):
                 raise OSError(str(error)) from error
             raise
         finally:
             self._tickets.withdraw(offer)
-        # From here to the caller nothing is awaited: it knows the pid before it hears of an exit.
+        # Nothing is awaited from here on, so the caller knows the pid before it can hear of the exit.
         self._running[spec.name] = Running(claim.pid, claim.pidfd)
         asyncio.get_running_loop().add_reader(claim.pidfd, self._exited, spec.name)
         return claim.pid
@@ -193,13 +194,13 @@ class CircusClientHost:
             raise OSError(f"circusd has another watcher named {name}; rename it, or give the graph another namespace")
         for pid in await self._pids(name):
             log.warning("left over from a killed plugin, ended: %s (pid %d)", name, pid)
-            kill_session(pid)
+            await aend_session(pid)
             if not await wait_exit(pid, self._reply_timeout_s):
                 raise OSError(f"{name}: pid {pid} of a killed plugin does not end")
         await self._remove(name, START_PATIENCE_S)
 
     async def _is_ours(self, name: str) -> bool:
-        """It starts by our socket, in a folder of which we hold the lock: whoever owned it is dead."""
+        """Whether its command names our socket. We hold the lock of that folder, so its former owner is dead."""
         args = (await self.circusd.call("options", name=name)).get("options", {}).get("args")
         return isinstance(args, list) and str(self._tickets.path) in args
 
@@ -249,25 +250,27 @@ class CircusClientHost:
         return task
 
     async def _stop_removing(self, name: str) -> None:
-        """A removal that comes late must not hit a new watcher of that name. What is sent already comes before it."""
+        """End a pending removal: it must not hit the new watcher of that name. What was sent already comes first."""
         task = self._removals.pop(name, None)
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
 
-def _end_unwanted(offer: Offer) -> None:
-    """A start was given up: a process that came all the same must not live on without an owner."""
+async def _end_unwanted(offer: Offer) -> None:
+    """End the process of a start that was given up, if there is one: it must not run without an owner."""
     if offer.claimed.done() and not offer.claimed.cancelled() and offer.claimed.exception() is None:
         claim = offer.claimed.result()
-        kill_session(claim.pid)
-        os.close(claim.pidfd)
+        try:
+            await aend_session(claim.pid)
+        finally:
+            os.close(claim.pidfd)
     else:
         offer.claimed.cancel()
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
-    """How a process ended that its parent has not collected yet: a negative code is a signal; None if it has.
+    """The exit code of a process that its parent has not reaped yet (negative: a signal); None if it has.
 
     The last field of proc_pid_stat(5), readable to its own user. We are not the parent: `waitpid` is circusd's.
     """

@@ -52,6 +52,10 @@ class Commanded(Protocol):
         """`{"workers": […]}`, once committed."""
         ...
 
+    async def apply(self, deployment: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """What differs, and what is done about it, once committed. `deployment` is as `serve.wish.Wish` writes it."""
+        ...
+
     def planner(self) -> Planned:
         """Whom the planner's commands speak to."""
         ...
@@ -202,9 +206,32 @@ class DynamoRestart(_Asked, Command):  # type: ignore[misc]
         )
 
 
+class DynamoApply(_Asked, Command):  # type: ignore[misc]
+    """\
+    Take over another deployment: use `dynamo apply -f FILE`
+    ========================================================
+
+    `deployment` is what that command has understood of the file. Answers once the intent is committed.
+    """
+
+    name = "dynamo_apply"
+    arguments = ("deployment",)
+    options: ClassVar[list[Any]] = [FORCE, ("", "dry_run", False, "only say what would be changed")]
+
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """See `Commanded.apply`."""
+        return supervisor.apply(
+            props.get("deployment"),
+            dry_run=flag(props, "dry_run"),
+            force=flag(props, "force"),
+            stimulus_id=stimulus_id,
+        )
+
+
 __all__ = [
     "REFUSED",
     "Commanded",
+    "DynamoApply",
     "DynamoDown",
     "DynamoDrain",
     "DynamoRestart",

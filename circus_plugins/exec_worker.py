@@ -26,8 +26,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(path: str, name: str) -> int:
-    """Return only where the worker could not be started; the plugin, if it listens, was told why."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plugin:  # close-on-exec: its end tells of the exec
+    """Returns only if the worker could not be started; the plugin, if it listens, was told why."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plugin:  # close-on-exec: its closing tells the plugin
         plugin.settimeout(_TIMEOUT_S)
         try:
             plugin.connect(path)
@@ -76,7 +76,7 @@ def _become(ticket: "dict[str, object]", fds: "list[int]") -> None:
     for fd in {null, log_fd} - {0, 1, 2}:
         os.close(fd)
     os.chdir(str(ticket["cwd"]))
-    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec hands that on
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and a program would inherit that
         signal.signal(signum, signal.SIG_DFL)
     death_signal, parent = ticket["death_signal"], ticket["parent"]
     if isinstance(death_signal, int):

@@ -1,6 +1,6 @@
 """circus's own commands, made safe: stock `circusctl` can neither cut a stream nor start a worker behind our back.
 
-Some do what their user means by our means (`stop` is a drain), the others are refused, naming our command.
+Some do what the user means in our way (`stop` is a drain); the others are refused, and the error names our command.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from circus.util import to_signum
 
 from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, refusal, supervisor_of, text
+from dynamo_local.core.life.states import traits_of
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.core.types import NAME, WorkerState
 from dynamo_local.errors import BadInput, TimedOut
@@ -46,14 +47,14 @@ REFUSED: dict[str, Refusal] = {
     "restart": Refusal("it cuts streams", "use `dynamo restart {name}`"),
     "set": Refusal(
         "a worker's options come from its graph and configuration",
-        "change those, then use `dynamo restart --rolling COMPONENT`",
+        "change those, then use `dynamo apply -f FILE`",
     ),
     "kill": Refusal("it would end streams in mid-sentence", "use `dynamo drain {name}`"),
     "stats": Refusal("it stops the arbiter's loop while it samples every process (1.2 s at 256 workers)", _STATUS),
     "dstats": Refusal("it stops the arbiter's loop while it samples every process", _STATUS),
     "ipython": Refusal("it would run a shell in the arbiter's own loop", _STATUS),
 }
-"""circus's command -> why not, and what instead."""
+"""circus's command -> why it is refused, and what to use instead."""
 
 LEAVE = frozenset({signal.SIGTERM, signal.SIGINT})
 """Signals that ask a worker to leave: to send one is a drain."""
@@ -102,21 +103,21 @@ async def _drain(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
 
 async def _until_gone(supervisor: Any, name: str) -> str:
     """The state in which it ended (`ready` if the drain was taken back). circus's own `stop --waiting` waits, too."""
-    leaving = {str(WorkerState.DRAINING), str(WorkerState.DRAIN_TIMED_OUT)}
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + GONE_TIMEOUT_S
     while loop.time() < deadline_s:
         row = next((row for row in supervisor.status()["workers"] if row["watcher_name"] == name), None)
         if row is None:
             return str(WorkerState.EXITED)
-        if row["state"] not in leaving:
+        traits = traits_of(row["state"])
+        if not traits.leaves or traits.gone:
             return str(row["state"])
         await asyncio.sleep(GONE_POLL_S)
     raise TimedOut(f"{name} is still draining after {GONE_TIMEOUT_S:.0f} s; it goes on, see `dynamo status`")
 
 
 async def _signal(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
-    """Only what cannot harm: a plea to leave becomes a drain, and a worker's own signals reach it."""
+    """Only harmless signals are sent: one that asks to leave becomes a drain; those that a worker handles reach it."""
     name = _worker_named(arbiter, text(props, "name"))
     signum = _signum(props)
     if any(props.get(key) for key in ("children", "recursive", "childpid")):
@@ -157,7 +158,7 @@ def _handles(pid: int | None, signum: signal.Signals) -> bool:
 
 
 def _worker_named(arbiter: Any, name: str) -> str:
-    """The worker's name as we spell it (circus's `list` lower-cases it). An unknown one is the supervisor's to tell."""
+    """The worker's name as we spell it (circus's `list` lower-cases it). The supervisor refuses an unknown one."""
     for row in supervisor_of(arbiter).status()["workers"]:
         if row["watcher_name"].lower() == name.lower():
             return str(row["watcher_name"])
@@ -169,11 +170,11 @@ def _worker_named(arbiter: Any, name: str) -> str:
 
 
 INSTEAD: dict[str, Handler] = {"quit": _quit, "stop": _stop, "rm": _remove, "signal": _signal, "get": _get}
-"""circus's command -> what it does with us."""
+"""circus's command -> what we do instead."""
 
 
 class _Replaced:
-    """Stands in for a circus command: same name and help, our doing."""
+    """Stands in for a circus command: the same name and help, our implementation."""
 
     def __init__(self, original: Any, handler: Handler) -> None:
         self._original = original
@@ -186,7 +187,7 @@ class _Replaced:
         """Nothing: the handler checks, and answers with a typed error."""
 
     def execute(self, arbiter: Any, props: Any) -> Any:
-        """A future of the reply. `waiting` is how circus says when to reply; whether to wait is kept apart from it."""
+        """A future of the reply. `answer` uses circus's `waiting`, so the caller's own becomes `wait_for_end`."""
         asked = {**props, "wait_for_end": bool(props.get("waiting"))}
         return answer(props, lambda: self._carry_out(arbiter, asked))
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.circus_plugins.exec_worker import HEADER_BYTES
-from dynamo_local.serve.host import ProcessSpec
-from dynamo_local.serve.processes import kill_session
+from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.system.processes import aend_session
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Claim:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """One start to be. `claimed` fails with OSError where the process could not become the worker."""
+    """A start that is expected. `claimed` fails with OSError if the process could not become the worker."""
 
     spec: ProcessSpec
     claimed: asyncio.Future[Claim] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -59,7 +59,7 @@ class Tickets:
 
     def open(self) -> None:
         """Listen. The socket is the user's alone."""
-        self.path.unlink(missing_ok=True)  # of a plugin that was killed; the namespace's lock is ours
+        self.path.unlink(missing_ok=True)  # left by a killed plugin; we hold the namespace's lock
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.setblocking(False)
@@ -87,7 +87,7 @@ class Tickets:
         return offer
 
     def withdraw(self, offer: Offer) -> None:
-        """Allow it no more. A process that comes for it later ends by itself."""
+        """Withdraw the offer. A process that comes for it later ends by itself."""
         if self._offers.get(offer.spec.name) is offer:
             del self._offers[offer.spec.name]
 
@@ -128,8 +128,8 @@ class Tickets:
             _fail(offer, OSError(f"{name}: the plugin is leaving"))
             raise
         else:
-            if offer.claimed.done():  # given up meanwhile: it must not live on without an owner
-                kill_session(claim.pid)
+            if offer.claimed.done():  # given up meanwhile: the process must not run without an owner
+                await aend_session(claim.pid)
                 os.close(claim.pidfd)
             else:
                 offer.claimed.set_result(claim)
@@ -165,4 +165,4 @@ class Tickets:
 def _fail(offer: Offer, error: OSError) -> None:
     with contextlib.suppress(asyncio.InvalidStateError):  # whoever waited has given up
         offer.claimed.set_exception(error)
-        offer.claimed.exception()  # seen, even if nobody awaits it any more
+        offer.claimed.exception()  # mark it as retrieved, even if nobody awaits it

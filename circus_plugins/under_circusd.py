@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import zmq.asyncio
 from tornado.ioloop import IOLoop
 
 from dynamo_local.circus_plugins.answers import new_stimulus_id, refusal
-from dynamo_local.circus_plugins.arbiter import WorkerController
+from dynamo_local.circus_plugins.arbiter import WorkerController, listen_again, socket_file
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdError
 from dynamo_local.circus_plugins.client_host import CircusClientHost
 from dynamo_local.circus_plugins.commands import Commanded
@@ -31,10 +32,10 @@ log = logging.getLogger(__name__)
 READY_PATIENCE_S = 600.0
 """circusd starts its watchers one after the other, with its `warmup_delay`, and refuses everything meanwhile."""
 QUIT_GRACE_S = 0.25
-"""`quit` stops all watchers in one go: whoever hears that one is stopped waits so long for the news that all are."""
+"""`quit` stops all watchers at once: after the event for one of them, wait this long to see whether it was a `quit`."""
 
 
-class _Elsewhere:
+class _AnsweredByCircusd:
     """Stands in for circus's own commands on our endpoint: those belong to the circusd that runs the watchers."""
 
     def __init__(self, name: str, endpoint: str) -> None:
@@ -45,11 +46,11 @@ class _Elsewhere:
         """Nothing to check: the answer is the same."""
 
     def execute(self, arbiter: Any, props: Any) -> dict[str, Any]:
-        """Where to ask instead."""
+        """The refusal, which names the endpoint to ask instead."""
         return refusal(
             BadInput(
                 f"this graph runs under a stock circusd: use `circusctl --endpoint {self._endpoint} {self.name}`, "
-                "or `dynamo status`, `scale`, `drain`, `restart`, `down`"
+                "or `dynamo status`, `scale`, `drain`, `restart`, `apply`, `down`"
             )
         )
 
@@ -58,16 +59,17 @@ class PluginController(WorkerController):
     """Answers our commands, and says of circus's own where they are answered."""
 
     def __init__(self, endpoint: str, context: zmq.Context[Any], arbiter: Any, circusd_endpoint: str) -> None:
-        super().__init__(endpoint, None, context, IOLoop.current(), arbiter, 0)  # 0: no timer, nothing to manage
+        super().__init__(endpoint, None, context, IOLoop.current(), arbiter, 0)  # 0: no timer
         for name in self.commands:
             if not name.startswith("dynamo_"):
-                self.commands[name] = _Elsewhere(name, circusd_endpoint)
+                self.commands[name] = _AnsweredByCircusd(name, circusd_endpoint)
 
 
 class UnderCircusd(CircusClientHost):
     """A `SupervisedHost`: what `DynamoArbiter` is to `dynamo serve`, under the circusd that is our parent.
 
-    `own_watcher` is the plugin's own name there (`plugin:dynamo`), `leave_bound_s` how long leaving may take at most.
+    `own_watcher` is the plugin's own name there (`plugin:dynamo`), `leave_bound_s` how long leaving may take at most,
+    `deployment_file` what the ini names.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class UnderCircusd(CircusClientHost):
         control_socket: Path,
         namespace: str,
         leave_bound_s: float,
+        deployment_file: Path,
     ) -> None:
         super().__init__(
             endpoint,
@@ -88,6 +91,7 @@ class UnderCircusd(CircusClientHost):
         )
         self.supervisor: Commanded | None = None
         self._own_watcher = own_watcher
+        self._deployment_file = deployment_file
         self._pubsub_endpoint = pubsub_endpoint
         self._namespace = namespace
         self._context: zmq.Context[Any] = zmq.Context()
@@ -124,6 +128,27 @@ class UnderCircusd(CircusClientHost):
         self._events_context.destroy(linger=0)
         await super().close()
 
+    @property
+    def socket_files(self) -> tuple[Path, ...]:
+        """See `SupervisedHost`: those of the control endpoint and of the tickets."""
+        return socket_file(self._controller.endpoint), self._tickets.path
+
+    async def renew_sockets(self) -> None:
+        """See `SupervisedHost`."""
+        listen_again(self._controller.ctrl_socket, self._controller.endpoint)
+        if not self._tickets.path.exists():
+            await self._tickets.close()
+            self._tickets.open()
+
+    def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
+        """See `SupervisedHost`: circusd starts a plugin that died with the file of its ini, and with that alone."""
+        if file == str(self._deployment_file) and not overrides:
+            return ()
+        return [
+            f"circusd starts this graph from {self._deployment_file}, and would not take its workers back with "
+            "anything else: write the change into that file, and apply it without overrides"
+        ]
+
     def _asked_to_stop(self) -> None:
         """circusd holds its only slot until we are gone: no watcher can be removed any more, and none need be."""
         self.hurried = True
@@ -148,22 +173,22 @@ class UnderCircusd(CircusClientHost):
                 topic, body, *_ = await events.recv_multipart()
                 watcher, _, event = topic.decode().removeprefix("watcher.").rpartition(".")
                 if event == "kill":
-                    self._run(self._stopped_by_hand(watcher, int(json.loads(body)["process_pid"])))
+                    self._run(self._on_circusctl_stop(watcher, int(json.loads(body)["process_pid"])))
 
-    async def _stopped_by_hand(self, watcher: str, pid: int) -> None:
-        """A command of circusd's for our watcher: our stop signal did nothing yet. A worker drains, a server ends."""
+    async def _on_circusctl_stop(self, watcher: str, pid: int) -> None:
+        """circusd was told to stop our watcher; our stop signal has no effect. Drain a worker, end a server."""
         await asyncio.sleep(QUIT_GRACE_S)
         if self.hurried or pid not in {running.pid for running in self._running.values()}:
             return
         if self.supervisor is not None:
             for row in self.supervisor.status()["workers"]:
-                if row["pid"] == pid and await self._obeyed(self.supervisor, row["watcher_name"]):
+                if row["pid"] == pid and await self._carried_out(self.supervisor, row["watcher_name"]):
                     return
         log.warning("circusd stops %s (pid %d), which cannot be drained now: SIGTERM", watcher, pid)
         os.kill(pid, signal.SIGTERM)
 
-    async def _obeyed(self, supervisor: Commanded, name: str) -> bool:
-        """False where the supervisor cannot do it now, which it says in the log."""
+    async def _carried_out(self, supervisor: Commanded, name: str) -> bool:
+        """Drain or restart the worker, as circusd was asked to. False, and logged, if that cannot be done now."""
         try:
             if await self._is_stopping(name):
                 stimulus_id = new_stimulus_id("circusctl-stop")
@@ -184,7 +209,7 @@ class UnderCircusd(CircusClientHost):
 
 
 async def stop_own_watcher(endpoint: str, own_watcher: str) -> None:
-    """Ask circusd to keep the plugin down. It ends us by SIGTERM while it does. A refusal is logged."""
+    """Ask circusd to stop the plugin for good, which sends us SIGTERM. A refusal is logged."""
     client = CircusClient(endpoint)
     try:
         await client.exclusive("stop", patience_s=READY_PATIENCE_S, name=own_watcher, match="simple")

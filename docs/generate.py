@@ -7,6 +7,12 @@ python docs/generate.py --check  exit code 1, and the names, if a part is not cu
 from __future__ import annotations
 
 import argparse
+import configparser
+import dataclasses
+import enum
+import importlib
+import importlib.util
+import inspect
 import re
 import sys
 import types
@@ -15,80 +21,63 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
 ROOT = Path(__file__).resolve().parent.parent
 PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A markdown table. A `|` inside a cell is escaped."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _sibling(name: str) -> types.ModuleType:
+    """A module of this folder; docs is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+_tables = _sibling("option_tables")
+table, options, type_of, default_of = _tables.table, _tables.options, _tables.type_of, _tables.default_of
 
 
 # --- options -----------------------------------------------------------------------------------
 
 
-def options(model: type[BaseModel], *, beyond: type[BaseModel] = BaseModel) -> str:
-    """A section's keys as one writes them in YAML, with type, default and meaning; without those of `beyond`."""
+def generator_keys() -> str:
+    """Keys of `dynamo simulate --generate`: the kinds' values, range and meaning."""
+    from dynamo_local.twin.generator import KINDS, GeneratorOptions
+
     rows = []
-    for name, field in model.model_fields.items():
-        if name in beyond.model_fields:
-            continue
-        rows.append((f"`{name.replace('_', '-')}`", _type(field), _default(field), field.description or ""))
-    return table(("Key", "Type", "Default", "Meaning"), rows)
-
-
-def _type(field: FieldInfo) -> str:
-    bounds = [
-        f"{sign} {value:g}"
-        for limit in field.metadata
-        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-        if (value := getattr(limit, attribute, None)) is not None
-    ]
-    return " ".join([_annotation(field.annotation), *bounds])
-
-
-def _annotation(annotation: Any) -> str:
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
-    origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_annotation(member) for member in typing.get_args(annotation) if member is not type(None))
-    if origin is typing.Literal:
-        return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
-    return "mapping" if origin is dict else names.get(annotation, str(annotation))
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "–"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    for name, field in GeneratorOptions.model_fields.items():
+        default = None if field.is_required() else field.default
+        values = (f"{numbers.get(name, default):.12g}" for numbers in KINDS.values())
+        meaning = " ".join((field.description or "").split())
+        rows.append((f"`{name.replace('_', '-')}`", *values, type_of(field), meaning))
+    return table(("Key", *(f"`{kind}`" for kind in KINDS), "May be", "Meaning"), rows)
 
 
 def _section(name: str) -> Callable[[], str]:
-    def render() -> str:
-        import dynamo_local.components
-
-        return options(getattr(dynamo_local.components, name).config_model)
-
-    return render
+    return lambda: options(getattr(importlib.import_module("dynamo_local.components"), name).config_model)
 
 
 def planner_options() -> str:
-    """The section `Planner`."""
-    from dynamo_local.config import PlannerConfig
+    """The section `Planner`: each option under its names, with the policies that take it."""
+    from dynamo_local.config.planner import POLICIES, PlannerConfig, known_names
+    from dynamo_local.config.planner.options import options_of
 
-    return options(PlannerConfig)
+    rows = []
+    for name, field in PlannerConfig.model_fields.items():
+        names = [alias for alias, of in known_names().items() if of == name]
+        takers = [policy for policy in POLICIES if name in options_of(policy)]
+        whose = "all" if len(takers) == len(POLICIES) else ", ".join(f"`{policy}`" for policy in takers)
+        key = ", ".join(f"`{each.replace('_', '-')}`" for each in names)
+        rows.append((key, whose, type_of(field), default_of(field), field.description or ""))
+    return table(("Key", "Policy", "Type", "Default", "Meaning"), rows)
 
 
 def http_options() -> str:
     """Keys of a section with `runtime: http` beyond those of every command."""
-    from dynamo_local.runtimes.config import CommandConfig
-    from dynamo_local.runtimes.http import HttpConfig
+    from dynamo_local.commands.config import CommandConfig
+    from dynamo_local.commands.http_server.driver import HttpConfig
 
     return options(HttpConfig, beyond=CommandConfig)
 
@@ -113,9 +102,109 @@ def commands() -> str:
 
 def lifecycle() -> str:
     """The transition table as a mermaid diagram."""
-    from dynamo_local.core.lifecycle import mermaid
+    from dynamo_local.core.life.lifecycle import mermaid
 
     return f"```mermaid\n{mermaid()}```"
+
+
+def rooms() -> str:
+    """The rooms from the top to the bottom, as `.importlinter` orders them, and what each says it is."""
+    rows = []
+    for layer in _layers():
+        for room in layer:
+            module = importlib.import_module(f"dynamo_local.{room}")
+            what = " ".join(inspect.cleandoc(module.__doc__ or "").split("\n\n")[0].split())
+            rows.append((f"`{room}`", what, ", ".join(f"`{other}`" for other in layer if other != room)))
+    return table(("Room", "What it is", "Beside it, and unknown to it"), rows)
+
+
+def _layers() -> list[list[str]]:
+    config = configparser.ConfigParser()
+    config.read(ROOT / ".importlinter")
+    layers = config["importlinter:contract:layers"]["layers"].strip().splitlines()
+    return [[room.strip() for room in re.split(r"[|:]", layer)] for layer in layers]
+
+
+def import_contracts() -> str:
+    """The names of all contracts in `.importlinter`."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / ".importlinter")
+    names = (config[section]["name"] for section in config.sections() if ":contract:" in section)
+    return "\n".join(f"* {name}" for name in names)
+
+
+def role_traits() -> str:
+    """What each role means: the table of `core/life/roles.py`."""
+    from dynamo_local.core.life.roles import ROLES
+
+    return _traits_table("Role", ROLES)
+
+
+def state_traits() -> str:
+    """What each state means: the table of `core/life/states.py`."""
+    from dynamo_local.core.life.states import TRAITS
+
+    return _traits_table("State", TRAITS)
+
+
+def _traits_table(what: str, traits_of: Mapping[Any, Any]) -> str:
+    names = [field.name for field in dataclasses.fields(next(iter(traits_of.values())))]
+    rows = ((f"`{key}`", *(_trait(getattr(traits, name)) for name in names)) for key, traits in traits_of.items())
+    return table((what, *(f"`{name}`" for name in names)), rows)
+
+
+def _trait(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    return ("yes" if value else "") if isinstance(value, bool) else "" if value is None else str(value)
+
+
+def stimuli() -> str:
+    """What goes into the machine, by the headings of its module."""
+    from dynamo_local.core.life import stimuli as module
+    from dynamo_local.core.life.machine import HANDLERS
+
+    return _listed(module, {kind.__name__ for kind in HANDLERS})
+
+
+def instructions() -> str:
+    """What comes out of the machine."""
+    from dynamo_local.core.life import instructions as module
+
+    return _listed(module, {kind.__name__ for kind in typing.get_args(module.Instruction)})
+
+
+def _listed(module: types.ModuleType, names: set[str]) -> str:
+    """Those classes of the module in its order: the heading above each, its fields, the first part of its docstring."""
+    rows, heading = [], ""
+    for line in inspect.getsource(module).splitlines():
+        if match := re.fullmatch(r"# --- (.+?) -+", line):
+            heading = match[1]
+        if (match := re.match(r"class (\w+)", line)) and match[1] in names:
+            kind = getattr(module, match[1])
+            fields = [f"`{field.name}`" for field in dataclasses.fields(kind) if field.name != "stimulus_id"]
+            meaning = " ".join(inspect.cleandoc(kind.__doc__).split("\n\n")[0].split())
+            rows.append((heading, f"`{match[1]}`", ", ".join(fields), meaning))
+    if not heading:
+        return table(("", "Carries", "Meaning"), (row[1:] for row in rows))
+    return table(("Kind", "", "Carries", "Meaning"), rows)
+
+
+def _episode(name: str) -> Callable[[], str]:
+    """The machine's steps in an episode of `docs/scenarios.py`, below what its docstring tells."""
+
+    def render() -> str:
+        script = _sibling("scenarios").EPISODES[name]
+        told = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
+        more = [" ".join(part.split()) for part in inspect.cleandoc(script.__doc__).split("\n\n")[1:]]
+        rows = (
+            (f"{row.at_s:.2f}", row.stimulus, "<br>".join(row.transitions), "<br>".join(row.instructions))
+            for row in script().rows
+        )
+        head = ("s", "Stimulus (cause)", "Transitions (event, cause)", "Instructions")
+        return "\n\n".join([told, *more, table(head, rows)])
+
+    return render
 
 
 def allowed_environment() -> str:
@@ -142,11 +231,12 @@ def metrics() -> str:
 
 def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
-    from dynamo_local.serve.metrics import ArbiterMetrics
-    from dynamo_local.serve.planner_views import PlannerMetrics
+    from dynamo_local.telemetry.metrics import ArbiterMetrics
+    from dynamo_local.telemetry.planner_views import PlannerMetrics
+    from dynamo_local.telemetry.plugin_metrics import PluginMetrics
 
     arbiter = ArbiterMetrics()
-    return metric_table(arbiter, PlannerMetrics(arbiter.registry))
+    return metric_table(arbiter, PlannerMetrics(arbiter.registry), PluginMetrics(arbiter.registry))
 
 
 def metric_table(*owners: Any) -> str:
@@ -196,10 +286,18 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "allowed-environment": allowed_environment,
     "arbiter-metrics": arbiter_metrics,
     "commands": commands,
+    "episode-adoption": _episode("adoption"),
+    "episode-crash": _episode("crash"),
+    "episode-drain": _episode("drain"),
+    "episode-rolling-restart": _episode("rolling-restart"),
+    "episode-swap": _episode("swap"),
+    "generator-keys": generator_keys,
     "frontend-options": _section("Frontend"),
     "http-errors": http_errors,
     "http-frontend-options": http_frontend_options,
     "http-options": http_options,
+    "import-contracts": import_contracts,
+    "instructions": instructions,
     "lifecycle": lifecycle,
     "metrics": metrics,
     "parameters": parameters,
@@ -207,7 +305,11 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "prefill-worker-options": _section("PrefillWorker"),
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,
+    "role-traits": role_traits,
+    "rooms": rooms,
     "router-options": _section("Router"),
+    "state-traits": state_traits,
+    "stimuli": stimuli,
     "vllm-worker-options": _section("VllmWorker"),
 }
 

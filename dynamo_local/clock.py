@@ -11,12 +11,16 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Clock(Protocol):
-    """Monotonic seconds and a sleep to an absolute deadline (which does not drift)."""
+class NowClock(Protocol):
+    """Monotonic seconds."""
 
     def now_s(self) -> float:
         """Seconds on a monotonic clock with an arbitrary origin."""
         ...
+
+
+class Clock(NowClock, Protocol):
+    """Monotonic seconds and a sleep to an absolute deadline (which does not drift)."""
 
     def wall_s(self) -> float:
         """Seconds since the Unix epoch: for records and for people, never for intervals."""

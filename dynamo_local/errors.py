@@ -11,7 +11,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a command is started through these: `typing` would take longer than all of them
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any, ClassVar
 
 EXIT_OK = 0
@@ -171,6 +171,12 @@ class WorkerFaulted(DynamoError):
     code = "worker_faulted"
 
 
+class BeingRestarted(DynamoError):
+    """A restart or an apply is under way in the component: a planner takes none of its workers meanwhile."""
+
+    code = "being_restarted"
+
+
 class DrainNotCancellable(DynamoError):
     """The worker is not, or no longer, in a drain that can be taken back."""
 
@@ -181,6 +187,18 @@ class NotRestartable(DynamoError):
     """Nothing to restart under that name, or it is leaving for good."""
 
     code = "not_restartable"
+
+
+class NotApplicable(BadInput):
+    """A deployment that a running graph cannot take over, with all reasons. Nothing has changed."""
+
+    code = "not_applicable"
+
+    @classmethod
+    def because(cls, reasons: Sequence[str]) -> NotApplicable:
+        """With one line for each reason."""
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        return cls(f"it cannot be applied, and nothing was changed:{lines}", reasons=list(reasons))
 
 
 class DecisionUnreadable(DynamoError):

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from dynamo_local.core.kv_events import KvEvent
+from dynamo_local.core.kv.events import KvEvent
+from dynamo_local.core.passes import ForwardPass
 from dynamo_local.core.types import Instance, Load
 
 # --- etcd --------------------------------------------------------------------------------------
@@ -50,7 +51,9 @@ WatchEvent = PutEvent | DeleteEvent | SnapshotEvent
 class KeyValueStore(Protocol):
     """etcd, as far as we need it. Every call has a deadline and raises `EtcdUnavailable` past it."""
 
-    async def get(self, key: str) -> KeyValue | None: ...
+    async def get(self, key: str) -> KeyValue | None:
+        """The key's value and revisions; None where there is no such key."""
+        ...
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """All keys under the prefix, and the store's revision at that moment."""
@@ -60,11 +63,17 @@ class KeyValueStore(Protocol):
         """Returns the revision. Raises `LeaseNotFound` if the lease is gone."""
         ...
 
-    async def put_if_absent(self, key: str, value: bytes, lease_id: int = 0) -> bool: ...
+    async def put_if_absent(self, key: str, value: bytes, lease_id: int = 0) -> bool:
+        """Write the key unless it is there. Returns whether it was written."""
+        ...
 
-    async def delete(self, key: str) -> bool: ...
+    async def delete(self, key: str) -> bool:
+        """Remove the key. Returns whether it was there."""
+        ...
 
-    async def revision(self) -> int: ...
+    async def revision(self) -> int:
+        """The store's revision now: it only grows, unless the store lost its data."""
+        ...
 
     async def grant(self, ttl_s: int) -> int:
         """A new lease's id (never 0)."""
@@ -93,7 +102,9 @@ class KeyValueStore(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the connection; calls under way fail."""
+        ...
 
 
 # --- engines -----------------------------------------------------------------------------------
@@ -158,6 +169,30 @@ class EngineInfo:
     max_num_seqs: int
     options: Mapping[str, Any] = field(default_factory=dict)
     handoff_address: tuple[str, int] | None = None
+    max_num_batched_tokens: int | None = None
+    dp_size: int = 1
+
+    def limits(self) -> dict[str, int | None]:
+        """What a planner sizes by, under the names of `runtime.observation.LIMITS`."""
+        return {
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "max_kv_tokens": self.num_gpu_blocks * self.block_size,
+            "context_length": self.max_model_len,
+            "dp_size": self.dp_size,
+        }
+
+
+class PassSink(Protocol):
+    """Where an engine says what each pass of its scheduler did."""
+
+    refresh: Callable[[], None]
+    """Called before the passes are read: the engine sets it where it has to catch up first."""
+
+    def record(self, passed: ForwardPass) -> None:
+        """From the event loop; returns at once and raises nothing. Its worker id is filled in by the sink, `at_s` is
+        on the loop's clock."""
+        ...
 
 
 class KvEventPublisher(Protocol):
@@ -188,7 +223,9 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self) -> Load: ...
+    def load(self) -> Load:
+        """What is published about it: requests, KV blocks, latencies. Never waits."""
+        ...
 
     async def load_changed(self) -> None:
         """Return when `load()` may differ from what it was at the call."""
@@ -196,6 +233,12 @@ class Engine(Protocol):
 
     def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
         """The share (0..1) of this prompt whose KV blocks are cached now; 0.0 where it cannot be known."""
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """Numbers that only grow: `prefix_queries` and `prefix_hits` (prompt tokens looked up in the KV cache, and
+        found), `drafts` and `accepted` (speculation: drafts, and their accepted tokens). What is not known, or not
+        done, is absent."""
         ...
 
     async def wait_failed(self) -> None:
@@ -225,7 +268,9 @@ class ResponseStream(Protocol):
         """Items in the groups that arrived together (one frame each): cheaper than one by one."""
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Give the rest up: the worker stops computing it."""
+        ...
 
 
 class EndpointClient(Protocol):
@@ -261,11 +306,12 @@ class EndpointClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask:
-    """An entry pulled from the prefill queue. `attempt` counts from 1."""
+    """An entry pulled from the prefill queue. `attempt` counts from 1; `x_request_id` is the client's, for the log."""
 
     request_id: str
     payload: Mapping[str, Any]
     attempt: int
+    x_request_id: str = ""
 
 
 class PulledTask(Protocol):
@@ -273,9 +319,17 @@ class PulledTask(Protocol):
 
     task: PrefillTask
 
-    async def in_progress(self) -> None: ...
-    async def ack(self) -> None: ...
-    async def nak(self, delay_s: float = 0.0) -> None: ...
+    async def in_progress(self) -> None:
+        """It is still worked on: it is not delivered again for another `ack_wait_s`."""
+        ...
+
+    async def ack(self) -> None:
+        """It is done: nobody gets it again."""
+        ...
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Give it back: it is delivered again, to anybody, after `delay_s`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

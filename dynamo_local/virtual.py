@@ -19,9 +19,9 @@ import os
 from types import TracebackType
 from typing import Self
 
-from dynamo_local.core.virtual import NOT_SET, Layout, PlannerDecision, Told
+from dynamo_local.core.virtual import NOT_SET, KeysState, Layout, PlannerDecision
 from dynamo_local.errors import BadInput, DecisionUnreadable
-from dynamo_local.planner.virtual_keys import VirtualKeys
+from dynamo_local.planner.connectors.virtual_keys import VirtualKeys
 from dynamo_local.ports import KeyValueStore
 
 __all__ = ["Layout", "PlannerDecision", "VirtualConnectorClient"]
@@ -120,14 +120,15 @@ class VirtualConnectorClient:
         """The keys, with their watch under way. Raises `ConfigError` for endpoints that make no sense."""
         if self._keys is None:
             if self._kv is None:
+                from dynamo_local.infra.access import EtcdAccess
                 from dynamo_local.runtime.etcd import EtcdStore
 
-                self._kv = EtcdStore(self._endpoints)
+                self._kv = EtcdStore(self._endpoints, access=EtcdAccess.of(os.environ))
             self._keys = VirtualKeys(self._kv, self._namespace, self._layout)
             self._following = asyncio.ensure_future(self._keys.follow())
         return self._keys
 
-    def _is_new(self, told: Told) -> bool:
+    def _is_new(self, told: KeysState) -> bool:
         if told.faults and told.faults != self._told_of:
             log.warning("this is no decision, and is waited over: %s", "; ".join(told.faults))
         self._told_of = told.faults

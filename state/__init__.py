@@ -18,7 +18,7 @@ if not __name__.startswith("dynamo_local."):
     raise ImportError(f"import dynamo_local.{__name__}, not the bare {__name__!r}")
 
 if TYPE_CHECKING:
-    from dynamo_local.state.raw import StateMissing, read_raw, statefile_path
+    from dynamo_local.state.raw import StateMissing, namespaces, prepare_folder, read_raw, statefile_path
     from dynamo_local.state.run_id import new_run_id
     from dynamo_local.state.schema import (
         ComponentEntry,
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "StateMissing": "raw",
+    "namespaces": "raw",
+    "prepare_folder": "raw",
     "read_raw": "raw",
     "statefile_path": "raw",
     "new_run_id": "run_id",
@@ -66,7 +68,9 @@ __all__ = [
     "StateStore",
     "SystemResources",
     "load",
+    "namespaces",
     "new_run_id",
+    "prepare_folder",
     "read_raw",
     "statefile_path",
 ]

@@ -17,7 +17,7 @@ from dynamo_local.errors import StateError
 from dynamo_local.state.schema import SCHEMA_VERSION
 
 NOBODY = "0" * 26
-"""Run id of a file that had none: it sorts before every real one, and nobody owns it."""
+"""The run id given to a file without one: it sorts before every real one, and no run owns it."""
 
 
 def migrate(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _old_entry(path: Path, namespace: str, name: str, entry: Any) -> dict[str, A
         "cmd": str(entry.get("cmd") or ""),
         "resources": {"allocated_gpus": gpus} if gpus else {},
         "gpus_per_worker": len(gpus),
-        # It recorded no state: what held a lease was serving.
+        # It recorded no state: a worker with a lease was serving.
         "state": "ready" if lease else "exited",
     }
     if lease:

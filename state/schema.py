@@ -66,10 +66,11 @@ class ComponentEntry(_Model):
     `lease` is hex, as at the end of the etcd keys in `endpoints`; `started_at` is seconds since 1970,
     `pid_start_time` seconds since boot (pid and start time together identify a process);
     `other_leases` are those of what runs behind it (a command that registers itself);
-    `reason` is the cause of the last change of state; `course` says what a drain is for where it is not for good
-    (`core.fleet_view.Course`). For the arbiter's successor, in seconds of the host's monotonic clock, which no change
-    of the time of day moves: `asked_s`, when it was asked to leave, and `failures_s`, when it failed lately;
-    `failures_streak` is how often in a row.
+    `launched` stands for the configuration that its last process was started with (`core.life.fleet.Template`).
+    `reason` is the cause of the last change of state; `course` says what follows a drain that does not end the worker
+    for good (`core.life.fleet.Course`). For the arbiter's successor, in seconds of the host's monotonic clock:
+    `asked_s`, when it was asked to leave, and `failures_s`, when it failed lately; `failures_streak` is how often in
+    a row.
     """
 
     watcher_name: Name
@@ -91,6 +92,7 @@ class ComponentEntry(_Model):
     log_file: str | None = None
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
+    launched: str | None = None
     course: str | None = None
     asked_s: Seconds | None = None
     failures_s: list[Seconds] | None = None
@@ -122,22 +124,27 @@ class PlannerEntry(_Model):
 
 
 class FollowEntry(_Model):
-    """Whose decisions the run carries out: another planner's, by that connector, under that layout of its keys."""
+    """Another planner whose decisions the run carries out: by which connector, and the layout of its keys."""
 
     environment: Literal["virtual"] = "virtual"
     keys: Literal["v1", "v0"] = "v1"
 
 
 class RestartEntry(_Model):
-    """A `dynamo restart` that is under way: what `core.rolling.RestartPlan` knows, for the arbiter's successor.
+    """A `dynamo restart` that is under way: `core.life.restart_plan.RestartPlan`, for the arbiter's successor.
 
-    `todo` are the workers that are left, in order, each with the number of processes it had had when it was asked for.
+    `todo` are the workers that are left, in order, each with the number of processes it had had when the restart was
+    asked for. `force` is how 1.0 wrote that all of them go in place.
     """
 
     stimulus_id: str
     todo: dict[Name, Annotated[int, Field(ge=0)]]
     begun: list[Name] = Field(default_factory=list)
     bring_back: list[Name] = Field(default_factory=list)
+    in_place: list[Name] = Field(default_factory=list)
+    substitutes: dict[Name, Name] = Field(default_factory=dict)
+    awaited: list[Name] = Field(default_factory=list)
+    removed: list[Name] = Field(default_factory=list)
     force: bool = False
 
 
@@ -163,7 +170,7 @@ class Environment(_Model):
             value = json.loads(text)
         except ValueError:
             raise ValueError("not JSON") from None
-        # Counted, not compared: masking also turns numbers under `envs` into text.
+        # Count the masks instead of comparing the texts: masking also turns numbers under `envs` into text.
         if json.dumps(mask_config(value)).count(MASK) > text.count(MASK):
             raise ValueError("holds a secret in the clear; write it through core.secrets.mask_config")
         return text
@@ -172,11 +179,15 @@ class Environment(_Model):
 class State(_Model):
     """One namespace. `run_id` says who owns the file: nobody else removes it.
 
-    `nats_token_file` is a path, never the token; URLs that carry credentials are refused.
+    `nats_token_file` is a path, never the token; `certificates` is the folder of those of the embedded servers
+    (`infra.certificates`), None where they have none; URLs that carry credentials are refused. `runtime_dir` and
+    `log_dir` say where sockets and logs are, to shells with other variables; with `arbiter_pid`, `arbiter_start_time`
+    (seconds since boot) says whether the arbiter lives.
     `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given. `servers` are the embedded
-    ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed; `planner` is what
-    scales the graph by itself, None where nobody has asked for it, and `follow` who else does; `restarts` are those
-    under way.
+    ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed; `planner` is None
+    if nobody has started it; `follow` names another planner that scales the graph instead; `restarts` are those under
+    way; `retired` are components that an apply has removed, and whose last workers have not left yet; `revoked` are
+    the workers, with their component, that left because somebody else revoked their lease.
     """
 
     schema_version: Literal[1] = 1
@@ -190,8 +201,10 @@ class State(_Model):
     etcd_endpoints: str | None = None
     nats_server: str | None = None
     nats_token_file: str | None = None
+    certificates: str | None = None
     frontend_url: str | None = None
     runtime_dir: str | None = None
+    log_dir: str | None = None
     target: str | None = None
     gpus: str | None = None
     servers: dict[Name, ServerEntry] | None = None
@@ -199,6 +212,8 @@ class State(_Model):
     planner: PlannerEntry | None = None
     follow: FollowEntry | None = None
     restarts: list[RestartEntry] | None = None
+    retired: list[Name] | None = None
+    revoked: dict[Name, str] | None = None
 
     @field_validator("etcd_endpoints", "nats_server", "frontend_url")
     @classmethod

@@ -10,7 +10,6 @@ import asyncio
 import enum
 import json
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from pydantic import ValidationError
 
 from dynamo_local.errors import StateError
 from dynamo_local.state.migrations import migrate
-from dynamo_local.state.raw import StateMissing, parse, read_text
+from dynamo_local.state.raw import StateMissing, parse, prepare_folder, read_text
 from dynamo_local.state.schema import SCHEMA_VERSION, State
 
 T = TypeVar("T")
@@ -47,7 +46,7 @@ def load(path: Path) -> State:
 
     Raises `StateMissing`, or `StateError` naming the file and the field.
     """
-    return _validated(path, read_text(path))
+    return validated(path, read_text(path))
 
 
 class StateStore:
@@ -66,7 +65,7 @@ class StateStore:
         self._threads = threading.Lock()  # threads of one process queue here instead of polling the file lock
 
     def read(self) -> State:
-        """As `load`."""
+        """See `load`."""
         return load(self.path)
 
     def stamp(self) -> object:
@@ -85,7 +84,7 @@ class StateStore:
                     f"{self.path} exists already; another run owns it, or left it behind (`dynamo down` cleans up)",
                     path=str(self.path),
                 )
-            self._write(_dump(self.path, state))
+            self._write(dump(self.path, state))
 
     def rewrite(self, state: State) -> Path | None:
         """The owner's own view, whatever the file holds now. For the running arbiter alone, never for a worker.
@@ -93,7 +92,7 @@ class StateStore:
         A broken file is first set aside; returns where to, or None if it was sound or absent.
         """
         with self._locked():
-            text = _dump(self.path, state)
+            text = dump(self.path, state)
             aside = self._set_aside_if_broken()
             self._write(text)
             return aside
@@ -113,14 +112,14 @@ class StateStore:
         """
         with self._locked():
             before = read_text(self.path)
-            state = _validated(self.path, before)
+            state = validated(self.path, before)
             if self._run_id is not None and state.run_id != self._run_id:
                 raise StateError(
                     f"{self.path} belongs to run {state.run_id}, not to ours ({self._run_id}); left alone",
                     path=str(self.path),
                 )
             yield state
-            after = _dump(self.path, state)
+            after = dump(self.path, state)
             if after != before:
                 self._write(after)
 
@@ -155,7 +154,7 @@ class StateStore:
         if not self._threads.acquire(timeout=self._lock_timeout_s):
             raise self._busy()
         try:
-            _private_folder(self.path.parent)
+            prepare_folder(self.path.parent)
             # A new object each time: filelock counts re-entries per object, and would let a nested one through.
             lock = FileLock(self._lock_path, mode=0o600)
             try:
@@ -183,7 +182,9 @@ class StateStore:
             load(self.path)
         except StateMissing:
             return None
-        except StateError:
+        except StateError as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # it cannot be read now (for example without free descriptors), but is not broken
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             aside, n = self.path.with_name(f"{self.path.name}.corrupt-{stamp}"), 1
             while aside.exists():
@@ -205,7 +206,8 @@ class StateStore:
             ) from error
 
 
-def _validated(path: Path, text: str) -> State:
+def validated(path: Path, text: str) -> State:
+    """The state that the text says, of this schema or an older one. Raises `StateError` that names the field."""
     raw = parse(path, text)
     version = raw.get("schema_version")
     if type(version) is not int or version != SCHEMA_VERSION:  # `True` equals 1, and is no version
@@ -216,10 +218,10 @@ def _validated(path: Path, text: str) -> State:
         raise _explained(path, error) from None
 
 
-def _dump(path: Path, state: State) -> str:
-    """The text to write, validated as it would be read. `warnings=False`: the validation says it better."""
+def dump(path: Path, state: State) -> str:
+    """The text to write, validated as it would be read. `warnings=False`: the validation's errors are clearer."""
     text = state.model_dump_json(indent=2, warnings=False) + "\n"
-    _validated(path, text)
+    validated(path, text)
     return text
 
 
@@ -233,19 +235,6 @@ def _explained(path: Path, error: ValidationError) -> StateError:
         lines.append(f"{field}: {message}" if field else message)
     more = f" (and {len(found) - _ERRORS_SHOWN} more)" if len(found) > _ERRORS_SHOWN else ""
     return StateError(f"{path}: {'; '.join(lines)}{more}", path=str(path))
-
-
-def _private_folder(folder: Path) -> None:
-    """Make it 0700, or make sure that it is ours and closed to others."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = folder.stat()
-        if info.st_uid != os.geteuid():
-            raise StateError(f"{folder} belongs to uid {info.st_uid}, not to you; set DYN_LOCAL_STATE_DIR")
-        if stat.S_IMODE(info.st_mode) & 0o077:
-            folder.chmod(0o700)
-    except OSError as error:
-        raise StateError(f"{folder} cannot be used for statefiles: {error.strerror}") from error
 
 
 def _write_durably(path: Path, data: bytes) -> None:

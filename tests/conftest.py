@@ -5,16 +5,34 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from dynamo_local.serve.processes import is_resource_tracker
-from tests.fakes.servers import RealEtcd, RealNats
+from dynamo_local.system.processes import is_resource_tracker
+from tests.drivers.servers import RealEtcd, RealNats
 
+TIMING_RERUNS = 2
 _NAMESPACE_NUMBERS = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Only a test that says that it measures time (`timing`) is tried again; a rerun of any other would hide a race."""
+    for item in items:
+        if item.get_closest_marker("timing"):
+            item.add_marker(pytest.mark.flaky(reruns=TIMING_RERUNS))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say of each rerun which test it was, and how many there were: also of a run without any."""
+    again = Counter(report.nodeid for report in terminalreporter.stats.get("rerun", ()))
+    terminalreporter.write_line(f"reruns of timing tests: {again.total()}")
+    for name, count in sorted(again.items()):
+        terminalreporter.write_line(f"  {count} of {name}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,6 +58,13 @@ def interrupts_are_heard() -> None:
 def namespace() -> str:
     """A namespace that no other test of this run uses."""
     return f"test{os.getpid()}-{next(_NAMESPACE_NUMBERS)}"
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for unix sockets, whose paths have 107 bytes at most: `tmp_path` of a parallel run alone may have 90."""
+    with tempfile.TemporaryDirectory(prefix="dl-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

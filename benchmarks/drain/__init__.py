@@ -1,6 +1,6 @@
 """Scale-downs under load: what ours loses (nothing), and what the policies lose that others ship. See docs/drain.md.
 
-A host of eight simulated GPUs serves an open-loop load from a recorded trace while workers come and go. Everything is
+A host of eight simulated GPUs serves the open-loop load of a chat service while workers come and go. Everything is
 real but the engines' time: arbiter, etcd, NATS, workers, and an HTTP client that retries nothing and compares every
 stream. `speed` divides the engines' time, and the budgets of the others with it.
 """

@@ -20,8 +20,9 @@ from typing import IO, Any, Literal, cast
 import httptools
 import uvloop
 
-from benchmarks.drain.trace import Ask, asks, read_trace
-from dynamo_local.components.tokenizer import Tokenizer, load_tokenizer
+from benchmarks.drain.trace import Ask, asks
+from benchmarks.traces import conversation
+from dynamo_local.components.text.tokenizer import Tokenizer, load_tokenizer
 from dynamo_local.engines.sim.tokens import expected_output
 
 MODEL = "sim-tiny"
@@ -207,7 +208,7 @@ async def run(plan: Plan, records: IO[str], stopped: asyncio.Event) -> None:
         record = await exchange_one(plan.port, number, ask, begin_s + ask.at_s, oracle)
         records.write(json.dumps(asdict(record)) + "\n")
 
-    source = asks(read_trace(), speed=plan.speed, thinning=plan.thinning, answer_max=plan.answer_max)
+    source = asks(conversation().rows, speed=plan.speed, thinning=plan.thinning, answer_max=plan.answer_max)
     for number, ask in enumerate(source):
         wait_s = begin_s + ask.at_s - time.monotonic()
         if wait_s > 0:

@@ -86,7 +86,7 @@ class Asked:
 class Facts:
     """A whole run. `unasked` names processes that came or went although nobody scaled them (there must be none);
     `cpu_s` is what arbiter, servers and workers used while it was scaled. `over_s`: each killed worker's replacement
-    was made so long after the back-off that follows the death.
+    was made so long after the back-off that follows the death. `trace` says whose requests were sent.
     """
 
     speed: float
@@ -99,6 +99,7 @@ class Facts:
     unasked: list[str] = field(default_factory=list)
     lasted_s: float = 0.0
     cpu_s: float = 0.0
+    trace: str = ""
 
     def save(self, path: Path) -> None:
         """As JSON, to be judged again later."""
@@ -119,6 +120,7 @@ class Facts:
             unasked=data["unasked"],
             lasted_s=data["lasted_s"],
             cpu_s=data["cpu_s"],
+            trace=data.get("trace", ""),
         )
 
 

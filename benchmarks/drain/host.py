@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.deployment import Running
 from benchmarks.drain.facts import OURS, Asked, Down, Facts, Policy, Up
 from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.core.types import instance_prefix
+from dynamo_local.infra.access import EtcdAccess
 from dynamo_local.ports import DeleteEvent
 from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.serve.events import event_log_path
-from dynamo_local.serve.events import read as event_records
-from dynamo_local.serve.paths import Paths
-from dynamo_local.serve.processes import kill_session
+from dynamo_local.system.paths import Paths
+from dynamo_local.system.processes import kill_session
+from dynamo_local.telemetry.event_log import event_log_path
+from dynamo_local.telemetry.event_log import read as event_records
 
 NAMESPACE = "dynamo"
 POLL_S = 0.1
@@ -47,9 +48,9 @@ class Host:
         graph = (await self.ask("dynamo_status"))["graph"]
         return {row["watcher_name"]: row for row in graph["workers"]}
 
-    async def follow(self, etcd: str) -> None:
-        """Note when leases leave the registry, until cancelled."""
-        kv = await EtcdStore.connect(etcd)
+    async def follow(self, env: Mapping[str, str]) -> None:
+        """Note when leases leave the registry, until cancelled. `env` says where that is."""
+        kv = await EtcdStore.connect(env["ETCD_ENDPOINTS"], access=EtcdAccess.of(env))
         try:
             async for event in kv.watch_prefix(instance_prefix(NAMESPACE)):
                 if isinstance(event, DeleteEvent):

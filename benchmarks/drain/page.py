@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.drain.facts import OURS, Facts
 from benchmarks.drain.judge import MANY, WINDOW_S, Verdict
 from benchmarks.harness import machine, machine_line, percentile
+from benchmarks.measured_pages import write_measured
 
-BEGIN, END = "<!-- measured: python -m benchmarks.drain --page -->", "<!-- end of what was measured -->"
+COMMAND = "python -m benchmarks.drain --page"
 
 
 def write(page: Path, verdict: Verdict, facts: Facts) -> None:
     """Replace what stands between the page's two marks, and draw `drain.png` beside it. ValueError without marks."""
-    text = page.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page} lacks {BEGIN} or {END}")
+    write_measured(page, COMMAND, section(verdict, facts))
     draw(verdict, facts, page.with_suffix(".png"))
-    measured = f"{BEGIN}\n{section(verdict, facts)}\n{END}"
-    page.write_text(re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: measured, text, flags=re.DOTALL))
 
 
 def section(verdict: Verdict, facts: Facts) -> str:
@@ -30,7 +26,7 @@ def section(verdict: Verdict, facts: Facts) -> str:
     took_back = sum(up.took_back for up in ups)
     lines = [
         f"{datetime.now(UTC):%Y-%m-%d}, {machine_line(machine()).partition('  ')[2].partition(', load')[0]}: "
-        f"{verdict.requests:,} requests in {facts.lasted_s / 60:.0f} minutes, time ×{facts.speed:g}.",
+        f"{verdict.requests:,} requests in {facts.lasted_s / 60:.0f} minutes, time ×{facts.speed:g}; {facts.trace}.",
         "",
         _policies(verdict),
         "",

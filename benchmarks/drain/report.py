@@ -52,6 +52,7 @@ def report(facts: Facts) -> Report:
             found.add(f"{other.policy.name}: dropped per scale-down", "", [other.cut / other.downs])
     late_s = [record.late_s for record in facts.records]
     found.notes.append(f"engines and budgets {facts.speed:g} times as fast; {facts.lasted_s:.0f} s")
+    found.notes.append(f"{facts.trace}; benchmarks/traces.py says where a recorded hour is looked for")
     found.notes.append(f"the client sent 99 % of its requests within {percentile(late_s, 0.99) * 1e3:.1f} ms of due")
     return found
 

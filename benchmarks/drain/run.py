@@ -21,6 +21,7 @@ from benchmarks.drain.facts import OURS, POLICIES, Facts, Policy, read_notes, re
 from benchmarks.drain.host import Host
 from benchmarks.drain.profile import write_profile
 from benchmarks.processes import ROOT, module_command
+from benchmarks.traces import conversation
 
 GRAPHS = Path(__file__).parents[1]
 GPUS = 8
@@ -92,7 +93,7 @@ def config(shape: Shape, profile: Path, notes: Path) -> dict[str, Any]:
 
 def measure(shape: Shape) -> Facts:
     """Start everything, scale, and take it down again. RuntimeError or TimeoutError where that does not work."""
-    facts = Facts(shape.speed)
+    facts = Facts(shape.speed, trace=conversation(1).name)
     with tempfile.TemporaryDirectory(prefix="dyn-bench-") as name:
         folder = Path(name)
         notes = folder / "notes"
@@ -131,7 +132,7 @@ async def _scale(running: Running, facts: Facts, shape: Shape) -> None:
     beside: set[asyncio.Task[None]] = set()
     # A watcher that fails ends the run: what it noted would not be whole, and half an hour would tell nothing.
     async with asyncio.TaskGroup() as group:
-        beside.add(group.create_task(host.follow(running.status["etcd_endpoints"])))
+        beside.add(group.create_task(host.follow(running.environment())))
         beside.add(group.create_task(host.probe(shape.probe_every_s)))
         await asyncio.sleep(2 * shape.ramp_s)  # until streams are in flight
         async with asyncio.TaskGroup() as scaling:

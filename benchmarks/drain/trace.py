@@ -1,4 +1,4 @@
-"""Requests from a recorded trace, made small enough for a host whose two cores play eight GPUs.
+"""Requests of a chat service (`benchmarks.traces`), made small enough for a host whose two cores play eight GPUs.
 
 What is changed, and nothing else: every `THINNING`-th request is taken; prompts are `PROMPT_SCALE` times shorter (the
 engine is given a profile that takes as long for them); answers end at `answer_max`; time is divided by `speed`, and the
@@ -7,16 +7,12 @@ trace begins anew when it is over. Arrivals, the lengths of answers and shared p
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-TRACE = Path(__file__).parents[1] / "data" / "conversation_trace.jsonl.gz"
-BLOCK_TOKENS = 512
-"""Tokens that one of the trace's `hash_ids` stands for."""
+from dynamo_local.twin.trace import HASH_BLOCK_TOKENS as BLOCK_TOKENS
+from dynamo_local.twin.trace import TraceRequest
+
 PROMPT_SCALE = 16
 PROMPT_MAX = 4096
 """Tokens, after scaling: the longest 2 % are cut."""
@@ -34,33 +30,27 @@ class Ask:
     ignore_eos: bool
 
 
-def read_trace(path: Path = TRACE) -> list[dict[str, Any]]:
-    """The trace's requests."""
-    with gzip.open(path, "rt") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def asks(trace: list[dict[str, Any]], *, thinning: int, speed: float, answer_max: int) -> Iterator[Ask]:
+def asks(trace: Sequence[TraceRequest], *, thinning: int, speed: float, answer_max: int) -> Iterator[Ask]:
     """Requests for ever, in order of time; the same arguments give the same requests."""
     taken = trace[::thinning]
-    length_s = (trace[-1]["timestamp"] - trace[0]["timestamp"]) / 1000 / speed
+    length_s = (trace[-1].at_s - trace[0].at_s) / speed
     number = 0
     while True:
         begin_s = number // len(taken) * length_s
         for row in taken:
-            at_s = begin_s + row["timestamp"] / 1000 / speed
-            tokens = min(row["output_length"], answer_max)
+            at_s = begin_s + row.at_s / speed
+            tokens = min(row.output_length, answer_max)
             yield Ask(at_s, _prompt(number, row), tokens, ignore_eos=tokens > NATURAL_MAX)
             number += 1
 
 
-def _prompt(number: int, row: dict[str, Any]) -> str:
+def _prompt(number: int, row: TraceRequest) -> str:
     """Text of about as many tokens as the (scaled) request has, beginning as others of the same blocks do.
 
     Every request ends in a number of its own, so no two have the same right answer.
     """
-    length = max(8, min(PROMPT_MAX, row["input_length"] // PROMPT_SCALE))
-    words = (f" b{block:x}" + " the" * (BLOCK_TOKENS // PROMPT_SCALE - 6) for block in row["hash_ids"])
+    length = max(8, min(PROMPT_MAX, row.input_length // PROMPT_SCALE))
+    words = (f" b{block:x}" + " the" * (BLOCK_TOKENS // PROMPT_SCALE - 6) for block in row.hash_ids)
     text, tokens = "", 0
     for block in words:
         if tokens >= length:

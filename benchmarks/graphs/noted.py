@@ -16,11 +16,11 @@ from typing import IO, Any
 from dynamo_local.components import Frontend, PrefillWorker, Processor, VllmWorker
 from dynamo_local.core.types import Instance
 from dynamo_local.errors import DynamoError
-from dynamo_local.runtime.requests.dispatch import Dispatcher
+from dynamo_local.runtime.requests.request_sender import RequestSender
 
 Frontend.link(Processor).link(VllmWorker).link(PrefillWorker)
 
-_send = Dispatcher.send
+_send = RequestSender.send
 
 
 @cache
@@ -28,7 +28,7 @@ def _notes() -> IO[str]:
     return open(os.path.join(os.environ["BENCH_NOTES"], f"{os.getpid()}.jsonl"), "a", buffering=1)
 
 
-async def _noted(dispatcher: Dispatcher, instance: Instance, request_id: str, *rest: Any) -> Any:
+async def _noted(dispatcher: RequestSender, instance: Instance, request_id: str, *rest: Any) -> Any:
     at_s, outcome = time.monotonic(), "cancelled"
     try:
         stream = await _send(dispatcher, instance, request_id, *rest)
@@ -41,4 +41,4 @@ async def _noted(dispatcher: Dispatcher, instance: Instance, request_id: str, *r
         _notes().write(json.dumps([at_s, instance.component, instance.lease_id, request_id, outcome]) + "\n")
 
 
-Dispatcher.send = _noted  # type: ignore[method-assign]
+RequestSender.send = _noted  # type: ignore[method-assign]

@@ -12,12 +12,14 @@ from typing import Any
 import click
 
 from dynamo_local.errors import EXIT_FAILED, DynamoError, NotRunning
-from dynamo_local.serve.paths import Paths
+from dynamo_local.state.raw import namespaces
+from dynamo_local.system.paths import Paths
 
 DEFAULT_NAMESPACE = "dynamo"
 
 LOOK_EVERY_S = 0.5
-"""How often a client without an answer looks whether the arbiter still lives."""
+"""While it waits for an answer, a client checks this often that the arbiter is still alive."""
+SOCKET_POLL_S = 0.05
 
 namespace_option = click.option(
     "--namespace",
@@ -33,16 +35,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 def find_paths(namespace: str | None) -> Paths:
     """Paths of the namespace; without one, of the only running graph, else of the default namespace."""
     if namespace is not None:
-        return Paths.of(namespace, os.environ)
-    default = Paths.of(DEFAULT_NAMESPACE, os.environ)
-    if default.control_socket.exists():
-        return default
-    running = sorted(socket.parent.name for socket in default.runtime.parent.glob("*/ctl.sock"))
-    if len(running) == 1:
-        return Paths.of(running[0], os.environ)
+        return Paths.found(namespace, os.environ)
+    running = namespaces(os.environ)
+    if DEFAULT_NAMESPACE in running or not running:
+        return Paths.found(DEFAULT_NAMESPACE, os.environ)
     if len(running) > 1:
         raise NotRunning(f"no graph runs in namespace 'dynamo'; say --namespace with one of: {', '.join(running)}")
-    return default
+    return Paths.found(running[0], os.environ)
 
 
 def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties: Any) -> dict[str, Any]:
@@ -51,10 +50,7 @@ def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties
     Raises `NotRunning` if the arbiter is gone or does not answer within the timeout, `DynamoError` if it refuses.
     Plain pyzmq: circus's client pulls in tornado and psutil, a third of `dynamo status`'s time.
     """
-    if not paths.control_socket.exists():
-        raise NotRunning(
-            f"nothing runs in namespace {paths.namespace!r} (no {paths.control_socket}); try `dynamo serve`"
-        )
+    await_socket(paths, timeout_s)
     import zmq
 
     context = zmq.Context()
@@ -75,24 +71,62 @@ def ask_arbiter(paths: Paths, command: str, timeout_s: float = 5.0, **properties
 
 
 def _wait_answer(socket: Any, paths: Paths, timeout_s: float) -> None:
-    """Return when there is something to read. A killed arbiter leaves its socket, but not its lock: said at once."""
+    """Return when there is something to read.
+
+    A killed arbiter leaves its socket, but its lock is free: then `NotRunning` is raised without waiting further.
+    """
     deadline_s = time.monotonic() + timeout_s
     while not socket.poll(int(min(timeout_s, LOOK_EVERY_S) * 1000)):
-        if not _is_held(paths):
-            raise NotRunning(
-                f"the arbiter of {paths.namespace!r} has been killed: it left {paths.control_socket}; "
-                "`dynamo serve` cleans up after it (or takes back what runs, with --adopt), `dynamo down` ends it"
-            )
+        if not _lives(paths):
+            raise NotRunning(_killed(paths))
         if time.monotonic() >= deadline_s:
             raise NotRunning(
                 f"the arbiter of {paths.namespace!r} did not answer within {timeout_s:.0f} s on {paths.control_socket}"
             )
 
 
-def _is_held(paths: Paths) -> bool:
-    from dynamo_local.serve.lock import is_held  # not needed where the answer comes at once
+def await_socket(paths: Paths, timeout_s: float) -> None:
+    """Return when the arbiter's control socket is there. A live arbiter makes a socket that was removed again.
 
-    return is_held(paths.lock)
+    Raises `NotRunning`, which says what there is instead.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not paths.control_socket.exists():
+        if not _lives(paths):
+            raise NotRunning(_killed(paths) if paths.statefile.exists() else _nothing_runs(paths))
+        if time.monotonic() >= deadline_s:
+            from dynamo_local.system.living import who
+
+            raise NotRunning(
+                f"namespace {paths.namespace!r} is run by {who(paths)}, which has no control socket "
+                f"{paths.control_socket}: it starts or leaves, or cannot make it; its log is in {paths.logs}"
+            )
+        time.sleep(SOCKET_POLL_S)
+
+
+def _lives(paths: Paths) -> bool:
+    from dynamo_local.succession.marks import guarded_arbiter, marked  # not needed where the answer comes at once
+    from dynamo_local.system.living import lives
+
+    return lives(paths) or guarded_arbiter(marked(paths)) is not None
+
+
+def _killed(paths: Paths) -> str:
+    return (
+        f"the arbiter of {paths.namespace!r} has been killed: it left {paths.statefile}; "
+        "`dynamo serve` cleans up after it (or takes back what runs, with --adopt), `dynamo down` ends it"
+    )
+
+
+def _nothing_runs(paths: Paths) -> str:
+    from dynamo_local.succession.marks import statefiles_elsewhere
+
+    elsewhere = "".join(
+        f"; one that a shell with another DYN_LOCAL_STATE_DIR or HOME began has {path}: "
+        f"say DYN_LOCAL_STATE_DIR={path.parent}"
+        for path in statefiles_elsewhere(paths)
+    )
+    return f"nothing runs in namespace {paths.namespace!r} (no {paths.statefile}); try `dynamo serve`{elsewhere}"
 
 
 class ArbiterRefused(DynamoError):

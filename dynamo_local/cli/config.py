@@ -16,7 +16,10 @@ def config() -> None:
 @config.command()
 @click.argument("target", required=False)
 def schema(target: str | None) -> None:
-    """Print a JSON schema; with a graph (`graphs.disagg:Frontend`), of exactly its services' sections."""
+    """Print a configuration's JSON schema.
+
+    With a graph (`graphs.disagg:Frontend`), of exactly its services' sections.
+    """
     from dynamo_local.config import config_json_schema
     from dynamo_local.sdk.loader import load_graph
 

@@ -2,65 +2,106 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 
 import click
 
-from dynamo_local.cli.common import ask_arbiter, find_paths, namespace_option
-from dynamo_local.errors import DynamoError, TimedOut
-from dynamo_local.serve.lock import GUARDIAN, acquire, holder, is_held, release
-from dynamo_local.serve.paths import Paths
-from dynamo_local.serve.processes import is_alive, start_time_s
+from dynamo_local.cli.common import ask_arbiter, await_socket, find_paths, namespace_option
+from dynamo_local.cli.numbers import SECONDS
+from dynamo_local.core.life.states import traits_of
+from dynamo_local.errors import DynamoError, NotRunning, TimedOut
+from dynamo_local.state.raw import prepare_folder
+from dynamo_local.succession.marks import guarded_arbiter, marked
+from dynamo_local.system import living
+from dynamo_local.system.lock import GUARDIAN, holder, is_held, release
+from dynamo_local.system.paths import Paths
+from dynamo_local.system.processes import is_alive, start_time_s
 
 POLL_S = 0.02
 TELL_EVERY_S = 0.5
 DEFAULT_TIMEOUT_S = 900.0
+SOCKET_PATIENCE_S = 3.0
+"""An arbiter whose control socket was removed makes it again within a second."""
 
 
 @click.command()
 @namespace_option
 @click.option("--now", is_flag=True, help="End at once, cutting what streams.")
-@click.option("--timeout", "timeout_s", default=DEFAULT_TIMEOUT_S, show_default=True, help="Seconds to wait.")
+@click.option(
+    "--timeout", "timeout_s", type=SECONDS, default=DEFAULT_TIMEOUT_S, show_default=True, help="Seconds to wait."
+)
 def down(namespace: str | None, now: bool, timeout_s: float) -> None:
     """Stop taking requests, finish what streams, end workers, NATS and etcd. Exit 0 when nothing of ours is left."""
     paths = find_paths(namespace)
+    deadline_s = time.monotonic() + timeout_s
     if arbiter_is_dead(paths, timeout_s):
         end_leftovers(paths, now=now)
-        return
-    pid = ask_arbiter(paths, "dynamo_down", now=now)["pid"]
+    else:
+        _leave(paths, now=now, deadline_s=deadline_s, timeout_s=timeout_s)
+    click.echo(f"{paths.namespace}: down")
+
+
+def _leave(paths: Paths, *, now: bool, deadline_s: float, timeout_s: float) -> None:
+    """Have the live arbiter leave, and see that nothing is left: of this run, whoever serves in its place by then."""
+    run = living.recorded(paths)
+    pid = _ask(paths, now=now)
     started_s = start_time_s(pid)
     told: set[str] = set()
-    deadline_s = time.monotonic() + timeout_s
     tell_at_s = 0.0
-    while is_held(paths.lock) or is_alive(pid, started_s):
+    while is_alive(pid, started_s):
         if time.monotonic() > deadline_s:
-            raise _too_long(paths.namespace, timeout_s, holder(paths.lock))
+            raise _too_long(paths.namespace, timeout_s, living.who(paths))
         if time.monotonic() >= tell_at_s:
             _show_progress(paths, told)
             tell_at_s = time.monotonic() + TELL_EVERY_S
         time.sleep(POLL_S)
-    click.echo(f"{paths.namespace}: down")
+    after = living.recorded(paths)
+    of_another_run = after is not None and run is not None and after.run_id != run.run_id
+    if not of_another_run and arbiter_is_dead(paths, max(0.0, deadline_s - time.monotonic())):
+        end_leftovers(paths, now=now)  # it was killed while it left
+
+
+def _ask(paths: Paths, *, now: bool) -> int:
+    """Ask the arbiter to leave; its pid. One that cannot be asked over its socket is asked by a signal."""
+    try:
+        await_socket(paths, SOCKET_PATIENCE_S)
+    except NotRunning:
+        pid = living.arbiter_pid(paths) or guarded_arbiter(marked(paths))
+        if pid is None:
+            raise
+        with contextlib.suppress(ProcessLookupError):
+            for _ in range(2 if now else 1):  # the second ends at once
+                os.kill(pid, signal.SIGTERM)
+                time.sleep(TELL_EVERY_S if now else 0.0)  # else two would count as one
+        return pid
+    return int(ask_arbiter(paths, "dynamo_down", now=now)["pid"])
 
 
 def arbiter_is_dead(paths: Paths, timeout_s: float) -> bool:
-    """Nobody answers for the namespace, and something of it is left. A guardian that is at work is waited for."""
+    """Whether the arbiter is gone and left something behind. Waits for a guardian that is cleaning up."""
     deadline_s = time.monotonic() + timeout_s
-    while is_held(paths.lock):
-        if GUARDIAN not in holder(paths.lock):
+    while living.lives(paths):
+        if not is_held(paths.lock) or GUARDIAN not in holder(paths.lock):
             return False
         if time.monotonic() > deadline_s:
             raise _too_long(paths.namespace, timeout_s, holder(paths.lock))
         time.sleep(POLL_S)
-    return paths.statefile.exists() or paths.control_socket.exists()
+    found = marked(paths)
+    if guarded_arbiter(found) is not None:
+        return False  # somebody has removed its lock and its statefile
+    return bool(found) or paths.statefile.exists() or paths.control_socket.exists()
 
 
 def end_leftovers(paths: Paths, *, now: bool) -> None:
-    """What a killed arbiter left: workers that serve finish what streams (unless `now`), then all of it is ended."""
-    from dynamo_local.serve import leftovers
-    from dynamo_local.serve.leaving import drain_without_arbiter
+    """End what a killed arbiter left. Serving workers first finish their streams, unless `now`."""
+    from dynamo_local.succession import leftovers
+    from dynamo_local.succession.leaving_alone import drain_without_arbiter
 
-    paths.prepare()
-    held = acquire(paths.lock, paths.namespace, "`dynamo down` in place of a killed arbiter")
+    prepare_folder(paths.statefile.parent)
+    held = living.claim(paths, "`dynamo down` in place of a killed arbiter")
     try:
         click.echo(f"{paths.namespace}: its arbiter is dead; ending what it left")
         leftovers.end_guardian(paths)
@@ -71,11 +112,12 @@ def end_leftovers(paths: Paths, *, now: bool) -> None:
             click.echo(f"ended {what}")
     finally:
         release(held)
-    click.echo(f"{paths.namespace}: down")
 
 
 def _show_progress(paths: Paths, told: set[str]) -> None:
-    """Say once per state what each worker is doing; an arbiter that is closing its endpoint has nothing to say."""
+    """Print each worker's state once. Prints nothing if the arbiter is already closing its endpoint."""
+    if not paths.control_socket.exists():
+        return
     try:
         graph = ask_arbiter(paths, "dynamo_status", timeout_s=1.0)["graph"]
     except DynamoError:
@@ -85,7 +127,7 @@ def _show_progress(paths: Paths, told: set[str]) -> None:
         active = load.get("request_active_slots")
         left = f", {active} in flight" if active else ""
         line = f"{row['watcher_name']}: {row['state']}{left}"
-        if row["state"] == "draining" and line not in told:
+        if traits_of(row["state"]).drains and line not in told:
             told.add(line)
             click.echo(line)
 

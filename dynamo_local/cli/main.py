@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from difflib import get_close_matches
 
 import click
 
@@ -13,15 +14,20 @@ from dynamo_local.errors import EXIT_FAILED, DynamoError
 COMMANDS = {
     "serve": ("dynamo_local.cli.serve:serve", "Run a graph on this host."),
     "down": ("dynamo_local.cli.down:down", "Leave: finish what streams, then end everything."),
-    "status": ("dynamo_local.cli.status:status", "Show the graph's workers."),
-    "top": ("dynamo_local.cli.top:top", "Watch GPUs, workers, drains and the planner, live."),
-    "scale": ("dynamo_local.cli.scale:scale", "Add workers, or let some finish and leave."),
-    "drain": ("dynamo_local.cli.drain:drain", "Let one worker finish and leave, or take that back."),
-    "restart": ("dynamo_local.cli.restart:restart", "Drain workers and start them again."),
+    "ls": ("dynamo_local.cli.views.ls:ls", "List your graphs on this host."),
+    "status": ("dynamo_local.cli.views.status:status", "Show the graph's workers."),
+    "top": ("dynamo_local.cli.views.top:top", "Watch GPUs, workers, drains and the planner, live."),
+    "scale": ("dynamo_local.cli.workers.scale:scale", "Add workers, or let some finish and leave."),
+    "drain": ("dynamo_local.cli.workers.drain:drain", "Let one worker finish and leave, or take that back."),
+    "apply": ("dynamo_local.cli.workers.apply:apply", "Make what runs what a file says, dropping no request."),
+    "restart": ("dynamo_local.cli.workers.restart:restart", "Drain workers and start them again."),
     "planner": ("dynamo_local.cli.planner:planner", "Start, change and question the load planner."),
-    "events": ("dynamo_local.cli.events:events", "Show what happened to the workers, and why."),
-    "logs": ("dynamo_local.cli.logs:logs", "Show what the processes wrote."),
-    "simulate": ("dynamo_local.cli.simulate:simulate", "Try a trace on a virtual fleet: planner, fixed, or a sweep."),
+    "events": ("dynamo_local.cli.views.events:events", "Show what happened to workers and servers, and why."),
+    "logs": ("dynamo_local.cli.views.logs:logs", "Show what the processes wrote, by time."),
+    "simulate": (
+        "dynamo_local.cli.simulate:simulate",
+        "Try a load, recorded or made, on a virtual fleet.",
+    ),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
 }
@@ -41,6 +47,16 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click's own suggestions need all commands imported."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            near = get_close_matches(name, COMMANDS, n=1)
+            raise click.UsageError(f"no command {name!r}" + (f", did you mean {near[0]!r}?" if near else ""), ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
@@ -57,21 +73,38 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point: typed errors become one line on stderr and their exit code, never a traceback."""
+    """Entry point: typed errors, and what the host refuses, become one line on stderr and their exit code."""
     try:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:
-        error.show()
+        click.echo(_in_a_line(error), err=True)
         sys.exit(error.exit_code)
     except DynamoError as error:
         click.echo(f"dynamo: {error}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        sys.stderr.close()  # `dynamo logs | head`: nobody reads any more, which is no failure of ours
+        sys.stderr.close()  # `dynamo logs | head` closed the pipe: not an error
         sys.exit(EXIT_FAILED)
+    except Exception as error:
+        from dynamo_local.system.host_errors import host_refused
+
+        refused = host_refused(error)
+        if refused is None:
+            raise
+        click.echo(f"dynamo: {refused}", err=True)
+        sys.exit(refused.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _in_a_line(error: click.ClickException) -> str:
+    """Like every other error, and where to read on; asked for nothing, a group answers with its help."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    message = error.format_message()
+    if context is None or message == context.get_help():
+        return message
+    return f"dynamo: {message.rstrip('.')} (see `{context.command_path} --help`)"
 
 
 if __name__ == "__main__":

@@ -5,45 +5,56 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.cli.planner_plugins import plugins
+from dynamo_local.cli.planner_profile import profile
 from dynamo_local.cli.planner_words import history_row, status_lines
 from dynamo_local.errors import NotRunning
-from dynamo_local.serve.paths import Paths
+from dynamo_local.system.paths import Paths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 ANSWER_TIMEOUT_S = 30.0
 """A change waits for the tick that may be under way, and for its commit."""
 EITHER_SPELLING = {"token_normalize_func": lambda token: token.replace("_", "-")}
-ELSEWHERE = frozenset({"enabled", "namespace"})
-"""Of the section's keys, those that are no options of `start`: the second is every command's own."""
+NOT_OPTIONS = frozenset({"enabled", "namespace", "scheduling", "plugin_registration"})
+"""Keys of the `Planner` section that `start` does not take: `namespace` is already an option of every command, and the
+last two are whole sections."""
 
 
 @click.group(context_settings=EITHER_SPELLING)
 def planner() -> None:
-    """The load planner: it adds and removes workers by the load, within a budget of GPUs.
+    """The planner: it adds and removes workers, by thresholds or by targets, within a budget of GPUs.
 
     `dynamo serve --planner`, or a `Planner` section in the configuration, starts it with the graph.
     """
 
 
-def planner_options(command: F) -> F:
-    """Every option of the planner, under Dynamo's names. Their values are checked by the arbiter, as a whole."""
-    from dynamo_local.config import PlannerConfig
+planner.add_command(profile)
+planner.add_command(plugins)
 
+
+def planner_options(command: F) -> F:
+    """Every option of any planner, under Dynamo's names. Their values are checked by the arbiter, as a whole."""
+    from dynamo_local.config.planner import PlannerConfig, known_names
+
+    names: dict[str, list[str]] = {}
+    for alias, name in known_names().items():
+        names.setdefault(name, []).append(f"--{alias.replace('_', '-')}")
     for name, field in reversed(PlannerConfig.model_fields.items()):
-        if name in ELSEWHERE:
+        if name in NOT_OPTIONS:
             continue
         default = field.get_default()
         told = "" if default is None or isinstance(default, bool) else f"  [default: {default}]"
         option = click.option(
-            f"--{name.replace('_', '-')}",
+            *names[name],
             name,
-            is_flag=field.annotation is bool,
+            is_flag=field.annotation is bool and not default,  # what is on by itself is switched off with =false
             default=None,
             help=(field.description or "") + told,
         )
@@ -56,7 +67,10 @@ def planner_options(command: F) -> F:
 @json_option
 @namespace_option
 def start(as_json: bool, namespace: str | None, **options: Any) -> None:
-    """Start the planner of a running graph, with these options over those it has."""
+    """Start the planner of a running graph.
+
+    With these options over those that it has.
+    """
     from dynamo_local.config.planner_words import option_value
 
     given: dict[str, Any] = {}
@@ -117,8 +131,11 @@ def status(as_json: bool, namespace: str | None) -> None:
 @json_option
 @namespace_option
 def explain(count: int, as_json: bool, namespace: str | None) -> None:
-    """Say in words why the last N decisions were made, and what it would have taken to decide otherwise."""
-    from dynamo_local.serve.decisions import words
+    """Say why the last N decisions were made.
+
+    In words, with what it would have taken to decide otherwise.
+    """
+    from dynamo_local.planner.records.decision_log import words
 
     logged = _logged(find_paths(namespace), count)
     if as_json:
@@ -145,6 +162,37 @@ def history(count: int, changes: bool, as_json: bool, namespace: str | None) -> 
         click.echo(history_row(record))
 
 
+@planner.command()
+@click.option("--since", metavar="TIME", help="Only decisions after that: 2h, 1d, 14:05, 2026-03-01.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write it there; .svg: a picture."
+)
+@click.option(
+    "--log", type=click.Path(path_type=Path, dir_okay=False), help="Another decision log than the namespace's."
+)
+@json_option
+@namespace_option
+def report(since: str | None, output: Path | None, log: Path | None, as_json: bool, namespace: str | None) -> None:
+    """Write a page with what the planner saw, expected and did.
+
+    It stands alone, and reads the decision log: it works when the graph is gone, too. By default it is written to
+    planner_report.html in this folder.
+    """
+    from dynamo_local.planner.records.decision_log import decision_log_path
+    from dynamo_local.system.logs.times import since as time_of
+    from dynamo_local.telemetry.planner_report.writing import title_of, write_report
+
+    paths = find_paths(namespace)
+    since_s = None if since is None else time_of(since, datetime.now().astimezone())
+    to = output or Path("planner_report.html")
+    title = title_of(paths.namespace) if log is None else f"Planner: {log.name}"
+    decisions = write_report(log or decision_log_path(paths.logs), to, since_s=since_s, title=title)
+    size = to.stat().st_size
+    told = {"report": str(to), "decisions": decisions, "bytes": size}
+    said = f"report: {to} ({decisions:,} decisions, {size / 1000:,.0f} kB)"
+    click.echo(json.dumps(told) if as_json else said)
+
+
 def _change(namespace: str | None, as_json: bool, command: str, **properties: Any) -> None:
     answer = ask_arbiter(find_paths(namespace), f"dynamo_planner_{command}", ANSWER_TIMEOUT_S, **properties)
     told = answer["planner"]
@@ -155,16 +203,21 @@ def _change(namespace: str | None, as_json: bool, command: str, **properties: An
 
 
 def _here(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A relative folder is one of the caller's, not of the arbiter's."""
-    from pathlib import Path
+    """The options with relative paths made absolute: they are relative to the caller's folder, not the arbiter's. The
+    name of a profile that ships is none."""
+    from dynamo_local.profiles import shipped_profiles
 
-    folder = options.get("log_dir")
-    return {**options, "log_dir": str(Path(folder).absolute())} if folder else dict(options)
+    found = dict(options)
+    for name in ("log_dir", "load_predictor_warmup_trace", "profile_results_dir"):
+        path = found.get(name)
+        if path and not (name == "profile_results_dir" and path in shipped_profiles()):
+            found[name] = str(Path(path).absolute())
+    return found
 
 
 def _logged(paths: Paths, last: int | None) -> list[dict[str, Any]]:
-    """Raises `NotRunning` where there is no decision."""
-    from dynamo_local.serve.decisions import decision_log_path, read
+    """The last logged decisions. Raises `NotRunning` if there are none."""
+    from dynamo_local.planner.records.decision_log import decision_log_path, read
 
     log = decision_log_path(paths.logs)
     found = [dict(record) for record in read(log, last=last)]

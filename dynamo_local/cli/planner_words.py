@@ -44,6 +44,8 @@ def status_lines(planner: Mapping[str, Any], *, options: bool) -> Iterator[str]:
         yield f"virtual   {_virtual(virtual)}"
     if planner.get("tensorboard"):
         yield f"scalars   {planner['tensorboard']} (TensorBoard)"
+    if planner.get("reports") and planner["state"] != "stopped":
+        yield f"reports   {planner['reports']}"
     if planner.get("pulls"):
         failed = planner["failed_ticks"]
         yield f"counts    {planner['pulls']} pulls, {planner['decisions']} decisions, {failed} failed ticks"
@@ -59,8 +61,13 @@ def status_lines(planner: Mapping[str, Any], *, options: bool) -> Iterator[str]:
 
 def _state(planner: Mapping[str, Any]) -> str:
     acts = ", no operation: it decides and acts on nothing" if planner["no_operation"] else ""
-    every = planner["options"]["adjustment_interval"]
-    return f"{planner['state']}{acts}, every {every:g} s" if planner["state"] == "running" else planner["state"]
+    if planner["state"] != "running":
+        return str(planner["state"])
+    options = planner["options"]
+    policy = options.get("policy", "load")
+    every = options.get("adjustment_interval", options.get("throughput_adjustment_interval_seconds"))
+    told = f"{planner['state']}{acts}" if policy == "load" else f"{planner['state']} ({policy}){acts}"
+    return told if every is None else f"{told}, every {every:g} s"
 
 
 def _virtual(virtual: Mapping[str, Any]) -> str:
@@ -97,6 +104,9 @@ def history_row(record: Mapping[str, Any]) -> str:
     inputs = record["inputs"]
     numbers = (("queue", "prefill_queue_size"), ("kv", "average_kv_load"))
     seen = [f"{what} {inputs[key]:.2f}" for what, key in numbers if inputs.get(key) is not None]
+    for what, window in (("requests", inputs.get("traffic")), ("expected", inputs.get("prediction"))):
+        if window and isinstance(window.get("num_req"), int | float):
+            seen.append(f"{what} {window['num_req']:.1f}")
     line = decision_line(record)
     return f"{line}  [{', '.join(seen) or 'no sample'}]"
 

@@ -11,12 +11,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from dynamo_local.cli.numbers import SECONDS
 from dynamo_local.errors import EXIT_FAILED, DynamoError
-from dynamo_local.serve.paths import private_folder, runtime_root
+from dynamo_local.system.host_errors import host_refused
+
+if TYPE_CHECKING:
+    from dynamo_local.control.deployment import Deployment
+    from dynamo_local.system.process_host import SupervisedHost
 
 POLL_S = 0.02
 
@@ -26,8 +31,8 @@ POLL_S = 0.02
 @click.option("--file", "-f", type=click.Path(path_type=Path), help="Configuration, YAML.")
 @click.option("--namespace", "-n", default=None, help="Replaces the graph's own namespace.")
 @click.option("--gpus", default=None, help="`0,2,3`, UUIDs, or `sim:8` for eight simulated devices.")
-@click.option("--start-deadline", "start_deadline_s", default=300.0, show_default=True, help="Seconds for a worker.")
-@click.option("--drain-deadline", "drain_deadline_s", default=600.0, show_default=True, help="Seconds for a worker.")
+@click.option("--start-deadline", "start_deadline_s", type=SECONDS, default=300.0, help="Seconds for a worker.  [300]")
+@click.option("--drain-deadline", "drain_deadline_s", type=SECONDS, default=600.0, help="Seconds for a worker.  [600]")
 @click.option("--pass-env", multiple=True, metavar="NAME", help="One more variable (or pattern) for the workers.")
 @click.option(
     "--on-arbiter-death",
@@ -52,6 +57,7 @@ POLL_S = 0.02
     default=None,
     help="Where these stand: v1/NAMESPACE/planner/ (v1, the default), or /NAMESPACE/planner/ (Dynamo up to 0.5).",
 )
+@click.option("--insecure", is_flag=True, help="Let a Frontend listen beyond this machine although it has no api-key.")
 @click.option("--adopt", is_flag=True, help="Take back the running workers of a killed `dynamo serve`.")
 @click.option("--replace", is_flag=True, help="End what a killed `dynamo serve` left running at once, and start anew.")
 @click.option("--detach", "-d", is_flag=True, help="Return when everything is ready, or has failed.")
@@ -74,11 +80,12 @@ def serve(
     """
     if detach:
         return _detach()
-    from dynamo_local.serve.launch import ServeOptions, plan_deployment, understand
+    from dynamo_local.serve.launch import plan_deployment
     from dynamo_local.serve.launch import serve as run
+    from dynamo_local.serve.request import ServeOptions, understand
 
     overrides = tuple(words["overrides"])
-    if target is not None and target.startswith("-"):  # there is no graph: it was the first of the overrides
+    if target is not None and target.startswith("-"):  # no graph was given: this is the first override
         target, overrides = None, (target, *overrides)
     options = ServeOptions(target=target, **{**words, "overrides": overrides})
     if dry_run:
@@ -89,8 +96,16 @@ def serve(
         _print_plan(deployment.describe(), as_json)
         return 0
     if boot_report is None:
-        return run(options)
+        return run(options, own_arbiter)
     return _run_detached(options, boot_report)
+
+
+def own_arbiter(deployment: Deployment) -> SupervisedHost:
+    """The arbiter of `dynamo serve`: this process itself."""
+    from dynamo_local.circus_plugins.arbiter import DynamoArbiter  # imports circus, which only `serve` needs
+
+    paths = deployment.paths
+    return DynamoArbiter(endpoint=paths.circus_endpoint, pubsub_endpoint=f"ipc://{paths.events_socket}")
 
 
 def _print_plan(plan: dict[str, Any], as_json: bool) -> None:
@@ -107,41 +122,48 @@ def _run_detached(options: Any, boot_report: Path) -> int:
     from dynamo_local.serve.launch import serve as run
 
     try:
-        return run(options, boot_report=boot_report)
-    except DynamoError as error:
+        return run(options, own_arbiter, boot_report=boot_report)
+    except Exception as error:
+        failure = error if isinstance(error, DynamoError) else host_refused(error)
+        if failure is None:
+            raise
         with boot_report.open("a") as file:
-            file.write(json.dumps({"kind": "failed", "message": str(error), "exit_code": error.exit_code}) + "\n")
-        return error.exit_code
+            file.write(json.dumps({"kind": "failed", "message": str(failure), "exit_code": failure.exit_code}) + "\n")
+        return failure.exit_code
 
 
 def _detach() -> int:
-    """The parent's side: start the same command in a session of its own and follow its boot report."""
-    from dynamo_local.serve.progress import errors_beside, new_boot_report
+    """The parent's side: start the same command in a session of its own and follow its boot report.
 
-    lock, report = new_boot_report(private_folder(runtime_root(os.environ)))
-    errors = errors_beside(report)
+    Report and output are in memory: a full disk is a failure that must be told, too.
+    """
     words = [word for word in sys.argv[1:] if word not in ("--detach", "-d")]
+    report, output = os.memfd_create("boot-report"), os.memfd_create("output")
     try:
-        with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stderr:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "dynamo_local.cli.main", *words, f"--boot-report={report}"],
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                start_new_session=True,
-                close_fds=True,
-            )
+        child = subprocess.Popen(
+            [sys.executable, "-m", "dynamo_local.cli.main", *words, f"--boot-report={_file_of(report)}"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            close_fds=True,
+            pass_fds=(report,),
+        )
         with _passed_on(child):
-            return _follow(child, report, errors)
+            return _follow(child, _file_of(report), _file_of(output))
     finally:
-        report.unlink(missing_ok=True)
-        errors.unlink(missing_ok=True)
-        os.close(lock)
+        os.close(report)
+        os.close(output)
+
+
+def _file_of(descriptor: int) -> Path:
+    """Opened by this, it has an offset of its own; in a child that inherited the descriptor, too."""
+    return Path(f"/proc/self/fd/{descriptor}")
 
 
 @contextmanager
 def _passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Whoever interrupts us while we wait means the start: it leaves, and we tell how that ended."""
+    """Within the block SIGINT and SIGTERM go to the child, which then aborts its start."""
 
     def pass_on(signum: int, _frame: Any) -> None:
         child.send_signal(signum)
@@ -154,7 +176,7 @@ def _passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _follow(child: subprocess.Popen[bytes], report: Path, errors: Path) -> int:
+def _follow(child: subprocess.Popen[bytes], report: Path, output: Path) -> int:
     told: dict[str, str] = {}
     failure: dict[str, Any] | None = None
     with report.open() as file:
@@ -166,7 +188,7 @@ def _follow(child: subprocess.Popen[bytes], report: Path, errors: Path) -> int:
                     click.echo(
                         f"ready: {facts.get('frontend_url') or facts['namespace']} (in {facts['seconds']:.1f} s)"
                     )
-                    child.returncode = 0  # it lives on: Popen must not complain about a running child
+                    child.returncode = 0  # keeps Popen from warning about a child that is meant to outlive us
                     return 0
                 if record["kind"] == "failed":
                     failure = record
@@ -179,7 +201,7 @@ def _follow(child: subprocess.Popen[bytes], report: Path, errors: Path) -> int:
         return int(failure["exit_code"])
     code = child.returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    click.echo(f"dynamo: the arbiter {how} before it was ready\n{errors.read_text()}".rstrip(), err=True)
+    click.echo(f"dynamo: the arbiter {how} before it was ready\n{output.read_text()}".rstrip(), err=True)
     return code if code > 0 else EXIT_FAILED
 
 

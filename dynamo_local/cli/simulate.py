@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamo_local.cli.common import json_option
+from dynamo_local.cli.numbers import FiniteRange
+from dynamo_local.cli.simulated_requests import Source, source_of
+from dynamo_local.core.admission import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
+from dynamo_local.core.durations import SECONDS_MAX
 from dynamo_local.errors import BadInput
 
 if TYPE_CHECKING:
@@ -40,57 +44,83 @@ class Shape(click.ParamType):
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
-@click.option("--trace", required=True, type=click.Path(path_type=Path), help="Requests, in Mooncake's format.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Requests, in Mooncake's format.")
+@click.option("--generate", metavar="chat|code|sin[,KEY=VALUE…]", help="Make the requests (docs/simulate.md).")
+@click.option(
+    "-o",
+    "--write-trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep what was made (.jsonl, .gz).",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many requests.")
 @click.option(
-    "--trace-speed", type=click.FloatRange(min=0, min_open=True), default=1.0, help="The trace's times, divided by it."
+    "--trace-speed", type=FiniteRange(min=0, min_open=True), default=1.0, help="The trace's times, divided by it."
 )
 @click.option("--profile", default=None, help="Engine profile: a shipped one's name, or a folder.")
 @click.option("--gpus", default="sim:8", show_default=True, help="sim:N, the GPUs of the host.")
-@click.option("--ttft", "ttft_ms", type=click.FloatRange(min=0), help="Target for the time to first token, ms.")
-@click.option("--itl", "itl_ms", type=click.FloatRange(min=0), help="Target for a request's mean gap of tokens, ms.")
+@click.option("--ttft", "ttft_ms", type=FiniteRange(min=0), help="Target for the time to first token, ms.")
+@click.option("--itl", "itl_ms", type=FiniteRange(min=0), help="Target for a request's mean gap of tokens, ms.")
+@click.option("--policy", "policies", metavar="NAME[,NAME…]", help="A planned run with each of these policies.")
 @click.option("--initial", type=Shape(), help="Workers at the beginning of a planned run.  [default: 1,1]")
 @click.option("--static", "statics", type=Shape(), multiple=True, help="A run with this fleet and no planner.")
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=A,B,…", help="One run for each value (or combination).")
-@click.option("--start-up-s", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Of a new worker.")
+@click.option(
+    "--start-up-s", type=FiniteRange(min=0, max=SECONDS_MAX), default=30.0, show_default=True, help="Of a new worker."
+)
 @click.option(
     "--max-local-prefill-length", type=click.IntRange(min=0), default=10, show_default=True, help="As the worker's."
 )
 @click.option("--max-prefill-queue-size", type=click.IntRange(min=0), default=2, show_default=True, help="The same.")
 @click.option("--always-remote", is_flag=True, help="Every prefill goes to prefill workers (no conditional-disagg).")
+@click.option(
+    "--max-inflight", type=click.IntRange(min=1), default=MAX_INFLIGHT, show_default=True, help="As the Frontend's."
+)
+@click.option(
+    "--max-num-waiting", type=click.IntRange(min=1), default=MAX_NUM_WAITING, show_default=True, help="As the worker's."
+)
+@click.option(
+    "--request-timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=REQUEST_TIMEOUT_S,
+    show_default=True,
+    help="As the Frontend's.",
+)
 @click.option("--router", type=click.Choice(["least-loaded", "round-robin", "random"]), default="least-loaded")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random router.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Runs at once.  [default: one for each core]")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page (extra `report`).")
 @json_option
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--planner.KEY=VALUE …] [--sim.KEY=VALUE …]")
-def simulate(trace: Path, as_json: bool, report: Path | None, jobs: int | None, **words: Any) -> None:
-    """Run a trace through this graph's engine, queue, router and planner on a virtual clock, without processes.
+def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any) -> None:
+    """Run requests through this graph's engine, queue, router and planner on a virtual clock, without processes.
 
-    Any planner option: --planner.adjustment-interval=10. Any option of the simulated engine: --sim.max-num-seqs=64.
-    With --static and no option of the planner there is no planned run; with both they are compared.
+    Any planner option: --planner.adjustment-interval=10 (of several policies, for those that have it). Any option of
+    the simulated engine: --sim.max-num-seqs=64.
+    The requests are those of a --trace, or are made (--generate).
+    With --static and no policy or option of the planner there is no planned run; with both they are compared.
     """
+    from dynamo_local.system.pages import check_plots
     from dynamo_local.twin.cases import run_cases
     from dynamo_local.twin.metrics import measure
     from dynamo_local.twin.options import Slo
-    from dynamo_local.twin.report import Told, check_report, write_report
-    from dynamo_local.twin.trace import read_trace
+    from dynamo_local.twin.report import ReportedRun, write_report
 
+    source = source_of(words["trace"], words["generate"], words["write_trace"])
     if report is not None:
-        check_report()
+        check_plots()
     cases = cases_of(words)
-    requests = read_trace(trace, limit=words["limit"], speed=words["trace_speed"])
+    requests = source.requests(limit=words["limit"], speed=words["trace_speed"])
     slo = Slo(words["ttft_ms"], words["itl_ms"])
     runs = run_cases(requests, cases, jobs)
     rows = [(case.name, measure(run, slo)) for case, run in zip(cases, runs, strict=True)]
     if report is not None:
-        told = [Told(case.name, run, row[1]) for case, run, row in zip(cases, runs, rows, strict=True)]
-        write_report(report, f"dynamo simulate: {trace.name}", _facts(trace, words), told, slo)
+        told = [ReportedRun(case.name, run, row[1]) for case, run, row in zip(cases, runs, rows, strict=True)]
+        write_report(report, f"dynamo simulate: {source.name}", _facts(source, words), told, slo)
     if as_json:
         found = [_json(name, metrics) for name, metrics in rows]
         click.echo(json.dumps(found if len(found) > 1 or words["sweeps"] else found[0], indent=2))
         return
-    _print_tables(_facts(trace, words), rows)
+    _print_tables(_facts(source, words), rows, words)
     if report is not None:
         click.echo(f"report: {report}")
 
@@ -99,20 +129,46 @@ def simulate(trace: Path, as_json: bool, report: Path | None, jobs: int | None, 
 
 
 def cases_of(words: Mapping[str, Any]) -> list[Case]:
-    """The planned runs, then the fixed ones. Raises `BadInput` for whatever cannot be."""
+    """The planned runs, then the fixed ones. Raises `BadInput` for options that cannot be run."""
     given = _overrides(words["overrides"])
     if words["profile"] is not None:
         given["sim"]["profile"] = words["profile"]
     combinations = _combinations(words["sweeps"])
-    planned = not words["statics"] or bool(given["planner"] or words["sweeps"] or words["initial"])
+    asked = bool(given["planner"] or words["sweeps"] or words["initial"] or words["policies"])
+    planned = not words["statics"] or asked
     shape = words["initial"] or Shape().convert(DEFAULT_INITIAL, None, None)
     cases = []
     for name, changes in combinations if planned else []:
         merged = {section: {**given[section], **changes.get(section, {})} for section in given}
-        cases.append(_case(name or f"planner from {_shape(shape)}", words, merged, shape, planned=True))
+        if words["policies"] is None:
+            cases.append(_case(name or f"planner from {_shape(shape)}", words, merged, shape, planned=True))
+            continue
+        for policy, options in _by_policy(words["policies"], merged["planner"]).items():
+            label = f"{policy}, {name}" if name else f"{policy} from {_shape(shape)}"
+            cases.append(_case(label, words, {**merged, "planner": options}, shape, planned=True))
+    engines = {name: value for name, value in given["planner"].items() if name.endswith("_engine_num_gpu")}
     for fixed in words["statics"]:
-        cases.append(_case(f"static {_shape(fixed)}", words, given, fixed, planned=False))
+        cases.append(_case(f"static {_shape(fixed)}", words, {**given, "planner": engines}, fixed, planned=False))
     return cases
+
+
+def _by_policy(names: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of each policy: of those that are given, its own. Raises `BadInput` for one that none of them has."""
+    from dynamo_local.config.planner import POLICIES
+    from dynamo_local.config.planner.options import aliases_of, options_of
+    from dynamo_local.sdk.checks import listing, nearest
+
+    found: dict[str, dict[str, Any]] = {}
+    unused = set(options) - {"policy"}
+    for name in (part.strip() for part in names.split(",")):
+        if name not in POLICIES:
+            raise BadInput(f"--policy {name!r} is none; there are: {listing(POLICIES)}{nearest(name, POLICIES)}")
+        known = {*options_of(name), *aliases_of(name)}
+        found[name] = {key: value for key, value in options.items() if key in known} | {"policy": name}
+        unused -= known
+    if unused:
+        raise BadInput(f"--planner.{sorted(unused)[0]} is no option of {listing(found)}")
+    return found
 
 
 def _shape(shape: tuple[int, int]) -> str:
@@ -129,16 +185,15 @@ def _case(
 ) -> Case:
     from functools import partial
 
-    from dynamo_local.components.picker import make_picker
-    from dynamo_local.config import PlannerConfig
+    from dynamo_local.autoscale.planner_options import policy_options
+    from dynamo_local.components.routing.pickers import make_picker
+    from dynamo_local.config import planner_section
     from dynamo_local.core.disagg import DisaggSettings
     from dynamo_local.engines.sim.options import SimOptions
-    from dynamo_local.sdk.settings import validate_section
-    from dynamo_local.serve.planner_options import load_options
     from dynamo_local.twin.cases import Case
     from dynamo_local.twin.options import FleetShape, TwinOptions
 
-    config: PlannerConfig = validate_section(PlannerConfig, "--planner", dict(given["planner"]))
+    config = planner_section("--planner", _with_targets(given, words))
     options = TwinOptions(
         shape=FleetShape(*shape),
         sim=SimOptions.from_mapping(given["sim"]),
@@ -148,14 +203,32 @@ def _case(
         start_up_s=words["start_up_s"],
         disagg=DisaggSettings(words["max_local_prefill_length"], words["max_prefill_queue_size"]),
         conditional=not words["always_remote"],
+        max_inflight=words["max_inflight"],
+        max_num_waiting=words["max_num_waiting"],
+        request_timeout_s=words["request_timeout_s"],
     )
     return Case(
         name,
         options,
-        planner=load_options(config) if planned and config.enabled else None,
+        planner=policy_options(config) if planned and config.enabled else None,
         no_operation=config.no_operation,
         make_picker=partial(make_picker, words["router"], words["seed"]),
     )
+
+
+def _with_targets(given: Mapping[str, Mapping[str, Any]], words: Mapping[str, Any]) -> dict[str, Any]:
+    """The planner's options. A policy with targets has those of the run, and the profile that the engines run by."""
+    from dynamo_local.config.planner.options import POLICIES, options_of, own_names
+    from dynamo_local.engines.sim.options import SimOptions
+
+    policy = str(given["planner"].get("policy", "load"))
+    found = own_names("--planner", given["planner"], policy)
+    profile = given["sim"].get("profile", SimOptions().profile)
+    of_the_run = {"ttft_ms": words["ttft_ms"], "itl_ms": words["itl_ms"], "profile_results_dir": profile}
+    for name, value in of_the_run.items():
+        if policy in POLICIES and name in options_of(policy) and value is not None:
+            found.setdefault(name, value)
+    return found
 
 
 def _gpus(option: str) -> int:
@@ -190,11 +263,11 @@ def _known(section: str, key: str) -> str:
     """The option's name with underscores. Raises `BadInput` with the nearest one."""
     import dataclasses
 
-    from dynamo_local.config import PlannerConfig
+    from dynamo_local.config.planner import known_names
     from dynamo_local.engines.sim.options import SimOptions
     from dynamo_local.sdk.checks import nearest
 
-    fields = {"planner": list(PlannerConfig.model_fields), "sim": [f.name for f in dataclasses.fields(SimOptions)]}
+    fields = {"planner": list(known_names()), "sim": [f.name for f in dataclasses.fields(SimOptions)]}
     name = key.replace("-", "_")
     if name not in fields[section]:
         near = nearest(name.replace("_", "-"), [field.replace("_", "-") for field in fields[section]])
@@ -237,25 +310,48 @@ def _json(name: str, metrics: Metrics) -> dict[str, Any]:
     return {**metrics.to_dict(), "name": name}
 
 
-def _facts(trace: Path, words: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(source: Source, words: Mapping[str, Any]) -> list[tuple[str, str]]:
     def target(value: float | None) -> str:
         return "none" if value is None else f"{value:g} ms"
 
     speed = "" if words["trace_speed"] == 1.0 else f", times divided by {words['trace_speed']:g}"
     return [
-        ("trace", f"{trace.name}{speed}"),
+        (source.what, f"{source.name}{speed}"),
         ("targets", f"TTFT {target(words['ttft_ms'])}, ITL {target(words['itl_ms'])}"),
         ("host", f"{words['gpus']}, start-up {words['start_up_s']:g} s"),
         ("seed", str(words["seed"])),
+        (
+            "bounds",
+            f"max-inflight {words['max_inflight']}, max-num-waiting {words['max_num_waiting']} for each worker, "
+            f"request-timeout {words['request_timeout_s']:g} s",
+        ),
     ]
 
 
-def _print_tables(facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Metrics]]) -> None:
+def _explained(reason: str, words: Mapping[str, Any]) -> str:
+    """Why requests were dropped, and what changes it."""
+    from dynamo_local.twin.process import Dropped
+
+    explanations = {
+        Dropped.FRONTEND_FULL: f"the Frontend had {words['max_inflight']} requests already (429): more workers, or a "
+        "higher --max-inflight, with which they wait until their deadline",
+        Dropped.WORKERS_FULL: f"{words['max_num_waiting']} requests waited for each worker already (429): more "
+        "workers, or a higher --max-num-waiting, with which they wait until their deadline",
+        Dropped.DEADLINE: f"not done within {words['request_timeout_s']:g} s (504): more workers, or a longer "
+        "--request-timeout-s",
+        Dropped.TOO_LONG: "prompt and answer are longer than the model's context (400)",
+    }
+    return explanations.get(Dropped(reason), reason)
+
+
+def _print_tables(
+    facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Metrics]], words: Mapping[str, Any]
+) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    # Of one width wherever it goes: the same command prints the same bytes.
+    # A fixed width, so that the same command always prints the same bytes.
     console = Console(width=120, highlight=False)
     console.print("; ".join(f"{what}: {value}" for what, value in facts), markup=False)
     worth = Table("run", box=box.SIMPLE)
@@ -280,5 +376,8 @@ def _print_tables(facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Me
         values = [getattr(spread, part) for spread in (m.ttft_ms, m.itl_ms) for part in ("mean", "p50", "p95", "p99")]
         times.add_row(name, *("–" if value is None else f"{value:.1f}" for value in values))
     console.print(worth)
+    for name, m in rows:
+        for reason, count in m.dropped_by.items():
+            console.print(f"{name}: {count:,} dropped: {_explained(reason, words)}", markup=False)
     console.print("milliseconds:")
     console.print(times)

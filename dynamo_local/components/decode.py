@@ -9,18 +9,18 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from dynamo_local.components import wire
-from dynamo_local.components.remote_prefill import RemotePrefill
+from dynamo_local.components import messages
+from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
 from dynamo_local.errors import KvTransferError, WorkerBusy
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-"""What a full worker suggests: loads are published every second, so by then the picker knows better."""
+"""The wait that a full worker suggests: loads are published every second, so by then the picker has new ones."""
 
 
-class Decoder:
+class DecodeService:
     """Serves generate requests on one engine; `remote` is None where every prefill is local."""
 
     def __init__(self, engine: Engine, remote: RemotePrefill | None, max_num_waiting: int) -> None:
@@ -33,7 +33,7 @@ class Decoder:
 
         Raises `InvalidRequest`, `WorkerBusy` (before the first item), `EngineError`, `KvTransferError` (after tokens).
         """
-        asked = wire.parse_generate_request(payload)
+        asked = messages.parse_generate_request(payload)
         waiting = self._engine.load().num_requests_waiting + (self._remote.waiting if self._remote else 0)
         if waiting >= self._max_num_waiting:
             raise WorkerBusy(
@@ -46,12 +46,12 @@ class Decoder:
         request = EngineRequest(request_id, asked.token_ids, asked.sampling)
         async with contextlib.aclosing(self._outputs(request, asked.prefix_hit_rate)) as outputs:
             async for output in outputs:
-                yield wire.generate_item(output)
+                yield messages.generate_item(output)
 
     async def _outputs(self, request: EngineRequest, hit_rate: float | None) -> AsyncGenerator[EngineOutput, None]:
         params: Mapping[str, Any] | None = None
         if self._remote is not None:
-            if hit_rate is None:  # nobody has asked a Router: what the engine knows itself
+            if hit_rate is None:  # no Router was asked: use what the engine itself knows
                 hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
             params = await self._remote.prefill(request, hit_rate)
         if params is not None and self._remote is not None:
@@ -66,7 +66,7 @@ class Decoder:
                 if started:
                     raise
                 log.warning("request %s is prefilled locally, its KV did not arrive: %s", request.request_id, error)
-                # A prefill worker that died before its ack would have the entry done again for nobody.
+                # If the prefill worker died before its ack, the entry would be redelivered although nobody wants it.
                 self._remote.abandon(request.request_id)
             request = replace(request, request_id=f"{request.request_id}-local")
         async with contextlib.aclosing(self._run(request)) as outputs:

@@ -1,8 +1,8 @@
-"""Who the engines are that hand over KV: `{namespace}/nixl_metadata/{engine id}` in etcd, under each worker's lease.
+"""The engines that hand over KV: `{namespace}/nixl_metadata/{engine id}` in etcd, under each worker's lease.
 
 A decode worker learns of an engine when the first KV comes from it (any number of prefill workers may come and go),
-and forgets it when its key goes. Where the KV lies travels with each hand-off: a prefill worker that leaves has given
-its lease back, and its KV is still good.
+and forgets it when its key goes. The address of the KV is part of each hand-off, so the KV of a leaving
+prefill worker, which has given its lease back, can still be pulled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynamo_local.ports import DeleteEvent, EngineInfo, KeyValueStore, PutEvent,
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 0.5
-"""Past it the KV is pulled unchecked: etcd may be away, and the pull has a deadline of its own."""
+"""After this the KV is pulled unchecked: etcd may be away, and the pull has a deadline of its own."""
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class EngineCard(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, info: EngineInfo, worker: str) -> EngineCard | None:
-        """None for an engine that hands nothing over."""
+        """None for an engine that does not hand over KV."""
         if info.handoff_address is None:
             return None
         host, port = info.handoff_address

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dynamo_local.components.model import TINY_MODEL, TINY_TOKENS
+from dynamo_local.components.text.model import TINY_MODEL, TINY_TOKENS
 from dynamo_local.engines import make_engine
 from dynamo_local.errors import ConfigError
-from dynamo_local.ports import Engine, KvEventPublisher
+from dynamo_local.ports import Engine, KvEventPublisher, PassSink
 from dynamo_local.sdk.checks import listing, nearest
+from dynamo_local.sdk.context import WorkerContext
 from dynamo_local.sdk.service_config import underscored
 from dynamo_local.sdk.settings import accepted_names
 
@@ -46,6 +47,12 @@ class EngineConfig(BaseModel):
     )
     sim: dict[str, Any] = Field(default_factory=dict, description="Options of the sim engine; see docs/sim-engine.md.")
     max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")
+    forward_passes: bool = Field(
+        default=True, description="Tell planners what each pass of the engine did; see docs/observations.md."
+    )
+    fpm_events: bool = Field(
+        default=False, description="Publish each pass on Dynamo's event plane, too, for planners of Dynamo's."
+    )
 
     @field_validator("sim")
     @classmethod
@@ -78,11 +85,11 @@ class EngineConfig(BaseModel):
 
     @property
     def engine_name(self) -> EngineName:
-        """The engine that was meant: a real model is never answered with simulated tokens unasked."""
+        """The engine: `sim` for a real model only if the section says so."""
         return self.engine or ("sim" if self.model == TINY_MODEL else "vllm")
 
     def vllm_options(self, gpus: int) -> VllmOptions:
-        """For a worker with so many GPUs."""
+        """The options of a worker with this many GPUs."""
         from dynamo_local.engines.vllm.options import VllmOptions
 
         return VllmOptions(
@@ -142,14 +149,30 @@ def _vocab_size(model: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-async def start_engine(config: EngineConfig, gpus: int, kv_events: KvEventPublisher | None = None) -> Engine:
+async def start_observed_engine(
+    config: EngineConfig, context: WorkerContext, kv_events: KvEventPublisher | None = None
+) -> Engine:
+    """A started engine of which planners may ask what it does. See `start_engine`."""
+    passes = await context.passes(publish=config.fpm_events) if config.forward_passes else None
+    engine = await start_engine(config, context.gpus, kv_events, passes)
+
+    async def counters() -> Mapping[str, float]:
+        return engine.counters()
+
+    context.observe(counters, engine.info.limits)
+    return engine
+
+
+async def start_engine(
+    config: EngineConfig, gpus: int, kv_events: KvEventPublisher | None = None, passes: PassSink | None = None
+) -> Engine:
     """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind."""
     options: VllmOptions | dict[str, Any]
     if config.engine_name == "vllm":
         options = config.vllm_options(gpus)
     else:
         options = sim_options(config.model, config.max_model_len, config.sim)
-    engine = make_engine(config.engine_name, options, kv_events=kv_events)
+    engine = make_engine(config.engine_name, options, kv_events=kv_events, passes=passes)
     try:
         await engine.start()
     except BaseException:

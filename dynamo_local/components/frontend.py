@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from dynamo_local.components.models_view import ModelsView
+from dynamo_local.components.openai import access
 from dynamo_local.components.openai.app import FrontendConfig, FrontendDeps, create_app
-from dynamo_local.components.openai.server import bind_socket
 from dynamo_local.components.openai.serving import Serving
 from dynamo_local.components.processor import Processor
 from dynamo_local.sdk import async_on_start, depends, on_shutdown, service
@@ -20,22 +22,24 @@ class Frontend:
     processor = depends(Processor)
 
     max_workers = 1
-    """A second worker could not listen on the same port."""
+    """At most one: a second worker could not listen on the same port."""
 
     def __init__(self) -> None:
         self._serving = Serving()
 
     @async_on_start
     async def start(self) -> None:
-        """Bind, listen, announce the URL. Raises `ConfigError` when the port or the host cannot be had."""
+        """Bind, listen, announce the URL. Raises `ConfigError` where port, keys or certificate cannot be had."""
         context: WorkerContext = current_context()
         settings: FrontendConfig = context.settings or FrontendConfig()
-        sock = bind_socket(settings.host, settings.port)
+        keys = access.take_keys(settings, os.environ)
+        sock = access.listening_socket(settings)
         deps = FrontendDeps(
             chat=self.processor.endpoint("chat/completions"),
             completions=self.processor.endpoint("completions"),
             models=ModelsView(context.namespace, expected=settings.served_model_name),
             settings=settings,
+            keys=keys,
             draining=context.draining,
         )
         await self._serving.start(context, deps, create_app(deps), sock)

@@ -22,6 +22,9 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics import MetricWrapperBase
+
+from dynamo_local.core.traffic import HISTOGRAMS, REQUESTS
 
 PREFIX = "dynamo_frontend"
 UNKNOWN_MODEL = "unknown"
@@ -46,7 +49,7 @@ def log_buckets(low: float, high: float, count: int) -> list[float]:
 class _Series:
     """The children of one model: looking a label up takes a lock and a dictionary each time."""
 
-    __slots__ = ("cached", "duration", "inflight", "isl", "itl", "osl", "output_tokens", "queued", "ttft")
+    __slots__ = ("cached", "duration", "inflight", "isl", "itl", "osl", "output_tokens", "queued", "started", "ttft")
 
     def __init__(self, metrics: HttpMetrics, model: str) -> None:
         self.inflight = metrics.inflight_requests.labels(model)
@@ -57,6 +60,7 @@ class _Series:
         self.osl = metrics.output_sequence_tokens.labels(model)
         self.cached = metrics.cached_tokens.labels(model)
         self.output_tokens = metrics.output_tokens.labels(model)
+        self.started = metrics.requests_started.labels(model)
         self.duration = metrics.request_duration.labels(model)
 
 
@@ -79,7 +83,7 @@ class RequestObserver:
         metrics.queued += 1
 
     def on_prompt(self, prompt_tokens: int) -> None:
-        """The Processor has told the prompt's length; recorded once, and only for requests that get tokens."""
+        """The Processor has sent the prompt's length; it is recorded once, and only for requests that get tokens."""
         if self._prompt_tokens is None:
             self._prompt_tokens = prompt_tokens
             if self._last_s is not None:
@@ -128,10 +132,11 @@ class HttpMetrics:
     """All of the Frontend's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
-        # `…_created` gauges double the exposition, and Dynamo's has none.
+        # `…_created` gauges would double the size of the page, and Dynamo has none.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._series: dict[str, _Series] = {}
+        self._histograms: dict[str, Histogram] = {}
         self.queued = 0
         """Requests of all models that still wait for their first token."""
         model = ["model"]
@@ -140,6 +145,9 @@ class HttpMetrics:
             "Total number of LLM requests processed",
             [*model, "endpoint", "request_type", "status"],
             registry=self.registry,
+        )
+        self.requests_started = Counter(
+            f"{PREFIX}_requests_started", "Total number of LLM requests admitted", model, registry=self.registry
         )
         self.inflight_requests = self._gauge("inflight_requests", "Requests from admission to their end")
         self.queued_requests = self._gauge("queued_requests", "Requests that still wait for their first token")
@@ -172,12 +180,21 @@ class HttpMetrics:
         series = self._series.get(label)
         if series is None:
             series = self._series[label] = _Series(self, label)
+        series.started.inc()
         return RequestObserver(self, series, (label, endpoint, request_type), started_s)
 
     def refused(self, model: str | None, endpoint: Endpoint, request_type: RequestType) -> None:
         """A request was answered with an error before it was admitted. `model` is None where it is not one of ours."""
         label = UNKNOWN_MODEL if model is None else model.lower()
         self.requests.labels(label, endpoint, request_type, "error").inc()
+
+    def counters(self) -> dict[str, float]:
+        """Of all models, under the names of `core.traffic`: what a planner counts by."""
+        told = {REQUESTS: _sum(self.requests_started, "_total")}
+        for name, suffix in HISTOGRAMS.items():
+            histogram = self._histograms[suffix]
+            told[f"{name}_sum"], told[f"{name}_count"] = _sum(histogram, "_sum"), _sum(histogram, "_count")
+        return told
 
     def exposition(self) -> bytes:
         """The text format, for `CONTENT_TYPE`."""
@@ -188,4 +205,12 @@ class HttpMetrics:
 
     def _histogram(self, name: str, text: str, low: float, high: float, count: int) -> Histogram:
         buckets = log_buckets(low, high, count)
-        return Histogram(f"{PREFIX}_{name}", text, ["model"], buckets=buckets, registry=self.registry)
+        made = Histogram(f"{PREFIX}_{name}", text, ["model"], buckets=buckets, registry=self.registry)
+        self._histograms[name] = made
+        return made
+
+
+def _sum(metric: MetricWrapperBase, suffix: str) -> float:
+    """Over all samples whose name ends so."""
+    samples = (sample for family in metric.collect() for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name.endswith(suffix))

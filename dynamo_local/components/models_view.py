@@ -2,7 +2,7 @@
 `{namespace}/prefill_models/`).
 
 Each ready worker that serves a model keeps a key `{namespace}/models/{name}:{lease hex}` under its lease, with
-`{"name", "component", "endpoint", "max_model_len", "created"}`. A model is there from its first key to its last.
+`{"name", "component", "endpoint", "max_model_len", "created"}`. A model is served as long as it has a key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynamo_local.ports import DeleteEvent, KeyValue, KeyValueStore, PutEvent, S
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 0.5
-"""The store reconnects by itself; this bounds how often we ask again should a watch fail all the same."""
+"""The store reconnects by itself; if a watch fails nevertheless, we wait this long before a new one."""
 
 
 def models_prefix(namespace: str) -> str:
@@ -30,7 +30,7 @@ def models_prefix(namespace: str) -> str:
 
 
 def prefill_models_prefix(namespace: str) -> str:
-    """`dynamo/prefill_models/`: a model is not served by those that only prefill it."""
+    """`dynamo/prefill_models/`: apart, because servers that only prefill a model do not serve it."""
     return f"{namespace}/prefill_models/"
 
 
@@ -74,7 +74,7 @@ class Availability(enum.Enum):
 
 
 class ModelsView:
-    """Fed with watch events by `follow`; asked by the HTTP handlers.
+    """Updated with watch events by `follow`, read by the HTTP handlers.
 
     `expected` is a model that counts as known before its first worker came (`served_model_name`). `prefix` is where
     the keys are, by default `models_prefix(namespace)`.
@@ -88,13 +88,15 @@ class ModelsView:
         self._ready = asyncio.Event()
 
     def models(self) -> list[ServedModel]:
-        """Those with a ready worker, by name."""
+        """The models with a ready worker, by name."""
         return [self._models[name] for name in sorted(self._models)]
 
     def get(self, name: str) -> ServedModel | None:
+        """The model of that name, if somebody serves it now."""
         return self._models.get(name)
 
     def availability(self, name: str) -> Availability:
+        """Whether it is served now, was once, or never."""
         if name in self._models:
             return Availability.READY
         return Availability.GONE if name in self._known else Availability.UNKNOWN
@@ -124,7 +126,7 @@ class ModelsView:
             await asyncio.sleep(WATCH_RETRY_S)
 
     def apply(self, event: WatchEvent) -> None:
-        """Take one event in."""
+        """Update the view with one event."""
         if isinstance(event, SnapshotEvent):
             self._replace(event.kvs)
         elif isinstance(event, PutEvent):

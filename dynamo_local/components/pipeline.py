@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from dynamo_local.components import wire
-from dynamo_local.components.detokenizer import Detokenizer
-from dynamo_local.components.dispatch import Batch, Dispatcher
+from dynamo_local.components import messages
+from dynamo_local.components.large_requests import run_by_size
 from dynamo_local.components.models_view import ModelsView
-from dynamo_local.components.prepare import Kind, Prepared, prepare
-from dynamo_local.components.tokenizer import Tokenizer
+from dynamo_local.components.routing.dispatch import Batch, Dispatcher
+from dynamo_local.components.text.detokenizer import Detokenizer
+from dynamo_local.components.text.prepare import Kind, Prepared, prepare
+from dynamo_local.components.text.tokenizer import Tokenizer
 from dynamo_local.errors import EngineError, NoWorkers
 
 FIRST_CARD_TIMEOUT_S = 1.0
@@ -32,14 +33,19 @@ class Pipeline:
         self._dispatcher = dispatcher
         self._model = model
 
-    async def run(self, kind: Kind, body: Mapping[str, Any], timeout_s: float | None) -> AsyncGenerator[Any, None]:
-        """Response items. Raises `InvalidRequest`, `NoWorkers`, `WorkerBusy`, or what the worker failed with."""
-        request = prepare(kind, body, self._tokenizer, await self._max_model_len(str(body.get("model") or self._model)))
+    async def run(self, kind: Kind, payload: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+        """Response items of a `TextRequest`, or of what one is made from.
+
+        Raises `InvalidRequest`, `NoWorkers`, `WorkerBusy`, or what the worker failed with.
+        """
+        asked = messages.parse_text_request(payload)
+        max_model_len = await self._max_model_len(asked.model or self._model)
+        request = await run_by_size(messages.size_of(asked), prepare, kind, asked, self._tokenizer, max_model_len)
         request_id = request.request_id or uuid.uuid4().hex
-        payload = wire.generate_request(request_id, request.token_ids, request.sampling)
+        generate = messages.generate_request(request_id, request.token_ids, request.sampling)
         answer = _Answer(request, self._tokenizer.detokenizer(request.stop, request.sampling.min_tokens))
         batches = self._dispatcher.send(
-            payload, request_id=request_id, tokens=request.sampling.max_tokens, timeout_s=timeout_s
+            generate, request_id=request_id, tokens=request.sampling.max_tokens, timeout_s=timeout_s
         )
         async with contextlib.aclosing(batches):
             async for batch in batches:
@@ -54,7 +60,7 @@ class Pipeline:
         served = self._models.get(model)
         if served is None and await self._models.wait_ready(FIRST_CARD_TIMEOUT_S):
             served = self._models.get(model)
-        if served is None or served.max_model_len is None:  # None: an HTTP server's, which no Processor can ask
+        if served is None or served.max_model_len is None:  # None: an HTTP server's model, no Processor can call it
             names = ", ".join(m.name for m in self._models.models()) or "none"
             raise NoWorkers(f"no ready worker serves the model {model!r} (served now: {names})")
         return served.max_model_len

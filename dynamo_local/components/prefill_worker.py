@@ -1,4 +1,7 @@
-"""PrefillWorker: computes the KV of prompts from the prefill queue; see `components.prefill` for what is acked when."""
+"""PrefillWorker: computes the KV of prompts from the prefill queue.
+
+`components.prefilling.prefill` says what is acked when.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from dynamo_local.components.engine_options import EngineConfig, start_engine
+from dynamo_local.components.engine_options import EngineConfig, start_observed_engine
 from dynamo_local.ports import Engine
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import Work, current_context
@@ -33,18 +36,18 @@ class PrefillWorker:
     """Prefill worker of a disaggregated graph. Its only work comes through the prefill queue."""
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None  # a start that is broken off is stopped like any other
+        self._engine: Engine | None = None  # `stop` is also called after a start that was cut short
         self._pulling: asyncio.Task[None] | None = None
 
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then pull."""
         from dynamo_local.components.engine_directory import EngineCard, engine_key
-        from dynamo_local.components.prefill import Prefiller
+        from dynamo_local.components.prefilling.prefill import Prefiller
 
         self._context = context = current_context()
         config: PrefillWorkerConfig = context.settings
-        self._engine = await start_engine(config, context.gpus)
+        self._engine = await start_observed_engine(config, context)
         self._prefiller = Prefiller(
             self._engine,
             await context.prefill_queue(),
@@ -65,8 +68,8 @@ class PrefillWorker:
         self._pulling = self._context.vital(self._prefiller.pull(self._context.draining), "pulling prefills")
 
     @endpoint()
-    async def status(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What this worker is at: makes it visible, and `prefill_workers` countable, in etcd."""
+    async def status(self, request: None = None) -> dict[str, Any]:
+        """What this worker does. The endpoint also puts it into etcd, where decode workers count prefill workers."""
         counts = self._prefiller.counts
         return {
             "state": "draining" if self._context.draining.is_set() else "ready",
@@ -79,12 +82,12 @@ class PrefillWorker:
         }
 
     async def _finished(self) -> None:
-        """What was pulled is finished, and its KV taken over."""
+        """Return when the pulled entries are finished and their KV has been pulled."""
         await self._until_pull_ended()
         await self._prefiller.finish()
 
     async def _resumed(self) -> None:
-        """The drain was taken back: pull again. What was in hand has gone on all the time."""
+        """The drain was taken back: pull again. Entries in hand have gone on meanwhile."""
         await self._until_pull_ended()
         self._pull()
 

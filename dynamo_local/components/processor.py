@@ -16,9 +16,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.components.model import TINY_MODEL
-from dynamo_local.components.picker import make_picker
+from dynamo_local.components.messages import TextRequest
 from dynamo_local.components.router import Router
+from dynamo_local.components.routing.pickers import make_picker
+from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.components.vllm_worker import VllmWorker
 from dynamo_local.core.routing import RouterPolicy
 from dynamo_local.runtime.requests.context import current_request
@@ -61,16 +62,17 @@ class Processor:
     router = depends(Router, optional=True)
 
     def __init__(self) -> None:
-        self._stack = contextlib.AsyncExitStack()  # a start that is broken off is stopped like any other
+        self._stack = contextlib.AsyncExitStack()  # `stop` is also called after a start that was cut short
 
     @async_on_start
     async def start(self) -> None:
         """Load the tokenizer (off the loop: it is megabytes of JSON) and begin to watch workers and models."""
-        from dynamo_local.components.dispatch import Dispatcher
         from dynamo_local.components.models_view import ModelsView
         from dynamo_local.components.pipeline import Pipeline
-        from dynamo_local.components.routing import RouterLink, samples
-        from dynamo_local.components.tokenizer import load_tokenizer
+        from dynamo_local.components.routing.dispatch import Dispatcher
+        from dynamo_local.components.routing.pickers import samples
+        from dynamo_local.components.routing.router_client import RouterClient
+        from dynamo_local.components.text.tokenizer import load_tokenizer
         from dynamo_local.runtime.load import LoadView
 
         context = current_context()
@@ -90,7 +92,7 @@ class Processor:
         router = None
         if self.router is not None:
             asking = await context.endpoint_client(self.router.component, "generate")
-            router = RouterLink(asking, config.router_timeout_s, clock)
+            router = RouterClient(asking, config.router_timeout_s, clock)
         dispatcher = Dispatcher(
             client,
             picker,
@@ -107,14 +109,14 @@ class Processor:
         await self._stack.aclose()
 
     @endpoint(name="chat/completions")
-    async def chat_completions(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    async def chat_completions(self, request: TextRequest) -> AsyncGenerator[Any, None]:
         """`POST /v1/chat/completions`, streamed."""
         async with contextlib.aclosing(self._pipeline.run("chat", request, _remaining_s())) as items:
             async for item in items:
                 yield item
 
     @endpoint(name="completions")
-    async def completions(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    async def completions(self, request: TextRequest) -> AsyncGenerator[Any, None]:
         """`POST /v1/completions`, streamed."""
         async with contextlib.aclosing(self._pipeline.run("completion", request, _remaining_s())) as items:
             async for item in items:

@@ -9,14 +9,15 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.components.model import TINY_MODEL
+from dynamo_local.components.messages import RouteRequest, parse_route_request
+from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.components.vllm_worker import VllmWorker
 from dynamo_local.core.routing import RouterPolicy, RouterSettings
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import current_context
 
 FIRST_VIEW_TIMEOUT_S = 5.0
-"""How long a start waits for what the workers have cached already; past it they are asked on in the background."""
+"""How long a start waits to learn what the workers have cached; after that they are asked in the background."""
 
 
 class RouterConfig(BaseModel):
@@ -46,13 +47,14 @@ class Router:
     worker = depends(VllmWorker)
 
     def __init__(self) -> None:
-        self._stack = contextlib.AsyncExitStack()  # a start that is broken off is stopped like any other
+        self._stack = contextlib.AsyncExitStack()  # `stop` is also called after a start that was cut short
 
     @async_on_start
     async def start(self) -> None:
-        """Begin to follow; returns once the workers that are there have told what they hold."""
-        from dynamo_local.components.routing import RouteMaker, samples
-        from dynamo_local.core.kv_index import KvIndex
+        """Begin to follow; returns once the present workers have reported their blocks, or after a bound."""
+        from dynamo_local.components.routing.pickers import samples
+        from dynamo_local.components.routing.route_decisions import RouteDecisions
+        from dynamo_local.core.kv.index import KvIndex
         from dynamo_local.runtime.kv_feed import KvFeed
         from dynamo_local.runtime.kv_wire import KV_BLOCKS_ENDPOINT
         from dynamo_local.runtime.load import LoadView
@@ -76,7 +78,7 @@ class Router:
         await feed.start()
         await feed.synced(FIRST_VIEW_TIMEOUT_S)
         self._index, self._feed, self._settings = index, feed, settings
-        self._maker = RouteMaker(
+        self._maker = RouteDecisions(
             await context.endpoint_client(component, "generate"),
             lambda ids: samples(view, clock, ids),
             index,
@@ -87,16 +89,14 @@ class Router:
         )
 
     @endpoint()
-    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Token ids in; the worker and its prefix hit rate out (`components.wire`: route request, route answer)."""
-        from dynamo_local.components.wire import parse_route_request
-
+    async def generate(self, request: RouteRequest) -> dict[str, Any]:
+        """Token ids in; the worker and its prefix hit rate out (`components.messages`: route request, route answer)."""
         answer: dict[str, Any] = msgspec.to_builtins(self._maker.route(parse_route_request(request)))
         return answer
 
     @endpoint()
-    async def status(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What this Router knows: the policy of now, and how many blocks each worker has, by instance id in hex."""
+    async def status(self, request: None = None) -> dict[str, Any]:
+        """What this Router knows: the current policy, and how many blocks each worker has, by instance id in hex."""
         return {
             "router": self._settings.current.router,
             "workers": {f"{worker:x}": self._index.count(worker) for worker in sorted(self._feed.workers())},

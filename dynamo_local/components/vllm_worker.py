@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from dynamo_local.components.engine_options import EngineConfig, start_engine
+from dynamo_local.components.engine_options import EngineConfig, start_observed_engine
+from dynamo_local.components.messages import GenerateRequest
 from dynamo_local.components.models_view import ModelCard, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
+from dynamo_local.core.admission import MAX_NUM_WAITING
 from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.runtime.kv_wire import KvBlocksRequest
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import WorkerContext, current_context
 
-if TYPE_CHECKING:  # what only a running worker needs is imported by its start: a graph's import stays cheap
-    from dynamo_local.components.remote_prefill import RemotePrefill
+if TYPE_CHECKING:  # imported by `start`, so that importing a graph stays cheap
+    from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
     from dynamo_local.engines.vllm.options import Transfer
 
 log = logging.getLogger(__name__)
@@ -30,7 +33,9 @@ class VllmWorkerConfig(EngineConfig):
     """Options of the `VllmWorker` service, and those of its engine."""
 
     max_num_waiting: int = Field(
-        default=1024, ge=1, description="Requests waiting for the engine at which new ones are refused (429)."
+        default=MAX_NUM_WAITING,
+        ge=1,
+        description="Requests waiting for the engine at which new ones are refused (429).",
     )
     kv_events: bool = Field(
         default=True, description="Say which KV blocks are cached; a Router with the policy kv needs it."
@@ -77,17 +82,17 @@ class VllmWorker:
     prefill_worker = depends(PrefillWorker, optional=True)
 
     def __init__(self) -> None:
-        self._stack = contextlib.AsyncExitStack()  # a start that is broken off is stopped like any other
+        self._stack = contextlib.AsyncExitStack()  # `stop` is also called after a start that was cut short
 
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then say that the model is served."""
-        from dynamo_local.components.decode import Decoder
+        from dynamo_local.components.decode import DecodeService
 
         context = current_context()
         config: VllmWorkerConfig = context.settings
         self._kv_events = await context.kv_events() if config.kv_events else None
-        self._engine = await start_engine(config, context.gpus, self._kv_events)
+        self._engine = await start_observed_engine(config, context, self._kv_events)
         self._stack.push_async_callback(self._engine.close)
         context.vital(self._engine.wait_failed(), "the engine")
         if self._kv_events is not None:
@@ -97,14 +102,14 @@ class VllmWorker:
             log.warning("remote-prefill is on, but the graph has no prefill worker: every prefill is local")
         elif config.remote_prefill:
             self._remote = await self._make_remote(context, config)
-        self._decoder = Decoder(self._engine, self._remote, config.max_num_waiting)
+        self._decoder = DecodeService(self._engine, self._remote, config.max_num_waiting)
         context.set_load_source(self._engine.load, self._engine.load_changed)
         card = ModelCard(config.name, context.component, "generate", self._engine.info.max_model_len, time.time())
         await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())
 
     async def _make_remote(self, context: WorkerContext, config: VllmWorkerConfig) -> RemotePrefill:
         from dynamo_local.components.engine_directory import EngineDirectory
-        from dynamo_local.components.remote_prefill import RemotePrefill
+        from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
         from dynamo_local.runtime.settings import WatchedSettings, disagg_settings_key
 
         default = DisaggSettings(config.max_local_prefill_length, config.max_prefill_queue_size)
@@ -127,14 +132,14 @@ class VllmWorker:
         return remote
 
     @endpoint()
-    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Token ids in, token ids out; see `components.wire`."""
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """Token ids in, token ids out; see `components.messages`."""
         async with contextlib.aclosing(self._decoder.generate(request)) as items:
             async for item in items:
                 yield item
 
     @endpoint()
-    async def kv_blocks(self, request: dict[str, Any] | None = None) -> AsyncGenerator[dict[str, Any], None]:
+    async def kv_blocks(self, request: KvBlocksRequest) -> AsyncGenerator[dict[str, Any], None]:
         """Which KV blocks are cached here, for a Router that has missed something; see `runtime.kv_wire`."""
         if self._kv_events is None:
             yield {"block_size": self._engine.info.block_size, "epoch": "-", "seq": 0, "replay": False}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dynamo_local.config.json_schema import config_json_schema
 from dynamo_local.config.loading import Config, load_config
 from dynamo_local.config.overrides import parse_overrides
+from dynamo_local.config.planner import PlannerConfig, planner_section
 from dynamo_local.config.resolve import (
     check_planner,
     planned_components,
@@ -17,7 +18,7 @@ from dynamo_local.config.resolve import (
     planner_starts,
     resolve,
 )
-from dynamo_local.config.schema import HostConfig, PlannerConfig
+from dynamo_local.config.schema import HostConfig
 
 __all__ = [
     "Config",
@@ -29,6 +30,7 @@ __all__ = [
     "parse_overrides",
     "planned_components",
     "planner_config",
+    "planner_section",
     "planner_starts",
     "resolve",
 ]

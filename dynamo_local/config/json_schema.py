@@ -9,7 +9,8 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from dynamo_local.config.loading import COMMON, HOST, PLANNER
 from dynamo_local.config.merge import SERVICE_ARGS
-from dynamo_local.config.schema import HostConfig, PlannerConfig
+from dynamo_local.config.planner import PlannerConfig, known_names
+from dynamo_local.config.schema import HostConfig
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.loader import LoadedGraph
 
@@ -44,7 +45,7 @@ def config_json_schema(graph: LoadedGraph | None) -> dict[str, Any]:
     properties: dict[str, Any] = {
         COMMON: {"type": "object", "description": "Values for the services that list them in common-configs."},
         HOST: _section_of(HostConfig, HOST, definitions),
-        PLANNER: _section_of(PlannerConfig, PLANNER, definitions),
+        PLANNER: _planner_section(definitions),
     }
     schema: dict[str, Any] = {"$schema": _DIALECT, "title": "dynamo-local configuration", "type": "object"}
     if graph is None:
@@ -60,6 +61,14 @@ def config_json_schema(graph: LoadedGraph | None) -> dict[str, Any]:
             own = _section_of(service.config_model, name, definitions)
             properties[name] = _service_section(own["properties"], closed=own["additionalProperties"] is False)
     return {**schema, "properties": properties, "$defs": definitions}
+
+
+def _planner_section(definitions: dict[str, Any]) -> dict[str, Any]:
+    """An option under each of its names."""
+    section = _section_of(PlannerConfig, PLANNER, definitions)
+    own = section["properties"]
+    others = {alias: own[name] for alias, name in known_names().items()}
+    return {**section, "properties": {**own, **_both_spellings(others)}}
 
 
 def _section_of(model: type[BaseModel], name: str, definitions: dict[str, Any]) -> dict[str, Any]:

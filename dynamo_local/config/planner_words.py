@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from dynamo_local.config.overrides import parse_value
-from dynamo_local.config.schema import PlannerConfig
+from dynamo_local.config.planner import PlannerConfig, known_names
 from dynamo_local.errors import BadInput
 from dynamo_local.sdk.checks import listing, nearest
 
@@ -20,7 +21,7 @@ def parse_settings(words: Iterable[str]) -> dict[str, Any]:
         name = key.strip().lstrip("-").replace("-", "_")
         if not equals or not name:
             raise BadInput(f"{word!r} is no KEY=VALUE, such as decode-kv-scale-up-threshold=0.8")
-        if name not in PlannerConfig.model_fields:
+        if name not in known_names():
             known = [field.replace("_", "-") for field in PlannerConfig.model_fields]
             near = nearest(name.replace("_", "-"), known)
             raise BadInput(f"{key!r} is no option of the planner; there are: {listing(known)}{near}")
@@ -30,10 +31,18 @@ def parse_settings(words: Iterable[str]) -> dict[str, Any]:
 
 def option_value(name: str, text: str) -> Any:
     """The value of one option: text where the option is text, else as on the command line. `none` is none."""
-    kinds = typing.get_args(PlannerConfig.model_fields[name].annotation)
+    annotation = PlannerConfig.model_fields[known_names()[name]].annotation
+    kinds = typing.get_args(annotation)
     if type(None) in kinds and text.lower() in ("none", "null"):
         return None
-    return text if name in _TEXTS else parse_value(text)
+    return text if _is_text(annotation) else parse_value(text)
 
 
-_TEXTS = frozenset({"namespace", "served_model_name", "environment", "backend", "virtual_keys", "log_dir"})
+def _is_text(annotation: Any) -> bool:
+    """Whether all that may be given are texts: words, names, paths."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return all(isinstance(value, str) for value in typing.get_args(annotation))
+    members = [member for member in typing.get_args(annotation) if member is not type(None)]
+    if members:
+        return all(_is_text(member) for member in members)
+    return annotation in (str, Path)

@@ -7,7 +7,9 @@ from typing import Any
 
 from dynamo_local.config.loading import COMMON, HOST, PLANNER, Config
 from dynamo_local.config.merge import SERVICE_ARGS
-from dynamo_local.config.schema import PlannerConfig, ServiceArgs
+from dynamo_local.config.planner import PlannerConfig, planner_section
+from dynamo_local.config.schema import ServiceArgs
+from dynamo_local.core.life.roles import ROLES
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.checks import check_namespace, listing, nearest, parse_resources, parse_workers
@@ -43,7 +45,7 @@ def planner_config(graph: LoadedGraph, config: Config) -> PlannerConfig:
     """The `Planner` section, or the defaults. A graph's own Planner service with a model of its own keeps its keys."""
     service = graph.services.get(PLANNER)
     section = {} if service is not None and service.config_model is not None else config.service(PLANNER)
-    return validate_section(PlannerConfig, f"{config.source}: {PLANNER}", section)
+    return planner_section(f"{config.source}: {PLANNER}", section)
 
 
 def planner_starts(graph: LoadedGraph, config: Config, *, flag: bool | None) -> bool:
@@ -97,7 +99,7 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         raise ConfigError(f"{where}.{SERVICE_ARGS}: {error}") from None
     limit = _max_workers(service)
     if limit is not None and workers > limit:
-        why = " (a frontend has one port)" if service.role is Role.FRONTEND else ""
+        why = f" (a {service.role} has one port)" if ROLES[service.role].one_port else ""
         raise ConfigError(f"{where}.{SERVICE_ARGS}: workers is {workers}, but at most {limit} can run{why}")
     return ServiceSpec(
         name=service.name,
@@ -118,7 +120,7 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
 
 def _max_workers(service: DynamoService[Any]) -> int | None:
     """The class's `max_workers`, where it has one; a frontend listens on one port."""
-    limit = getattr(service.inner, "max_workers", 1 if service.role is Role.FRONTEND else None)
+    limit = getattr(service.inner, "max_workers", 1 if ROLES[service.role].one_port else None)
     return None if limit is None else int(limit)
 
 
@@ -141,9 +143,10 @@ def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
     Raises `ConfigError` that names the option.
     """
     _check_model_name(planner, graph)
+    _check_mode(planner, graph)
     if planner.namespace not in (None, graph.namespace):
         raise ConfigError(f"Planner: namespace is {planner.namespace!r}, but the graph's is {graph.namespace!r}")
-    smallest = 0
+    smallest, floors = 0, 0
     for spec in _planned(graph):
         option = "prefill_engine_num_gpu" if spec.role is Role.PREFILL else "decode_engine_num_gpu"
         given = getattr(planner, option)
@@ -153,9 +156,15 @@ def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
                 f"leave {option} out, or make them agree"
             )
         smallest += spec.resources.gpu
+        floors += spec.resources.gpu * _floor(planner, spec)
     if smallest > planner.max_gpu_budget:
         raise ConfigError(
             f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but one worker of each role needs {smallest} GPUs"
+        )
+    if floors > planner.max_gpu_budget:
+        raise ConfigError(
+            f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but the least numbers of workers (min_endpoint) "
+            f"need {floors} GPUs"
         )
 
 
@@ -169,8 +178,29 @@ def check_start(planner: PlannerConfig, graph: GraphSpec) -> None:
         )
 
 
+def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
+    """Dynamo's `mode` says what the graph is."""
+    if planner.policy != "throughput-load" or planner.mode is None:
+        return
+    disaggregated = any(spec.role is Role.PREFILL for spec in graph.services)
+    if disaggregated is (planner.mode == "agg"):
+        there = "has a prefill component: disagg, prefill or decode" if disaggregated else "is aggregated: agg"
+        raise ConfigError(f"Planner: mode is {planner.mode}, but the graph {there}; leave mode out to have what it is")
+
+
+def _floor(planner: PlannerConfig, spec: ServiceSpec) -> int:
+    """Its fewest workers by the planner's options; 0 where it has none, or leaves that role alone."""
+    if planner.policy != "throughput-load":
+        return 0
+    role = "prefill" if spec.role is Role.PREFILL else "decode"
+    if planner.mode not in (None, "disagg", "agg", role):
+        return 0
+    own: int | None = getattr(planner, f"{role}_min_endpoint")
+    return planner.min_endpoint if own is None else own
+
+
 def _planned(graph: GraphSpec) -> list[ServiceSpec]:
-    return [spec for spec in graph.services if spec.role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)]
+    return [spec for spec in graph.services if ROLES[spec.role].computes]
 
 
 def _check_model_name(planner: PlannerConfig, graph: GraphSpec) -> None:

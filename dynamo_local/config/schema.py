@@ -1,4 +1,4 @@
-"""The sections whose keys we know: `Host`, `Planner`, and each service's `ServiceArgs`."""
+"""The sections whose keys we know: `Host` and each service's `ServiceArgs`. `Planner` has a folder of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Gpus = Annotated[int, Field(ge=1)]
+from dynamo_local.core.api_keys import parse_source
+from dynamo_local.core.durations import SECONDS_MAX
+
+Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 _ENDPOINT = re.compile(r"(https?://)?[^\s/,]+:\d{1,5}")
@@ -56,7 +56,7 @@ def _names(value: Any) -> Any:
 
 
 class RestartConfig(BaseModel):
-    """When a worker that died unasked is started again (`core.restarts.RestartPolicy`, whose defaults these are)."""
+    """When a worker that died unasked is started again; the defaults are `core.life.restarts.RestartPolicy`'s."""
 
     model_config = _STRICT
 
@@ -64,7 +64,7 @@ class RestartConfig(BaseModel):
     """The first delay; each failure in a row doubles it."""
     max_s: Seconds = 60.0
     """The longest delay."""
-    ran_well_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    ran_well_s: Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False)] = 60.0
     """A worker that was ready for so long begins with the first delay again."""
     failures_max: Annotated[int, Field(ge=1)] = 5
     """So many failures within the window and it is faulted: only `dynamo restart` starts it again."""
@@ -121,13 +121,25 @@ class HostConfig(BaseModel):
     """Names or globs of variables that workers inherit beyond the allow-list of `core.secrets`."""
     health_bound_s: Seconds = 30.0
     """A worker that answers nothing for so long, while etcd and NATS do, is hung and treated as crashed."""
+    on_foreign_revoke: Literal["leave", "restart"] = "leave"
+    """What becomes of a worker whose lease somebody else has revoked, once it has left."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the arbiter's own `/metrics`, on 127.0.0.1; 0 takes any free one."""
+    metrics_socket: bool = False
+    """Serve them on a unix socket of this user's instead."""
+    metrics_api_key: Annotated[str, AfterValidator(lambda text: str(parse_source(text)))] | None = None
+    """Where the keys are of which a scrape must show one, as for the Frontend's `api-key`."""
     restart: Annotated[RestartConfig, BeforeValidator(_underscored, json_schema_input_type=RestartConfig)] = (
         RestartConfig()
     )
     circusd: Annotated[CircusdConfig | None, BeforeValidator(_underscored)] = None
     """Read by `[plugin:dynamo]` of a `circus.ini` only."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.metrics_socket and self.metrics_port:
+            raise ValueError("metrics-socket and metrics-port are two places for the same metrics; keep one")
+        return self
 
 
 class ServiceArgs(BaseModel):
@@ -140,69 +152,3 @@ class ServiceArgs(BaseModel):
     envs: Any = None
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
-
-
-class PlannerConfig(BaseModel):
-    """Options of the load planner under Dynamo's names and defaults (planner-rules: options and defaults)."""
-
-    model_config = ConfigDict(**_STRICT, use_attribute_docstrings=True)
-
-    enabled: bool = True
-    """Whether the section starts the planner with the graph; `dynamo planner start` starts it at any time."""
-    namespace: str | None = None
-    """Namespace that the planner looks at; the graph's own, or it is refused."""
-    served_model_name: str | None = None
-    """Model being served; one that differs from the Frontend's is refused."""
-    environment: Literal["local", "virtual"] = "local"
-    """Who carries decisions out: the arbiter itself, or another environment that reads them from etcd (`virtual`)."""
-    backend: Literal["vllm", "sglang"] | None = None
-    """Accepted for Dynamo's own files; which engine runs, the graph says."""
-    virtual_keys: Literal["v1", "v0"] = "v1"
-    """Where the decisions for it stand: `v1/NAMESPACE/planner/` (Dynamo 1.x) or `/NAMESPACE/planner/` (`v0`)."""
-    virtual_max_wait: Seconds = 1800.0
-    """Seconds after which a decision that nobody acknowledged is given up, and new ones are made."""
-    virtual_blocking: bool = False
-    """Wait for the acknowledgement of a decision before anything else; else samples go on being taken meanwhile."""
-    no_operation: bool = False
-    """Observe, decide and log; act on nothing."""
-    log_dir: Path | None = None
-    """Folder of the TensorBoard files; by default `tensorboard/MMDD_HHMMSS` (of the start) beside the logs."""
-    adjustment_interval: Seconds = 30.0
-    """Seconds between adjustments."""
-    metric_pulling_interval: Seconds = 1.0
-    """Seconds between samples."""
-    max_gpu_budget: Gpus = 8
-    """GPUs that prefill and decode hold together, at most."""
-    min_gpu_budget: Gpus = 1
-    """GPUs below which neither prefill nor decode goes."""
-    decode_kv_scale_up_threshold: Fraction = 0.9
-    """Mean KV cache use (0..1) of the decode workers above which one is added."""
-    decode_kv_scale_down_threshold: Fraction = 0.5
-    """Mean KV cache use below which one is taken away."""
-    decode_kv_per_waiting_request: Threshold = 0.0
-    """Added to a decode worker's KV use for each request that waits there (Dynamo's first planner: 0.02)."""
-    prefill_queue_scale_up_threshold: Threshold = 0.5
-    """Mean number of requests waiting in the prefill queue above which a prefill worker is added."""
-    prefill_queue_scale_down_threshold: Threshold = 0.2
-    """Mean number of waiting requests below which one is taken away."""
-    decode_engine_num_gpu: Gpus | None = None
-    """GPUs of a decode engine; the service's `resources.gpu`, or it is refused."""
-    prefill_engine_num_gpu: Gpus | None = None
-    """GPUs of a prefill engine; the same."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        for what in ("decode_kv", "prefill_queue"):
-            down, up = getattr(self, f"{what}_scale_down_threshold"), getattr(self, f"{what}_scale_up_threshold")
-            if down >= up:
-                raise ValueError(f"{what}_scale_down_threshold ({down}) must be below {what}_scale_up_threshold ({up})")
-        if self.metric_pulling_interval > self.adjustment_interval:
-            raise ValueError(
-                f"metric_pulling_interval ({self.metric_pulling_interval}) must not exceed "
-                f"adjustment_interval ({self.adjustment_interval}): there would be intervals without a sample"
-            )
-        if self.min_gpu_budget > self.max_gpu_budget:
-            raise ValueError(
-                f"min_gpu_budget ({self.min_gpu_budget}) must not exceed max_gpu_budget ({self.max_gpu_budget})"
-            )
-        return self

@@ -15,7 +15,8 @@ per worker (lesson 6).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from dynamo_local.core.topology import LINK_NODE, LINK_UNKNOWN, best_set
@@ -97,83 +98,85 @@ def _amount(value: int | Missing) -> str:
     return "memory unknown" if isinstance(value, Missing) else f"{value / 1024**3:.1f} GiB"
 
 
-@dataclass(frozen=True, slots=True)
-class GpuSnapshot:
-    """A ledger at one moment, as a value. `held` is by watcher name, `quarantined` and `taken` by UUID (and why)."""
-
-    devices: tuple[GpuDevice, ...] = ()
-    free: tuple[GpuDevice, ...] = ()
-    held: Mapping[str, tuple[GpuDevice, ...]] = field(default_factory=dict, hash=False)
-    quarantined: Mapping[str, str] = field(default_factory=dict, hash=False)
-    taken: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-
+@dataclass(frozen=True)
 class GpuLedger:
-    """The one place that hands out devices. Each method either completes or raises and changes nothing.
+    """Which device is in which of the four places, as a value: each change is a new ledger.
 
-    `elsewhere` maps UUIDs to whoever reserved them outside of this namespace (from the GPU locks).
+    `devices` are in the order of their indices. `held_uuids` is by watcher name, in the order of allocation.
+    `quarantined` (and why), `elsewhere` (who reserved it outside of this namespace, from the GPU locks) are by UUID;
+    `vanished` were seen once and are not seen any more. Make one with `GpuLedger.of`. A method either returns the new
+    ledger or raises `GpuError`.
     """
 
-    def __init__(
-        self,
+    devices: tuple[GpuDevice, ...] = ()
+    held_uuids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    vanished: frozenset[str] = frozenset()
+    stranger_memory_bytes: int = STRANGER_MEMORY_BYTES
+
+    @classmethod
+    def of(
+        cls,
         devices: Sequence[GpuDevice],
         *,
         elsewhere: Mapping[str, str] | None = None,
         stranger_memory_bytes: int = STRANGER_MEMORY_BYTES,
-    ) -> None:
-        self._bound_bytes = stranger_memory_bytes
-        self._devices: dict[str, GpuDevice] = {}
-        self._elsewhere: dict[str, str] = {}
-        self._held: dict[str, tuple[str, ...]] = {}
-        self._quarantined: dict[str, str] = {}
-        self._vanished: set[str] = set()
-        self.observe(devices, elsewhere=elsewhere)
+    ) -> GpuLedger:
+        """A ledger in which nobody holds anything."""
+        return cls(stranger_memory_bytes=stranger_memory_bytes).observe(devices, elsewhere=elsewhere)
 
-    def observe(self, devices: Sequence[GpuDevice], *, elsewhere: Mapping[str, str] | None = None) -> None:
-        """Take in a new sample. A device that is gone from it is not handed out; a new one is added."""
-        seen = {device.uuid: device for device in devices}
-        if len(seen) != len(devices):
-            raise GpuError(f"two of the GPUs seen share a UUID: {', '.join(device.uuid for device in devices)}")
-        merged = self._devices | seen
-        self._vanished = merged.keys() - seen.keys()
-        self._devices = dict(sorted(merged.items(), key=lambda item: (item[1].index, item[0])))
-        self._elsewhere = dict(elsewhere or {})
+    # --- what can be asked ---------------------------------------------------------------------
 
-    def devices(self) -> tuple[GpuDevice, ...]:
-        """All of them, by index."""
-        return tuple(self._devices.values())
+    @cached_property
+    def by_uuid(self) -> Mapping[str, GpuDevice]:
+        """Every device ever seen."""
+        return {device.uuid: device for device in self.devices}
 
-    def holders(self) -> dict[str, tuple[GpuDevice, ...]]:
+    @cached_property
+    def held(self) -> Mapping[str, tuple[GpuDevice, ...]]:
         """Watcher name to what it holds, in the order of allocation."""
-        return {name: tuple(self._devices[uuid] for uuid in uuids) for name, uuids in self._held.items()}
+        return {name: tuple(self.by_uuid[uuid] for uuid in uuids) for name, uuids in self.held_uuids.items()}
 
-    def quarantined(self) -> dict[str, str]:
-        """UUID to reason."""
-        return dict(self._quarantined)
+    @cached_property
+    def holder_of(self) -> Mapping[str, str]:
+        """UUID to the watcher that holds it."""
+        return {uuid: name for name, uuids in self.held_uuids.items() for uuid in uuids}
 
-    def taken(self) -> dict[str, str]:
-        """UUIDs that a stranger or another namespace holds, and who that is."""
-        mine = self._held_uuids()
+    @cached_property
+    def taken(self) -> Mapping[str, str]:
+        """UUIDs that a stranger or another namespace holds, or that vanished, and who that is."""
         result = {}
-        for uuid, device in self._devices.items():
-            if uuid in mine or uuid in self._quarantined:
+        for device in self.devices:
+            uuid = device.uuid
+            if uuid in self.holder_of or uuid in self.quarantined:
                 continue
-            gone = "nobody: it is not seen on this host any more" if uuid in self._vanished else None
-            who = gone or self._elsewhere.get(uuid) or occupant(device, self._bound_bytes)
+            gone = "nobody: it is not seen on this host any more" if uuid in self.vanished else None
+            who = gone or self.elsewhere.get(uuid) or occupant(device, self.stranger_memory_bytes)
             if who is not None:
                 result[uuid] = who
         return result
 
+    @cached_property
     def free(self) -> tuple[GpuDevice, ...]:
         """What can be handed out now, by index."""
-        gone = self._held_uuids() | self._quarantined.keys() | self.taken().keys()
-        return tuple(device for uuid, device in self._devices.items() if uuid not in gone)
+        gone = self.holder_of.keys() | self.quarantined.keys() | self.taken.keys()
+        return tuple(device for device in self.devices if device.uuid not in gone)
 
-    def snapshot(self) -> GpuSnapshot:
-        """All of it as a value that later changes do not touch."""
-        return GpuSnapshot(self.devices(), self.free(), self.holders(), self.quarantined(), self.taken())
+    # --- what can be changed -------------------------------------------------------------------
 
-    def allocate(self, watcher_name: str, count: int) -> tuple[GpuDevice, ...]:
+    def observe(self, devices: Sequence[GpuDevice], *, elsewhere: Mapping[str, str] | None = None) -> GpuLedger:
+        """Take in a new sample. A device that is gone from it is not handed out; a new one is added."""
+        seen = {device.uuid: device for device in devices}
+        if len(seen) != len(devices):
+            raise GpuError(f"two of the GPUs seen share a UUID: {', '.join(device.uuid for device in devices)}")
+        merged = {**self.by_uuid, **seen}
+        by_index = tuple(sorted(merged.values(), key=lambda device: (device.index, device.uuid)))
+        return replace(
+            self, devices=by_index, elsewhere=dict(elsewhere or {}), vanished=frozenset(merged.keys() - seen.keys())
+        )
+
+    def allocate(self, watcher_name: str, count: int) -> GpuLedger:
         """The best-connected `count` free devices (see `topology.best_set`), now held by the watcher.
 
         Raises `GpuError` if the watcher holds some already or too few are free.
@@ -181,67 +184,68 @@ class GpuLedger:
         self._check_holds_nothing(watcher_name)
         if count < 0:
             raise GpuError(f"{watcher_name} asks for {count} GPUs; 0 or more are possible")
-        free = self.free()
+        free = self.free
         if count > len(free):
             raise GpuError(shortage(self, [GpuAsk(watcher_name, watcher_name, count)]))
         chosen = best_set(len(free), count, lambda a, b: link_score(free[a], free[b]))
-        return self._hold(watcher_name, tuple(free[i].uuid for i in chosen))
+        return self._holding(watcher_name, tuple(free[i].uuid for i in chosen))
 
-    def assign(self, watcher_name: str, uuids: Sequence[str]) -> tuple[GpuDevice, ...]:
+    def assign(self, watcher_name: str, uuids: Sequence[str]) -> GpuLedger:
         """Give exactly these devices: a worker that already runs on them (adoption) or restarts in place.
 
         A stranger on the device does not matter here (it may be that very worker); another holder,
         quarantine or an unknown device raises `GpuError`.
         """
         self._check_holds_nothing(watcher_name)
-        holders = {uuid: name for name, held in self._held.items() for uuid in held}
         if len(set(uuids)) != len(uuids):
             raise GpuError(f"{watcher_name} names a GPU twice: {', '.join(uuids)}")
         for uuid in uuids:
-            if uuid not in self._devices:
-                raise GpuError(f"GPU {uuid} of {watcher_name} is not on this host; there are: {self._known()}")
-            if uuid in holders:
-                raise GpuError(f"GPU {uuid} cannot go to {watcher_name}: {holders[uuid]} holds it")
-            if uuid in self._quarantined:
-                raise GpuError(f"GPU {uuid} is quarantined ({self._quarantined[uuid]}) and cannot go to {watcher_name}")
-        return self._hold(watcher_name, tuple(uuids))
+            self._check_known(uuid, f" of {watcher_name}")
+            if uuid in self.holder_of:
+                raise GpuError(f"GPU {uuid} cannot go to {watcher_name}: {self.holder_of[uuid]} holds it")
+            if uuid in self.quarantined:
+                raise GpuError(f"GPU {uuid} is quarantined ({self.quarantined[uuid]}) and cannot go to {watcher_name}")
+        return self._holding(watcher_name, tuple(uuids))
 
-    def release(self, watcher_name: str) -> tuple[GpuDevice, ...]:
-        """The watcher's process is gone: it holds nothing any more. Returns what it held.
+    def release(self, watcher_name: str) -> GpuLedger:
+        """The watcher's process is gone: it holds nothing any more.
 
         Whether a device is *free* then is for its next sample to say: memory that has not come back
-        shows as taken. A watcher that holds nothing (it asked for none) gets `()`.
+        shows as taken. A watcher that holds nothing (it asked for none) is no error.
         """
-        return tuple(self._devices[uuid] for uuid in self._held.pop(watcher_name, ()))
+        if watcher_name not in self.held_uuids:
+            return self
+        kept = {name: uuids for name, uuids in self.held_uuids.items() if name != watcher_name}
+        return replace(self, held_uuids=kept)
 
-    def quarantine(self, uuid: str, reason: str) -> None:
+    def quarantine(self, uuid: str, reason: str) -> GpuLedger:
         """Hand this device out no more. Whoever held it holds it no more."""
-        if uuid not in self._devices:
-            raise GpuError(f"GPU {uuid} is not on this host; there are: {self._known()}")
-        kept = {name: tuple(u for u in held if u != uuid) for name, held in self._held.items()}
-        self._held = {name: held for name, held in kept.items() if held}
-        self._quarantined[uuid] = reason
+        self._check_known(uuid)
+        kept = {name: tuple(u for u in held if u != uuid) for name, held in self.held_uuids.items()}
+        held = {name: uuids for name, uuids in kept.items() if uuids}
+        return replace(self, held_uuids=held, quarantined={**self.quarantined, uuid: reason})
 
-    def restore(self, uuid: str) -> None:
+    def restore(self, uuid: str) -> GpuLedger:
         """End a quarantine: the memory came back after all. Raises `GpuError` if there was none."""
-        if uuid not in self._quarantined:
+        if uuid not in self.quarantined:
             raise GpuError(f"GPU {uuid} is not quarantined")
-        del self._quarantined[uuid]
+        return replace(self, quarantined={other: why for other, why in self.quarantined.items() if other != uuid})
 
-    def _hold(self, watcher_name: str, uuids: tuple[str, ...]) -> tuple[GpuDevice, ...]:
-        if uuids:
-            self._held[watcher_name] = uuids
-        return tuple(self._devices[uuid] for uuid in uuids)
+    def reserved_elsewhere(self, uuid: str, who: str) -> GpuLedger:
+        """Another namespace was quicker with that device's lock; the next sample may say otherwise."""
+        return replace(self, elsewhere={**self.elsewhere, uuid: who})
 
-    def _held_uuids(self) -> set[str]:
-        return {uuid for held in self._held.values() for uuid in held}
+    def _holding(self, watcher_name: str, uuids: tuple[str, ...]) -> GpuLedger:
+        return replace(self, held_uuids={**self.held_uuids, watcher_name: uuids}) if uuids else self
 
     def _check_holds_nothing(self, watcher_name: str) -> None:
-        if watcher_name in self._held:
-            raise GpuError(f"{watcher_name} already holds {', '.join(self._held[watcher_name])}; release it first")
+        if watcher_name in self.held_uuids:
+            raise GpuError(f"{watcher_name} already holds {', '.join(self.held_uuids[watcher_name])}; release it first")
 
-    def _known(self) -> str:
-        return ", ".join(f"{device.index} ({device.uuid})" for device in self._devices.values()) or "none"
+    def _check_known(self, uuid: str, whose: str = "") -> None:
+        if uuid not in self.by_uuid:
+            known = ", ".join(f"{device.index} ({device.uuid})" for device in self.devices) or "none"
+            raise GpuError(f"GPU {uuid}{whose} is not on this host; there are: {known}")
 
 
 def plan(
@@ -256,35 +260,34 @@ def plan(
     Larger asks choose first (a set is harder to find than a single device), equal ones in the order given.
     Raises `GpuError` that names every ask and every device that is not available.
     """
-    ledger = GpuLedger(devices, elsewhere=elsewhere, stranger_memory_bytes=stranger_memory_bytes)
-    return plan_on(ledger, asks)
+    ledger = GpuLedger.of(devices, elsewhere=elsewhere, stranger_memory_bytes=stranger_memory_bytes)
+    held = plan_on(ledger, asks).held
+    return {ask.watcher_name: held.get(ask.watcher_name, ()) for ask in asks}
 
 
-def plan_on(ledger: GpuLedger, asks: Sequence[GpuAsk]) -> dict[str, tuple[GpuDevice, ...]]:
-    """`plan` on a ledger that may hold devices already; on success the ledger holds the result."""
+def plan_on(ledger: GpuLedger, asks: Sequence[GpuAsk]) -> GpuLedger:
+    """`plan` on a ledger in which devices may be held already: the ledger that holds the result, too."""
     names = [ask.watcher_name for ask in asks]
     for name in names:
         if names.count(name) > 1:
             raise GpuError(f"GPUs were asked for twice under the name {name}")
-        if name in ledger.holders():
+        if name in ledger.held_uuids:
             raise GpuError(f"{name} already holds GPUs; release them first")
     for ask in asks:
         if ask.gpu < 0:
             raise GpuError(f"{ask.service} asks for {ask.gpu} GPUs per worker; 0 or more are possible")
-    if sum(ask.gpu for ask in asks) > len(ledger.free()):
+    if sum(ask.gpu for ask in asks) > len(ledger.free):
         raise GpuError(shortage(ledger, asks))
-    by_size = sorted(asks, key=lambda ask: -ask.gpu)
-    chosen = {ask.watcher_name: ledger.allocate(ask.watcher_name, ask.gpu) for ask in by_size}
-    return {name: chosen[name] for name in names}
+    for ask in sorted(asks, key=lambda ask: -ask.gpu):
+        ledger = ledger.allocate(ask.watcher_name, ask.gpu)
+    return ledger
 
 
-def shortage(ledger: GpuLedger, asks: Sequence[GpuAsk]) -> str:
-    """One line: what each service asked for, per worker, and who holds what."""
-    return shortage_in(ledger.snapshot(), asks)
+def shortage(gpus: GpuLedger, asks: Sequence[GpuAsk], promised: Mapping[str, int] | None = None) -> str:
+    """One line: what each service asked for, per worker, and who holds what.
 
-
-def shortage_in(gpus: GpuSnapshot, asks: Sequence[GpuAsk], promised: Mapping[str, int] | None = None) -> str:
-    """`shortage` of a snapshot. `promised` counts free devices by the worker that they are kept for."""
+    `promised` counts free devices by the worker that they are kept for.
+    """
     needed, free, total = sum(ask.gpu for ask in asks), len(gpus.free), len(gpus.devices)
     groups: dict[tuple[str, int], int] = {}
     for ask in asks:

@@ -1,13 +1,15 @@
 """Which worker gets the next request. Pure: candidates and loads in, an instance id out.
 
-A picker also remembers what this Processor has sent since each worker's last load sample: a sample is up
-to a second old, and without that a burst of requests would all go to the one that looked idle.
+A picker also remembers what this Processor has sent: a sample is up to a second old, and without that a burst of
+requests would all go to the one that looked idle.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, Protocol, get_args
 
 from dynamo_local.core.types import Load, Missing
@@ -16,6 +18,12 @@ PUBLISH_INTERVAL_S = 1.0
 """How often a worker publishes its load, at least."""
 MIN_CHANGE_INTERVAL_S = 0.1
 """How often at most, where it changes all the time."""
+
+ON_ITS_WAY_S = 0.1
+"""How long a request may take to its worker, on a host that is busy with a burst of them."""
+
+ENDED_KEPT_S = 3 * PUBLISH_INTERVAL_S
+"""No older sample is believed, so nobody asks what was in flight before."""
 
 RouterPolicy = Literal["least-loaded", "kv", "kv-load", "round-robin", "random"]
 """How a worker is picked: fewest requests; what it has cached against its load; its load as `kv` sees it; in turn;
@@ -35,7 +43,7 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A worker's load, and when (monotonic seconds of the Processor) it arrived."""
+    """A worker's load, and when (monotonic seconds of the Processor) it was taken."""
 
     load: Load | Missing
     at_s: float
@@ -56,7 +64,9 @@ class Picker(Protocol):
         """The request went to that worker; `tokens` bounds what it may still generate."""
         ...
 
-    def finished(self, instance_id: int, request_id: str) -> None: ...
+    def finished(self, instance_id: int, request_id: str, now_s: float) -> None:
+        """That request is done there, or was given up: it counts no more."""
+        ...
 
 
 class RoundRobin:
@@ -73,7 +83,7 @@ class RoundRobin:
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
         """Turns do not depend on load."""
 
-    def finished(self, instance_id: int, request_id: str) -> None:
+    def finished(self, instance_id: int, request_id: str, now_s: float) -> None:
         """Turns do not depend on load."""
 
 
@@ -86,19 +96,28 @@ class Sent:
 
 
 class SentRequests:
-    """What was sent from here and has not ended, by worker."""
+    """What was sent from here and has not ended, by worker; and what has ended within the last `ENDED_KEPT_S`."""
 
     def __init__(self) -> None:
         self._sent: dict[int, dict[str, Sent]] = {}
+        self._ended: dict[int, deque[tuple[float, float]]] = {}
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
         self._sent.setdefault(instance_id, {})[request_id] = Sent(tokens, now_s)
 
-    def finished(self, instance_id: int, request_id: str) -> None:
+    def finished(self, instance_id: int, request_id: str, now_s: float) -> None:
+        """That request is done there: it counts no more."""
         sent = self._sent.get(instance_id, {})
-        sent.pop(request_id, None)
+        request = sent.pop(request_id, None)
         if not sent:
             self._sent.pop(instance_id, None)
+        if request is not None:
+            self._ended.setdefault(instance_id, deque()).append((request.at_s, now_s))
+        for worker, ended in list(self._ended.items()):
+            while ended and ended[0][1] < now_s - ENDED_KEPT_S:
+                ended.popleft()
+            if not ended:
+                del self._ended[worker]
 
     def in_flight(self, instance_id: int) -> list[Sent]:
         """All of them."""
@@ -106,43 +125,66 @@ class SentRequests:
 
     def since(self, instance_id: int, at_s: float) -> list[Sent]:
         """Those that a sample of `at_s` cannot know."""
-        return [sent for sent in self._sent.get(instance_id, {}).values() if sent.at_s >= at_s]
+        newest_first = reversed(self._sent.get(instance_id, {}).values())
+        return list(takewhile(lambda sent: sent.at_s >= at_s, newest_first))
+
+    def count(self, instance_id: int) -> int:
+        """How many are in flight."""
+        return len(self._sent.get(instance_id, ()))
+
+    def count_at(self, instance_id: int, at_s: float) -> int:
+        """How many were in flight at that moment, which is not long ago."""
+        ended_since = sum(sent_s < at_s < ended_s for sent_s, ended_s in self._ended.get(instance_id, ()))
+        return self.count(instance_id) - len(self.since(instance_id, at_s)) + ended_since
 
 
 class LeastLoaded:
-    """Fewest requests (active + waiting), then fewest tokens still to come, then in turn.
+    """Fewest requests beyond a worker's slots, then fewest requests, then fewest tokens still to come, then in turn.
 
-    To each sample is added what was sent after it. A worker whose load is missing is not taken for idle:
-    it counts as the busiest known one, or as what is in flight from here, whichever is more; where no
-    load is known, the requests in flight from here decide.
+    What was sent from here is counted exactly: a sample is late, and on a busy host so late that hundreds of requests
+    would go by it. A sample tells what others have sent: its requests less those from here at that time. Where the ends
+    of requests are not heard of (`hears_ends`), what was sent since is added to the sample instead, and what was sent
+    so shortly before that it may not have arrived.
+
+    A worker whose load is missing is not taken for idle: it counts as the busiest known one, or as what is in flight
+    from here, whichever is more; where no load is known, the requests in flight from here decide.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, hears_ends: bool = True) -> None:
+        self._hears_ends = hears_ends
         self._sent = SentRequests()
         self._turn = RoundRobin()
 
     def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
         known = {i: score for i in candidates if (score := self._score(i, loads.get(i))) is not None}
-        worst = max(known.values(), default=(0, 0))
-        scores = {i: known[i] if i in known else max(worst, self._in_flight(i)) for i in candidates}
+        worst = max(known.values(), default=(0, 0, 0))
+        scores = {i: known[i] if i in known else max(worst, (0, *self.in_flight(i))) for i in candidates}
         best = min(scores.values())
         return self._turn.pick([i for i in candidates if scores[i] == best], loads)
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
         self._sent.routed(instance_id, request_id, tokens, now_s)
 
-    def finished(self, instance_id: int, request_id: str) -> None:
-        self._sent.finished(instance_id, request_id)
+    def finished(self, instance_id: int, request_id: str, now_s: float) -> None:
+        self._sent.finished(instance_id, request_id, now_s)
 
-    def _score(self, instance_id: int, sample: Sample | None) -> tuple[int, int] | None:
-        """(requests, tokens), or None where the load is missing."""
+    def _score(self, instance_id: int, sample: Sample | None) -> tuple[int, int, int] | None:
+        """(requests that would wait for a slot, requests, tokens), or None where the load is missing."""
         if sample is None or isinstance(sample.load, Missing):
             return None
         load = sample.load
-        since = self._sent.since(instance_id, sample.at_s)
-        requests = load.request_active_slots + load.num_requests_waiting + len(since)
-        return requests, load.remaining_tokens + sum(s.tokens for s in since)
+        since = self._sent.since(instance_id, sample.at_s if self._hears_ends else sample.at_s - ON_ITS_WAY_S)
+        requests = load.request_active_slots + load.num_requests_waiting
+        if self._hears_ends:
+            others = max(0, requests - self._sent.count_at(instance_id, sample.at_s))
+            requests = others + self._sent.count(instance_id)
+        else:
+            requests += len(since)
+        slots = load.request_total_slots
+        overflow = max(0, requests + 1 - slots) if slots else 0
+        return overflow, requests, load.remaining_tokens + sum(s.tokens for s in since)
 
-    def _in_flight(self, instance_id: int) -> tuple[int, int]:
+    def in_flight(self, instance_id: int) -> tuple[int, int]:
+        """(requests, tokens) that were sent to this worker and have not ended."""
         sent = self._sent.in_flight(instance_id)
         return len(sent), sum(s.tokens for s in sent)

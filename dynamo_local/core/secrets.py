@@ -39,7 +39,7 @@ NEVER_INHERITED = frozenset({"DYN_DEPLOYMENT_CONFIG"})
 """The whole configuration, every service's `envs` among it: a worker gets what is merged and its own instead."""
 
 _SECRET_ENV = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
-_SECRET_WORDS = frozenset({"token", "key", "apikey", "secret", "password"})
+_SECRET_WORDS = frozenset({"token", "key", "apikey", "secret", "secrets", "password"})
 _USERINFO = re.compile(r"(?<=://)[^/@\s,]+(?=@)")
 
 
@@ -56,7 +56,12 @@ def allowed_env(environ: Mapping[str, str], pass_env: Iterable[str] = ()) -> dic
 
 def mask_env(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables as they may be shown: secrets, and credentials inside URLs and JSON objects, become `****`."""
-    return {name: MASK if value and _SECRET_ENV.search(name) else mask_text(value) for name, value in environ.items()}
+    return {name: MASK if value and is_secret_variable(name) else mask_text(value) for name, value in environ.items()}
+
+
+def is_secret_variable(name: str) -> bool:
+    """Does an environment variable's name say that it holds a secret?"""
+    return _SECRET_ENV.search(name) is not None
 
 
 def mask_text(value: str) -> str:

@@ -26,7 +26,8 @@ class Role(enum.StrEnum):
 
 
 class WorkerState(enum.StrEnum):
-    """States of a managed worker; the transitions between them are `core.lifecycle.NEXT`."""
+    """States of a managed worker. What they mean is `core.life.states.TRAITS`, how one follows another
+    `core.life.lifecycle.NEXT`."""
 
     PENDING = "pending"
     STARTING = "starting"
@@ -112,6 +113,7 @@ class Instance:
 
     @property
     def instance_id(self) -> int:
+        """The lease's id, by which etcd and the request plane know the worker."""
         return self.lease_id
 
 
@@ -119,9 +121,9 @@ class Instance:
 class Load:
     """What a worker publishes about itself, under Dynamo's names.
 
-    `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1; the first is NaN where a worker does not
-    know it. `prefills_waiting` is of Dynamo 1.x: requests that wait for their prefill, in a frontend's router or in a
-    worker (None: unknown).
+    `gpu_cache_usage_perc` and `gpu_prefix_cache_hit_rate` are fractions, 0..1; the first is `Missing` where a worker
+    does not know it. `prefills_waiting` is of Dynamo 1.x: requests that wait for their prefill, in a frontend's router
+    or in a worker (None: unknown).
     `remaining_tokens` counts the tokens that running requests may still generate (an upper bound),
     `itl_ms` is the live inter-token latency (None before the first).
     """
@@ -131,17 +133,32 @@ class Load:
     kv_active_blocks: int = 0
     kv_total_blocks: int = 0
     num_requests_waiting: int = 0
-    gpu_cache_usage_perc: float = 0.0
+    gpu_cache_usage_perc: float | Missing = 0.0
     gpu_prefix_cache_hit_rate: float = 0.0
     remaining_tokens: int = 0
     itl_ms: float | None = None
     prefills_waiting: int | None = None
+
+    def numbers(self) -> dict[str, float | None]:
+        """Its fields by name, as they travel and as `dynamo status` shows them: None for what is not known."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: None if isinstance(value, Missing) else value for name, value in values.items()}
 
 
 def watcher_name(namespace: str, component: str, n: int = 0) -> str:
     """`dynamo_VllmWorker` for n = 0, `dynamo_VllmWorker_1` for n = 1, …"""
     base = f"{namespace}_{component}"
     return base if n == 0 else f"{base}_{n}"
+
+
+def suffix_of(name: str, namespace: str, component: str) -> int:
+    """What `watcher_name` was given as `n`. ValueError for a name that is not of that component."""
+    base = watcher_name(namespace, component)
+    if name == base:
+        return 0
+    if not name.startswith(f"{base}_"):
+        raise ValueError(f"{name} is no worker of {component} in namespace {namespace}")
+    return int(name[len(base) + 1 :])
 
 
 def lease_hex(lease_id: int) -> str:
@@ -162,3 +179,13 @@ def instance_prefix(namespace: str, component: str | None = None, endpoint: str 
 def instance_key(namespace: str, component: str, endpoint: str, lease_id: int) -> str:
     """`dynamo/components/VllmWorker/generate:694d967da694ea1a`; an endpoint's name may hold a slash."""
     return instance_prefix(namespace, component, endpoint) + lease_hex(lease_id)
+
+
+def lease_key(namespace: str, watcher_name: str, lease_id: int) -> str:
+    """`dynamo/leases/dynamo_VllmWorker:694d967da694ea1a`: there from the grant of a worker's lease to its end."""
+    return f"{namespace}/leases/{watcher_name}:{lease_hex(lease_id)}"
+
+
+def ready_key(namespace: str, watcher_name: str, lease_id: int) -> str:
+    """`dynamo/workers/dynamo_VllmWorker:694d967da694ea1a`: the worker is ready, all its endpoints are registered."""
+    return f"{namespace}/workers/{watcher_name}:{lease_hex(lease_id)}"

@@ -69,7 +69,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class KeysState:
     """What the four keys say together. What cannot be read counts as not set, and is named in `faults`.
 
     `half_written`: a number is younger than `decision_id`, so the decision that it belongs to is not complete.
@@ -86,7 +86,7 @@ class Told:
         return self.scaled_decision_id >= self.decision.decision_id
 
 
-def read(stored: Mapping[str, Stored]) -> Told:
+def read(stored: Mapping[str, Stored]) -> KeysState:
     """The four keys, by name, as they were found. Other names are of no interest.
 
     A broken `scaled_decision_id` is no fault of the planner's: it counts as not set, and the next one heals it.
@@ -110,7 +110,7 @@ def read(stored: Mapping[str, Stored]) -> Told:
     faults.pop(SCALED_DECISION_ID, None)
     numbers = [stored[name].revision for name in (NUM_PREFILL_WORKERS, NUM_DECODE_WORKERS) if name in stored]
     half_written = DECISION_ID in stored and max(numbers, default=0) > stored[DECISION_ID].revision
-    return Told(decision, scaled, half_written, tuple(faults.values()))
+    return KeysState(decision, scaled, half_written, tuple(faults.values()))
 
 
 def encode(number: int) -> bytes:

@@ -1,8 +1,9 @@
-"""What every engine keeps of itself: what it is, why it died, and who waits for its load to change."""
+"""What every engine has: its description, the reason of its death, and the tasks that wait for its load to change."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TypeVar
 
 from dynamo_local.errors import EngineDead, EngineError, InvalidRequest
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 
 class EngineBase:
-    """For engines of `ports.Engine`. `_info` is there from `start` on, `_death` says why it ended by itself."""
+    """For engines of `ports.Engine`. `_info` is there from `start` on, `_death` says why it died, if it did."""
 
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
@@ -30,13 +31,16 @@ class EngineBase:
             self._changed = asyncio.Event()
         await self._changed.wait()
 
+    def counters(self) -> Mapping[str, float]:
+        return {}
+
     def _notify(self) -> None:
         if self._changed is not None:
             self._changed.set()
             self._changed = None
 
     def _alive(self, inner: T | None) -> T:
-        """What computes, if it is there. Raises `EngineDead`, or `EngineError` before the start and after the end."""
+        """`inner`, which computes. Raises `EngineDead`, or `EngineError` before the start and after the end."""
         if self._death is not None:
             raise EngineDead(self._death)
         if inner is None:

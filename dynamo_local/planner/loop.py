@@ -1,4 +1,4 @@
-"""The planner's loop: pulls, lets the policy decide, has its decisions carried out, and tells whoever looks on.
+"""The planner's loop: pulls what the policy wants to see, lets it decide, has decisions carried out, informs observers.
 
 It runs in the arbiter's event loop and never blocks it. One tick at a time, on absolute deadlines, so nothing overlaps
 or drifts. It is supervised: a tick that fails is logged, counted and tried again; an exception never ends the scaling
@@ -10,23 +10,42 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from dynamo_local.clock import Clock
+from dynamo_local.core.notes import About, Elsewhere, Tell
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.local_connector import Committed, Refused
+from dynamo_local.planner.connectors.local_connector import Committed, Refused
+from dynamo_local.planner.connectors.protocol import Connector
+from dynamo_local.planner.connectors.virtual_connector import Written
+from dynamo_local.planner.driver import Pipeline, PolicyDriver
 from dynamo_local.planner.observing import PlannerObserver
+from dynamo_local.planner.policies.intervals import STALE_PULLS
+from dynamo_local.planner.policies.load_planner import LoadPlanner
+from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
+from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.pulling import Puller
-from dynamo_local.planner.record import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
-from dynamo_local.planner.rounds import STALE_PULLS, Policy, Rounds
-from dynamo_local.planner.values import Decision, Fleet, Observation, Reading
-from dynamo_local.planner.virtual_connector import Written
+from dynamo_local.planner.records.record import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
+from dynamo_local.planner.sources import Forecaster
+from dynamo_local.planner.values.decisions import Decision, Observation
+from dynamo_local.planner.values.passes import Capabilities, Engines, EngineSeen
+from dynamo_local.planner.values.pools import WorkerPools
+from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.standing import Standing
 
 log = logging.getLogger(__name__)
+
+PULL_GAP_MIN_S = 0.01
+"""A policy that wants its next pull at once waits this long; nothing can make the arbiter's loop spin."""
+
+
+def _logged(text: str, about: About = None) -> None:
+    """A person reads it in the log."""
+    log.warning("%s", text)
 
 
 class PlannerState(enum.StrEnum):
@@ -38,9 +57,9 @@ class PlannerState(enum.StrEnum):
 
 
 class World(Protocol):
-    """What the loop asks the arbiter without waiting."""
+    """What the loop reads from the arbiter, without waiting."""
 
-    def fleet(self) -> Fleet:
+    def worker_pools(self) -> WorkerPools:
         """The workers of both components, counted now."""
         ...
 
@@ -49,31 +68,13 @@ class World(Protocol):
         ...
 
     def blind(self) -> str | None:
-        """Why nothing can be known of the workers now (etcd or NATS is away), in words; None while all is well."""
+        """Why the workers cannot be observed now (etcd or NATS is away), in words; None while they can."""
         ...
-
-
-class Connector(Protocol):
-    """What carries decisions out, step by step: `LocalConnector`."""
-
-    async def add_component(
-        self, component: str, *, stimulus_id: str | None = None
-    ) -> Committed | Written | Refused: ...
-    async def remove_component(
-        self, component: str, *, stimulus_id: str | None = None
-    ) -> Committed | Written | Refused: ...
-
-
-@runtime_checkable
-class WholeConnector(Protocol):
-    """One that takes a decision as a whole: `VirtualConnector`."""
-
-    async def set_component_replicas(self, targets: Mapping[str, int]) -> Written | Refused: ...
 
 
 @dataclass(slots=True)
 class Counts:
-    """Since the loop was made. `lag_s` is by how much the last pull came late, seconds."""
+    """Counters since the loop was made. `lag_s` is the lateness of the last pull, in seconds."""
 
     pulls: int = 0
     decisions: int = 0
@@ -82,7 +83,7 @@ class Counts:
 
 
 class PlannerLoop:
-    """Made stopped. `last_number` is the number of the last decision that was ever logged in this namespace."""
+    """The loop, stopped at first. `last_number` is the number of the last decision logged in this namespace."""
 
     def __init__(
         self,
@@ -92,11 +93,13 @@ class PlannerLoop:
         clock: Clock,
         *,
         last_number: int = 0,
-        tell: Callable[[str], None] = log.warning,
+        tell: Tell = _logged,
+        forecaster: Forecaster | None = None,
     ) -> None:
         self.state = PlannerState.STOPPED
         self.since_s = clock.now_s()
-        self.options = LoadOptions()
+        self.options: PolicyOptions = LoadOptions()
+        self._policy: Policy[Any] = LoadPlanner(self.options)
         self.no_operation = False
         self.observers: list[PlannerObserver] = []
         self.counts = Counts()
@@ -109,8 +112,11 @@ class PlannerLoop:
         self._clock = clock
         self._number = last_number
         self._tell = tell
-        self._rounds: Rounds | None = None
-        self._next_s = 0.0  # of a paused loop; else the rounds say
+        self._forecaster = forecaster
+        self._pipeline: Pipeline | None = None
+        self._driver: PolicyDriver | None = None
+        self._next_s = 0.0  # used while paused; otherwise the policy decides
+        self._pulled_s = clock.now_s()
         self._unseen = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -118,22 +124,22 @@ class PlannerLoop:
     # --- what one may ask of it ------------------------------------------------------------------
 
     @property
-    def rounds(self) -> Rounds | None:
-        """Its intervals; None while it is stopped or paused."""
-        return self._rounds
+    def standing(self) -> Standing | None:
+        """Where its policy stands; None while it is stopped or paused."""
+        return None if self._driver is None else self._driver.standing
 
-    def start(self, options: LoadOptions, *, no_operation: bool, paused: bool = False) -> None:
-        """Begin an interval now (or only observe). It must be stopped."""
+    def start(self, options: PolicyOptions, policy: Policy[Any], *, no_operation: bool, paused: bool = False) -> None:
+        """Begin now with the policy of these options (or only observe). It must be stopped."""
         assert self._task is None, "the planner's loop runs already"
-        self.options, self.no_operation = options, no_operation
+        self.options, self._policy, self.no_operation = options, policy, no_operation
         self._set_state(PlannerState.PAUSED if paused else PlannerState.RUNNING)
         self._task = asyncio.ensure_future(self._run())
 
-    def change(self, options: LoadOptions, *, no_operation: bool) -> None:
-        """Other options, from the next decision on."""
-        self.options, self.no_operation = options, no_operation
-        if self._rounds is not None:
-            self._rounds.with_options(self._policy(), options)
+    def change(self, options: PolicyOptions, policy: Policy[Any], *, no_operation: bool) -> None:
+        """Other options, from the next decision on; or another policy, which then begins."""
+        self.options, self._policy, self.no_operation = options, policy, no_operation
+        if self._driver is not None:
+            self._driver.change(policy, self._clock.now_s())
         self._next_s = min(self._next_s, self._clock.now_s() + options.metric_pulling_interval_s)
         self._wake.set()
 
@@ -142,37 +148,36 @@ class PlannerLoop:
         self._set_state(PlannerState.PAUSED)
 
     def resume(self) -> None:
-        """Plan again, from what is now: the interval begins anew."""
+        """Plan again, from the present state: the policy begins anew."""
         self._set_state(PlannerState.RUNNING)
 
     def on_manual_change(self) -> None:
-        """A person changed the fleet: hold for an interval, then plan from what is."""
-        if self._rounds is not None:
-            self._rounds.on_manual_change(self._clock.now_s())
+        """A person changed the number of workers: the policy holds for a while, then plans from the present state."""
+        if self._driver is not None:
+            self._driver.manual(self._clock.now_s())
 
     async def stop(self) -> None:
-        """Returns when the tick that may be under way has ended: nothing is done half."""
+        """Returns when a tick that is under way has ended, so that nothing is half done."""
         if self._task is None:
             return
         self._set_state(PlannerState.STOPPED)
         task, self._task = self._task, None
         await task
 
-    def act_through(self, connector: Connector) -> None:
-        """Carry decisions out by this one from now on. It must be stopped."""
+    def act_through(self, connector: Connector, pipeline: Pipeline | None = None) -> None:
+        """Use this connector from now on, and let these plugins have a say. The loop must be stopped."""
         assert self._task is None, "the planner's loop runs"
-        self._connector = connector
+        self._connector, self._pipeline = connector, pipeline
 
     def _set_state(self, state: PlannerState) -> None:
         now_s = self._clock.now_s()
         self.state, self.since_s, self.trouble = state, now_s, None
-        running = state is PlannerState.RUNNING
-        self._rounds = Rounds(self._policy(), self.options, now_s) if running else None
+        self._driver = self._driven(now_s) if state is PlannerState.RUNNING else None
         self._next_s = now_s + self.options.metric_pulling_interval_s
         self._wake.set()
 
-    def _policy(self) -> Policy:
-        return _Seeing(LoadPolicy(self.options), self._world)
+    def _driven(self, now_s: float) -> PolicyDriver:
+        return PolicyDriver(self._policy, now_s, forecaster=self._forecaster, pipeline=self._pipeline)
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -190,7 +195,9 @@ class PlannerLoop:
             self._puller.close()
 
     def _due_s(self) -> float:
-        return self._next_s if self._rounds is None else self._rounds.next_pull_at
+        if self._driver is None:
+            return self._next_s
+        return max(self._driver.next_at_s, self._pulled_s + PULL_GAP_MIN_S)
 
     async def _until(self, deadline_s: float) -> bool:
         """True at the deadline; False where something was changed before."""
@@ -210,6 +217,7 @@ class PlannerLoop:
         now_s = self._clock.now_s()
         self.counts.pulls += 1
         self.counts.lag_s = max(0.0, now_s - self._due_s())
+        self._pulled_s = now_s
         self._next_s = max(self._next_s + self.options.metric_pulling_interval_s, now_s)
         reading = await self._tick()
         self._unseen = self._unseen + 1 if (unknown := _unknown(reading)) is not None else 0
@@ -222,99 +230,107 @@ class PlannerLoop:
         self._say(f"a tick failed ({type(error).__name__}: {error}); it is tried again, the arbiter's log says more")
 
     def _say(self, trouble: str | None) -> None:
-        """Told once, and once more when it is over."""
+        """Report a trouble once, and once more when it is over."""
         if trouble == self.trouble:
             return
-        self._tell(f"planner: {trouble}" if trouble is not None else f"planner: goes on (it was: {self.trouble})")
+        told = f"planner: {trouble}" if trouble is not None else f"planner: goes on (it was: {self.trouble})"
+        self._tell(told, Elsewhere())
         self.trouble = trouble
 
     async def _tick(self) -> Reading:
-        reading = await self._puller.pull(self._world.ready(), self.options.metric_pulling_interval_s)
-        fleet = self._world.fleet()
-        self._told(lambda observer: observer.on_reading(reading, fleet))
-        rounds = self._rounds
-        if rounds is None or reading.at_s < rounds.interval_began_s:
-            return reading  # paused, or begun anew while we asked
-        began_s, readings = rounds.interval_began_s, (*rounds.readings, reading)
-        decision = rounds.on_pull(reading, fleet)
-        if decision is not None:
-            await self._carry_out(decision, Observation(decision.now_s, began_s, readings, fleet))
-        return reading
+        driver = self._driver
+        pull = await self._observed(Wants() if driver is None else driver.wants)
+        self._tell_observers(lambda observer: observer.on_pull(pull))
+        if driver is not None and driver is self._driver:  # else it was paused meanwhile
+            decision = await driver.tick(pull)
+            if decision is not None and driver is self._driver:
+                await self._carry_out(decision, pull, driver)
+        return pull.reading
 
-    async def _carry_out(self, decision: Decision, observation: Observation) -> None:
+    async def _observed(self, wants: Wants) -> Pull:
+        interval_s = self.options.metric_pulling_interval_s
+        reading, traffic, (engines, limits) = await asyncio.gather(
+            self._puller.pull(self._world.ready(), interval_s),
+            self._puller.traffic(wants.traffic_window_s),
+            self._puller.engines(interval_s) if wants.passes else _no_engines(),
+        )
+        blind = self._world.blind()
+        if blind is not None:
+            why = Missing(blind)
+            traffic = None if traffic is None else why
+            engines = {engine: EngineSeen(seen.component, last=why) for engine, seen in engines.items()}
+        return Pull(reading, self._world.worker_pools(), traffic, engines, limits, blind)
+
+    async def _carry_out(self, decision: Decision, pull: Pull, driver: PolicyDriver) -> None:
         self._number += 1
         stimulus_id = f"planner:{self._number}"
-        outcomes = await self._outcomes(decision, observation.fleet, stimulus_id)
+        standing = driver.standing
+        seen = Observation(decision.now_s, standing.interval_began_s, standing.readings, pull.pools)
+        inputs = inputs_of(seen, self.options, traffic=pull.traffic, prediction=driver.prediction, engines=pull.engines)
+        outcomes = await self._outcomes(decision, pull.pools, stimulus_id)
         put_off = {reason.component: StepOutcome(Outcome.DEFERRED) for reason in decision.reasons if reason.deferred}
         record = DecisionRecord(
             wall_s=self._clock.wall_s(),
             stimulus_id=stimulus_id,
-            inputs=inputs_of(observation, self.options),
+            inputs=inputs,
             decision=decision,
             outcomes={**put_off, **outcomes},
         )
         self.counts.decisions += 1
         self.last = record
-        self._told(lambda observer: observer.on_decision(record))
+        self._tell_observers(lambda observer: observer.on_decision(record))
 
-    async def _outcomes(self, decision: Decision, fleet: Fleet, stimulus_id: str) -> dict[str, StepOutcome]:
-        """What becomes of each of its steps."""
+    async def _outcomes(self, decision: Decision, pools: WorkerPools, stimulus_id: str) -> dict[str, StepOutcome]:
+        """Carry the decision's steps out; the outcome of each by component."""
         steps, connector = dict(decision.acts), self._connector
-        if steps and isinstance(connector, WholeConnector):
-            targets = {pool.component: pool.capacity + steps.get(pool.component, 0) for pool in fleet.pools}
-            return dict.fromkeys(steps, await self._act(lambda: connector.set_component_replicas(targets)))
+        if not steps:
+            return {}
+        if connector.whole or not decision.apart:
+            named = [pool for pool in pools.all if connector.whole or pool.component in steps]
+            targets = {pool.component: pool.capacity + steps.get(pool.component, 0) for pool in named}
+            result = await self._act(partial(connector.set_component_replicas, targets, stimulus_id=stimulus_id))
+            return {component: _outcome(result, component) for component in steps}
         outcomes = {}
         for component, step in steps.items():
             change = connector.add_component if step > 0 else connector.remove_component
-            outcomes[component] = await self._act(partial(change, component, stimulus_id=stimulus_id))
+            result = await self._act(partial(change, component, stimulus_id=stimulus_id))
+            outcomes[component] = _outcome(result, component)
         return outcomes
 
-    async def _act(self, change: Callable[[], Awaitable[Committed | Written | Refused]]) -> StepOutcome:
+    async def _act(
+        self, change: Callable[[], Awaitable[Committed | Written | Refused]]
+    ) -> Committed | Written | Refused | StepOutcome:
         if self.no_operation:
             return StepOutcome(Outcome.NO_OPERATION)
-        if (why := self._world.blind()) is not None:  # an up that waited for its GPU comes at any time
-            return StepOutcome(Outcome.REFUSED, (), why, "blind", retryable=True)
+        if (why := self._world.blind()) is not None:  # a deferred up may come at any time
+            return Refused(why, "blind", retryable=True)
         try:
-            return outcome_of(await change())
-        except Exception as error:  # a bug: the decision is on record all the same, and later ones are made
+            return await change()
+        except Exception as error:  # a bug: the decision is still recorded, and the loop goes on
             self.counts.failed_ticks += 1
             log.exception("a decision could not be carried out")
             why = f"it failed: {type(error).__name__}: {error}"
-            return StepOutcome(Outcome.REFUSED, (), why, "internal", retryable=True)
+            return Refused(why, "internal", retryable=True)
 
-    def _told(self, tell: Callable[[PlannerObserver], None]) -> None:
+    def _tell_observers(self, tell: Callable[[PlannerObserver], None]) -> None:
         for observer in self.observers:
             try:
                 tell(observer)
-            except Exception:  # somebody who only looks on
+            except Exception:  # an observer must not stop the planner
                 log.exception("%s failed; the planner goes on", type(observer).__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seeing:
-    """A policy that gets no samples while nothing can be known of the workers: it holds, and its reason is `missing`.
-
-    Samples of the interval's beginning are no ground for a change that could not be carried out, or be seen, now.
-    """
-
-    policy: Policy
-    world: World
-
-    def on_tick(self, observation: Observation) -> Decision:
-        why = self.world.blind()
-        if why is not None:
-            readings = tuple(_unseen(reading, Missing(why)) for reading in observation.readings)
-            observation = replace(observation, readings=readings)
-        return self.policy.on_tick(observation)
+def _outcome(result: Committed | Written | Refused | StepOutcome, component: str) -> StepOutcome:
+    return result if isinstance(result, StepOutcome) else outcome_of(result, component)
 
 
-def _unseen(reading: Reading, why: Missing) -> Reading:
-    loads: Iterable[str] = reading.loads
-    return Reading(reading.at_s, None if reading.queue is None else why, dict.fromkeys(loads, why))
+async def _no_engines() -> tuple[Engines, Mapping[str, Capabilities]]:
+    """Where no passes are wanted."""
+    return {}, {}
 
 
 def _unknown(reading: Reading) -> str | None:
-    """What a role is held for now, in words that stay the same while it lasts."""
+    """Why a role is held now, in words that stay the same while that lasts."""
     if isinstance(reading.queue, Missing):
         return "the depth of the prefill queue is not known"
     if reading.loads and all(isinstance(load, Missing) for load in reading.loads.values()):

@@ -1,23 +1,23 @@
-"""Who looks on while the planner plans: its log, TensorBoard, Prometheus, `dynamo top`."""
+"""Observers of the planner: its log, TensorBoard, Prometheus, `dynamo top`."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from dynamo_local.planner.record import DecisionRecord
-from dynamo_local.planner.values import Fleet, Reading
+from dynamo_local.planner.records.record import DecisionRecord
+from dynamo_local.planner.values.pull import Pull
 
 
 class PlannerObserver(Protocol):
-    """Told of everything, on the arbiter's event loop: must return at once, files and sockets are for a thread.
+    """Called on the arbiter's event loop, so it must return at once and leave files and sockets to a thread.
 
-    What it raises is logged, and costs nobody else anything.
+    Its exceptions are logged, and affect nothing else.
     """
 
-    def on_reading(self, reading: Reading, fleet: Fleet) -> None:
+    def on_pull(self, pull: Pull) -> None:
         """One pull; also while the planner is paused, or holds for an adjustment."""
         ...
 
     def on_decision(self, record: DecisionRecord) -> None:
-        """One decision, and what came of it; a hold is one, too."""
+        """One decision with its outcome; a hold is one, too."""
         ...

@@ -1,6 +1,6 @@
 """One pull of the metrics: every source asked at once, each under a deadline of its own, each value with its age.
 
-A source that is slow, or fails, costs its own sample and nothing else. What it gave before stands until it is older
+A source that is slow, or fails, costs its own sample and nothing else. Its last value is used until it is older
 than three pulls; then it is `Missing`, never 0.
 """
 
@@ -10,13 +10,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
-from dynamo_local.planner.rounds import fresh
-from dynamo_local.planner.values import Reading
+from dynamo_local.planner.policies.intervals import fresh
+from dynamo_local.planner.sources import PassSource, TrafficSource
+from dynamo_local.planner.values.passes import Capabilities, Engines
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +29,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 DEADLINE_PULLS = 0.8
 DEADLINE_MAX_S = 1.0
-"""A source is not waited for beyond this part of the time between two pulls, and so many seconds at most."""
+"""A source is waited for at most this share of the time between two pulls, and at most `DEADLINE_MAX_S`."""
+TRAFFIC_DEADLINE_S = 5.0
+"""The same for a window of traffic, which another server may have to sum up."""
 HUNG_PULLS = 10
-"""A source that has not answered for so many pulls is asked anew."""
+"""A source that has not answered for this many pulls is asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class QueueSource(Protocol):
 
 
 class LoadSource(Protocol):
-    """What the workers publish of themselves."""
+    """The loads that the workers report."""
 
     async def loads(self) -> Mapping[str, Sampled[Load]] | Missing:
         """By watcher name; a worker that does not answer is absent. May raise `DynamoError`."""
@@ -55,14 +61,27 @@ class LoadSource(Protocol):
 
 
 class Puller:
-    """Makes readings. `queue` is None where the graph has no prefill component."""
+    """Asks the sources. `queue` is None where the graph has no prefill component; without `traffic` and `passes` those
+    are missing."""
 
-    def __init__(self, loads: LoadSource, queue: QueueSource | None, clock: Clock) -> None:
+    def __init__(
+        self,
+        loads: LoadSource,
+        queue: QueueSource | None,
+        clock: Clock,
+        *,
+        traffic: TrafficSource | None = None,
+        passes: PassSource | None = None,
+    ) -> None:
         self._clock = clock
-        self._loads = _Asked(loads.loads, clock)
-        self._queue = None if queue is None else _Asked(queue.depth, clock)
+        self._loads = _PendingSample(loads.loads, clock)
+        self._queue = None if queue is None else _PendingSample(queue.depth, clock)
         self._known: dict[str, Sampled[Load]] = {}
         self._depth: Sampled[int] | None = None
+        self._window_s = 0.0
+        self._traffic = None if traffic is None else _PendingSample(partial(self._ask, traffic), clock)
+        self._passes = passes
+        self._engines = None if passes is None else _PendingSample(passes.passes, clock)
 
     async def pull(self, ready: Collection[str], interval_s: float) -> Reading:
         """A reading of the decode workers that are ready, within `DEADLINE_PULLS` of the interval (seconds)."""
@@ -70,6 +89,26 @@ class Puller:
         sources = [source for source in (self._loads, self._queue) if source is not None]
         await asyncio.gather(*(source.ask(interval_s) for source in sources))
         return Reading(at_s, self._queue_now(interval_s), self._loads_now(ready, interval_s))
+
+    async def traffic(self, window_s: float | None) -> Traffic | Missing | None:
+        """The window of so many seconds that ends now; None where none is wanted."""
+        if window_s is None:
+            return None
+        if self._traffic is None:
+            return Missing("nothing here measures the traffic")
+        self._window_s = window_s
+        await self._traffic.ask(window_s, at_most_s=TRAFFIC_DEADLINE_S)
+        return self._traffic.take() or Missing(f"the traffic is not known: {self._traffic.failed}")
+
+    async def _ask(self, source: TrafficSource) -> Traffic | Missing:
+        return await source.traffic(self._window_s)
+
+    async def engines(self, interval_s: float) -> tuple[Engines, Mapping[str, Capabilities]]:
+        """The passes of the engines since the last call, and their limits. Nothing, if they did not come in time."""
+        if self._passes is None or self._engines is None:
+            return {}, {}
+        await self._engines.ask(interval_s)
+        return self._engines.take() or {}, self._passes.capabilities()
 
     def _queue_now(self, interval_s: float) -> float | Missing | None:
         if self._queue is None:
@@ -93,14 +132,14 @@ class Puller:
         return value
 
     def close(self) -> None:
-        """Wait for nobody any more."""
-        for source in (self._loads, self._queue):
+        """Cancel all pending samples."""
+        for source in (self._loads, self._queue, self._traffic, self._engines):
             if source is not None:
                 source.cancel()
 
 
-class _Asked(Generic[T]):
-    """A source and the one question to it that may be under way. `failed` says why the last got no answer."""
+class _PendingSample(Generic[T]):
+    """A source, with at most one call to it under way. `failed` says why the last call gave no sample."""
 
     def __init__(self, ask: Callable[[], Awaitable[T | Missing]], clock: Clock) -> None:
         self._ask = ask
@@ -110,16 +149,16 @@ class _Asked(Generic[T]):
         self._answer: T | None = None
         self.failed: str | None = None
 
-    async def ask(self, interval_s: float) -> None:
-        """Return when it has answered, or at the deadline; then the next pull goes on waiting for the same answer."""
+    async def ask(self, interval_s: float, at_most_s: float = DEADLINE_MAX_S) -> None:
+        """Return when it has answered, or at the deadline; the next pull then waits for the same call."""
         now_s = self._clock.now_s()
         if self._task is not None and now_s - self._began_s > HUNG_PULLS * interval_s:
             self.cancel()
         if self._task is None:
             self._task, self._began_s = asyncio.ensure_future(self._ask()), now_s
             self._task.add_done_callback(_seen)
-        # Not wait_for: it would cancel the question.
-        await asyncio.wait({self._task}, timeout=min(DEADLINE_MAX_S, DEADLINE_PULLS * interval_s))
+        # Not wait_for, which would cancel the call.
+        await asyncio.wait({self._task}, timeout=min(at_most_s, DEADLINE_PULLS * interval_s))
         if not self._task.done():
             self.failed = f"no answer for {self._clock.now_s() - self._began_s:.1f} s"
             return
@@ -138,18 +177,18 @@ class _Asked(Generic[T]):
             self.failed = why
 
     def take(self) -> T | None:
-        """What came since the last time, once."""
+        """The sample that came since the last call of this, if any."""
         answer, self._answer = self._answer, None
         return answer
 
     def cancel(self) -> None:
-        """Give the question up."""
+        """Cancel the call."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
 
 
 def _seen(task: asyncio.Future[T]) -> None:
-    """A question that was given up may still fail: nobody is to be told of that."""
+    """Retrieve the exception of a cancelled call, so that it is not logged."""
     if not task.cancelled():
         task.exception()

@@ -1,1 +1,1 @@
-"""The data plane's plumbing: etcd leases and discovery, requests over NATS, response streams, the prefill queue."""
+"""The data plane: etcd leases and discovery, requests over NATS, response streams, the prefill queue."""

@@ -1,8 +1,8 @@
 """One worker's control endpoint, on NATS subject `{ns}.control.{watcher_name}`.
 
 Request and answer are JSON: `{"op": "drain", "args": {"reason": "…"}}`, answered by `{"result": {…}}` or by
-`{"error": {"code", "message", "details"}}` (`errors.to_wire`). Core NATS, not a queue: a message that nobody
-hears is refused by the server at once ("no responders"), so an order never reaches a later process of that name.
+`{"error": {"code", "message", "details"}}` (`errors.to_wire`). Core NATS, not a queue: without a listener
+the server refuses a message at once ("no responders"), so a command never reaches a later process of that name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ from dynamo_local.runtime.nats_errors import flush, nats_call
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
-"""For answers that are being made when the endpoint is closed."""
+"""How long `close` waits for answers that are under way."""
+
+MAX_REQUEST_BYTES = 64 * 1024
+MAX_ANSWERING = 256
+"""Requests at once. The arbiter asks a handful; who gets no answer asks again."""
 
 Op = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """One operation: the arguments in, the answer out. A `DynamoError` it raises is the answer, typed."""
@@ -62,7 +66,7 @@ class ControlServer:
             await flush(self._nats)
 
     async def close(self) -> None:
-        """Take no more; answers that are under way are waited for, within a bound."""
+        """Take no more requests; wait, within a bound, for answers that are under way."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None and not self._nats.is_closed:
             try:
@@ -77,6 +81,9 @@ class ControlServer:
                 await asyncio.wait(late)
 
     async def _on_message(self, message: Msg) -> None:
+        if len(self._answering) >= MAX_ANSWERING:
+            log.warning("%s: a request is not answered, %d are already being answered", self._subject, MAX_ANSWERING)
+            return
         task = asyncio.create_task(self._answer(message), name=f"control {self._subject}")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
@@ -88,7 +95,7 @@ class ControlServer:
             answer = {"result": dict(await op(args))}
         except DynamoError as error:
             answer = {"error": to_wire(error)}
-        except Exception as error:  # a defect of ours: the caller is told, and the endpoint goes on
+        except Exception as error:  # a bug of ours: tell the caller, and go on
             log.exception("a control request on %s failed", self._subject)
             answer = {"error": to_wire(error)}
         if not message.reply:
@@ -100,14 +107,16 @@ class ControlServer:
             log.warning("%s", error)
 
     def _parse(self, data: bytes) -> tuple[Op, Mapping[str, Any]]:
+        if len(data) > MAX_REQUEST_BYTES:
+            raise InvalidRequest(f"a control request has {MAX_REQUEST_BYTES} bytes at most, not {len(data)}")
         try:
             request = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"the control request is not JSON: {error}") from None
         name = request.get("op") if isinstance(request, dict) else None
         op = self._ops.get(name) if isinstance(name, str) else None
         if op is None:
-            raise InvalidRequest(f"unknown operation {name!r}; there are: {', '.join(self._ops)}", param="op")
+            raise InvalidRequest(f"unknown operation {repr(name)[:80]}; there are: {', '.join(self._ops)}", param="op")
         args = request.get("args") or {}
         if not isinstance(args, dict):
             raise InvalidRequest("args must be a JSON object", param="args")

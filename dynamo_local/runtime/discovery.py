@@ -22,7 +22,7 @@ from dynamo_local.ports import DeleteEvent, KeyValue, KeyValueStore, SnapshotEve
 log = logging.getLogger(__name__)
 
 RESTART_WAIT_S = 0.5
-"""Before a watch that ended with an unexpected error is begun again."""
+"""The pause after a watch that ended with an unexpected error."""
 
 _NOT_SLUG = re.compile(r"[^a-z0-9_-]")
 _NOT_SUBJECT = re.compile(r"[^A-Za-z0-9_/=+-]")
@@ -98,8 +98,8 @@ def _field(value: dict[str, Any], name: str, kind: type[Any]) -> Any:
 class InstanceView:
     """The instances of one endpoint, kept current by a watch.
 
-    While etcd is away the last known instances stay (`stale` is then True): a stale view beats none, and a worker
-    that is really gone is found out by the request to it.
+    While etcd is away the last known instances stay (`stale` is then True): a stale view is better than none, and
+    a request to a worker that is really gone fails at once.
     """
 
     def __init__(self, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> None:
@@ -146,7 +146,7 @@ class InstanceView:
     async def _run(self) -> None:
         while True:
             try:
-                # The Protocol says AsyncIterator; every watch is a generator, which must be closed here and now.
+                # Typed as AsyncIterator by the Protocol, but every watch is a generator, which must be closed here.
                 async with aclosing(self._kv.watch_prefix(self._prefix, self._lost)) as events:  # type: ignore[type-var]
                     async for event in events:
                         self._apply(event)

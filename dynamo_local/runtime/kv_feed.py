@@ -1,7 +1,7 @@
 """The Router's side of KV events: an index that follows all workers of a component.
 
-etcd says who is there (a worker that is gone takes its blocks with it), NATS brings their batches, and whoever has a
-gap, or has just come, is asked through its endpoint `kv_blocks`.
+etcd lists the workers (the blocks of a worker that is gone are dropped), NATS brings their batches, and a worker that
+is new, or whose numbers have a gap, is asked through its endpoint `kv_blocks`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.core.kv_index import KvIndex
-from dynamo_local.core.kv_tracker import EventBatch, KvTracker, Snapshot
+from dynamo_local.core.kv.index import KvIndex
+from dynamo_local.core.kv.tracker import EventBatch, KvTracker, Snapshot
 from dynamo_local.errors import DynamoError
 from dynamo_local.ports import EndpointClient, KeyValueStore
+from dynamo_local.runtime.decoding import UNREADABLE
 from dynamo_local.runtime.discovery import InstanceView
 from dynamo_local.runtime.kv_wire import (
     KV_BLOCKS_ENDPOINT,
@@ -65,7 +66,7 @@ class KvFeed:
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen, then look who is there. Raises `NatsUnavailable`; without etcd the view is empty until it answers."""
+        """Listen, then list the workers. Raises `NatsUnavailable`; without etcd the view is empty until it answers."""
         with nats_call(self._nats, f"listen on {self._subject}"):
             self._subscription = await self._nats.subscribe(self._subject, cb=self._on_batch)
             await flush(self._nats)
@@ -74,7 +75,7 @@ class KvFeed:
         self._following = asyncio.create_task(self._follow(), name=f"follow {self._subject}")
 
     async def close(self) -> None:
-        """Listen no more; the index stays as it is."""
+        """Stop listening; the index stays as it is."""
         tasks = [task for task in (self._following, *self._syncs.values()) if task is not None]
         for task in tasks:
             task.cancel()
@@ -85,7 +86,7 @@ class KvFeed:
         self._subscription = None
 
     async def synced(self, timeout_s: float) -> bool:
-        """Whether all workers' views are whole, waiting for that up to `timeout_s`."""
+        """Whether the blocks of all workers are known, waiting for that up to `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._syncs:
@@ -95,7 +96,7 @@ class KvFeed:
         return True
 
     def workers(self) -> frozenset[int]:
-        """Those whose events are followed."""
+        """The workers whose events are followed."""
         return self._tracker.workers()
 
     async def _follow(self) -> None:
@@ -104,7 +105,7 @@ class KvFeed:
             self._join()
 
     def _join(self) -> None:
-        """Take over who is registered now."""
+        """Update the workers to those that are registered now."""
         there = {instance.instance_id for instance in self._view.instances()}
         for worker in self._tracker.workers() - there:
             self._tracker.gone(worker)
@@ -117,7 +118,7 @@ class KvFeed:
     async def _on_batch(self, msg: Msg) -> None:
         try:
             worker, batch = decode_batch(msg.data)
-        except msgspec.DecodeError as error:  # ValidationError is one
+        except UNREADABLE as error:
             self.garbage += 1
             log.log(
                 logging.WARNING if self.garbage == 1 else logging.DEBUG,

@@ -1,6 +1,6 @@
-"""A worker's side of KV events: what the engine says goes out in numbered batches, and can be had again.
+"""A worker's side of KV events: the engine's events are published in numbered batches, and can be asked for again.
 
-Nothing here can fail a request: NATS away means that batches are only kept, and the next sign of life shows the gap.
+Nothing here can fail a request: while NATS is away batches are only kept, and the next published number shows the gap.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from typing import Any
 from nats.aio.client import Client
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.core.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from dynamo_local.core.kv_tracker import EventBatch
+from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.core.kv.tracker import EventBatch
 from dynamo_local.errors import NatsUnavailable
-from dynamo_local.runtime.kv_wire import encode_batch, kv_events_subject, runs_item
+from dynamo_local.runtime.kv_wire import (
+    encode_batch,
+    kv_events_subject,
+    parse_blocks_request,
+    runs_item,
+)
 from dynamo_local.runtime.nats_errors import nats_call
 
 log = logging.getLogger(__name__)
 
 SIGN_OF_LIFE_S = 1.0
-"""Without news the last number is repeated: by that a lost last batch is found out."""
+"""Without new events the last number is published again this often, so that a lost last batch is noticed."""
 KEPT_BATCHES = 1024
 KEPT_BLOCKS = 131_072
 """Bounds of what can be replayed: hashes are 8 bytes on the wire and some 40 in memory, so about 5 MB."""
@@ -37,9 +42,9 @@ RUN_BLOCKS = 1024
 
 
 class NatsKvEventPublisher:
-    """`ports.KvEventPublisher` over NATS. `lease_id_getter` gives the instance id of now.
+    """`ports.KvEventPublisher` over NATS. `lease_id_getter` gives the current instance id.
 
-    It also remembers which blocks the engine holds, so that a Router that has missed too much can have all of them.
+    It also remembers which blocks the engine holds, so that a Router that has missed too much can ask for all.
     """
 
     def __init__(
@@ -67,11 +72,11 @@ class NatsKvEventPublisher:
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to send."""
+        """Start sending."""
         self._loop_task = asyncio.create_task(self._run(), name=f"KV events on {self._subject}")
 
     async def close(self) -> None:
-        """Send what is left, if NATS is there, and no more."""
+        """Send the batches that are left, if NATS is connected, and stop."""
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.wait((self._loop_task,))
@@ -92,10 +97,11 @@ class NatsKvEventPublisher:
             self._cut(part)
         self._news.set()
 
-    async def answer(self, request: Mapping[str, Any] | None) -> AsyncGenerator[dict[str, Any], None]:
-        """Items for the endpoint `kv_blocks`: what the asker has not yet, or all (see `runtime.kv_wire`)."""
-        asked = request or {}
-        since = self._since(str(asked.get("epoch") or ""), int(asked.get("seq") or 0))
+    async def answer(self, request: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """Items for the endpoint `kv_blocks`: what the asker of a `KvBlocksRequest` has not yet, or all (see
+        `runtime.kv_wire`)."""
+        asked = parse_blocks_request(request)
+        since = self._since(asked.epoch, asked.seq)
         runs = _runs(self._held) if since is None else []  # of this moment: the items are read later
         yield {"block_size": self.block_size, "epoch": self._epoch, "seq": self._seq, "replay": since is not None}
         for batch in since or ():
@@ -104,7 +110,7 @@ class NatsKvEventPublisher:
             yield runs_item(runs[begin : begin + RUNS_PER_ITEM])
 
     def _since(self, epoch: str, seq: int) -> list[EventBatch] | None:
-        """Batches behind `seq`, or None where they are not kept (or of another epoch)."""
+        """Batches after `seq`; None if they are not kept any more (or for another epoch)."""
         first = self._seq - len(self._kept)
         if epoch != self._epoch or not first <= seq <= self._seq:
             return None
@@ -141,7 +147,7 @@ class NatsKvEventPublisher:
     async def _send_all(self) -> None:
         while self._unsent:
             batch = self._unsent.popleft()
-            # While disconnected the client would buffer it; the Router asks for what it has missed.
+            # While disconnected the client would buffer it; the Router will ask for what it has missed.
             if not self._nats.is_connected:
                 continue
             try:

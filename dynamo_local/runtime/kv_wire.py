@@ -1,8 +1,8 @@
 """How KV events travel: msgpack arrays on the NATS subject `{ns}.kv_events.{component}`, and a worker's answer.
 
-Hashes are packed, 8 bytes each, little endian: half the time of reading them as numbers of msgpack.
+Hashes are packed, 8 bytes each, little endian: reading them as msgpack numbers takes twice as long.
 
-A worker's endpoint `kv_blocks` takes `{"epoch", "seq"}` (what the asker has; `""`, 0 for nothing) and streams
+A worker's endpoint `kv_blocks` takes `{"epoch", "seq"}` (what the caller has; `""`, 0 for nothing) and streams
 
     {"block_size", "epoch", "seq", "replay": bool}      first; after this answer the asker has everything up to `seq`
     {"batches": [bytes, …]}                             replay: what was published since, as it was published
@@ -18,10 +18,15 @@ from typing import Any
 
 import msgspec
 
-from dynamo_local.core.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from dynamo_local.core.kv_tracker import EventBatch
+from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.core.kv.tracker import EventBatch
+from dynamo_local.runtime.decoding import decode
+from dynamo_local.runtime.requests.frames import invalid_payload
 
 KV_BLOCKS_ENDPOINT = "kv_blocks"
+
+MAX_BATCH_BYTES = 2**20
+"""A longer message is no batch of a worker's: an event of so many hashes would be a prompt of two million tokens."""
 
 
 def kv_events_subject(namespace: str, component: str) -> str:
@@ -52,6 +57,13 @@ class _Batch(msgspec.Struct, array_like=True):
     events: tuple[_Event, ...] = ()
 
 
+class KvBlocksRequest(msgspec.Struct):
+    """What a Router asks a worker's `kv_blocks`: the last batch that it has."""
+
+    epoch: str = ""
+    seq: int = 0
+
+
 class Answer(msgspec.Struct):
     """The first item of a worker's answer. `block_size` is in tokens."""
 
@@ -77,13 +89,23 @@ def encode_batch(worker: int, batch: EventBatch) -> bytes:
 
 def decode_batch(data: bytes) -> tuple[int, EventBatch]:
     """`(worker, batch)`. Raises `msgspec.DecodeError` for anything else."""
-    found = _decoder.decode(data)
+    if len(data) > MAX_BATCH_BYTES:
+        raise msgspec.DecodeError(f"a batch of {len(data)} bytes; a worker's has {MAX_BATCH_BYTES} at most")
+    found = decode(_decoder, data)
     try:
         return found.worker, EventBatch(
             found.epoch, found.seq, tuple([_event_from_wire(each) for each in found.events])
         )
     except ValueError as error:
         raise msgspec.DecodeError(f"hashes are not packed: {error}") from error
+
+
+def parse_blocks_request(request: Any) -> KvBlocksRequest:
+    """Raises `InvalidRequest`."""
+    try:
+        return msgspec.convert(request, KvBlocksRequest)
+    except msgspec.ValidationError as error:
+        raise invalid_payload(error) from error
 
 
 def runs_item(runs: Iterable[Sequence[int]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dynamo_local.ports import DeleteEvent, KeyValueStore, SnapshotEvent
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-"""Between attempts while etcd is away: the registry heals within this of its return."""
+"""Pause between attempts while etcd is away: keys are registered again within this time of its return."""
 KEEPALIVES_PER_TTL = 3
 
 
@@ -131,7 +131,7 @@ class LeaseKeeper:
             raise
 
     async def revoke(self, timeout_s: float = 5.0) -> None:
-        """Give the lease back; returns once its keys are gone. Does not set `revoked`; again is no error.
+        """Give the lease back; returns once its keys are gone. Does not set `revoked`; may be called again.
 
         Raises `EtcdUnavailable` past the timeout: nothing keeps the lease alive any more, so it expires by itself.
         """
@@ -178,7 +178,7 @@ class LeaseKeeper:
     # --- steps -----------------------------------------------------------------------------------
 
     async def _until(self, timeout_s: float, step: Callable[[], Awaitable[None]]) -> None:
-        """Try the step until it works. `LeaseNotFound` while we hold one is for the keeper to mend: try again."""
+        """Try the step until it works. `LeaseNotFound` while we hold a lease is repaired by the keeper: try again."""
         deadline_s = self._clock.now_s() + timeout_s
         while True:
             try:
@@ -254,7 +254,7 @@ class LeaseKeeper:
                     wait_s = RETRY_S
 
     async def _kicked(self, wait_s: float) -> bool:
-        """Whether somebody suspects that something is wrong, within `wait_s`."""
+        """Whether a check of the lease was asked for within `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._kick.wait()
@@ -275,7 +275,7 @@ class LeaseKeeper:
         except TimeoutError:
             raise EtcdUnavailable("no answer to a keepalive") from None
         except LeaseNotFound:
-            await self._mend(self._clock.now_s())  # not `asked_s`: until this answer it may have expired
+            await self._mend(self._clock.now_s())  # not `asked_s`: it may have expired up to this answer
         else:
             self._last_good_s, self._missing_age_s = asked_s, None
             if kicked and await self._own_key_is_gone():
@@ -292,7 +292,7 @@ class LeaseKeeper:
 
     async def _mend(self, now_s: float) -> None:
         """The lease is missing: find out why, and act on it."""
-        if self._missing_age_s is None:  # etcd may go away while we ask: what counts is when it was first missed
+        if self._missing_age_s is None:  # etcd may go away while we ask: the time when it was first missing counts
             self._missing_age_s = now_s - self._last_good_s
         fate = classify_missing_lease(
             draining=await self._draining(),
@@ -319,7 +319,7 @@ class LeaseKeeper:
         key, revision = self._witness
         if key is None:
             return await self._kv.revision() >= revision
-        # A bare comparison of revisions fails when others have registered again before us.
+        # Comparing revisions alone fails when others have registered again before us.
         return await self._kv.remembers(key, revision)
 
     # --- seeing a revoke at once -----------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Workers' loads over NATS: published on `{ns}.load.{component}`, and asked for on `{ns}.load`.
 
-A picker that must know at every request subscribes (`LoadView`); the arbiter asks all workers once per pull
-(`LoadSampler`): 64 pushes a second cost it 1.5 % of a core, one scatter request 0.14 % (circus-facts).
+A picker, which needs loads at every request, subscribes (`LoadView`). The arbiter asks all workers once per pull
+(`LoadSampler`): receiving 64 loads a second cost it 1.5 % of a core, one scatter request 0.14 % (circus-facts).
 A worker that does not answer is absent, never a load of zero.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,11 +22,15 @@ from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.runtime.nats_errors import flush, nats_call
+from dynamo_local.runtime.scatter import scatter
 
 log = logging.getLogger(__name__)
 
 STALE_AFTER_S = 3 * PUBLISH_INTERVAL_S
 FORGET_AFTER_S = 60.0
+SWEEP_EVERY_S = 1.0
+MAX_INSTANCES = 4096
+"""No host has so many workers: whoever says loads of more of them invents them."""
 
 
 class _WireLoad(msgspec.Struct):
@@ -39,7 +42,7 @@ class _WireLoad(msgspec.Struct):
     kv_total_blocks: int
     num_requests_waiting: int
     gpu_cache_usage_perc: float | None
-    """None on the wire, for JSON has no NaN."""
+    """None: the worker does not know it."""
     gpu_prefix_cache_hit_rate: float
     remaining_tokens: int
     itl_ms: float | None
@@ -76,7 +79,7 @@ def load_subject(namespace: str, component: str | None = None) -> str:
 class LoadPublisher:
     """Publishes one worker's load, and answers the scatter request.
 
-    `lease_id_getter` gives the instance id of now (a lease can be granted anew), `source` the load of now;
+    `lease_id_getter` gives the current instance id (a lease can be granted anew), `source` the current load;
     `changed()` returns when it may differ from what it was at the call.
     """
 
@@ -99,7 +102,7 @@ class LoadPublisher:
         self._source = source
         self._changed = changed
         self._clock = clock or AsyncioClock()
-        self._once = _Once()
+        self._once = _LogOnce()
         self._subscription: Any = None
         self._loop_task: asyncio.Task[None] | None = None
 
@@ -111,7 +114,7 @@ class LoadPublisher:
         self._loop_task = asyncio.create_task(self._run(), name=f"load of {self._watcher_name}")
 
     async def close(self) -> None:
-        """Publish and answer no more."""
+        """Stop publishing and answering."""
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.wait((self._loop_task,))
@@ -122,7 +125,7 @@ class LoadPublisher:
 
     async def _run(self) -> None:
         while True:
-            # Before the load is read: a change between the two is then seen as one.
+            # Taken before the load is read, so that a change in between is noticed.
             change = asyncio.ensure_future(self._next_change())
             published_at_s = self._clock.now_s()
             tick = asyncio.ensure_future(self._clock.sleep_until(published_at_s + PUBLISH_INTERVAL_S))
@@ -138,13 +141,13 @@ class LoadPublisher:
     async def _next_change(self) -> None:
         try:
             await self._changed()
-        except Exception:  # somebody else's code: without it there is still one load a second
+        except Exception:  # foreign code: without it one load a second is still published
             self._once.exception("changed", "the load's change signal of %s failed", self._watcher_name)
             await asyncio.Event().wait()
 
     async def _publish(self) -> None:
         data = self._encode()
-        # While disconnected the client would buffer it, and deliver loads of long ago after the reconnect.
+        # While disconnected the client would buffer it, and deliver old loads after the reconnect.
         if data is None or not self._nats.is_connected:
             return
         try:
@@ -164,9 +167,9 @@ class LoadPublisher:
             self._once.warning("answer", "%s", error)
 
     def _encode(self) -> bytes | None:
-        """None where the source fails: nothing is said then, and the reader sees it as missing."""
+        """None if the source fails: then nothing is published, and readers see the load as missing."""
         try:
-            load = _WireLoad(**asdict(self._source()))
+            load = msgspec.convert(self._source().numbers(), _WireLoad)
             instance_id = self._lease_id()
         except Exception:  # the engine's code; a failing load must not end the worker
             self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
@@ -182,7 +185,7 @@ class LoadSampler:
         self._nats = nats
         self._namespace = namespace
         self._clock = clock or AsyncioClock()
-        self._once = _Once()
+        self._once = _LogOnce()
 
     async def sample(self, timeout_s: float = 0.25, expected: int | None = None) -> dict[str, LoadReport]:
         """Loads by watcher name: as soon as `expected` have answered, else what came within `timeout_s`.
@@ -192,33 +195,17 @@ class LoadSampler:
         reports: dict[str, LoadReport] = {}
         if expected == 0:
             return reports
-        complete = asyncio.Event()
 
-        async def on_answer(msg: Msg) -> None:
-            if (msg.headers or {}).get("Status") == "503":  # the server: no worker listens
-                complete.set()
-                return
+        def take(msg: Msg) -> bool:
             report = _decode(msg.data, msg.subject, self._clock.wall_s(), self._once)
-            if report is None:
-                return
-            known = reports.get(report.watcher_name)
-            if known is None or report.age_s <= known.age_s:
-                reports[report.watcher_name] = report
-            if expected is not None and len(reports) >= expected:
-                complete.set()
+            if report is not None:
+                known = reports.get(report.watcher_name)
+                if known is None or report.age_s <= known.age_s:
+                    reports[report.watcher_name] = report
+            return expected is not None and len(reports) >= expected
 
-        with nats_call(self._nats, "ask the workers for their load"):
-            inbox = self._nats.new_inbox()
-            subscription = await self._nats.subscribe(inbox, cb=on_answer)
-            try:
-                await self._nats.publish(load_subject(self._namespace), b"", reply=inbox)
-                async with asyncio.timeout(timeout_s):
-                    await complete.wait()
-            except TimeoutError:
-                log.debug("%d of %s workers told their load within %.2f s", len(reports), expected, timeout_s)
-            finally:
-                if not self._nats.is_closed:
-                    await subscription.unsubscribe()
+        what = "ask the workers for their load"
+        await scatter(self._nats, load_subject(self._namespace), b"", take, what=what, timeout_s=timeout_s)
         return reports
 
 
@@ -229,9 +216,10 @@ class LoadView:
         self._nats = nats
         self._subject = load_subject(namespace, component)
         self._clock = clock or AsyncioClock()
-        self._once = _Once()
+        self._once = _LogOnce()
         self._subscription: Any = None
         self._seen: dict[int, tuple[float, LoadReport]] = {}
+        self._sweep_at_s = 0.0
 
     async def start(self) -> None:
         """Raises `NatsUnavailable`."""
@@ -240,18 +228,18 @@ class LoadView:
             await flush(self._nats)
 
     async def close(self) -> None:
-        """Listen no more; what was heard grows old and becomes missing."""
+        """Stop listening; the known loads grow old and become missing."""
         if self._subscription is not None and not self._nats.is_closed:
             await self._subscription.unsubscribe()
         self._subscription = None
 
     def get(self, instance_id: int) -> LoadReport | Missing:
-        """The instance's last load and its age (seconds since it was heard), or why there is none."""
+        """The instance's last load and its age (seconds since it was taken), or why there is none."""
         heard = self._seen.get(instance_id)
         if heard is None:
             return Missing(f"instance {instance_id:x} has published no load yet")
-        heard_at_s, report = heard
-        age_s = self._clock.now_s() - heard_at_s
+        taken_at_s, report = heard
+        age_s = self._clock.now_s() - taken_at_s
         if age_s > STALE_AFTER_S:
             return Missing(f"the last load of instance {instance_id:x} is {age_s:.1f} s old")
         return LoadReport(report.load, report.watcher_name, report.component, report.instance_id, age_s)
@@ -270,12 +258,23 @@ class LoadView:
         if report is None:
             return
         now_s = self._clock.now_s()
-        if report.instance_id not in self._seen:  # instances that nobody forgot must not pile up
+        if report.instance_id not in self._seen and not self._has_room(now_s):
+            return
+        # Loads come late on a busy host: what counts is when it was taken. A clock set meanwhile is not believed.
+        self._seen[report.instance_id] = (now_s - min(report.age_s, PUBLISH_INTERVAL_S), report)
+
+    def _has_room(self, now_s: float) -> bool:
+        """Whether one more instance is listened to. Those that nobody forgot must not pile up."""
+        if now_s >= self._sweep_at_s:
+            self._sweep_at_s = now_s + SWEEP_EVERY_S
             self._seen = {k: v for k, v in self._seen.items() if now_s - v[0] <= FORGET_AFTER_S}
-        self._seen[report.instance_id] = (now_s, report)
+        if len(self._seen) < MAX_INSTANCES:
+            return True
+        self._once.warning("many", "loads of more than %d instances come: no more are listened to", MAX_INSTANCES)
+        return False
 
 
-class _Once:
+class _LogOnce:
     """Logs each kind of complaint once, so that a fault repeated every second does not fill the log."""
 
     def __init__(self) -> None:
@@ -292,7 +291,7 @@ class _Once:
             log.exception(text + " (said once)", *args)
 
 
-def _decode(data: bytes, subject: str, wall_s: float, once: _Once) -> LoadReport | None:
+def _decode(data: bytes, subject: str, wall_s: float, once: _LogOnce) -> LoadReport | None:
     try:
         report = _decoder.decode(data)
     except msgspec.DecodeError as error:  # ValidationError is one
@@ -300,7 +299,7 @@ def _decode(data: bytes, subject: str, wall_s: float, once: _Once) -> LoadReport
         return None
     age_s = max(0.0, wall_s - report.published_at_s)
     facts = msgspec.structs.asdict(report.load)
-    if facts["gpu_cache_usage_perc"] is None:
-        facts["gpu_cache_usage_perc"] = math.nan
+    if report.load.gpu_cache_usage_perc is None:  # also what a NaN becomes in JSON
+        facts["gpu_cache_usage_perc"] = Missing(f"{report.watcher_name} does not know its KV use")
     load = Load(**facts)
     return LoadReport(load, report.watcher_name, report.component, report.instance_id, age_s)

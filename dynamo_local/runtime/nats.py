@@ -1,4 +1,4 @@
-"""The connection to NATS: a first connect with a deadline, then reconnecting for ever, and quiet endings.
+"""The connection to NATS: a first connect with a deadline, then reconnecting for ever, and a close that never raises.
 
 nats-py's defaults are for a server far away: it waits two seconds between attempts, gives up after sixty, and
 tries for ever on the first connect if told to try for ever afterwards.
@@ -9,62 +9,77 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 from urllib.parse import urlsplit
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from dynamo_local.errors import ConfigError, NatsUnavailable
+from dynamo_local.errors import NatsUnavailable
+from dynamo_local.infra.access import NatsAccess
 
 log = logging.getLogger(__name__)
 
+NO_ACCESS = NatsAccess()
 RECONNECT_WAIT_S = 0.15
-"""Between attempts: a restarted server is found within this and a connect."""
+"""Pause between attempts to reconnect."""
 PENDING_BYTES = 16 * 1024 * 1024
-"""What may wait to be sent, also while reconnecting; past it, publishing raises `OutboundBufferLimitError`."""
+"""Bytes that may wait to be sent, also while reconnecting; above it, publishing raises `OutboundBufferLimitError`."""
+CANCEL_AGAIN_S = 0.1
 PING_INTERVAL_S = 5
 """With two pings outstanding a server that is silent is given up after 15 s (nats-py's default: six minutes)."""
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """asyncio warns at the end of each connection that nats-py upgraded to TLS; nothing is wrong."""
+    return "eof_received() has no effect when using ssl" not in record.getMessage()
+
+
+logging.getLogger("asyncio").addFilter(_is_news)
+
+
 async def connect_nats(
     url: str,
-    token_file: Path | None = None,
+    access: NatsAccess = NO_ACCESS,
     *,
     name: str = "dynamo-local",
     timeout_s: float = 5.0,
     on_closed: Callable[[], Awaitable[None]] | None = None,
 ) -> Client:
-    """Connect to `nats://host:port` (user or token may be in the URL; the token file wins).
+    """Connect to `nats://host:port` or `tls://host:port` (user or token may be in the URL; those of `access` win).
 
     The client reconnects for ever on its own. `on_closed` is called when it has ended for good: by `close`, or
-    because the server threw us out with an error that nats-py takes for final.
+    because the server disconnected us with an error that nats-py takes for final.
 
-    Raises `NatsUnavailable` past `timeout_s` or when the credentials are refused, `ConfigError` when the token
-    file cannot be read.
+    Raises `NatsUnavailable` past `timeout_s` or when the credentials are refused, `ConfigError` for certificates that
+    cannot be used.
     """
-    where, token = show_url(url), read_token(token_file)
-    client = Client()
+    where = show_url(url)
+    tls = access.context(urlsplit(url).scheme)
+    client = _Client() if tls is None else _TlsClient()
     watcher = _Watcher(client, where, on_closed)
     try:
-        async with asyncio.timeout(timeout_s):
-            await client.connect(
-                url,
-                name=name,
-                token=token,
-                error_cb=watcher.error,
-                disconnected_cb=watcher.disconnected,
-                reconnected_cb=watcher.reconnected,
-                closed_cb=watcher.closed,
-                allow_reconnect=True,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # annotated int; asyncio.sleep gets it
-                connect_timeout=2,
-                ping_interval=PING_INTERVAL_S,
-                max_outstanding_pings=2,
-                pending_size=PENDING_BYTES,
-            )
+        connecting = client.connect(
+            url,
+            name=name,
+            token=access.token,
+            user=access.user,
+            password=access.password,
+            tls=tls,
+            error_cb=watcher.error,
+            disconnected_cb=watcher.disconnected,
+            reconnected_cb=watcher.reconnected,
+            closed_cb=watcher.closed,
+            allow_reconnect=True,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # annotated int; asyncio.sleep gets it
+            connect_timeout=2,
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=2,
+            pending_size=PENDING_BYTES,
+        )
+        await _within(timeout_s, connecting)
     except BaseException as error:
         watcher.quiet = True
         await close_quietly(client)
@@ -74,7 +89,9 @@ async def connect_nats(
                 f"NATS did not answer within {timeout_s:g} s at {where}{reason}; is it running, is the address right?"
             ) from error
         if _is_refusal(error):
-            raise NatsUnavailable(f"NATS at {where} refused our credentials: check the token file or the URL") from None
+            raise NatsUnavailable(
+                f"NATS at {where} refused our credentials: check NATS_AUTH_*, the token file or the URL"
+            ) from None
         if isinstance(error, (OSError, NatsError, ValueError)):
             raise NatsUnavailable(f"NATS at {where} cannot be used: {error}") from error
         raise
@@ -85,26 +102,30 @@ async def connect_nats(
 async def close_quietly(client: Client, timeout_s: float = 2.0) -> None:
     """Close the connection, whatever its state; never raises for what the network does. Twice is no error."""
     try:
-        async with asyncio.timeout(timeout_s):
-            await client.close()
+        await _within(timeout_s, client.close())
     except TimeoutError:
         log.warning("the connection to NATS did not close within %g s; it was dropped", timeout_s)
-    except (OSError, NatsError) as error:
+    except (OSError, NatsError, AssertionError) as error:  # nats-py asserts that its connect has begun
         log.debug("closing the connection to NATS: %s", error)
     await asyncio.sleep(0)  # nats-py cancels its tasks without awaiting them: let them end
 
 
-def read_token(token_file: Path | None) -> str | None:
-    """The token in that file, None for no file. Raises `ConfigError` that names the file."""
-    if token_file is None:
-        return None
+async def _within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; past the deadline, cancel it until it has ended, and raise `TimeoutError`.
+
+    nats-py can let one cancellation pass and go on for ever (its close does; so does Python 3.11's `asyncio.wait_for`
+    when what it waits for ends at the same moment), and `asyncio.timeout` cancels only once.
+    """
+    task = asyncio.ensure_future(work)
     try:
-        token = token_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the NATS token file {token_file} cannot be read: {error}") from error
-    if not token:
-        raise ConfigError(f"the NATS token file {token_file} is empty")
-    return token
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            raise TimeoutError
+        task.result()
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
 
 
 def show_url(url: str) -> str:
@@ -114,7 +135,7 @@ def show_url(url: str) -> str:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Wrong credentials: on the first connect nats-py passes the server's words on, as a plain `Error`."""
+    """Whether the credentials were refused. On the first connect nats-py raises that as a plain `Error`."""
     return isinstance(error, NatsError) and "authorization" in str(error).lower()
 
 
@@ -122,6 +143,33 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error) or type(error).__name__
+
+
+class _Client(Client):
+    """Closes also while it begins to reconnect.
+
+    Both wait for the end of one transport then, and who stops waiting cancels the other: nats-py's close ends there,
+    without its callback.
+    """
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        try:
+            await super()._close(status, do_cbs)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            if do_cbs and self._closed_cb is not None:
+                await self._closed_cb()
+
+
+class _TlsClient(_Client):
+    """Tells nothing to a server that says it needs no TLS: nats-py would send the token to it in the clear."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and not info.get("tls_required"):
+            raise NatsError("it speaks no TLS, so it is not the server that we know")
+        await super()._process_info(info, initial_connection)
 
 
 class _Watcher:

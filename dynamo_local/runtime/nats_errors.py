@@ -1,4 +1,4 @@
-"""How a failure of the NATS client becomes one of our typed errors, and a flush that is one."""
+"""Turns failures of the NATS client into our typed errors; and a flush that really waits for the server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def flush(nats: Client) -> None:
 
     nats-py (2.16) writes its PING past its own buffer of commands, so one `flush()` can be answered before a SUB
     has even left. By the time of the answer the buffer has been written; the second PING comes after it.
-    Seen as 1 in 10 requests sent to a listener that had "unsubscribed and flushed".
+    With one, 1 in 10 requests still reached a listener that had "unsubscribed and flushed".
     """
     for _ in range(2):
         await nats.flush(int(CALL_TIMEOUT_S))

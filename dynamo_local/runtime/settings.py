@@ -124,7 +124,7 @@ class WatchedSettings(Generic[S]):
                     async for event in events:
                         self._apply(event)
                         self._seen.set()
-            except Exception:  # the Protocol says that it never ends; if it does, the settings must not freeze silently
+            except Exception:  # a watch should never end; if it does, the settings must not freeze silently
                 log.exception("the watch of %s ended; watching again, %s stays in force", self._key, self)
             await asyncio.sleep(REWATCH_PAUSE_S)
 

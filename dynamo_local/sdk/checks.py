@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dynamo_local.core.namespaces import namespace_fault
 from dynamo_local.core.types import NAME, Resources, Role
 
 RESERVED_SECTIONS = ("Common", "Host")
@@ -74,10 +75,11 @@ def check_service_name(name: Any) -> str:
 
 
 def check_namespace(namespace: Any) -> str:
-    """Letters, digits, `_` and `-`."""
-    if not isinstance(namespace, str) or not NAME.fullmatch(namespace):
-        raise ValueError(f"namespace {namespace!r} is not usable: use letters, digits, '_' and '-'")
-    return namespace
+    """As `namespace_fault` has it; raises `ValueError`."""
+    fault = namespace_fault(namespace)
+    if fault is not None:
+        raise ValueError(fault)
+    return str(namespace)
 
 
 def check_endpoint_name(name: Any) -> str:

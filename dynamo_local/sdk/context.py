@@ -1,6 +1,6 @@
 """What a running component may ask of its worker process.
 
-The entry point (`dynamo_local.serve.serve_dynamo`) makes the one `WorkerContext` of the process and
+The entry point (`dynamo_local.worker.serve_dynamo`) makes the one `WorkerContext` of the process and
 sets it before the component's class is instantiated; tests set a fake one.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dynamo_local.core.kv_events import KvEvent
+from dynamo_local.core.kv.events import KvEvent
 from dynamo_local.core.types import Load
-from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
+from dynamo_local.ports import EndpointClient, KeyValueStore, PassSink, PrefillQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,20 @@ class Work:
 
 
 class PrefillReplies(Protocol):
-    """How a prefill's result comes back to the decode worker; see `runtime.prefill_queue`."""
+    """How a prefill's result comes back to the decode worker; see `runtime.prefill_queue.replies`."""
 
     @property
-    def reply_subject(self) -> str: ...
+    def reply_subject(self) -> str:
+        """Where results come to this worker."""
+        ...
 
-    def expect(self, request_id: str) -> Any: ...
+    def expect(self, request_id: str) -> Any:
+        """The result of that request, when it comes; to be called before it is asked for."""
+        ...
 
-    async def send_reply(self, subject: str, request_id: str, result: Any) -> None: ...
+    async def send_reply(self, subject: str, request_id: str, result: Any) -> None:
+        """Send a result; returns when the decode worker has confirmed it."""
+        ...
 
 
 class KvEvents(Protocol):
@@ -46,9 +52,13 @@ class KvEvents(Protocol):
     block_size: int
     """Tokens per block; the component sets it once its engine has started."""
 
-    def publish(self, events: Sequence[KvEvent]) -> None: ...
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Tell the Routers what was stored and removed, in this order."""
+        ...
 
-    def answer(self, request: Mapping[str, Any] | None) -> AsyncGenerator[dict[str, Any], None]: ...
+    def answer(self, request: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """All that is stored now, or what came after the number that the request names."""
+        ...
 
 
 class WorkerContext(Protocol):
@@ -102,6 +112,10 @@ class WorkerContext(Protocol):
         at once, with a non-zero exit code and the reason in its log. Returning, or being cancelled, is fine."""
         ...
 
+    def wait_for(self, what: str) -> None:
+        """While the worker starts: say what it waits for now, in words that follow "waits for"."""
+        ...
+
     async def register_key(self, prefix: str, value: bytes) -> None:
         """Put `{prefix}:{lease hex}` under the worker's lease; put again whenever the lease is granted anew."""
         ...
@@ -114,14 +128,34 @@ class WorkerContext(Protocol):
         """Facts for `dynamo status`, e.g. `frontend_url`; they go into the statefile."""
         ...
 
-    async def endpoint_client(self, component: str, endpoint: str) -> EndpointClient: ...
+    async def endpoint_client(self, component: str, endpoint: str) -> EndpointClient:
+        """Calls that endpoint of another component; instances are followed until the worker ends."""
+        ...
 
-    async def prefill_queue(self) -> PrefillQueue: ...
+    async def prefill_queue(self) -> PrefillQueue:
+        """The namespace's queue, closed when the worker ends."""
+        ...
 
-    async def prefill_replies(self) -> PrefillReplies: ...
+    async def prefill_replies(self) -> PrefillReplies:
+        """How prefills' results are sent and awaited, closed when the worker ends."""
+        ...
 
     async def kv_events(self) -> KvEvents:
         """Where this worker's engine says what its KV cache holds."""
+        ...
+
+    async def passes(self, *, publish: bool) -> PassSink:
+        """Where this worker's engine says what its scheduler does, for planners that ask. `publish`: each pass also
+        goes to Dynamo's event plane, at once, for planners of Dynamo's."""
+        ...
+
+    def observe(
+        self,
+        counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
+        limits: Callable[[], Mapping[str, int | None]] = dict,
+    ) -> None:
+        """What planners may ask this worker: `counters` are numbers that only grow, `limits` its engine's; see
+        `runtime.observation`. `counters` may raise a `DynamoError`: then they are missing."""
         ...
 
 

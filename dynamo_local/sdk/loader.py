@@ -15,10 +15,13 @@ from typing import Any
 from dynamo_local.errors import GraphError
 from dynamo_local.sdk import links
 from dynamo_local.sdk.checks import check_service_name, listing, nearest
+from dynamo_local.sdk.graph_files import graphs_below
 from dynamo_local.sdk.places import error_place
 from dynamo_local.sdk.service import DynamoService
 
 Service = DynamoService[Any]
+
+GRAPHS_SHOWN = 8
 
 _TARGET = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
@@ -51,11 +54,14 @@ def load_graph(target: str, *, base_dir: Path) -> LoadedGraph:
     """
     match = _TARGET.fullmatch(target)
     if match is None:
-        raise GraphError(f"{target!r} does not name a graph: write module:Service, for example graphs.disagg:Frontend")
-    module_name, attribute = match.groups()
+        raise GraphError(
+            f"{target!r} does not name a graph: write module:Service, for example graphs.disagg:Frontend"
+            f"{_graphs(target, base_dir.resolve())}"
+        )
+    attribute = match[2]
     base_dir = base_dir.resolve()
     with links.recording() as edges:
-        module = _import(module_name, base_dir)
+        module = _import(target, base_dir)
         root = _root(module, attribute)
         return build_graph(root, tuple(edges), target)
 
@@ -170,7 +176,8 @@ _loaded_by_us: set[str] = set()
 _path_of_last_load: str | None = None
 
 
-def _import(module_name: str, base_dir: Path) -> ModuleType:
+def _import(target: str, base_dir: Path) -> ModuleType:
+    module_name = target.partition(":")[0]
     if not base_dir.is_dir():
         raise GraphError(f"cannot load {module_name}: no folder {base_dir}")
     _forget_earlier_loads(module_name)
@@ -181,7 +188,7 @@ def _import(module_name: str, base_dir: Path) -> ModuleType:
     except GraphError:
         raise  # from one of our decorators: it names the place already
     except ModuleNotFoundError as error:
-        raise _not_found(error, module_name, base_dir) from None
+        raise _not_found(error, target, base_dir) from None
     except (Exception, SystemExit) as error:
         # Whatever a user's module does at import, the answer is one line with its place, not a traceback.
         raise _failed(error, module_name, base_dir) from error
@@ -219,17 +226,35 @@ def _put_on_path(base_dir: str) -> None:
         _path_of_last_load = base_dir
 
 
-def _not_found(error: ModuleNotFoundError, module_name: str, base_dir: Path) -> GraphError:
-    missing = error.name or ""
+def _not_found(error: ModuleNotFoundError, target: str, base_dir: Path) -> GraphError:
+    missing, module_name = error.name or "", target.partition(":")[0]
     if module_name != missing and not module_name.startswith(f"{missing}."):
         return _failed(error, module_name, base_dir)
-    folder = base_dir.joinpath(*missing.split(".")[:-1])
-    near = [path.stem for path in folder.glob("*") if path.suffix == ".py" or path.is_dir()] if folder.is_dir() else []
     return GraphError(
-        f"no module {missing!r} below {base_dir}{nearest(missing.rpartition('.')[2], near)} "
+        f"no module {missing!r} below {base_dir}{_instead(target, missing, base_dir)} "
         "(run dynamo from the folder that holds it)",
         place=str(base_dir),
     )
+
+
+def _instead(target: str, missing: str, base_dir: Path) -> str:
+    """Which graphs there are; the nearest module where there are none."""
+    if graphs := _graphs(target, base_dir):
+        return graphs
+    *parents, name = missing.split(".")
+    folder = base_dir.joinpath(*parents)
+    paths = folder.glob("*") if folder.is_dir() else ()
+    return nearest(name, [path.stem for path in paths if path.suffix == ".py" or path.is_dir()])
+
+
+def _graphs(target: str, base_dir: Path) -> str:
+    """`; did you mean 'graphs.disagg:Frontend'? graphs here: …`, empty where there are none."""
+    graphs = graphs_below(base_dir)
+    if not graphs:
+        return ""
+    shown = listing(graphs[:GRAPHS_SHOWN]) + (", …" if len(graphs) > GRAPHS_SHOWN else "")
+    near = nearest(target, graphs)
+    return f"{near} graphs here: {shown}" if near else f"; graphs here: {shown}"
 
 
 def _failed(error: BaseException, module_name: str, base_dir: Path) -> GraphError:

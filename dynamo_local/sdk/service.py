@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, Generic, TypeVar, get_type_hints, overload
 
 from dynamo_local.core.types import Role
@@ -35,6 +35,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DYNAMO_KEYS = ("namespace", "role", "enabled", "name", "component_type", "custom_lease")
 _WITHOUT_MEANING = frozenset({"traffic", "image", "labels"})
 """Keywords of Dynamo's `@service` about BentoML and Kubernetes: accepted so that graphs port, and not used."""
+
+_MODEL_MARKS = ("model_validate", "__struct_fields__")
+"""By these a request's model is known, without importing pydantic or msgspec."""
 
 _ENDPOINT_MARK = "__dynamo_endpoint__"
 _START_MARK = "__dynamo_startup_hook__"
@@ -136,14 +139,15 @@ class DynamoService(Generic[T]):
         return other
 
     def request_model(self, endpoint_name: str) -> type | None:
-        """The pydantic model with which the endpoint's method annotates its request, if it does so."""
+        """The model (pydantic's, or a msgspec `Struct`) with which the endpoint's method annotates its request, if it
+        does so; `NoneType` where it annotates None, because it does not look at the request."""
         method = inspect.unwrap(getattr(self.inner, self.endpoints[endpoint_name].method))
         parameters = list(inspect.signature(method).parameters)[1:]
         try:
             hint = get_type_hints(method).get(parameters[0]) if parameters else None
         except (NameError, TypeError, AttributeError):
             return None  # an annotation that exists for type checkers only
-        return hint if isinstance(hint, type) and hasattr(hint, "model_validate") else None
+        return hint if hint is NoneType or any(hasattr(hint, mark) for mark in _MODEL_MARKS) else None
 
     def create(self, clients: Mapping[str, Any], *args: Any, **kwargs: Any) -> T:
         """An instance whose dependencies are bound before `__init__` runs, as Dynamo's are."""

@@ -1,1 +1,1 @@
-"""`dynamo serve`: infrastructure, GPU inventory, supervision, and each worker's entry point."""
+"""`dynamo serve`: a run from its start to its end. Puts the arbiter together and joins what the other rooms made."""

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from dynamo_local.config import Config
+from dynamo_local.core.extras import how_to_install
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.loader import LoadedGraph
@@ -41,7 +42,7 @@ def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_p
         missing = f"{named}: the engine is vllm, which is not installed here"
         if only_plan:
             return (f"{missing}: its options were not checked",)
-        raise ConfigError(f"{missing}; `pip install 'dynamo-local[vllm]'` (docs/vllm.md), or set engine: sim")
+        raise ConfigError(f"{missing}; {how_to_install('vllm')} (docs/vllm.md), or set engine: sim")
     for name, why in what_is_wrong(sections).items():
         raise ConfigError(f"{config.source}: {name}: {why}")
     return ()

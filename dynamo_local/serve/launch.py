@@ -1,4 +1,4 @@
-"""From the words of `dynamo serve` to a running arbiter: parse everything, refuse early, lock, run, clean up."""
+"""From the words of `dynamo serve` to a running arbiter: understand them (`request`), lock, run, clean up."""
 
 from __future__ import annotations
 
@@ -9,197 +9,99 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.config import (
-    Config,
-    PlannerConfig,
-    check_planner,
-    load_config,
-    planned_components,
-    planner_config,
-    planner_starts,
-    resolve,
+from dynamo_local.config import Config
+from dynamo_local.control.deployment import (
+    Deployment,
+    WatcherFactory,
+    base_environment,
+    gpu_asks,
+    key_environment,
 )
-from dynamo_local.core.gpus import plan_on
-from dynamo_local.core.restarts import RestartPolicy
-from dynamo_local.core.types import GraphSpec
-from dynamo_local.core.virtual import Layout
-from dynamo_local.errors import EXIT_OK, BadInput, ConfigError, DynamoError
-from dynamo_local.runtimes.graph import check_commands, with_commands
-from dynamo_local.sdk.loader import load_graph
-from dynamo_local.serve import lock, tensorboard
-from dynamo_local.serve.engine_checks import check_engines
-from dynamo_local.serve.gpu_locks import GpuLocks, lock_folder
-from dynamo_local.serve.gpus import GpuPool
-from dynamo_local.serve.host import SupervisedHost
-from dynamo_local.serve.inventory import open_inventory, pinning_disabled
-from dynamo_local.serve.notify import notify
-from dynamo_local.serve.paths import Paths
-from dynamo_local.serve.plan import Deployment, Settings, WorkerPlanner, base_environment, gpu_asks
-from dynamo_local.serve.progress import View, open_view
+from dynamo_local.core.gpus import GpuLedger, plan_on
+from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError
+from dynamo_local.gpus.inventory import Inventory, open_inventory
+from dynamo_local.gpus.locks import GpuLocks, lock_folders
+from dynamo_local.gpus.pool import GpuPool
+from dynamo_local.infra.access import without_access
+from dynamo_local.serve.request import Request, ServeOptions, understand
+from dynamo_local.state.raw import prepare_folder
+from dynamo_local.system import living, lock
+from dynamo_local.system.host_errors import ensure_descriptors, host_refused, telling
+from dynamo_local.system.notify import notify
+from dynamo_local.system.paths import Paths
+from dynamo_local.system.process_host import SupervisedHost
+from dynamo_local.telemetry.progress import View, open_view
+from dynamo_local.telemetry.run_records import RunRecords
 
 if TYPE_CHECKING:
-    from dynamo_local.serve.adoption import Found
+    from dynamo_local.succession.adoption import Found
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep".
-
-    `target` is None where the file says it all: a graph of commands. `planner` is None where the configuration decides.
-    `follow` is "virtual" or None, `follow_keys` "v1", "v0" or None.
-    """
-
-    target: str | None
-    file: Path | None = None
-    overrides: tuple[str, ...] = ()
-    namespace: str | None = None
-    gpus: str | None = None
-    start_deadline_s: float = 300.0
-    drain_deadline_s: float = 600.0
-    pass_env: tuple[str, ...] = ()
-    on_arbiter_death: str | None = None
-    adopt: bool = False
-    replace: bool = False
-    planner: bool | None = None
-    follow: str | None = None
-    follow_keys: str | None = None
-
-
 @dataclass(slots=True)
-class Tenure:
-    """Our hold of a namespace. What lies in it is removed at our end only where it is `ours`."""
+class NamespaceHold:
+    """Our hold of a namespace. `before` are the paths of what was left in it, which another shell may have chosen.
 
-    ours: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The command line understood: graph and configuration checked, no GPU looked at yet."""
-
-    graph: GraphSpec
-    config: Config
-    settings: Settings
-    paths: Paths
-    gpus_option: str | None
-    cwd: Path
-    planner: PlannerConfig
-    planner_starts: bool
-    planner_flag: bool | None
-    follow: Layout | None = None
-    notes: tuple[str, ...] = ()
-
-
-def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, only_plan: bool = False) -> Request:
-    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing.
-
-    `only_plan`: what this host lacks, but the plan's host may have, becomes a note.
+    The runtime folder is removed at our end only where what lies in it is `ours`.
     """
-    if options.adopt and options.replace:
-        raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
-    python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
-    config = load_config(options.file, env=environ, overrides=options.overrides)
-    graph = with_commands(python, config, options.file)
-    spec = resolve(graph, config, namespace=options.namespace)
-    planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
-    if starts:
-        planned_components(spec)
-        check_planner(planner, spec)
-        tensorboard.check(planner.log_dir)
-    follow = _followed(options, spec, starts)
-    notes = (
-        *check_engines(graph, spec, config, only_plan=only_plan),
-        *check_commands(graph, config, environ, only_plan=only_plan),
-    )
-    return Request(
-        graph=spec,
-        config=config,
-        settings=_settings(options, config, environ),
-        paths=Paths.of(spec.namespace, environ),
-        gpus_option=options.gpus if options.gpus is not None else config.host.gpus,
-        cwd=cwd,
-        planner=planner,
-        planner_starts=starts,
-        planner_flag=options.planner,
-        follow=follow,
-        notes=notes,
-    )
 
-
-def _followed(options: ServeOptions, graph: GraphSpec, planner_starts: bool) -> Layout | None:
-    """Where the keys are that `--follow` names. Raises `BadInput` where it cannot be followed."""
-    if options.follow is None:
-        if options.follow_keys is not None:
-            raise BadInput("--follow-keys says where the keys of --follow are: say --follow virtual, too")
-        return None
-    if planner_starts:
-        ours = (
-            "--planner makes its own: say one of the two"
-            if options.planner
-            else "the configuration's Planner section starts one here: say --no-planner, or `enabled: false` there"
-        )
-        raise BadInput(
-            f"--follow {options.follow} carries out another planner's decisions, and two planners would undo each "
-            f"other's; {ours}"
-        )
-    try:
-        planned_components(graph)
-    except ConfigError as error:
-        raise ConfigError(f"--follow {options.follow}: {str(error).removeprefix('Planner: ')}") from None
-    return Layout(options.follow_keys or Layout.V1)
+    paths: Paths
+    before: Paths
+    ours: bool = False
 
 
 def plan_deployment(
     request: Request, environ: Mapping[str, str], found: Found | None = None
 ) -> tuple[Deployment, GpuPool]:
-    """Assign GPUs and make the plan. The pool's ledger holds the assignment, nothing is locked yet.
+    """Assign GPUs and make the plan. Its ledger holds the assignment, nothing is locked yet.
 
     `GpuError` says who has what. With `found`, plan for its workers, on the devices that they have; `ConfigError`
     says in what they differ from the command line.
     """
-    from dynamo_local.serve import adoption
     from dynamo_local.state import new_run_id
+    from dynamo_local.succession import adoption
 
     spec, config, settings = request.graph, request.config, request.settings
-    wanted = any(service.resources.gpu for service in spec.services)
-    inventory = open_inventory(request.gpus_option, environ) if wanted and settings.pin_gpus else None
-    private = inventory is None or inventory.simulated
-    locks = GpuLocks(lock_folder(environ, simulated_for=spec.namespace if private else None))
-    pool = GpuPool(spec.namespace, inventory, locks)
-    devices = pool.sample()
-    planner = WorkerPlanner(
+    inventory, pool = _devices(request, environ)
+    sample = pool.sample()
+    ledger = GpuLedger.of(sample.devices, elsewhere=sample.elsewhere)
+    etcd, nats = _servers(config, environ)
+    factory = WatcherFactory(
         graph=spec,
         settings=settings,
         paths=request.paths,
         run_id=new_run_id() if found is None else found.state.run_id,
         cwd=request.cwd,
         service_config_json=config.service_config_json(),
-        base_env=base_environment(spec, environ, settings),
+        base_env=without_access(base_environment(spec, environ, settings), etcd=etcd is None, nats=nats is None),
+        key_env=key_environment(spec, environ),
+        retired=() if found is None else adoption.retired(found.state),
     )
-    etcd = environ.get("ETCD_ENDPOINTS") or config.host.etcd_endpoints
-    nats = environ.get("NATS_SERVER") or config.host.nats_server
     masked = config.service_config_json(masked=True)
     gpus_option = request.gpus_option or "all"
     if found is not None:
         adoption.check_same(found, adoption.Wish(spec, request.cwd, gpus_option, masked, etcd, nats))
-        workers = adoption.adopted_plans(found, planner, adoption.hold_gpus(found, pool))
+        ledger = adoption.hold_gpus(found, ledger, pool)
+        workers = adoption.adopted_plans(found, factory, ledger)
     else:
-        workers = planner.plan_all(plan_on(pool.ledger, gpu_asks(spec)) if inventory is not None else {})
+        ledger = plan_on(ledger, gpu_asks(spec)) if inventory is not None else ledger
+        workers = factory.plan_all(ledger.held)
     deployment = Deployment(
         graph=spec,
-        run_id=planner.run_id,
+        run_id=factory.run_id,
         paths=request.paths,
         settings=settings,
-        planner=planner,
+        factory=factory,
         workers=workers,
-        gpus=devices,
+        gpus=sample.devices,
+        ledger=ledger,
         gpus_option=gpus_option,
         etcd_endpoints=etcd,
         nats_server=nats,
@@ -209,51 +111,41 @@ def plan_deployment(
         load_planner_starts=request.planner_starts,
         load_planner_flag=request.planner_flag,
         follow=request.follow,
+        host=config.sections.get("Host", {}),
     )
     return deployment, pool
 
 
-def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str]) -> Settings:
-    return Settings(
-        start_deadline_s=options.start_deadline_s,
-        drain_deadline_s=options.drain_deadline_s,
-        lease_ttl_s=_lease_ttl_s(environ),
-        pass_env=(*config.host.pass_env, *options.pass_env),
-        pin_gpus=not pinning_disabled(environ),
-        keep_on_arbiter_death=options.on_arbiter_death == "keep",
-        health_bound_s=config.host.health_bound_s,
-        restart=RestartPolicy(**config.host.restart.model_dump()),
-        metrics_port=config.host.metrics_port,
-    )
+def _devices(request: Request, environ: Mapping[str, str]) -> tuple[Inventory | None, GpuPool]:
+    """The GPUs that the run may take, and the pool of them; None, and an empty pool, where it takes none."""
+    wanted = any(service.resources.gpu for service in request.graph.services)
+    inventory = open_inventory(request.gpus_option, environ) if wanted and request.settings.pin_gpus else None
+    private = inventory is None or inventory.simulated
+    locks = GpuLocks(request.paths.simulated_gpu_locks) if private else GpuLocks(*lock_folders(environ))
+    return inventory, GpuPool(request.graph.namespace, inventory, locks)
 
 
-def _lease_ttl_s(environ: Mapping[str, str]) -> int:
-    text = environ.get("DYN_LEASE_TTL_S", "10")
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"DYN_LEASE_TTL_S={text!r}: whole seconds, 1 or more")
-    return int(text)
+def _servers(config: Config, environ: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Addresses of the user's own etcd and NATS; None where we start one."""
+    etcd = environ.get("ETCD_ENDPOINTS") or config.host.etcd_endpoints
+    return etcd, environ.get("NATS_SERVER") or config.host.nats_server
 
 
 MakeHost = Callable[[Deployment], SupervisedHost]
-"""Called on the running loop."""
+"""Called on the running loop. Our own process for `dynamo serve`, a stock circusd for the plugin."""
 
 
-def own_arbiter(deployment: Deployment) -> SupervisedHost:
-    """The arbiter of `dynamo serve`: this process itself."""
-    from dynamo_local.circus_plugins.arbiter import DynamoArbiter
+def serve(options: ServeOptions, make_host: MakeHost, *, boot_report: Path | None = None) -> int:
+    """Run the graph in this process until it has left; the exit code. Raises before anything starts.
 
-    paths = deployment.paths
-    return DynamoArbiter(endpoint=paths.circus_endpoint, pubsub_endpoint=f"ipc://{paths.events_socket}")
-
-
-def serve(options: ServeOptions, *, boot_report: Path | None = None) -> int:
-    """Run the graph in this process until it has left; the exit code. Raises before anything starts."""
+    `make_host` gives whoever runs the processes: it is the caller's, because all hosts stand above this room.
+    """
     detached = boot_report is not None
     return serve_with(
         options,
         f"`dynamo serve {options.target or f'-f {options.file}'}` {'detached' if detached else 'in the foreground'}",
-        lambda paths: open_view(detached=detached, boot_report=boot_report or paths.boot_report),
-        own_arbiter,
+        lambda _paths: open_view(boot_report),
+        make_host,
     )
 
 
@@ -262,15 +154,16 @@ def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], Vie
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
     # circus gives itself a title where setproctitle is installed (vLLM brings it): not over our environment, please.
     os.environ["SPT_NOENV"] = "1"
-    from dynamo_local.serve.adoption import settle
+    from dynamo_local.succession.adoption import settle
 
+    ensure_descriptors()
     request = understand(options, os.environ, Path.cwd())
-    request.paths.prepare()
-    with _exclusive(request.paths, who) as tenure:
+    with _exclusive(request.paths, who, adopt=options.adopt) as hold:
+        request = replace(request, paths=hold.paths)
         log_file = request.paths.log_file(f"{request.graph.namespace}_arbiter")
         with _logging_to(log_file), closing(make_view(request.paths)) as view:
-            found = settle(request.paths, adopt=options.adopt, replace=options.replace, tell=_tell(view))
-            tenure.ours = found is None
+            found = settle(hold.before, adopt=options.adopt, replace=options.replace, tell=_tell(view))
+            hold.ours = found is None
             request.paths.prepare()
             for socket in (request.paths.control_socket, request.paths.events_socket):
                 socket.unlink(missing_ok=True)  # a killed arbiter's
@@ -278,7 +171,7 @@ def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], Vie
                 request = _with_policy(request, keep=found.state.on_arbiter_death == "keep")
             deployment, pool = plan_deployment(request, os.environ, found)
             with closing(pool):
-                return asyncio.run(_run(deployment, pool, view, make_host, found, tenure))
+                return asyncio.run(_run(deployment, pool, view, make_host, found, hold))
 
 
 def _with_policy(request: Request, *, keep: bool) -> Request:
@@ -294,29 +187,48 @@ def _tell(view: View) -> Callable[[str], None]:
 
 
 @contextmanager
-def _exclusive(paths: Paths, what: str) -> Iterator[Tenure]:
-    """The namespace's lock, and at the end nothing left of what is ours."""
-    held = lock.acquire(paths.lock, paths.namespace, what)
-    tenure = Tenure()
-    try:
-        paths.prepare()  # whoever had the namespace before us may have removed them while we waited
-        yield tenure
-    finally:
-        if tenure.ours or not any(paths.runtime.iterdir()):
-            shutil.rmtree(paths.runtime, ignore_errors=True)
-        lock.release(held)
+def _exclusive(wanted: Paths, what: str, *, adopt: bool) -> Iterator[NamespaceHold]:
+    """The namespace's lock, and at the end nothing left of what is ours. An adopted run stays where it is."""
+    prepare_folder(wanted.statefile.parent)
+    with ExitStack() as stack, telling(f"namespace {wanted.namespace!r} cannot be locked"):
+        stack.callback(lock.release, living.claim(wanted, what))
+        before = Paths.found(wanted.namespace, os.environ)
+        hold = NamespaceHold(before if adopt else wanted, before)
+        stack.callback(_remove_empty, hold.paths.runtime)
+        hold.paths.prepare()
+        stack.callback(lock.release, lock.acquire(hold.paths.runtime_lock, wanted.namespace, what))
+        held = stack.pop_all()
+    with held:
+        try:
+            yield hold
+        finally:
+            if hold.ours:
+                shutil.rmtree(hold.paths.runtime, ignore_errors=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+class _ArbiterLog(logging.handlers.RotatingFileHandler):
+    """A disk that is full is told by whoever needs it, not by a traceback on stderr for each line of a log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """The line is lost."""
 
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=16 * 1024 * 1024, backupCount=3, delay=True)
+    handler = _ArbiterLog(path, maxBytes=16 * 1024 * 1024, backupCount=3, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     for chatty in ("circus", "uvicorn"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    path.touch(mode=0o600)
+    with telling("the arbiter cannot log"):
+        path.touch(mode=0o600)
     try:
         yield
     finally:  # the plugin under a stock circusd comes here more than once
@@ -325,7 +237,7 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 
 async def _run(
-    deployment: Deployment, pool: GpuPool, view: View, make_host: MakeHost, found: Found | None, tenure: Tenure
+    deployment: Deployment, pool: GpuPool, view: View, make_host: MakeHost, found: Found | None, hold: NamespaceHold
 ) -> int:
     from dynamo_local.serve.supervisor import Supervisor
     from dynamo_local.state import StateStore
@@ -334,19 +246,27 @@ async def _run(
     store = StateStore(deployment.paths.statefile)
     supervisor = Supervisor(deployment, arbiter=arbiter, store=store, pool=pool, clock=AsyncioClock(), view=view)
     _handle_signals(supervisor.signalled, view)
-    code = EXIT_OK
+    records = RunRecords(deployment, supervisor.parts.events, supervisor.clock.wall_s)
+    code, why = EXIT_OK, ""
     try:
+        await records.began(adopted=found is not None)
         await supervisor.start(found)
-        tenure.ours = True
+        hold.ours = True
         notify("READY=1")
         why = await supervisor.wait_down_request()
         view.event(f"leaving ({why}): finishing what streams; a second Ctrl-C ends at once")
-    except DynamoError as error:
-        code = error.exit_code
-        view.failed(str(error), code)
+    except Exception as error:
+        failure = error if isinstance(error, DynamoError) else host_refused(error, "the graph cannot be started")
+        if failure is None:
+            code, why = EXIT_FAILED, f"{type(error).__name__}: {error}"
+            raise
+        log.error("%s", failure, exc_info=None if failure is error else error)
+        code, why = failure.exit_code, str(failure)
+        view.failed(why, code)
     finally:
         notify("STOPPING=1")
         await supervisor.leave()
+        await records.ended(why, code, ours=hold.ours)
         await arbiter.close()
     return code
 

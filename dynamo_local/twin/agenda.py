@@ -15,15 +15,17 @@ class What(enum.IntEnum):
     """KV has arrived; `index` is the request."""
     EXIT = 2
     """A leaving process may be done; `index` is the instance."""
-    DRAIN_DEADLINE = 3
-    """A leaving process must be gone; `index` is the instance."""
+    DEADLINE = 3
+    """Something that the shell of the fleet waits for is due."""
     STARTED = 4
     """A process is ready to serve; `index` is the instance."""
     PREFILL_DEADLINE = 5
     """A request has waited for its remote prefill long enough; `index` is the request."""
-    ROUND = 6
+    REQUEST_DEADLINE = 6
+    """A client has waited long enough; `index` is the request."""
+    ROUND = 7
     """The planner looks."""
-    ARRIVAL = 7
+    ARRIVAL = 8
     """The next request comes."""
 
 

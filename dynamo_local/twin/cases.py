@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from dynamo_local.core.routing import LeastLoaded, Picker
-from dynamo_local.planner.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.rounds import Rounds
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.forecasting.runners import InlineForecaster
+from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.twin.options import TwinOptions
 from dynamo_local.twin.simulation import Run, Simulation
 from dynamo_local.twin.trace import TraceRequest
@@ -26,14 +28,16 @@ class Case:
 
     name: str
     options: TwinOptions
-    planner: LoadOptions | None = None
+    planner: PolicyOptions | None = None
     no_operation: bool = False
     make_picker: Callable[[], Picker] = LeastLoaded
 
 
 def run_case(trace: Sequence[TraceRequest], case: Case) -> Run:
     """The run of one case. Raises what its options are refused with."""
-    planner = None if case.planner is None else Rounds(LoadPolicy(case.planner), case.planner, 0.0)
+    planner = None
+    if case.planner is not None:
+        planner = PolicyDriver(policy_of(case.planner), 0.0, forecaster=InlineForecaster())
     simulation = Simulation(
         case.options, trace, planner=planner, no_operation=case.no_operation, picker=case.make_picker()
     )

@@ -1,67 +1,61 @@
-"""The arbiter's part of the twin: lifecycle table, GPU ledger and scaling decisions of `core`, and virtual processes.
+"""The arbiter's part of the twin: the same machine and the same shell as in the arbiter, over virtual processes.
 
 What is not here: crashes, failed starts, processes that hang. Whatever is spawned is ready after the start-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import assert_never
 
-from dynamo_local.core import drains, scaling
-from dynamo_local.core.fleet_view import Course, FleetView, Template, WorkerView
+from dynamo_local.control.effects import Act, Done
+from dynamo_local.control.shell import Shell
 from dynamo_local.core.gpus import GpuDevice, GpuLedger
-from dynamo_local.core.instructions import (
-    BeginDrain,
-    CancelDrain,
-    Decision,
+from dynamo_local.core.life.deciding import decide_scale, decide_scale_all
+from dynamo_local.core.life.decisions.moves import Move
+from dynamo_local.core.life.decisions.scaling import Change
+from dynamo_local.core.life.fleet import Fleet, Template, Worker
+from dynamo_local.core.life.fleet import Process as WorkerProcess
+from dynamo_local.core.life.instructions import (
+    CallBack,
+    Commit,
+    CountRequests,
+    EndSession,
+    Forget,
     Instruction,
-    Revive,
-    SpawnWorker,
-    TakeBack,
-    course_after,
-    intent,
-    stays_as_template,
+    LookAtGpus,
+    LookUpKey,
+    Revoke,
+    Signal,
+    Spawn,
+    Sweep,
+    Transition,
 )
-from dynamo_local.core.lifecycle import (
-    DrainCancelled,
-    DrainDeadlinePassed,
-    Event,
-    ProcessExited,
-    Registered,
-    Spawned,
-    SpawnRequested,
-    apply,
+from dynamo_local.core.life.states import TRAITS
+from dynamo_local.core.life.stimuli import (
+    CalledBack,
+    GpusSeen,
+    KeyLookedUp,
+    KeyPut,
+    ProcessGone,
+    ProcessMade,
+    RequestsCounted,
+    Scale,
+    ScaleAll,
+    Stimulus,
+    Swept,
 )
+from dynamo_local.core.notes import About
 from dynamo_local.core.types import Role, WorkerState, lease_hex, watcher_name
+from dynamo_local.errors import DynamoError
 from dynamo_local.twin.agenda import Agenda, What
 from dynamo_local.twin.options import DECODE, NAMESPACE, PREFILL, TwinOptions
 from dynamo_local.twin.process import Process
 
 LONG_AGO_S = -1e9
 """Since when the workers of the beginning have been ready: no grace period protects them."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """A worker as the statefile would have it. `instance_id` numbers its process, if it has one."""
-
-    name: str
-    component: str
-    role: Role
-    n: int
-    state: WorkerState
-    since_s: float
-    course: Course = Course.STEADY
-    starts: int = 0
-    reason: str | None = None
-    instance_id: int | None = None
-    process: Process | None = None
-
-    @property
-    def served(self) -> bool:
-        return self.process is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +78,28 @@ class FleetPoint:
     gpus_held: int
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """What became of a wish: the moves that were made, or why none was."""
+
+    moves: tuple[Move, ...] = ()
+    refused: DynamoError | None = None
+
+
+class VirtualClock:
+    """The time of the event that happens now."""
+
+    def __init__(self, now_s: float) -> None:
+        self.at_s = now_s
+
+    def now_s(self) -> float:
+        """See `NowClock`."""
+        return self.at_s
+
+
 class VirtualFleet:
-    """The workers. `make_process(instance_id, name, role)` gives one that is ready; `joined` and `leaving` tell the
-    flow of requests about it, `gone` whose requests must be given up with it."""
+    """The workers. `make_process(instance_id, name, role)` gives one that is ready; `joined` tells the flow of requests
+    about it, `cut` whose requests must be given up with it."""
 
     def __init__(
         self, options: TwinOptions, agenda: Agenda, make_process: Callable[[int, str, Role], Process], now_s: float
@@ -95,157 +108,103 @@ class VirtualFleet:
         self._agenda = agenda
         self._make_process = make_process
         self._numbers = count(1)
-        self._templates = _templates(options)
-        self._ledger = GpuLedger([_device(index) for index in range(options.gpus)])
-        self.entries: dict[str, Entry] = {}
+        self._clock = VirtualClock(now_s)
+        self._names: dict[int, str] = {}
+        self.processes: dict[str, Process] = {}
+        """Those that have been ready, by watcher name."""
         self.points: list[FleetPoint] = []
         self.joined: Callable[[Process, float], None] = lambda process, now_s: None
         self.cut: Callable[[Process, float], None] = lambda process, now_s: None
-        for template in self._templates:
+        devices = tuple(_device(index) for index in range(options.gpus))
+        self._seen = GpusSeen(stimulus_id="gpus", devices=devices)
+        fleet = Fleet(NAMESPACE, _templates(options), gpus=GpuLedger.of(devices))
+        for template in fleet.templates:
             workers = options.shape.prefill if template.role is Role.PREFILL else options.shape.decode
             for n in range(workers):
-                self._begin_ready(template, n)
-        self._note(now_s)
+                fleet = self._with_ready(fleet, template, n)
+        self.shell = Shell(fleet, self, self._clock, observers=[self])
+        self.on_fleet(fleet)
 
-    def _begin_ready(self, template: Template, n: int) -> None:
+    def _with_ready(self, fleet: Fleet, template: Template, n: int) -> Fleet:
         name = watcher_name(NAMESPACE, template.component, n)
-        entry = Entry(name, template.component, template.role, n, WorkerState.READY, LONG_AGO_S, starts=1)
-        entry.instance_id = next(self._numbers)
-        entry.process = self._make_process(entry.instance_id, name, template.role)
-        self._ledger.allocate(name, template.gpus_per_worker)
-        self.entries[name] = entry
+        number = self._number(name)
+        ledger = fleet.gpus.allocate(name, template.gpus_per_worker)
+        worker = Worker(
+            name,
+            template.component,
+            template.role,
+            n,
+            WorkerState.READY,
+            since_s=LONG_AGO_S,
+            gpus=ledger.held_uuids.get(name, ()),
+            served=True,
+            starts=1,
+            process=WorkerProcess(number, None, LONG_AGO_S, None),
+            lease=lease_hex(number),
+        )
+        self.processes[name] = self._make_process(number, name, template.role)
+        return Fleet(fleet.namespace, fleet.templates, {**fleet.workers, name: worker}, ledger)
+
+    def _number(self, name: str) -> int:
+        """A new process's number; it stands for its pid, too."""
+        number = next(self._numbers)
+        self._names[number] = name
+        return number
 
     # --- what can be seen ----------------------------------------------------------------------
 
-    def view(self) -> FleetView:
+    def now_s(self) -> float:
+        """The time of what happened to it last."""
+        return self._clock.at_s
+
+    def view(self) -> Fleet:
         """The fleet at this moment, as decisions are made from it."""
-        gpus = self._ledger.snapshot()
-        workers = tuple(
-            WorkerView(
-                name=entry.name,
-                component=entry.component,
-                role=entry.role,
-                n=entry.n,
-                state=entry.state,
-                since_s=entry.since_s,
-                gpus=tuple(device.uuid for device in gpus.held.get(entry.name, ())),
-                course=entry.course,
-                served=entry.served,
-                starts=entry.starts,
-                reason=entry.reason,
-            )
-            for entry in self.entries.values()
-        )
-        return FleetView(NAMESPACE, self._templates, workers, gpus)
+        return self.shell.fleet
 
     def serving(self, *roles: Role) -> list[Process]:
         """The registered processes of these roles, in the order of their entries."""
-        return [
-            entry.process
-            for entry in self.entries.values()
-            if entry.process is not None and entry.role in roles and entry.process.serves
-        ]
+        workers = [worker for worker in self.shell.fleet.workers.values() if worker.role in roles]
+        found = [self.processes.get(worker.name) for worker in workers]
+        return [process for process in found if process is not None and process.serves]
 
     # --- decisions -----------------------------------------------------------------------------
 
-    def scale(self, component: str, step: int, now_s: float, stimulus_id: str) -> Decision:
-        """One more or one less, as the planner's connector asks for it. A refusal is in the decision."""
-        decision = scaling.decide(
-            self.view(),
-            component,
-            scaling.Change(step, relative=True),
-            stimulus_id=stimulus_id,
-            by_person=False,
-            wait_for_gpus=True,
-        )
-        for instruction in decision.instructions:
-            self._commit(instruction, now_s, stimulus_id)
-        for instruction in decision.instructions:
-            self._act(instruction, now_s, stimulus_id)
-        self._note(now_s)
-        return decision
+    def scale(self, component: str, step: int, now_s: float, stimulus_id: str) -> Scaled:
+        """One more or one less, as the planner's connector asks for it. A refusal is an answer."""
+        self._clock.at_s = now_s
+        change = Change(step, relative=True)
+        order = Scale(stimulus_id=stimulus_id, component=component, change=change, by_person=False, wait_for_gpus=True)
+        try:
+            moves = decide_scale(self.shell.fleet, order)
+            self.shell.feed(order)
+        except DynamoError as refusal:
+            return Scaled(refused=refusal)
+        return Scaled(moves)
 
-    def _commit(self, instruction: Instruction, now_s: float, stimulus_id: str) -> None:
-        if isinstance(instruction, SpawnWorker):
-            if not instruction.waits:
-                self._ledger.allocate(instruction.name, instruction.gpus)
-            role = next(t.role for t in self._templates if t.component == instruction.component)
-            self.entries[instruction.name] = Entry(
-                instruction.name, instruction.component, role, instruction.n, WorkerState.PENDING, now_s
-            )
-        entry = self.entries[instruction.name]
-        view = next(worker for worker in self.view().workers if worker.name == entry.name)
-        entry.course = course_after(view, instruction)
-        if isinstance(instruction, BeginDrain | TakeBack):
-            entry.reason = instruction.reason
-        event = intent(instruction, entry.state, stimulus_id)
-        if event is not None:
-            self._apply(entry, event, now_s)
+    def scale_all(self, targets: Mapping[str, int], now_s: float, stimulus_id: str) -> dict[str, Scaled]:
+        """So many workers of each component, or a refusal of all."""
+        self._clock.at_s = now_s
+        order = ScaleAll(stimulus_id=stimulus_id, targets=targets)
+        try:
+            made = decide_scale_all(self.shell.fleet, order)
+            self.shell.feed(order)
+        except DynamoError as refusal:
+            return dict.fromkeys(targets, Scaled(refused=refusal))
+        return {component: Scaled(moves) for component, moves in made.items()}
 
-    def _act(self, instruction: Instruction, now_s: float, stimulus_id: str) -> None:
-        entry = self.entries[instruction.name]
-        if isinstance(instruction, SpawnWorker | Revive):
-            self._start_pending(now_s, stimulus_id)
-        elif isinstance(instruction, CancelDrain):
-            self._call_back(entry, now_s, stimulus_id)
-        elif entry.state is WorkerState.DRAINING:
-            self._ask_to_leave(entry, now_s)
-        elif entry.state is WorkerState.EXITED:
-            self._remove(entry, now_s)
-
-    def _apply(self, entry: Entry, event: Event, now_s: float) -> None:
-        state = apply(entry.state, event)
-        if state is not entry.state:
-            entry.state, entry.since_s = state, now_s
-
-    # --- starting ------------------------------------------------------------------------------
-
-    def _start_pending(self, now_s: float, stimulus_id: str) -> None:
-        """Spawn those that have, or now get, their GPUs; the one that has waited longest first."""
-        pending = [entry for entry in self.entries.values() if entry.state is WorkerState.PENDING]
-        for entry in sorted(pending, key=lambda entry: entry.since_s):
-            needed = self._gpus_per_worker(entry.component)
-            if entry.name not in self._ledger.holders():
-                if len(self._ledger.free()) < needed:
-                    continue
-                self._ledger.allocate(entry.name, needed)
-            entry.starts += 1
-            entry.instance_id = next(self._numbers)
-            self._apply(entry, SpawnRequested(stimulus_id=stimulus_id), now_s)
-            self._apply(entry, Spawned(stimulus_id=stimulus_id, pid=entry.instance_id), now_s)
-            self._agenda.add(now_s + self._options.start_up_s, What.STARTED, entry.instance_id)
+    # --- what happens --------------------------------------------------------------------------
 
     def started(self, instance_id: int, now_s: float) -> None:
         """Its start-up is over: it registers, unless it was taken back."""
-        entry = self._of(instance_id)
-        if entry is None or entry.state is not WorkerState.STARTING:
+        self._clock.at_s = now_s
+        name = self._names[instance_id]
+        worker = self.shell.fleet.workers.get(name)
+        if worker is None or worker.pid != instance_id or worker.state is not WorkerState.STARTING:
             return
-        entry.process = self._make_process(instance_id, entry.name, entry.role)
-        self._apply(entry, Registered(stimulus_id="registered", lease=lease_hex(instance_id)), now_s)
-        self._note(now_s)
-        self.joined(entry.process, now_s)
-
-    # --- leaving -------------------------------------------------------------------------------
-
-    def _ask_to_leave(self, entry: Entry, now_s: float) -> None:
-        process = entry.process
-        if process is None or entry.instance_id is None:
-            self._exited(entry, now_s)
-            return
-        if process.deregistered_s is None:
-            process.deregistered_s = now_s
-            deadline_s = drains.leave_deadline_s(self._options.drain_deadline_s, served=True)
-            self._agenda.add(now_s + deadline_s, What.DRAIN_DEADLINE, process.instance_id)
-        self.check_exit(process, now_s)
-
-    def _call_back(self, entry: Entry, now_s: float, stimulus_id: str) -> None:
-        """The same process registers again, at once."""
-        assert entry.process is not None
-        entry.process.deregistered_s = None
-        entry.course = Course.STEADY
-        entry.reason = None
-        self._apply(entry, DrainCancelled(stimulus_id=stimulus_id), now_s)
-        self.joined(entry.process, now_s)
+        process = self.processes[name] = self._make_process(instance_id, name, worker.role)
+        key = KeyPut(stimulus_id="registered", name=name, pid=instance_id, lease=lease_hex(instance_id))
+        self.shell.feed(key)
+        self.joined(process, now_s)
 
     def check_exit(self, process: Process, now_s: float) -> None:
         """Look at a leaving process again when it may be done; nothing for one that does not leave."""
@@ -255,86 +214,134 @@ class VirtualFleet:
 
     def exit_due(self, instance_id: int, now_s: float) -> None:
         """It goes, if it has nothing left to do."""
-        entry = self._of(instance_id)
-        if entry is None or entry.process is None:
+        self._clock.at_s = now_s
+        process = self.processes.get(self._names[instance_id])
+        if process is None or process.instance_id != instance_id:
             return
-        wait_s = entry.process.exit_in_s(now_s)
+        wait_s = process.exit_in_s(now_s)
         if wait_s == 0.0:
-            self._exited(entry, now_s)
-            self._note(now_s)
+            self._exited(instance_id, 0)
         elif wait_s is not None:
             self._agenda.add(now_s + wait_s, What.EXIT, instance_id)
 
-    def drain_deadline(self, instance_id: int, now_s: float) -> None:
-        """It is ended, with whatever it still has."""
-        entry = self._of(instance_id)
-        process = entry.process if entry is not None else None
-        if entry is None or process is None or process.deregistered_s is None:
+    def due(self, now_s: float) -> None:
+        """Something that the shell waits for is due: a drain's deadline, or a look at the GPUs."""
+        self._clock.at_s = now_s
+        self.shell.tick()
+
+    def _exited(self, instance_id: int, code: int) -> None:
+        name = self._names[instance_id]
+        self.processes.pop(name, None)
+        self.shell.feed(ProcessGone(stimulus_id=f"exit:{instance_id}", name=name, pid=instance_id, code=code))
+
+    # --- control.effects.Effects ---------------------------------------------------------------
+
+    def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
+        """Nobody else is on this host."""
+        return ()
+
+    def unlock(self, uuids: Sequence[str]) -> None:
+        """Nobody else is on this host."""
+
+    def commit(
+        self, commit: Commit, fleet: Fleet, instructions: Sequence[Instruction], then: Callable[[], None]
+    ) -> None:
+        """There is no file: it is written at once."""
+        then()
+
+    def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
+        """See `Effects`. Everything but a start takes no time."""
+        now_s = self._clock.at_s
+        match act:
+            case Spawn(name=name, stimulus_id=cause):
+                number = self._number(name)
+                self._agenda.add(now_s + self._options.start_up_s, What.STARTED, number)
+                done(ProcessMade(stimulus_id=cause, name=name, pid=number, start_time=None, started_at=now_s))
+            case Revoke(name=name, tells=True) | Signal(name=name):
+                self._asked_to_leave(name, now_s)
+                done(None)
+            case CallBack(name=name, pid=pid, asked_by=asked_by):
+                process = self.processes[name]
+                process.deregistered_s = None
+                done(CalledBack(stimulus_id="call-back", name=name, pid=pid, asked_by=asked_by))
+                self.joined(process, now_s)
+            case CountRequests(name=name, pid=pid):
+                in_flight = self.processes[name].in_flight
+                done(RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=in_flight))
+            case EndSession(name=name, pid=pid):
+                done(None)
+                ended = self.processes.get(name)
+                self._exited(pid, -9)
+                if ended is not None:
+                    self.cut(ended, now_s)
+            case LookUpKey(name=name, pid=pid, lease=lease):
+                asked = self.processes.get(name)
+                removed = asked is None or asked.deregistered_s is not None
+                done(KeyLookedUp(stimulus_id="registered", name=name, pid=pid, lease=lease, removed=removed))
+            case Sweep(name=name):
+                done(Swept(stimulus_id="sweep", name=name))
+            case LookAtGpus():
+                done(self._seen)
+            case Forget() | Revoke():
+                done(None)
+            case _:
+                assert_never(act)
+
+    def _asked_to_leave(self, name: str, now_s: float) -> None:
+        worker = self.shell.fleet.workers[name]
+        process = self.processes.get(name)
+        if process is None:  # it was never ready: it has nothing to finish
+            self._exited(worker.pid or 0, 0)
             return
-        deadline_s = drains.leave_deadline_s(self._options.drain_deadline_s, served=True)
-        if not drains.overdue(now_s=now_s, asked_s=process.deregistered_s, deadline_s=deadline_s):
-            return  # called back meanwhile, and asked again
-        passed = DrainDeadlinePassed(
-            stimulus_id="drain-deadline", deadline_s=deadline_s, requests_cut=process.in_flight
-        )
-        self._apply(entry, passed, now_s)
-        self._exited(entry, now_s)
-        self.cut(process, now_s)
-        self._note(now_s)
+        if process.deregistered_s is None:
+            process.deregistered_s = now_s
+        self.check_exit(process, now_s)
 
-    def _exited(self, entry: Entry, now_s: float) -> None:
-        gone = ProcessExited(stimulus_id=f"exit:{entry.instance_id}", exit_code=0)
-        self._apply(entry, gone, now_s)
-        entry.process = entry.instance_id = None
-        self._remove(entry, now_s)
+    def wake_at(self, at_s: float) -> None:
+        """See `Effects`."""
+        self._agenda.add(max(at_s, self._clock.at_s), What.DEADLINE)
 
-    def _remove(self, entry: Entry, now_s: float) -> None:
-        """Its GPUs are free for whoever waits; a suffixed entry goes, the bare one stays as a template."""
-        self._ledger.release(entry.name)
-        entry.course = Course.STEADY
-        view = next(worker for worker in self.view().workers if worker.name == entry.name)
-        if not stays_as_template(view):
-            del self.entries[entry.name]
-        self._start_pending(now_s, "gpus-free")
+    def tell(self, text: str, about: About = None) -> None:
+        """Nobody listens."""
 
-    # --- helpers -------------------------------------------------------------------------------
+    def report(self, worker: Worker, reason: str) -> None:
+        """Nothing fails here."""
 
-    def _of(self, instance_id: int) -> Entry | None:
-        return next((entry for entry in self.entries.values() if entry.instance_id == instance_id), None)
+    # --- control.effects.Observer --------------------------------------------------------------
 
-    def _gpus_per_worker(self, component: str) -> int:
-        return next(t.gpus_per_worker for t in self._templates if t.component == component)
+    def on_stimulus(self, stimulus: Stimulus) -> None:
+        """See `control.effects.Observer`."""
 
-    def _note(self, now_s: float) -> None:
-        held = self._ledger.holders()
-        counts = {
-            component: _count([e for e in self.entries.values() if e.component == component], held)
-            for component in (PREFILL, DECODE)
-        }
-        gpus_held = sum(len(devices) for devices in held.values())
-        point = FleetPoint(now_s, counts[PREFILL], counts[DECODE], gpus_held)
-        if self.points and self.points[-1].at_s == now_s:
+    def on_transition(self, worker: Worker, transition: Transition) -> None:
+        """Counted by `on_fleet`."""
+
+    def on_fleet(self, fleet: Fleet) -> None:
+        """Note how many there are of each kind, where that has changed."""
+        counts = {component: _count(fleet.of(component)) for component in (PREFILL, DECODE)}
+        held = sum(len(worker.gpus) for worker in fleet.workers.values())
+        point = FleetPoint(self._clock.at_s, counts[PREFILL], counts[DECODE], held)
+        if self.points and self.points[-1].at_s == point.at_s:
             self.points.pop()
         self.points.append(point)
 
 
-def _count(entries: list[Entry], held: dict[str, tuple[GpuDevice, ...]]) -> RoleCount:
-    states = [entry.state for entry in entries]
-    coming = [entry for entry in entries if entry.state in (WorkerState.PENDING, WorkerState.STARTING)]
-    starting = sum(entry.name in held for entry in coming)
+def _count(workers: Sequence[Worker]) -> RoleCount:
+    coming = [worker for worker in workers if TRAITS[worker.state].comes_up]
+    starting = sum(bool(worker.gpus) for worker in coming)
     return RoleCount(
-        ready=states.count(WorkerState.READY),
+        ready=sum(worker.ready for worker in workers),
         starting=starting,
         waiting=len(coming) - starting,
-        draining=states.count(WorkerState.DRAINING),
+        draining=sum(TRAITS[worker.state].drains for worker in workers),
     )
 
 
 def _templates(options: TwinOptions) -> tuple[Template, ...]:
-    decode = Template(DECODE, options.decode_role, options.decode_gpus)
+    start_s, drain_s = 2 * options.start_up_s + 60.0, options.drain_deadline_s
+    decode = Template(DECODE, options.decode_role, options.decode_gpus, None, start_s, drain_s)
     if not options.shape.prefill:
         return (decode,)
-    return (Template(PREFILL, Role.PREFILL, options.prefill_gpus), decode)
+    return (Template(PREFILL, Role.PREFILL, options.prefill_gpus, None, start_s, drain_s), decode)
 
 
 def _device(index: int) -> GpuDevice:

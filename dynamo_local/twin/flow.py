@@ -13,21 +13,24 @@ from dynamo_local.core.disagg import decide_prefill
 from dynamo_local.core.routing import Picker, Sample
 from dynamo_local.core.types import Load, Role
 from dynamo_local.engines.sim.facts import load_of, shape_of
-from dynamo_local.engines.sim.perf import PerfModel
-from dynamo_local.engines.sim.requests import (
+from dynamo_local.engines.sim.scheduling.requests import (
     Event,
     Finished,
     HandoffExpired,
     PullReady,
     SimRequest,
+    Started,
     Tokens,
 )
-from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
+from dynamo_local.profiles import PerfModel
 from dynamo_local.twin.agenda import Agenda, What
 from dynamo_local.twin.fleet import VirtualFleet
 from dynamo_local.twin.options import TwinOptions
-from dynamo_local.twin.process import Job, Process
+from dynamo_local.twin.passes_seen import PassesSeen
+from dynamo_local.twin.process import Dropped, Job, Process
 from dynamo_local.twin.trace import block_keys
+from dynamo_local.twin.traffic_seen import TrafficSeen
 
 DECODES = (Role.DECODE, Role.AGGREGATED)
 
@@ -35,8 +38,10 @@ DECODES = (Role.DECODE, Role.AGGREGATED)
 class Flow:
     """Requests among the processes of a fleet. Every call takes the time and brings what it touches to it."""
 
-    def __init__(self, options: TwinOptions, perf: PerfModel, agenda: Agenda, picker: Picker) -> None:
-        config, self._max_model_len = shape_of(options.sim, perf)
+    def __init__(
+        self, options: TwinOptions, perf: PerfModel, agenda: Agenda, picker: Picker, *, watches: bool = False
+    ) -> None:
+        config, self.max_model_len = shape_of(options.sim, perf)
         self._config = replace(config, coalesce=options.coalesce)
         self._options = options
         self._perf = perf
@@ -50,6 +55,9 @@ class Flow:
         self._fleet: VirtualFleet
         self._all: list[Process] = []
         self.ended = 0
+        self.seen = TrafficSeen()
+        self.passes_seen = PassesSeen() if watches else None
+        """None where nobody looks at them: to keep them costs time."""
 
     def attach(self, fleet: VirtualFleet) -> None:
         """Both know each other: the fleet makes processes, the flow uses them."""
@@ -60,7 +68,8 @@ class Flow:
 
     def make_process(self, instance_id: int, name: str, role: Role) -> Process:
         """A fresh engine: its cache is empty."""
-        process = Process(instance_id, name, role, SimScheduler(self._config, self._perf))
+        watch = None if self.passes_seen is None else self.passes_seen.watch(instance_id)
+        process = Process(instance_id, name, role, SimScheduler(self._config, self._perf, watch=watch))
         self._processes[instance_id] = process
         self._all.append(process)
         return process
@@ -80,13 +89,16 @@ class Flow:
         """Entries of the prefill queue that nobody has pulled."""
         return len(self._queue)
 
+    def serving(self, now_s: float, *roles: Role) -> list[Process]:
+        """Those that serve, at this moment."""
+        found = self._fleet.serving(*roles)
+        for process in found:
+            self._roll(process, now_s)
+        return found
+
     def loads(self, now_s: float) -> dict[str, Load]:
         """Of the decode workers that serve, by name."""
-        found = {}
-        for process in self._fleet.serving(*DECODES):
-            self._roll(process, now_s)
-            found[process.name] = load_of(process.scheduler)
-        return found
+        return {process.name: load_of(process.scheduler) for process in self.serving(now_s, *DECODES)}
 
     # --- time ----------------------------------------------------------------------------------
 
@@ -117,7 +129,9 @@ class Flow:
     def _on_event(self, process: Process, event: Event, now_s: float) -> None:
         if isinstance(event, Tokens):
             if event.first == 0 and process.role is not Role.PREFILL:
-                process.streams[event.request_id].first_s = event.times_s[0]
+                job = process.streams[event.request_id]
+                job.first_s = event.times_s[0]
+                self.seen.first_token(job, job.first_s)
         elif isinstance(event, Finished):
             job = process.streams.pop(event.request_id)
             if process.role is Role.PREFILL:
@@ -125,6 +139,9 @@ class Flow:
             else:
                 self._completed(process, job, event.at_s)
             self._fleet.check_exit(process, now_s)
+        elif isinstance(event, Started):
+            prompt = process.streams[event.request_id].request.input_length
+            self.seen.looked_up(event.at_s, event.num_cached_tokens, prompt)
         elif isinstance(event, PullReady):
             self._pull(process, process.streams[event.request_id], event.num_tokens, now_s)
         elif isinstance(event, HandoffExpired):
@@ -134,11 +151,16 @@ class Flow:
 
     def arrive(self, job: Job, now_s: float) -> None:
         """A client asks."""
+        self.seen.began(job, now_s)
         request = job.request
-        if request.input_length + request.output_length > self._max_model_len:
-            self._drop(job, "longer than max_model_len")
+        if request.input_length + request.output_length > self.max_model_len:
+            self._drop(job, Dropped.TOO_LONG)
+            return
+        if len(self._jobs) >= self._options.max_inflight:
+            self._drop(job, Dropped.FRONTEND_FULL)
             return
         self._jobs[job.number] = job
+        self._agenda.add(now_s + self._options.request_timeout_s, What.REQUEST_DEADLINE, job.number)
         job.keys = block_keys(request.hash_ids, request.input_length, self._config.block_size)
         self._dispatch(job, now_s)
 
@@ -154,7 +176,7 @@ class Flow:
                 self._picker.routed(picked, str(job.number), job.request.output_length, now_s)
                 self._take(process, job, now_s)
                 return
-        self._drop(job, "every worker was full" if refused else "no worker was registered")
+        self._drop(job, Dropped.WORKERS_FULL if refused else Dropped.NO_WORKER)
 
     def _samples(self, candidates: dict[int, Process], now_s: float) -> dict[int, Sample]:
         found = {}
@@ -308,10 +330,27 @@ class Flow:
 
     def _completed(self, process: Process, job: Job, at_s: float) -> None:
         job.last_s = at_s
-        self._picker.finished(process.instance_id, str(job.number))
+        self.seen.ended(job, at_s)
+        self._picker.finished(process.instance_id, str(job.number), at_s)
         self._end(job)
 
-    def _drop(self, job: Job, why: str) -> None:
+    def request_deadline(self, number: int, now_s: float) -> None:
+        """The Frontend gives the request up, wherever it is (504)."""
+        job = self._jobs.get(number)
+        if job is None or (process := job.worker) is None:
+            return
+        self._roll(process, now_s)
+        if job.ended:
+            return
+        self._picker.finished(process.instance_id, str(job.number), now_s)
+        self._release_source(job, now_s)
+        self._abandon(job)
+        if process.streams.pop(job.engine_id, None) is not None:
+            process.scheduler.abort(job.engine_id, now_s)
+        self._drop(job, Dropped.DEADLINE)
+        self._fleet.check_exit(process, now_s)
+
+    def _drop(self, job: Job, why: Dropped) -> None:
         job.dropped = why
         self._end(job)
 
@@ -334,14 +373,14 @@ class Flow:
                     self._abandon(job)
                     self._submit(job.worker, job, now_s)
                 continue
-            self._picker.finished(process.instance_id, str(job.number))
+            self._picker.finished(process.instance_id, str(job.number), now_s)
             self._release_source(job, now_s)
             self._abandon(job)
             job.worker = None
             if job.first_s is not None:
-                self._drop(job, "cut at its worker's drain deadline")
+                self._drop(job, Dropped.CUT)
             elif job.tries >= self._options.max_tries:
-                self._drop(job, "its workers were all killed")
+                self._drop(job, Dropped.KILLED)
             else:
                 self._dispatch(job, now_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class Metrics:
     preemptions: int
     output_tokens: int
     gpus_mean: float
+    dropped_by: dict[str, int]
+    """Requests by the reason for which they were dropped."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines; numbers rounded to a millionth."""
@@ -77,6 +80,7 @@ def measure(run: Run, slo: Slo) -> Metrics:
         preemptions=run.preemptions,
         output_tokens=sum(job.request.output_length for job in completed),
         gpus_mean=hours * 3600 / seconds if seconds else 0.0,
+        dropped_by=dict(Counter(sorted(job.dropped.value for job in run.jobs if job.dropped is not None))),
     )
 
 

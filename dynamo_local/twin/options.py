@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dynamo_local.core.admission import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.types import Role
 from dynamo_local.engines.sim.options import SimOptions
@@ -56,7 +57,9 @@ class TwinOptions:
     disagg: DisaggSettings = DISAGG
     conditional: bool = True
     prefill_timeout_s: float = 15.0
-    max_num_waiting: int = 1024
+    max_inflight: int = MAX_INFLIGHT
+    max_num_waiting: int = MAX_NUM_WAITING
+    request_timeout_s: float = REQUEST_TIMEOUT_S
     max_tries: int = 3
     drain_deadline_s: float = 600.0
     coalesce: bool = True

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynamo_local.core.disagg import SampledDepth
-from dynamo_local.core.drains import exit_in_s
+from dynamo_local.core.life.decisions.drains import exit_in_s
 from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S, Sample
 from dynamo_local.core.types import Role
 from dynamo_local.engines.sim.facts import load_of
-from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
 from dynamo_local.twin.trace import TraceRequest
+
+
+class Dropped(enum.StrEnum):
+    """Why a request was given up."""
+
+    TOO_LONG = "longer than max_model_len"
+    FRONTEND_FULL = "the Frontend was full"
+    WORKERS_FULL = "every worker was full"
+    NO_WORKER = "no worker was registered"
+    DEADLINE = "not done by its deadline"
+    CUT = "cut at its worker's drain deadline"
+    KILLED = "its workers were all killed"
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +47,7 @@ class Job:
     tries: int = 0
     first_s: float | None = None
     last_s: float | None = None
-    dropped: str | None = None
+    dropped: Dropped | None = None
 
     @property
     def ended(self) -> bool:
@@ -87,7 +100,7 @@ class Process:
         return self.scheduler.num_waiting + len(self.waiting)
 
     def exit_in_s(self, now_s: float) -> float | None:
-        """See `core.drains.exit_in_s`; None also for one that does not leave."""
+        """See `core.life.decisions.drains.exit_in_s`; None also for one that does not leave."""
         if self.deregistered_s is None:
             return None
         return exit_in_s(

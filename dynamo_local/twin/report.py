@@ -3,7 +3,6 @@ for the same runs. Needs matplotlib (the extra `report`)."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any
 
 from jinja2 import Environment
 
-from dynamo_local.errors import BadInput
-from dynamo_local.planner.explain import explain_reason
-from dynamo_local.planner.values import Reason
+from dynamo_local.planner.policies.explain import explain_reason
+from dynamo_local.planner.values.decisions import Reason
+from dynamo_local.system.pages import STYLE, svg, write_page
 from dynamo_local.twin.fleet import FleetPoint
 from dynamo_local.twin.metrics import Metrics, percentile
 from dynamo_local.twin.options import Slo
@@ -25,7 +24,7 @@ BINS = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReportedRun:
     """One run for the page."""
 
     name: str
@@ -33,30 +32,22 @@ class Told:
     metrics: Metrics
 
 
-def write_report(path: Path, title: str, facts: Sequence[tuple[str, str]], told: Sequence[Told], slo: Slo) -> None:
+def write_report(
+    path: Path, title: str, facts: Sequence[tuple[str, str]], told: Sequence[ReportedRun], slo: Slo
+) -> None:
     """Write the page. `facts` are `(what, value)` of the whole. Raises `BadInput` without matplotlib, or where the file
     cannot be written."""
     plots = [_plot(one, slo) for one in told]
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_PAGE)
     text = page.render(
         title=title,
+        style=STYLE,
         facts=facts,
         head=[label for label, _ in _cells(told[0].metrics)] if told else [],
         rows=[(one.name, [value for _, value in _cells(one.metrics)]) for one in told],
         runs=[(one.name, plot, decision_rows(one.run)) for one, plot in zip(told, plots, strict=True)],
     )
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"the report {path} cannot be written: {error.strerror}") from error
-
-
-def check_report() -> None:
-    """Raise `BadInput` where the library for plots is not installed: better before a run than after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise BadInput("--report needs matplotlib: pip install 'dynamo-local[report]'") from None
+    write_page(path, text)
 
 
 def _cells(metrics: Metrics) -> list[tuple[str, str]]:
@@ -104,17 +95,11 @@ def _became(acted: Acted, reason: Reason) -> str:
 # --- plots -------------------------------------------------------------------------------------
 
 
-def _plot(told: Told, slo: Slo) -> str:
+def _plot(told: ReportedRun, slo: Slo) -> str:
     """Load, workers, TTFT and what the planner saw, over the minutes of the run, as one SVG."""
-    check_report()
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style: Any = {"svg.hashsalt": "dynamo", "svg.fonttype": "none", "font.size": 9.0, "path.simplify": False}
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(4, 1, figsize=(10, 9.5), sharex=True, layout="constrained")
+    def draw(figure: Any) -> None:
+        axes = figure.subplots(4, 1, sharex=True)
         run, width_s = told.run, max(told.run.end_s / BINS, 1.0)
         _load(axes[0], run, width_s)
         _workers(axes[1], run)
@@ -124,11 +109,8 @@ def _plot(told: Told, slo: Slo) -> str:
             axis.grid(alpha=0.3)
             axis.set_xlim(0, max(run.end_s / 60, 1 / 60))
         axes[3].set_xlabel("minutes after the first arrival")
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        pyplot.close(figure)
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+
+    return svg(draw, 10, 9.5)
 
 
 def _binned(times_s: Sequence[float], values: Sequence[float], width_s: float) -> dict[int, list[float]]:
@@ -221,11 +203,7 @@ _PAGE = """<!DOCTYPE html>
 <meta charset="utf-8">
 <title>{{ title }}</title>
 <style>
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 13px }
-th, td { border: 1px solid #ccc; padding: .2rem .5rem; text-align: right; vertical-align: top }
-th:first-child, td:first-child, .words td, .words th { text-align: left }
-svg { width: 100%; height: auto }
+{{ style }}
 </style>
 </head>
 <body>

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dynamo_local.core.routing import LeastLoaded, Picker
-from dynamo_local.engines.sim.perf import PerfModel, ProfileModel
 from dynamo_local.errors import DynamoError
-from dynamo_local.planner.pools import fleet_of
-from dynamo_local.planner.values import Decision, Fleet, Reading
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.policies.load import mean_kv
+from dynamo_local.planner.policies.pools import pools_of
+from dynamo_local.planner.scaling_times import ScalingTimes
+from dynamo_local.planner.values.decisions import Decision
+from dynamo_local.planner.values.pull import Pull
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.profiles import PerfModel, ProfileModel
 from dynamo_local.twin.agenda import Agenda, What
-from dynamo_local.twin.fleet import FleetPoint, VirtualFleet
+from dynamo_local.twin.fleet import FleetPoint, Scaled, VirtualFleet
 from dynamo_local.twin.flow import Flow
+from dynamo_local.twin.observing import observed
 from dynamo_local.twin.options import DECODE, PREFILL, TwinOptions
 from dynamo_local.twin.process import Job
 from dynamo_local.twin.trace import TraceRequest
@@ -26,19 +31,6 @@ class Stuck(DynamoError):
     """The run does not come to an end: a defect of the twin, or of what it drives."""
 
     code = "stuck"
-
-
-class Planner(Protocol):
-    """What looks and decides: `planner.rounds.Rounds`, the same that the arbiter drives."""
-
-    @property
-    def next_pull_at(self) -> float:
-        """When it wants the next reading."""
-        ...
-
-    def on_pull(self, reading: Reading, fleet: Fleet) -> Decision | None:
-        """A reading; at the end of an interval, a decision."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +65,31 @@ class Run:
 
 
 class Simulation:
-    """One run. Use it once."""
+    """One run. Use it once. `on_acted` is told of each decision, with what it was made from."""
 
     def __init__(
         self,
         options: TwinOptions,
         trace: Sequence[TraceRequest],
         *,
-        planner: Planner | None = None,
+        planner: PolicyDriver | None = None,
         no_operation: bool = False,
         perf: PerfModel | None = None,
         picker: Picker | None = None,
+        on_acted: Callable[[Acted, Pull], None] = lambda acted, pull: None,
     ) -> None:
+        self._on_acted = on_acted
         self._options = options
         self._planner = planner
         self._no_operation = no_operation
         self._agenda = Agenda()
         perf = perf or ProfileModel.load(options.sim.profile)
-        self.flow = Flow(options, perf, self._agenda, picker or LeastLoaded())
+        watches = planner is not None and planner.wants.passes
+        self.flow = Flow(options, perf, self._agenda, picker or LeastLoaded(), watches=watches)
         self.fleet = VirtualFleet(options, self._agenda, self.flow.make_process, 0.0)
         self.flow.attach(self.fleet)
+        self._times = ScalingTimes(self.fleet.now_s)
+        self.fleet.shell.observers.append(self._times)
         self._run = Run([Job(number, request) for number, request in enumerate(trace)])
 
     def run(self) -> Run:
@@ -101,7 +98,7 @@ class Simulation:
         if run.jobs:
             agenda.add(run.jobs[0].request.at_s, What.ARRIVAL, 0)
         if self._planner is not None:
-            agenda.add(self._planner.next_pull_at, What.ROUND)
+            agenda.add(self._planner.next_at_s, What.ROUND)
         progress_s, ended = 0.0, 0
         while self.flow.ended < len(run.jobs):
             at_s = agenda.next_at_s
@@ -127,12 +124,14 @@ class Simulation:
             self.flow.pulled(index, now_s)
         elif what == What.EXIT:
             self.fleet.exit_due(index, now_s)
-        elif what == What.DRAIN_DEADLINE:
-            self.fleet.drain_deadline(index, now_s)
+        elif what == What.DEADLINE:
+            self.fleet.due(now_s)
         elif what == What.STARTED:
             self.fleet.started(index, now_s)
         elif what == What.PREFILL_DEADLINE:
             self.flow.prefill_deadline(index, now_s)
+        elif what == What.REQUEST_DEADLINE:
+            self.flow.request_deadline(index, now_s)
         elif what == What.ROUND:
             self._round(now_s)
 
@@ -145,26 +144,44 @@ class Simulation:
     # --- the planner ---------------------------------------------------------------------------
 
     def _round(self, now_s: float) -> None:
-        """Show it the fleet, and carry out what it decides, step by step in its order."""
+        """Show it what it wants to see, and carry out what it decides."""
         assert self._planner is not None
         disagg = self._options.shape.prefill > 0
         loads = self.flow.loads(now_s)
         queue = self.flow.pending if disagg else None
-        kv = sum(load.gpu_cache_usage_perc for load in loads.values()) / len(loads) if loads else None
-        self._run.sightings.append(Sighting(now_s, queue, kv))
-        fleet = fleet_of(self.fleet.view(), decode=DECODE, prefill=PREFILL if disagg else None)
-        decision = self._planner.on_pull(Reading(now_s, queue, loads), fleet)
+        reading = Reading(now_s, queue, loads)
+        self._run.sightings.append(Sighting(now_s, queue, mean_kv((reading,))))
+        pools = self._times.told(pools_of(self.fleet.view(), decode=DECODE, prefill=PREFILL if disagg else None))
+        pull = observed(self.flow, self._planner.wants, Pull(reading, pools))
+        decision = self._planner.tick_now(pull)
         if decision is not None:
             self._act(decision, now_s)
-        self._agenda.add(self._planner.next_pull_at, What.ROUND)
+            self._on_acted(self._run.acted[-1], pull)
+        if self._planner.next_at_s <= now_s:
+            raise Stuck(f"the planner wants to be asked again at {self._planner.next_at_s:.1f} s, and that is now")
+        self._agenda.add(self._planner.next_at_s, What.ROUND)
 
     def _act(self, decision: Decision, now_s: float) -> None:
         done: list[str] = []
         refused: list[tuple[str, str]] = []
-        for component, step in () if self._no_operation else decision.acts:
-            answer = self.fleet.scale(component, step, now_s, f"planner:{len(self._run.acted) + 1}")
+        cause = f"planner:{len(self._run.acted) + 1}"
+        answers: dict[str, Scaled] = {}
+        if not self._no_operation:
+            answers = self._apart(decision, now_s, cause) if decision.apart else self._whole(decision, now_s, cause)
+        for component, answer in answers.items():
             if answer.refused is not None:
                 refused.append((component, str(answer.refused)))
-            elif answer.instructions:
+            elif answer.moves:
                 done.append(component)
         self._run.acted.append(Acted(decision, tuple(done), tuple(refused)))
+
+    def _apart(self, decision: Decision, now_s: float, cause: str) -> dict[str, Scaled]:
+        return {component: self.fleet.scale(component, step, now_s, cause) for component, step in decision.acts}
+
+    def _whole(self, decision: Decision, now_s: float, cause: str) -> dict[str, Scaled]:
+        steps = dict(decision.acts)
+        if not steps:
+            return {}
+        view = self.fleet.view()
+        targets = {component: view.capacity(component) + step for component, step in steps.items()}
+        return self.fleet.scale_all(targets, now_s, cause)

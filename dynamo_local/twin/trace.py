@@ -9,24 +9,18 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import zlib
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-from dynamo_local.errors import BadInput
+from dynamo_local.traces.lines import BadTrace, Row, read_rows, shown
 
 HASH_BLOCK_TOKENS = 512
 """How many tokens one id of `hash_ids` stands for (the last one may stand for fewer)."""
-
-_SHOWN = 60
-
-
-class BadTrace(BadInput):
-    """A trace cannot be used; the message names the file, the line and the field."""
-
-    code = "bad_trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,84 +43,82 @@ def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0) -> l
     """
     requests: list[TraceRequest] = []
     begin_ms, last_ms = 0.0, -math.inf
-    for number, line in enumerate(_lines(path), start=1):
-        if limit is not None and len(requests) >= limit:
-            break
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        at_ms, isl, osl, hash_ids = _parse(line, where)
+    for row in islice(read_rows(path), limit):
+        at_ms = row.milliseconds("timestamp")
         if not requests:
             begin_ms = at_ms
         if at_ms < last_ms:
             raise BadTrace(
-                f"{where}: timestamp {at_ms:g} is before the {last_ms:g} of the line before; sort the trace by time"
+                f"{row.where}: timestamp {at_ms:g} is before the {last_ms:g} of the line before; sort the trace by time"
             )
         last_ms = at_ms
-        requests.append(TraceRequest((at_ms - begin_ms) / 1000 / speed, isl, osl, hash_ids))
+        requests.append(
+            TraceRequest(
+                at_s=(at_ms - begin_ms) / 1000 / speed,
+                input_length=row.tokens("input_length"),
+                output_length=row.tokens("output_length"),
+                hash_ids=_hash_ids(row),
+            )
+        )
     if not requests:
         raise BadTrace(f"{path} holds no request; a trace has one JSON object per line")
     return requests
 
 
-def _lines(path: Path) -> list[bytes]:
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
+    """Write requests as `read_trace` reads them, gzipped if the name ends in `.gz`; how many there were.
+
+    One after the other, so an iterator needs no memory. An old file stays until the new one is whole.
+    Raises `BadTrace` where the file cannot be written.
+    """
+    number = 0
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        what = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
-        raise BadTrace(f"trace {path} cannot be read: {what}") from error
-    return data.splitlines()
+        with _to(beside, gzipped=path.suffix == ".gz") as lines:
+            for request in requests:
+                lines.write(f"{_line(request)}\n".encode())
+                number += 1
+        beside.replace(path)
+    except OSError as error:
+        raise BadTrace(f"trace {path} cannot be written: {error.strerror or error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+    return number
 
 
-def _parse(line: bytes, where: str) -> tuple[float, int, int, tuple[int, ...]]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise BadTrace(f"{where}: this is no JSON ({error}): {_shown(line)}") from error
-    if not isinstance(row, dict):
-        raise BadTrace(f"{where}: a request is a JSON object, not {_shown(line)}")
-    timestamp = _field(row, "timestamp", where)
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not math.isfinite(timestamp):
-        raise BadTrace(f"{where}: timestamp must be a number of milliseconds, not {_shown(timestamp)}")
-    if timestamp < 0:
-        raise BadTrace(f"{where}: timestamp must be 0 or more, not {_shown(timestamp)}")
-    return (
-        float(timestamp),
-        _count(row, "input_length", where),
-        _count(row, "output_length", where),
-        _hash_ids(row.get("hash_ids"), where),
+@contextmanager
+def _to(path: Path, *, gzipped: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """The same requests give the same bytes: neither name nor time of writing is in a gzipped file."""
+    with path.open("wb") as file:
+        if not gzipped:
+            yield file
+            return
+        with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
+            yield packed
+
+
+def _line(request: TraceRequest) -> str:
+    at_ms = round(request.at_s * 1000, 3)
+    return json.dumps(
+        {
+            "timestamp": int(at_ms) if at_ms.is_integer() else at_ms,
+            "input_length": request.input_length,
+            "output_length": request.output_length,
+            "hash_ids": request.hash_ids,
+        }
     )
 
 
-def _field(row: dict[str, Any], name: str, where: str) -> Any:
-    if name not in row:
-        raise BadTrace(f"{where}: {name} is missing; the line has: {', '.join(map(str, row)) or 'nothing'}")
-    return row[name]
-
-
-def _count(row: dict[str, Any], name: str, where: str) -> int:
-    value = _field(row, name, where)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadTrace(f"{where}: {name} must be a whole number of tokens, 1 or more, not {_shown(value)}")
-    return value
-
-
-def _hash_ids(value: Any, where: str) -> tuple[int, ...]:
+def _hash_ids(row: Row) -> tuple[int, ...]:
+    value = row.fields.get("hash_ids")
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise BadTrace(f"{where}: hash_ids must be a list of whole numbers, not {_shown(value)}")
+        raise BadTrace(f"{row.where}: hash_ids must be a list of whole numbers, not {shown(value)}")
     for item in value:
         if isinstance(item, bool) or not isinstance(item, int):
-            raise BadTrace(f"{where}: hash_ids must hold whole numbers, not {_shown(item)}")
+            raise BadTrace(f"{row.where}: hash_ids must hold whole numbers, not {shown(item)}")
     return tuple(value)
-
-
-def _shown(value: Any) -> str:
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def block_keys(hash_ids: Sequence[int], input_length: int, block_size: int) -> Sequence[int]:

@@ -12,6 +12,7 @@ import os
 import sys
 
 from dynamo_local.errors import DynamoError, UnknownWorker
+from dynamo_local.infra.access import EtcdAccess, run_environment
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.state import State, load
 from dynamo_local.state.raw import statefile_path
@@ -23,7 +24,8 @@ async def revoke(state: State, worker: str) -> str:
     if entry is None or entry.lease is None:
         with_lease = sorted(name for name, other in state.components.items() if other.lease is not None)
         raise UnknownWorker(f"{worker} holds no lease; these workers do: {', '.join(with_lease) or 'none'}")
-    store = await EtcdStore.connect(state.etcd_endpoints or "")
+    env = {**os.environ, **run_environment(state)}
+    store = await EtcdStore.connect(env["ETCD_ENDPOINTS"], access=EtcdAccess.of(env))
     try:
         await store.revoke(int(entry.lease, 16))
     finally:

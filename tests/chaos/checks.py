@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.errors import StateError
-from dynamo_local.serve import leftovers
-from dynamo_local.serve.paths import Paths
 from dynamo_local.state import load
+from dynamo_local.succession.marks import marked
+from dynamo_local.system.paths import Paths
 
 NEVER = ("StartDeadlinePassed", "DrainDeadlinePassed", "Faulted", "SpawnFailed")
 """Events that no fault of the plan explains."""
@@ -33,7 +33,7 @@ def process_faults(paths: Paths) -> list[str]:
     """Two live processes of one worker, or on one GPU, whatever the statefile says."""
     by_name: dict[str, list[int]] = defaultdict(list)
     by_gpu: dict[str, list[int]] = defaultdict(list)
-    for found in leftovers.marked(paths):
+    for found in marked(paths):
         if found.is_worker:
             by_name[found.name].append(found.pid)
             for uuid in _devices(found.pid):
@@ -53,22 +53,28 @@ def _devices(pid: int) -> list[str]:
 def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Callable[[float], bool]) -> list[str]:
     """Of the event log: processes that ended although nobody ordered it and we did not hurt them, and worse.
 
-    `outage` says whether etcd or NATS was away at a time (seconds since 1970): a start may fail of that.
+    `outage` says whether something that a start needs (etcd, NATS, room, descriptors) was missing at a time (seconds
+    since 1970): a start may fail of that.
     """
     found = []
     ordered: set[str] = set()
+    pids: dict[str, int] = {}
     for record in records:
         name, event = record["watcher_name"], record["event"]
-        pid = int(record["stimulus_id"].rpartition(":")[2]) if event == "ProcessExited" else None
-        if event == "DrainRequested":
+        if event == "Spawned":
+            pids[name] = record["pid"]
+        elif event == "DrainRequested":
             ordered.add(name)
         elif event == "DrainCancelled":
             ordered.discard(name)
         elif event == "ProcessExited":
             failed_start = record["from"] == "starting" and outage(record["time"])
+            pid = pids.get(name)
             if pid not in hurt and name not in ordered and not failed_start:
                 found.append(f"{name} (pid {pid}) ended unasked, exit code {record['exit_code']}, seq {record['seq']}")
             ordered.discard(name)
+        elif event == "SpawnFailed" and outage(record["time"]):
+            continue
         elif event in NEVER and record["stimulus_id"] != "health":  # a hung one is ended: its exit is looked at
             found.append(f"{name}: {event}, seq {record['seq']}: {record}")
     return found

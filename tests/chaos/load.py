@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from benchmarks.drain.client import ANSWER_S, Exchange, Oracle, http_request, judge, read_answer
-from benchmarks.drain.trace import Ask, asks, read_trace
+from benchmarks.drain.trace import Ask, asks
+from benchmarks.traces import conversation
 from dynamo_local.errors import from_wire
 
 ANSWER_MAX = 300
@@ -93,7 +94,7 @@ class Clients:
     def __init__(
         self,
         port: int,
-        excused: Callable[[Attempt], Awaitable[bool]],
+        excused: Callable[[Attempt], bool],
         calm: Callable[[], Awaitable[None]],
         tally: Tally,
     ) -> None:
@@ -113,7 +114,7 @@ class Clients:
         """Until stopped, and every answer is there."""
         begin_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            for number, ask in enumerate(asks(read_trace(), speed=1.0, thinning=1, answer_max=ANSWER_MAX)):
+            for number, ask in enumerate(asks(conversation().rows, speed=1.0, thinning=1, answer_max=ANSWER_MAX)):
                 if await self._stopped_before(begin_s + ask.at_s):
                     return
                 group.create_task(self._one(number, ask))
@@ -146,7 +147,7 @@ class Clients:
             tried.append(f"{found.began_s:.2f}-{found.ended_s:.2f} {found.code} {found.why}")
             if not tried[1:]:
                 tally.codes[str(found.code)] = tally.codes.get(str(found.code), 0) + 1
-            if not await self._excused(found):
+            if not self._excused(found):
                 break
             await self._calm()
         tally.lost.append(f"request {number} ({ask.max_tokens} tokens): {'; then '.join(tried)}")

@@ -32,6 +32,11 @@ class Kind(StrEnum):
     HANG = "SIGSTOP for good"
     ETCD = "kill -9 of etcd"
     NATS = "kill -9 of NATS"
+    STOP_ETCD = "SIGSTOP of etcd, later SIGCONT"
+    STOP_NATS = "SIGSTOP of NATS, later SIGCONT"
+    STOP_ARBITER = "SIGSTOP of the arbiter, later SIGCONT"
+    DISK = "no room under the statefile and the logs"
+    DESCRIPTORS = "no file descriptors for the arbiter"
     ADOPT = "kill -9 of the arbiter, then --adopt"
     SCALE = "scale"
     DRAIN = "drain"
@@ -40,7 +45,18 @@ class Kind(StrEnum):
     ROLLING = "restart --rolling"
 
 
-FAULTS = {Kind.KILL: 8, Kind.STOP: 4, Kind.HANG: 2, Kind.ETCD: 2, Kind.NATS: 2}
+FAULTS = {
+    **{Kind.KILL: 8, Kind.STOP: 4, Kind.HANG: 2, Kind.ETCD: 2, Kind.NATS: 2},
+    **{Kind.STOP_ETCD: 2, Kind.STOP_NATS: 2, Kind.STOP_ARBITER: 1, Kind.DISK: 2, Kind.DESCRIPTORS: 1},
+}
+FOR_S = {
+    Kind.STOP_ETCD: (0.5, 4.0),  # well within a lease's time to live
+    Kind.STOP_NATS: (0.5, 4.0),
+    Kind.STOP_ARBITER: (4.0, 10.0),  # at times for longer than a worker may be silent
+    Kind.DISK: (0.5, 4.0),
+    Kind.DESCRIPTORS: (0.5, 3.0),
+}
+"""How long, from and to, seconds."""
 COMMANDS = {Kind.SCALE: 6, Kind.DRAIN: 3, Kind.DRAIN_CANCEL: 3, Kind.RESTART: 2, Kind.ROLLING: 1}
 VICTIMS = {DECODE: 5, PREFILL: 4, PROCESSOR: 3, FRONTEND: 1}
 
@@ -90,6 +106,8 @@ def _action(rng: random.Random, at_s: float, kind: Kind) -> Action:
     unit = rng.random()
     if kind in (Kind.ETCD, Kind.NATS):
         return Action(at_s, kind)
+    if kind in FOR_S:
+        return Action(at_s, kind, seconds=rng.uniform(*FOR_S[kind]))
     if kind in (Kind.KILL, Kind.STOP, Kind.HANG):
         component = rng.choices(list(VICTIMS), list(VICTIMS.values()))[0]
         return Action(at_s, kind, component, unit, rng.uniform(0.3, 2.5) if kind is Kind.STOP else 0.0)

@@ -13,25 +13,30 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from benchmarks.drain.client import ANSWER_S
-from dynamo_local.serve import leftovers
+from benchmarks.traces import conversation
+from dynamo_local.succession.marks import marked
 from tests.chaos.checks import unexplained
 from tests.chaos.load import Clients, Tally
 from tests.chaos.plan import BASE, FRONTEND, Kind, make_plan
 from tests.chaos.world import Chaos
-from tests.fakes.scaled import events
-from tests.fakes.served import Served
+from tests.drivers.scaled import events
+from tests.drivers.served import Served
+from tests.tools.host_faults import small_disk
 
-pytestmark = [pytest.mark.infra, pytest.mark.slow]
+pytestmark = [pytest.mark.infra]
 
 SECONDS = float(os.environ.get("DYN_CHAOS_SECONDS") or 120)
 SEED = int(os.environ.get("DYN_CHAOS_SEED") or random.SystemRandom().randrange(10**6))
 SPARE_S = 300.0
 """For the start, the end, and whatever takes its full bound on the way."""
 SHOWN = 20
+DISK_BYTES = 64 * 1024 * 1024
+"""Of the disk with the statefile and the logs: more than an hour writes, little enough to be filled in a moment."""
 WORDS = (
     *(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items()),
     "--VllmWorker.sim.speed=0.5",  # a token takes 12 ms and more: streams last for seconds
@@ -45,15 +50,21 @@ WORDS = (
 
 
 @pytest.mark.timeout(SECONDS + SPARE_S)
-async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Kills, stops, dead etcd and NATS, dead arbiters and commands, from a seed; every answer is held to the oracle."""
     plan = make_plan(SEED, SECONDS)
     with capsys.disabled():
         print(f"\nchaos: DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}, {len(plan)} actions", flush=True)
+        print(f"chaos: {conversation(1).told}", flush=True)
     port, tally = _free_port(), Tally()
-    with Served(*WORDS, f"--{FRONTEND}.port={port}", frontend=False) as served:
+    disk = tmp_path / "disk"
+    env = {"DYN_LOCAL_STATE_DIR": str(disk / "state"), "DYN_LOCAL_LOG_DIR": str(disk / "logs")}
+    with (
+        small_disk(disk, DISK_BYTES) as mounted,
+        Served(*WORDS, f"--{FRONTEND}.port={port}", frontend=False, env=env) as served,
+    ):
         served.start()
-        async with _watched(served) as chaos:
+        async with _watched(served, disk if mounted else None) as chaos:
             clients = Clients(port, chaos.excused, chaos.calm, tally)
             load = asyncio.create_task(clients.run())
             await chaos.carry_out(plan)
@@ -69,7 +80,7 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
             pytest.fail(_report(chaos))
         assert tally.right > SECONDS, "too little load to mean anything"
         served.down()
-        assert leftovers.marked(served.paths) == []
+        assert marked(served.paths) == []
 
 
 def test_a_seed_replays_its_plan_and_every_kind_of_action_is_in_it() -> None:
@@ -81,9 +92,9 @@ def test_a_seed_replays_its_plan_and_every_kind_of_action_is_in_it() -> None:
 
 
 @asynccontextmanager
-async def _watched(served: Served) -> AsyncIterator[Chaos]:
+async def _watched(served: Served, disk: Path | None) -> AsyncIterator[Chaos]:
     """A `Chaos` whose watchers run; one that fails is a failure of the run."""
-    chaos = Chaos(served)
+    chaos = Chaos(served, disk)
     watchers = [asyncio.create_task(chaos.guarded(watch)) for watch in chaos.watches]
     try:
         yield chaos

@@ -3,78 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import NotRunning
-from dynamo_local.serve.processes import is_alive
+from dynamo_local.system.processes import is_alive
 from tests.chaos.checks import process_faults, statefile_faults
+from tests.chaos.faults import Fault, Status, chosen, during, ready, replaced, send_signal
 from tests.chaos.load import Attempt
 from tests.chaos.plan import BASE, Action, Kind
-from tests.fakes.scaled import command, events
-from tests.fakes.served import Served
+from tests.drivers.scaled import command, events
+from tests.drivers.served import Served
+from tests.tools.host_faults import full_disk, no_descriptors
 
 STATEFILE_EVERY_S = 0.05
 PROCESSES_EVERY_S = 0.5
 LOOK_EVERY_S = 0.2
 GRACE_S = 3.0
 """After all is whole again: until every client of etcd and NATS has connected anew."""
-RESTART_TAKES_S = 60.0
-"""How long after a restart was asked for it may still be under way."""
 HEAL_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 60.0
 ADOPT_TIMEOUT_S = 120.0
 """A second or two on an idle machine; on one that is twentyfold overcommitted more than half a minute was seen."""
-WHOLE = ("ready", "draining", "exited")
+DISK, DESCRIPTORS = "the disk is full", "the arbiter has no file descriptors"
+NEEDED = ("etcd", "nats", DISK, DESCRIPTORS)
+"""A start may fail for want of these."""
+ALONE = (Kind.ADOPT, Kind.STOP_ARBITER, Kind.DESCRIPTORS)
+"""Nobody can ask the arbiter meanwhile: what comes next in the plan waits."""
 BUGS = ("illegal_transition", "error", None)
 """Codes of refusals that no command of ours deserves."""
 
-Status = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Fault:
-    """Something we broke, from `began_s` until `healed` says so of a status; `ended_s` includes the grace."""
-
-    what: str
-    began_s: float
-    healed: Callable[[Status], bool]
-    ended_s: float | None = None
-
 
 class Chaos:
-    """One run. `story` says what was done, `wrong` what must not have been."""
+    """One run. `story` says what was done, `wrong` what must not have been.
 
-    def __init__(self, served: Served) -> None:
+    `disk` is where the statefile and the logs are, on a small disk of their own; None where there could be none.
+    """
+
+    def __init__(self, served: Served, disk: Path | None) -> None:
         self.served = served
+        self._disk = disk
+        self._room = asyncio.Lock()
         self.story: list[str] = []
         self.wrong: list[str] = []
         self.faults: list[Fault] = []
         self.hurt: set[int] = set()
         self.refused: dict[str, int] = {}
         self._stopped: set[int] = set()
-        self._restarted_s: dict[str, float] = {}
-        self._begin_s = self._looked_s = time.monotonic()
+        self._begin_s = time.monotonic()
         self._adopting = asyncio.Lock()
         self._arbiter_pid = int(served.status()["arbiter_pid"])
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what is broken ------------------------------------------------------------------------
 
-    async def excused(self, found: Attempt) -> bool:
-        """A failure while something was broken, of a kind that a retry can save.
-
-        Judged after the next look at the graph: that a restart took the last worker is only seen then.
-        """
-        deadline_s = time.monotonic() + HEAL_TIMEOUT_S
-        while self._looked_s <= found.ended_s and not self.wrong and time.monotonic() < deadline_s:
-            await asyncio.sleep(LOOK_EVERY_S)
+    def excused(self, found: Attempt) -> bool:
+        """A failure while something was broken, of a kind that a retry can save."""
         frontend = any("Frontend" in fault.what for fault in self._during(found))
         if found.code == "connection":
             return frontend  # a killed server can say nothing
@@ -84,13 +74,15 @@ class Chaos:
         return [
             fault
             for fault in self.faults
-            if fault.began_s <= found.ended_s and (fault.ended_s is None or found.began_s <= fault.ended_s)
+            if fault.excuses
+            and fault.began_s <= found.ended_s
+            and (fault.ended_s is None or found.began_s <= fault.ended_s)
         ]
 
     def outage(self, wall_s: float) -> bool:
-        """Whether etcd or NATS was broken at that time, seconds since 1970."""
+        """Whether something that a start needs was broken at that time, seconds since 1970."""
         at_s = wall_s - time.time() + time.monotonic()
-        servers = [fault for fault in self.faults if fault.what in ("etcd", "nats")]
+        servers = [fault for fault in self.faults if fault.what in NEEDED]
         return any(fault.began_s <= at_s <= (fault.ended_s or at_s) for fault in servers)
 
     async def calm(self) -> None:
@@ -105,8 +97,18 @@ class Chaos:
         """What we broke and what has not healed yet."""
         return [fault.what for fault in self.faults if fault.ended_s is None]
 
-    def _break(self, what: str, healed: Callable[[Status], bool], since_s: float | None = None) -> None:
-        self.faults.append(Fault(what, since_s or time.monotonic(), healed))
+    def _break(self, what: str, healed: Callable[[Status], bool], *, excuses: bool = True) -> None:
+        self.faults.append(Fault(what, time.monotonic(), healed, excuses=excuses))
+
+    @contextmanager
+    def _broken(self, what: str, *, excuses: bool) -> Iterator[None]:
+        """Something is broken for as long as the block lasts."""
+        over: list[bool] = []
+        self._break(what, lambda status: bool(over), excuses=excuses)
+        try:
+            yield
+        finally:
+            over.append(True)
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -137,7 +139,6 @@ class Chaos:
     async def watch_status(self) -> None:
         """Note what has healed, and that the arbiter is the one that we know; until cancelled."""
         while True:
-            look_s = time.monotonic()
             async with self._adopting:
                 status = await self.status()
             if status["arbiter_pid"] != self._arbiter_pid:
@@ -146,18 +147,7 @@ class Chaos:
             for fault in self.faults:
                 if fault.ended_s is None and fault.healed(status):
                     fault.ended_s = time.monotonic() + GRACE_S
-            self._note_gaps(status, self._looked_s)
-            self._looked_s = look_s
             await asyncio.sleep(LOOK_EVERY_S)
-
-    def _note_gaps(self, status: Status, since_s: float) -> None:
-        """A restart may take a component's only ready worker (docs/operations.md): until it is back, that is broken."""
-        for name in BASE:
-            gap = f"{name} is restarted, its last"
-            asked_s = self._restarted_s.get(name)
-            recent = asked_s is not None and time.monotonic() - asked_s < RESTART_TAKES_S
-            if recent and not _ready(status["workers"], name) and gap not in self.broken():
-                self._break(gap, lambda status, name=name: _ready(status["workers"], name) > 0, since_s)  # type: ignore[misc]
 
     async def status(self) -> dict[str, Any]:
         """`dynamo status`, beside other tasks, with the pids of `etcd` and `nats`."""
@@ -191,7 +181,7 @@ class Chaos:
             task = asyncio.create_task(self._do(action))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            if action.kind is Kind.ADOPT:
+            if action.kind in ALONE:
                 await asyncio.wait({task})
             if self.wrong:
                 break
@@ -200,10 +190,12 @@ class Chaos:
 
     async def _do(self, action: Action) -> None:
         try:
+            if action.kind is Kind.DESCRIPTORS and (others := self._tasks - {asyncio.current_task()}):
+                await asyncio.wait(others)
             async with self._adopting:
                 status = await self.status()
-                if action.kind is Kind.ADOPT:
-                    await self._adopt(status)
+                if action.kind in ALONE:
+                    await self._alone(action, status)
                     return
             await self._act(action, status)
         except ArbiterRefused as refusal:
@@ -222,19 +214,21 @@ class Chaos:
         kind = action.kind
         if kind in (Kind.ETCD, Kind.NATS):
             self._kill_server(kind.name.lower(), status)
+        elif kind in (Kind.STOP_ETCD, Kind.STOP_NATS):
+            await self._stop_server(kind.name.lower().removeprefix("stop_"), status, action.seconds)
+        elif kind is Kind.DISK:
+            await self._fill_disk(action.seconds)
         elif kind is Kind.SCALE:
             reply = await self._ask("scale", component=action.component, target=action.target)
             self.note("  " + ", ".join(f"{i['kind']} {i['watcher_name']}" for i in reply["instructions"]))
         elif kind is Kind.ROLLING:
-            self._restarted_s[action.component] = time.monotonic()
             await self._ask("restart", name=action.component, rolling=True)
-        elif (row := _chosen(action, status)) is None:
+        elif (row := chosen(action, status)) is None:
             self.note("  nobody to do it to")
         elif kind in (Kind.KILL, Kind.STOP, Kind.HANG):
             await self._hurt(action, row)
         elif kind is Kind.RESTART:
             self.note(f"  {row['watcher_name']}")
-            self._restarted_s[action.component] = time.monotonic()
             await self._ask("restart", name=row["watcher_name"])
         else:
             await self._drain(action, row)
@@ -255,7 +249,38 @@ class Chaos:
             self.note("  it is away already")
             return
         self._break(name, lambda status: status[name] not in (None, old))
-        _signal(old, signal.SIGKILL)
+        send_signal(old, signal.SIGKILL)
+
+    async def _stop_server(self, name: str, status: Status, seconds: float) -> None:
+        pid = status[name]
+        if pid is None:
+            self.note("  it is away already")
+            return
+        with self._broken(name, excuses=True):
+            send_signal(pid, signal.SIGSTOP)
+            await asyncio.sleep(seconds)
+            send_signal(pid, signal.SIGCONT)
+
+    async def _fill_disk(self, seconds: float) -> None:
+        if self._disk is None:
+            self.note("  left out: no disk of its own could be mounted here (only root may)")
+            return
+        async with self._room:
+            with self._broken(DISK, excuses=False):
+                await asyncio.to_thread(during, full_disk(self._disk), seconds)
+
+    async def _alone(self, action: Action, status: Status) -> None:
+        """What keeps the arbiter from answering."""
+        if action.kind is Kind.ADOPT:
+            async with self._room:  # an adoption that cannot write is refused, rightly
+                await self._adopt(status)
+        elif action.kind is Kind.STOP_ARBITER:
+            send_signal(status["arbiter_pid"], signal.SIGSTOP)
+            await asyncio.sleep(action.seconds)
+            send_signal(status["arbiter_pid"], signal.SIGCONT)
+        else:
+            with self._broken(DESCRIPTORS, excuses=False):
+                await asyncio.to_thread(during, no_descriptors(self.served), action.seconds)
 
     async def _hurt(self, action: Action, row: Mapping[str, Any]) -> None:
         name, pid = row["watcher_name"], row["pid"]
@@ -265,21 +290,21 @@ class Chaos:
             return  # it is stopped for good already: to let it go on would heal it
         if lasting:
             self.hurt.add(pid)
-            self._break(name, lambda status: _replaced(status, name, pid))
+            self._break(name, lambda status: replaced(status, name, pid))
         else:
             self._stopped.add(pid)
             self._break(name, lambda status: pid not in self._stopped)
-        _signal(pid, signal.SIGKILL if action.kind is Kind.KILL else signal.SIGSTOP)
+        send_signal(pid, signal.SIGKILL if action.kind is Kind.KILL else signal.SIGSTOP)
         if not lasting:
             await asyncio.sleep(action.seconds)
             if pid not in self.hurt:
-                _signal(pid, signal.SIGCONT)
+                send_signal(pid, signal.SIGCONT)
             self._stopped.discard(pid)
 
     async def _adopt(self, status: Status) -> None:
         """kill -9 of the arbiter; its workers, etcd and NATS serve on, and its successor takes them back."""
         self._break("the arbiter is away", lambda status: status["state"] == "ready")
-        _signal(status["arbiter_pid"], signal.SIGKILL)
+        send_signal(status["arbiter_pid"], signal.SIGKILL)
         while is_alive(status["arbiter_pid"]):
             await asyncio.sleep(0.01)
         words = self.served.serve_words("--adopt", "--detach")
@@ -304,7 +329,7 @@ class Chaos:
             status = await self.status()
             rows = status["workers"]
             if all(row["state"] in ("ready", "exited") for row in rows):
-                wanted = [name for name, count in BASE.items() if _ready(rows, name) != count]
+                wanted = [name for name, count in BASE.items() if ready(rows, name) != count]
                 if not wanted:
                     return
                 for name in wanted:
@@ -320,27 +345,3 @@ class Chaos:
             f"{r['from']}->{r['to']} {r['stimulus_id']}"
             for r in events(self.served)[-count:]
         ]
-
-
-def _chosen(action: Action, status: Status) -> Mapping[str, Any] | None:
-    rows = [row for row in status["workers"] if row["component"] == action.component and row["pid"]]
-    if action.kind is Kind.HANG:  # one that hangs while it starts has its start deadline: five minutes
-        rows = [row for row in rows if row["state"] != "starting"]
-    return rows[int(action.unit * len(rows))] if rows else None
-
-
-def _replaced(status: Status, name: str, pid: int) -> bool:
-    """It is gone, and if it was to stay, another process is there."""
-    row = next((row for row in status["workers"] if row["watcher_name"] == name), None)
-    return row is None or (row["pid"] != pid and row["state"] in WHOLE)
-
-
-def _ready(rows: list[Mapping[str, Any]], component: str) -> int:
-    return sum(row["component"] == component and row["state"] == "ready" for row in rows)
-
-
-def _signal(pid: int, signum: int) -> None:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        pass  # it has gone by itself meanwhile

@@ -7,54 +7,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import zmq
-import zmq.asyncio
 
-from dynamo_local.circus_plugins.arbiter import DynamoArbiter
-from dynamo_local.serve.host import ProcessSpec
-from dynamo_local.serve.processes import is_alive, start_time_s, wait_exit
-
-PYTHON = sys.executable
-
-
-class Harness:
-    """An arbiter with its exits recorded, and a client of its control endpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.exits: asyncio.Queue[tuple[str, int, int, float]] = asyncio.Queue()
-        self.endpoint = f"ipc://{folder}/ctl.sock"
-        self.arbiter = DynamoArbiter(endpoint=self.endpoint, pubsub_endpoint=f"ipc://{folder}/pub.sock")
-        self.arbiter.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
-
-    async def run(self, name: str, code: str, *, asks_itself: bool = False) -> int:
-        """Start `python -c code` under a new watcher; its pid."""
-        return await self.arbiter.start_process(
-            ProcessSpec(
-                name,
-                (PYTHON, "-c", code),
-                env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush", "ROOT": str(Path(__file__).parents[2])},
-                cwd=str(self.folder),
-                log_file=self.folder / f"{name}.log",
-                graceful_timeout_s=5.0,
-                death_signal=signal.SIGKILL,
-                asks_itself=asks_itself,
-            )
-        )
-
-    async def ask(self, command: str, **properties: object) -> dict[str, object]:
-        """One command over the endpoint, as circusctl sends it."""
-        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.linger = 0
-            socket.connect(self.endpoint)
-            await socket.send(json.dumps({"id": "1", "command": command, "properties": properties}).encode())
-            return json.loads(await asyncio.wait_for(socket.recv(), 5))
+from dynamo_local.system.processes import is_alive, start_time_s, wait_exit
+from tests.drivers.circus_arbiter import PYTHON, Harness
 
 
 @pytest.fixture
@@ -80,6 +40,8 @@ async def written(path: Path, timeout_s: float = 5.0) -> str:
     return path.read_text()
 
 
+@pytest.mark.alone
+@pytest.mark.timing
 async def test_an_exit_is_noticed_with_its_code_within_milliseconds(harness: Harness) -> None:
     """circus polls once a second; the pidfd tells at once, and the exit code is not lost to waitpid(-1)."""
     pid = await harness.run("ns_A", "import sys; sys.stdin.read(); raise SystemExit(7)")
@@ -134,7 +96,7 @@ async def test_sighup_does_not_start_a_second_copy(harness: Harness) -> None:
 
 SLEEPS = "import time; time.sleep(600)"
 ASKS_AND_SLEEPS = (
-    "import os, sys, time; sys.path.append(os.environ['ROOT']); from dynamo_local.prctl import die_as_asked\n"
+    "import os, sys, time; sys.path.append(os.environ['ROOT']); from dynamo_local.system.prctl import die_as_asked\n"
     "die_as_asked(os.environ); assert 'DYN_DEATH_SIGNAL' not in os.environ; print('asked', flush=True); time.sleep(600)"
 )
 
@@ -147,7 +109,7 @@ async def test_the_worker_dies_with_its_arbiter(tmp_path: Path, asks_itself: boo
         "import asyncio, sys, os\n"
         "sys.path.insert(0, os.environ['ROOT'])\n"
         "from pathlib import Path\n"
-        "from tests.contract.test_circus_arbiter import Harness\n"
+        "from tests.drivers.circus_arbiter import Harness\n"
         "async def main():\n"
         "    harness = Harness(Path(sys.argv[1])); await harness.arbiter.start()\n"
         f"    print(await harness.run('ns_A', {code!r}, asks_itself={asks_itself}), flush=True)\n"

@@ -20,9 +20,9 @@ import zmq
 from dynamo_local.circus_plugins import client_host, exec_worker
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdBusy, CircusdError, CircusdSilent
 from dynamo_local.circus_plugins.client_host import CircusClientHost, exit_code_of_zombie
-from dynamo_local.serve.host import ProcessSpec
-from dynamo_local.serve.processes import is_alive, kill_session, wait_exit
-from tests.fakes.stock_circusd import StockCircusd
+from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.system.processes import is_alive, kill_session, wait_exit
+from tests.drivers.stock_circusd import StockCircusd
 
 RUNS = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
 STUBBORN_S = 2.0
@@ -99,7 +99,7 @@ async def stop_stubborn(harness: Harness) -> None:
     assert "already running" in refused["reason"]
 
 
-@pytest.mark.short
+@pytest.mark.timing
 async def test_a_start_waits_out_somebody_elses_slow_stop(harness: Harness) -> None:
     """Lesson 13: circusd refuses `add` while any stop runs. It is tried again, and the delay is what the docs say."""
     await stop_stubborn(harness)
@@ -109,6 +109,7 @@ async def test_a_start_waits_out_somebody_elses_slow_stop(harness: Harness) -> N
     assert is_alive(pid)
 
 
+@pytest.mark.full
 async def test_a_start_gives_up_at_its_bound_and_names_the_reason(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +123,8 @@ async def test_a_start_gives_up_at_its_bound_and_names_the_reason(
     assert is_alive(await harness.start("ns_A"))
 
 
+@pytest.mark.timing
+@pytest.mark.full
 async def test_an_exit_is_noticed_while_circusd_is_busy(harness: Harness) -> None:
     """circusd itself neither notices nor collects meanwhile: the code is still there to be read."""
     pid = await harness.start("ns_A")
@@ -132,6 +135,8 @@ async def test_an_exit_is_noticed_while_circusd_is_busy(harness: Harness) -> Non
     assert time.monotonic() - killed_s < 0.1
 
 
+@pytest.mark.timing
+@pytest.mark.full
 async def test_a_removal_that_circusd_refuses_goes_on_in_the_background(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +156,7 @@ async def test_a_removal_that_circusd_refuses_goes_on_in_the_background(
     assert "ns_a" in (await harness.ask("list"))["watchers"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["start", "restart", "incr", "reload"])
 async def test_nobody_starts_a_second_copy_behind_our_back(harness: Harness, command: str) -> None:
     """Lesson 20: a ticket is good for one start. What circusd starts by itself ends at once, and says why."""
@@ -166,6 +172,7 @@ async def test_nobody_starts_a_second_copy_behind_our_back(harness: Harness, com
     assert "the dynamo plugin starts its workers" in harness.circusd.log
 
 
+@pytest.mark.full
 async def test_a_second_process_of_a_live_worker_ends_at_once(harness: Harness) -> None:
     """`circusctl reload NAME` starts the new one before it stops the old one, which SIGCONT does not hurt."""
     pid = await harness.start("ns_A")
@@ -183,7 +190,6 @@ async def test_a_second_process_of_a_live_worker_ends_at_once(harness: Harness) 
     assert is_alive(pid)
 
 
-@pytest.mark.short
 async def test_circusds_stop_signal_does_not_cut_what_streams(harness: Harness) -> None:
     """`quit` and `stop` would SIGTERM all at once: the supervisor has an order, and hears of it by an event."""
     pid = await harness.start("ns_A")
@@ -197,6 +203,7 @@ async def test_circusds_stop_signal_does_not_cut_what_streams(harness: Harness) 
     assert code in (-signal.SIGKILL, None)
 
 
+@pytest.mark.full
 async def test_circusd_never_sees_the_environment(harness: Harness) -> None:
     """Lesson 11: `circusctl options` and `ps` print what circusd was told, to whoever reaches its endpoint."""
     pid = await harness.start("ns_A", SECRET_TOKEN="hush")
@@ -206,6 +213,7 @@ async def test_circusd_never_sees_the_environment(harness: Harness) -> None:
     assert options["options"]["respawn"] is False
 
 
+@pytest.mark.full
 async def test_somebody_elses_watcher_of_that_name_is_left_alone(harness: Harness) -> None:
     """A name clash is an error that names the way out, not a removal."""
     await harness.ask("add", name="ns_A", cmd="sleep 600", start=True, waiting=True)
@@ -217,6 +225,7 @@ async def test_somebody_elses_watcher_of_that_name_is_left_alone(harness: Harnes
     await harness.ask("rm", name="ns_A", waiting=True)
 
 
+@pytest.mark.full
 async def test_what_a_killed_plugin_left_is_ended_and_replaced(harness: Harness) -> None:
     """Its socket's path tells whose it is; the namespace's lock tells that its owner is dead."""
     first, second = await harness.start("ns_A"), await harness.start("ns_B")
@@ -233,6 +242,7 @@ async def test_what_a_killed_plugin_left_is_ended_and_replaced(harness: Harness)
     assert not is_alive(first)
 
 
+@pytest.mark.full
 async def test_what_a_killed_plugin_left_can_be_taken_back(harness: Harness) -> None:
     """The exit of an adopted process is told like any other, and its name is free then."""
     pid = await harness.start("ns_A")
@@ -253,6 +263,7 @@ async def test_what_a_killed_plugin_left_can_be_taken_back(harness: Harness) -> 
     assert is_alive(await harness.start("ns_A"))
 
 
+@pytest.mark.full
 async def test_workers_end_with_a_killed_circusd() -> None:
     """Lesson 3: circus itself would leave them to pid 1, with their VRAM."""
     with (
@@ -276,6 +287,7 @@ async def test_workers_end_with_a_killed_circusd() -> None:
         kill_session(others[0])  # circus leaves its own
 
 
+@pytest.mark.full
 async def test_a_hundred_calls_at_once_get_their_own_answers(circusd: StockCircusd) -> None:
     """circus's own AsyncCircusClient hangs with two."""
     client = CircusClient(circusd.endpoint)
@@ -285,6 +297,7 @@ async def test_a_hundred_calls_at_once_get_their_own_answers(circusd: StockCircu
     await client.close()
 
 
+@pytest.mark.full
 async def test_refusals_are_told_apart(harness: Harness) -> None:
     """Busy is tried again; everything else is an answer."""
     client = harness.host.circusd
@@ -297,6 +310,8 @@ async def test_refusals_are_told_apart(harness: Harness) -> None:
     assert harness.circusd.pids("other")
 
 
+@pytest.mark.timing
+@pytest.mark.full
 async def test_a_silent_circusd_is_an_error_within_the_bound(tmp_path: Path) -> None:
     """circus's own client ignores its timeout."""
     with tempfile.TemporaryDirectory(prefix="cs-") as folder, zmq.Context() as context:
@@ -312,6 +327,7 @@ async def test_a_silent_circusd_is_an_error_within_the_bound(tmp_path: Path) -> 
             await client.close()
 
 
+@pytest.mark.full
 def test_exit_codes_are_read_from_a_zombie_only() -> None:
     """A collected process has no code any more, and a live one none yet: None, not 0."""
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", "raise SystemExit(3)"]) as child:

@@ -1,4 +1,4 @@
-"""Our commands, and circus's made safe, over the real endpoint of a real arbiter; only the supervisor is a fake."""
+"""Our commands over the real endpoint of a real arbiter, and from the command line; only the supervisor is a fake."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import asyncio
 import itertools
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -20,67 +16,15 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from dynamo_local.circus_plugins.commands import REFUSED
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_NOT_RUNNING, BadInput, InfraUnavailable
-from dynamo_local.serve.processes import is_alive, wait_exit
-from tests.contract.test_circus_arbiter import Harness
-from tests.fakes.supervisor import FakeSupervisor
-
-WORKER = "dynamo_VllmWorker"
-ASLEEP = "import time; print('up', flush=True); time.sleep(60)"
-
-
-class Commander(Harness):
-    """The harness with a fake supervisor, at the endpoint where `dynamo --namespace dynamo` looks for it."""
-
-    def __init__(self, root: Path) -> None:
-        folder = root / "dynamo" / "dynamo"
-        folder.mkdir(parents=True)
-        super().__init__(folder)
-        self.root = root
-        self.supervisor = FakeSupervisor([WORKER, f"{WORKER}_1"])
-        self.arbiter.supervisor = self.supervisor
-
-    async def dynamo(self, *words: str) -> tuple[int, str, str]:
-        """Run the command line in a process of its own: exit code, stdout, stderr."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-W", "ignore", "-m", "dynamo_local.cli.main", *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(self.root), "DYN_LOCAL_LOG_DIR": str(self.root / "logs")},
-        )
-        out, err = await asyncio.wait_for(process.communicate(), 30)
-        assert process.returncode is not None
-        return process.returncode, out.decode(), err.decode()
+from tests.drivers.circus_arbiter import WORKER, Commander, commanding
 
 
 @pytest.fixture
 async def commander() -> AsyncIterator[Commander]:
-    """A running arbiter; whatever it still runs is killed afterwards. The folder is short: a socket lies in it."""
-    with tempfile.TemporaryDirectory(prefix="dyn-") as folder:
-        commander = Commander(Path(folder))
-        await commander.arbiter.start()
+    """A running arbiter."""
+    async with commanding() as commander:
         yield commander
-        for watcher in commander.arbiter.watchers:
-            for pid in list(watcher.processes):
-                os.kill(pid, signal.SIGKILL)
-                await wait_exit(pid, 5)
-        await asyncio.sleep(0)
-        await commander.arbiter.close()
-
-
-async def up(commander: Commander, name: str, code: str = ASLEEP) -> int:
-    """Start a process that says when it is up, and wait for that; its pid."""
-    pid = await commander.run(name, code)
-    deadline_s = time.monotonic() + 10
-    while not (commander.folder / f"{name}.log").read_text():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
-    return pid
-
-
-# --- ours ------------------------------------------------------------------------------------------
 
 
 async def test_a_reply_carries_the_result_although_nobody_asked_to_wait(commander: Commander) -> None:
@@ -92,6 +36,15 @@ async def test_a_reply_carries_the_result_although_nobody_asked_to_wait(commande
     assert str(stimulus_id).startswith("scale:")
     options = {"force": False, "victim_policy": "coldest", "stimulus_id": stimulus_id}
     assert commander.supervisor.calls == [("scale", ("VllmWorker", "+1"), options)]
+
+
+async def test_an_apply_reaches_the_supervisor(commander: Commander) -> None:
+    """With the deployment as it was sent."""
+    reply = await commander.ask("dynamo_apply", deployment={"graph": {}}, dry_run=True)
+    (_, sent, options) = commander.supervisor.calls[-1]
+    assert (sent, options["dry_run"], options["force"]) == (({"graph": {}},), True, False)
+    assert reply["stimulus_id"] == options["stimulus_id"]
+    assert reply["stimulus_id"].startswith("apply:")
 
 
 async def test_drain_and_restart_reach_the_supervisor(commander: Commander) -> None:
@@ -195,6 +148,8 @@ async def test_a_hundred_commands_at_once_are_all_answered(commander: Commander)
     assert [reply["component"] for reply in await asyncio.gather(*held)] == [f"C{n}" for n in range(25)]
 
 
+@pytest.mark.alone
+@pytest.mark.timing
 async def test_status_is_answered_at_once_while_commands_wait(commander: Commander) -> None:
     """Replies never block others: 50 ms is what the issue allows."""
     commander.supervisor.hold = asyncio.Event()
@@ -239,127 +194,6 @@ async def test_an_arbiter_that_closes_drops_pending_commands_quietly(caplog: pyt
         await asyncio.gather(pending, return_exceptions=True)
         await asyncio.sleep(0.01)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
-# --- circus's own ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", sorted(REFUSED))
-async def test_a_refused_command_says_why_and_names_ours(commander: Commander, command: str) -> None:
-    """Stock circusctl stays safe: the supervisor is not asked, and its user learns what to type."""
-    reply = await commander.ask(command, name=WORKER, options={}, cmd="sleep")
-    assert (reply["status"], reply["code"], reply["exit_code"]) == ("error", "bad_input", EXIT_BAD_INPUT)
-    assert str(reply["reason"]).startswith(f"`{command}` is refused: ")
-    assert "`dynamo " in str(reply["reason"])
-    assert commander.supervisor.calls == []
-
-
-async def test_stop_and_rm_are_a_drain_of_the_worker_as_we_spell_it(commander: Commander) -> None:
-    """circus's `list` lower-cases names, so that is what people paste."""
-    for command in ("stop", "rm"):
-        reply = await commander.ask(command, name=WORKER.lower())
-        assert (reply["status"], reply["watcher_name"], reply["state"]) == ("ok", WORKER, "draining")
-    for (method, words, options), command in zip(commander.supervisor.calls, ("stop", "rm"), strict=True):
-        assert (method, words) == ("drain", (WORKER,))
-        assert (options["cancel"], options["force"]) == (False, False)
-        assert options["stimulus_id"].startswith(f"circusctl-{command}:")
-
-
-async def test_a_stop_that_waits_is_answered_when_the_worker_is_gone(commander: Commander) -> None:
-    """As circus's `--waiting`; other commands are answered meanwhile."""
-    stopping = asyncio.ensure_future(commander.ask("stop", name=WORKER, waiting=True))
-    while not commander.supervisor.calls:
-        await asyncio.sleep(0.005)
-    assert (await commander.ask("dynamo_status"))["status"] == "ok"
-    assert not stopping.done()
-    del commander.supervisor.rows[WORKER]
-    assert (await asyncio.wait_for(stopping, 5))["state"] == "exited"
-
-
-async def test_quit_and_a_stop_without_a_name_are_a_down(commander: Commander) -> None:
-    """Never a kill of everything at once; with `waiting`, one request only: a second one would end at once."""
-    for command in ("quit", "stop"):
-        assert (await commander.ask(command))["pid"] == 4711
-    await commander.ask("quit", waiting=True)
-    assert commander.supervisor.calls == [
-        ("request_down", ("circusctl quit",), {"now": False}),
-        ("request_down", ("circusctl stop",), {"now": False}),
-        ("down", ("circusctl quit",), {}),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("command", "properties", "told"),
-    [
-        ("rm", {"name": WORKER, "nostop": True}, "keeps its GPUs"),
-        ("stop", {"name": "dynamo_*"}, "not a pattern"),
-        ("stop", {"name": "dynamo_etcd"}, "household"),
-        ("signal", {"name": "dynamo_etcd", "signum": "USR2"}, "household"),
-        ("signal", {"name": WORKER, "signum": "BOGUS"}, "'BOGUS' is no signal"),
-        ("signal", {"name": WORKER, "signum": "TERM", "children": True}, "an engine's processes are its own"),
-        ("signal", {"name": WORKER, "signum": "TERM", "recursive": True}, "an engine's processes are its own"),
-        ("signal", {"name": WORKER, "signum": 10, "pid": 1}, "not 1"),
-        ("signal", {"name": f"{WORKER}_1", "signum": "USR1"}, "not found"),
-        ("signal", {"name": WORKER}, "None is no signal"),
-    ],
-)
-async def test_what_would_harm_is_refused_in_words(
-    commander: Commander, command: str, properties: dict[str, Any], told: str
-) -> None:
-    """The process lives, and nobody was asked to end it."""
-    pid = await up(commander, WORKER)
-    await commander.run("dynamo_etcd", ASLEEP)
-    reply = await commander.ask(command, **properties)
-    assert (reply["status"], reply["exit_code"]) == ("error", EXIT_BAD_INPUT)
-    assert told in str(reply["reason"])
-    assert commander.supervisor.calls == []
-    assert is_alive(pid)
-
-
-async def test_a_signal_to_leave_is_a_drain(commander: Commander) -> None:
-    """The signal itself is not sent: how a worker leaves is decided by its role."""
-    pid = await up(commander, WORKER)
-    for signum in ("TERM", signal.SIGINT, "15"):
-        assert (await commander.ask("signal", name=WORKER.lower(), signum=signum))["state"] == "draining"
-    assert [method for method, *_ in commander.supervisor.calls] == ["drain"] * 3
-    assert is_alive(pid)
-
-
-@pytest.mark.parametrize("signum", ["KILL", "STOP", "QUIT", "HUP", "ABRT", "USR1", "USR2", "RTMIN"])
-async def test_a_signal_that_would_end_or_stop_a_worker_is_refused(commander: Commander, signum: str) -> None:
-    """USR1 among them: this worker has no handler, and the default is to die."""
-    pid = await up(commander, WORKER)
-    reply = await commander.ask("signal", name=WORKER, signum=signum)
-    assert reply["status"] == "error"
-    assert f"`signal SIG{signum}` is refused" in str(reply["reason"])
-    assert f"`dynamo drain {WORKER}`" in str(reply["reason"])
-    assert is_alive(pid)
-
-
-async def test_a_signal_that_the_worker_handles_reaches_it(commander: Commander) -> None:
-    """A person may ask a process for its stack by USR1; CONT harms nobody."""
-    code = (
-        "import signal, time\n"
-        "signal.signal(signal.SIGUSR1, lambda *a: print('asked', flush=True))\n"
-        "print('up', flush=True)\n"
-        "while True: time.sleep(60)"
-    )
-    pid = await up(commander, WORKER, code)
-    assert (await commander.ask("signal", name=WORKER, signum="CONT"))["signal"] == "SIGCONT"
-    assert (await commander.ask("signal", name=WORKER, signum="usr1", pid=pid))["signal"] == "SIGUSR1"
-    deadline_s = time.monotonic() + 5
-    while "asked" not in (commander.folder / f"{WORKER}.log").read_text():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
-
-
-async def test_get_masks_secrets(commander: Commander) -> None:
-    """Lesson 11: `circusctl get NAME env` printed the whole environment."""
-    await up(commander, WORKER)
-    reply = await commander.ask("get", name=WORKER, keys=["env", "singleton"])
-    assert reply["options"]["singleton"] is True
-    assert "hush" not in json.dumps(reply)
-    assert (await commander.ask("get", name=WORKER, keys=["nothing"]))["exit_code"] == EXIT_BAD_INPUT
 
 
 # --- from the command line -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_local.engines import make_engine
 from dynamo_local.ports import Engine
-from tests.fakes.engine_contract import EngineContract, check_closed
+from tests.contract.engine_contract import EngineContract, check_closed
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from dynamo_local.errors import EtcdUnavailable, LeaseNotFound
 from dynamo_local.ports import DeleteEvent, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
 from dynamo_local.runtime.etcd import EtcdStore
-from tests.fakes.etcd import FakeEtcd
-from tests.fakes.servers import RealEtcd
+from tests.drivers.servers import RealEtcd
+from tests.fakes.infra.etcd import FakeEtcd
 
 EVENT_DEADLINE_S = 5.0
 

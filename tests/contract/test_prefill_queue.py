@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from nats.aio.client import Client
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.errors import InvalidRequest, NatsUnavailable
 from dynamo_local.ports import QueueDepth
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue, keep_in_progress
-from tests.fakes.prefill_queue import FakePrefillQueue, FakeQueueServer
-from tests.fakes.servers import RealNats
+from dynamo_local.system.logs.request_log import bound
+from tests.drivers.servers import RealNats
+from tests.fakes.infra.prefill_queue import FakePrefillQueue, FakeQueueServer
 
 ACK_WAIT_S = 0.4
 MAX_DELIVER = 2
@@ -38,9 +40,18 @@ def server(request: pytest.FixtureRequest) -> RealNats | None:
 
 
 @pytest.fixture
-async def make(server: RealNats | None, namespace: str) -> AsyncIterator[MakeQueue]:
+async def connection(server: RealNats | None) -> AsyncIterator[Client | None]:
+    """That all of a test's queues share; None for the fake."""
+    nats = None if server is None else await connect_nats(server.url, server.access, name="test")
+    yield nats
+    if nats is not None:
+        await close_quietly(nats)
+
+
+@pytest.fixture
+async def make(connection: Client | None, namespace: str) -> AsyncIterator[MakeQueue]:
     """`make(run_id="a")` is one more client of this test's queue."""
-    if server is None:
+    if connection is None:
         fake_server = FakeQueueServer()
 
         def make_fake(run_id: str = "a", **options: object) -> FakePrefillQueue:
@@ -50,18 +61,16 @@ async def make(server: RealNats | None, namespace: str) -> AsyncIterator[MakeQue
         yield make_fake
         return
 
-    nats = await connect_nats(server.url, server.token_file, name="test")
     queues = []
 
     def make_real(run_id: str = "a", **options: object) -> JetStreamPrefillQueue:
         options = {"ack_wait_s": ACK_WAIT_S, "max_deliver": MAX_DELIVER, **options}
-        queues.append(JetStreamPrefillQueue(nats, namespace, run_id, **options))  # type: ignore[arg-type]
+        queues.append(JetStreamPrefillQueue(connection, namespace, run_id, **options))  # type: ignore[arg-type]
         return queues[-1]
 
     yield make_real
     for queue in queues:
         await queue.close()
-    await close_quietly(nats)
 
 
 async def test_an_entry_comes_out_as_it_went_in(make: MakeQueue) -> None:
@@ -338,14 +347,15 @@ async def test_what_cannot_be_encoded_is_refused(make: MakeQueue) -> None:
         await queue.enqueue("r", {"x": object()}, deadline_s=10)
 
 
-async def test_an_unreachable_server_is_never_an_empty_queue(make: MakeQueue) -> None:
+async def test_an_unreachable_server_is_never_an_empty_queue(make: MakeQueue, connection: Client | None) -> None:
     """Lesson 14's rule: missing is not zero. Every call says `NatsUnavailable`."""
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)
-    if isinstance(queue, FakePrefillQueue):
+    if connection is None:
+        assert isinstance(queue, FakePrefillQueue)
         queue.server.available = False
     else:
-        await close_quietly(queue._nats)
+        await close_quietly(connection)
     for call in (
         queue.depth(),
         queue.pull(1),
@@ -356,3 +366,14 @@ async def test_an_unreachable_server_is_never_an_empty_queue(make: MakeQueue) ->
     ):
         with pytest.raises(NatsUnavailable):
             await call
+
+
+async def test_an_entry_carries_the_clients_request_id(make: MakeQueue) -> None:
+    """The prefill worker logs it; an entry that was enqueued outside a request has none."""
+    queue = make()
+    with bound("order/4711:a%20b"):
+        await queue.enqueue("r-1", {"n": 1}, deadline_s=60.0)
+    await queue.enqueue("r-2", {"n": 2}, deadline_s=60.0)
+    pulled = [await queue.pull(5.0), await queue.pull(5.0)]
+    found = {task.task.request_id: task.task.x_request_id for task in pulled if task is not None}
+    assert found == {"r-1": "order/4711:a%20b", "r-2": ""}

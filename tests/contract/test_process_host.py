@@ -21,10 +21,10 @@ import pytest
 
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.circus_plugins.client_host import CircusClientHost
-from dynamo_local.serve.host import ProcessHost, ProcessSpec
-from dynamo_local.serve.processes import is_alive, kill_session, wait_exit
-from tests.fakes.process_host import FakeProcessHost
-from tests.fakes.stock_circusd import StockCircusd
+from dynamo_local.system.process_host import ProcessHost, ProcessSpec
+from dynamo_local.system.processes import is_alive, kill_session, wait_exit
+from tests.drivers.stock_circusd import StockCircusd
+from tests.fakes.arbiter.process_host import FakeProcessHost
 
 RUNS = (sys.executable, "-I", "-S", "-c", "import time; print('runs', flush=True); time.sleep(600)")
 ENDS_7 = (sys.executable, "-I", "-S", "-c", "raise SystemExit(7)")
@@ -129,7 +129,7 @@ async def own_arbiter(folder: Path) -> AsyncIterator[tuple[ProcessHost, Place]]:
     await arbiter.start()
 
     async def lister() -> list[str]:
-        return sorted(arbiter._watchers_names)
+        return sorted(watcher.name.lower() for watcher in arbiter.watchers)
 
     yield arbiter, RealPlace(lister)
     for watcher in list(arbiter.watchers):
@@ -200,6 +200,8 @@ async def test_an_exit_is_told_with_its_code(tried: Tried) -> None:
         assert await tried.exit() == (name, pid, code)
 
 
+@pytest.mark.alone
+@pytest.mark.timing
 async def test_a_killed_process_is_noticed_within_milliseconds(tried: Tried) -> None:
     """circus looks once per `check_delay` (a second here, five by default); a pidfd tells at once."""
     pid = await tried.start("ns_A")
@@ -275,6 +277,7 @@ async def test_a_missing_program_is_an_oserror_and_leaves_no_process(tried: Trie
     assert tried.place.runs(await tried.start("ns_A"))
 
 
+@pytest.mark.timing
 async def test_many_starts_at_once(tried: Tried) -> None:
     """Plain circus refused 53 of 60 back-to-back `add`s."""
     names = [f"ns_{n}" for n in range(40)]

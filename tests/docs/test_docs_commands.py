@@ -12,7 +12,7 @@ from circus.commands import get_commands
 import dynamo_local.circus_plugins.commands  # noqa: F401  registers our commands with circus
 from dynamo_local.cli.main import cli
 from dynamo_local.config import parse_overrides
-from tests.fakes.pages import SHELL, blocks, inline_code, pages, shell_commands, shown
+from tests.tools.pages import SHELL, blocks, inline_code, pages, shell_commands, shown
 
 
 def _in_blocks():
@@ -39,11 +39,11 @@ def _check(words: list[str]) -> None:
     command = cli.get_command(click.Context(cli), words[0])
     assert command is not None, f"no command {words[0]!r}"
     rest = words[1:]
-    if isinstance(command, click.Group):
+    while isinstance(command, click.Group):
         if not rest:
             return
         sub = command.get_command(click.Context(command), rest[0])
-        assert sub is not None, f"no command {' '.join(words[:2])!r}"
+        assert sub is not None, f"no command {' '.join(words)!r}"
         command, rest = sub, rest[1:]
     context = command.make_context(words[0], rest)
     if words[0] == "serve":

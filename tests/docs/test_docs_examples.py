@@ -13,16 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from dynamo_local.cli.serve import serve
+from dynamo_local.cli.simulate import simulate
+from dynamo_local.commands.graph import is_command, with_commands
 from dynamo_local.config import load_config, resolve
+from dynamo_local.core.life.roles import STAGES
 from dynamo_local.core.types import Role
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY
-from dynamo_local.runtimes.graph import is_command, with_commands
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.serve.leaving import STAGES
-from tests.fakes.clean_imports import clean_imports
-from tests.fakes.pages import ROOT, blocks, pages, shell_commands
+from dynamo_local.twin.trace import read_trace
+from tests.tools.clean_imports import clean_imports
+from tests.tools.pages import ROOT, SHELL, blocks, pages, shell_commands
 
 EXAMPLE = ROOT / "examples" / "llm"
 README = blocks(ROOT / "README.md")
@@ -61,6 +64,33 @@ def test_graph_of_a_page_loads(page, root, services, tmp_path):
     assert list(load_graph(f"{module}:{root}", base_dir=tmp_path).services) == services
 
 
+def _simulations() -> list:
+    commands = (
+        words[2:]
+        for page in pages()
+        for block in blocks(page)
+        if block.language in SHELL
+        for words in shell_commands(block.text)
+        if words[:2] == ["dynamo", "simulate"] and "--generate" in words
+    )
+    return [pytest.param(words, id=" ".join(words)) for words in commands]
+
+
+@pytest.mark.parametrize("words", _simulations())
+def test_generated_load_of_a_page_runs(words, tmp_path, monkeypatch):
+    """Each as it stands there, with its first forty requests; what it keeps can be read again."""
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(simulate, [*words, "--limit", "40", "--jobs", "1"]).exit_code == 0
+    assert all(len(read_trace(kept)) == 40 for kept in tmp_path.iterdir())
+
+
+def test_pages_show_generated_loads():
+    """Else the test above would run nothing."""
+    words = [word for param in _simulations() for word in param.values[0]]
+    assert {"-o", "--generate"} <= set(words)
+    assert {word.partition(",")[0] for word in words} >= {"chat", "code", "sin"}
+
+
 @pytest.mark.parametrize("block", _blocks("yaml"))
 def test_configuration_of_a_page_is_accepted(block, tmp_path):
     """Each YAML snippet fits the graph that ships, or is one of commands."""
@@ -97,8 +127,13 @@ def test_second_command_of_the_readme_runs_every_check():
     assert list(shell_commands(TESTS.text)) == [["pip", "install", "tox"], ["tox"]]
     tox = configparser.ConfigParser()
     tox.read(ROOT / "tox.ini")
-    listed = set(re.split(r"[,\s]+", tox["tox"]["env_list"].strip()))
-    assert {"lint", "types", "imports", "docs", "wheel", "integration"} <= listed
+    labels = dict(line.split(" = ") for line in tox["tox"]["labels"].strip().splitlines())
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    for heading, listed in (("`tox`", tox["tox"]["env_list"]), ("`tox -m full`", labels["full"])):
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {heading} |"))
+        table = page[page.index(row) :].split("\n\n")[0]
+        for name in re.split(r"[,\s]+", listed.strip()):
+            assert f"| `{name}` |" in table, f"{name} is not below {heading} in CONTRIBUTING.md"
 
 
 @pytest.mark.infra
@@ -184,3 +219,10 @@ def test_systemd_accepts_the_unit(tmp_path):
     )
     complaints = [line for line in done.stderr.splitlines() if "dynamo.service" in line]
     assert (done.returncode, complaints) == (0, []), done.stderr
+
+
+def test_no_page_and_no_message_installs_the_package_by_name() -> None:
+    """It is on no index: first installs failed. From the clone, `pip install '.[extra]'`, works."""
+    code = [path for room in ("dynamo_local", "state", "circus_plugins") for path in (ROOT / room).rglob("*.py")]
+    by_name = re.compile(r"(pip|uv|pipx) [^\n`]*install[^\n`]*['\" ]dynamo[-_]local\b")
+    assert [path for path in (*pages(), *code) if by_name.search(path.read_text())] == []

@@ -9,7 +9,7 @@ import pytest
 from dynamo_local import errors
 from dynamo_local.config.schema import HostConfig, ServiceArgs
 from dynamo_local.core.types import WorkerState
-from tests.fakes.pages import ROOT, generator, shown
+from tests.tools.pages import ROOT, generator, shown
 
 GENERATE = generator()
 IN_PAGES = [(page, name) for page in GENERATE.pages() for name in GENERATE.parts_of(page)]
@@ -84,7 +84,7 @@ def test_every_dependency_has_its_reason():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
-    explaining = (extras[name] for name in ("embedded", "report", "tensorboard", "vllm"))
+    explaining = (extras[name] for name in ("embedded", "plugins", "predictors", "report", "tensorboard", "vllm"))
     wanted = config["options"]["install_requires"] + "".join(explaining)
     names = {re.split(r"[<>=;\[ ]", line)[0] for line in wanted.split("\n") if line and not line.startswith("#")}
     explained = {

@@ -1,21 +1,25 @@
-"""docs/lessons.md: each fault of the predecessor has a test, and each test that is named there exists."""
+"""docs/lessons.md and docs/security.md: each fault and each protection has a test, and each test named there exists."""
 
 from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.fakes.pages import ROOT
+from tests.tools.pages import ROOT
 
-PAGE = ROOT / "docs" / "lessons.md"
+LESSONS, SECURITY = ROOT / "docs" / "lessons.md", ROOT / "docs" / "security.md"
+PAGES = (LESSONS, SECURITY)
 NAMED = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<test>test_\w+)`")
 FAULTS = range(1, 24)
 
 
 def _named() -> list[tuple[str, str]]:
-    found = dict.fromkeys((match["file"], match["test"]) for match in NAMED.finditer(PAGE.read_text()))
+    found = dict.fromkeys(
+        (match["file"], match["test"]) for page in PAGES for match in NAMED.finditer(page.read_text())
+    )
     assert found
     return list(found)
 
@@ -31,11 +35,21 @@ def test_a_test_that_is_named_exists(file: str, test: str) -> None:
 
 def test_each_fault_has_a_row_with_a_test() -> None:
     """In order, none left out."""
-    rows = [line for line in PAGE.read_text().splitlines() if re.match(r"\| \d+ \|", line)]
+    rows = [line for line in LESSONS.read_text().splitlines() if re.match(r"\| \d+ \|", line)]
     assert [int(row.split("|")[1]) for row in rows] == list(FAULTS)
     assert [row for row in rows if not NAMED.search(row)] == []
 
 
-def test_no_backticked_test_escapes_the_check() -> None:
+def test_each_protection_names_its_test() -> None:
+    """A line that nothing checks is a wish."""
+    rows = [line for line in SECURITY.read_text().splitlines() if line.startswith("| ")]
+    protections = [row for row in rows if not row.startswith("| What ")]
+    assert protections
+    assert [row for row in protections if not NAMED.search(row)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_backticked_test_escapes_the_check(page: Path) -> None:
     """A path that is written in another way would not be looked at."""
-    assert len(re.findall(r"`tests/[^`]*::[^`]*`", PAGE.read_text())) == len(NAMED.findall(PAGE.read_text()))
+    text = page.read_text()
+    assert len(re.findall(r"`tests/[^`]*::[^`]*`", text)) == len(NAMED.findall(text))

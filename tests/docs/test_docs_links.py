@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.fakes.pages import ROOT, anchors, pages, shown, without_blocks
+from tests.tools.pages import ROOT, anchors, pages, shown, without_blocks
 
 _LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 

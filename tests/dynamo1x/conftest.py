@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.fakes.required import fail_where_skipped
+from tests.tools.required import fail_where_skipped
 
 REQUIRED = "DYN_DYNAMO1X_REQUIRED"
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from openai import AsyncOpenAI
 
-from tests.fakes.served import ROOT, Served, auntil
+from tests.drivers.served import ROOT, Served, auntil
 
 EXAMPLE = ROOT / "examples" / "dynamo_1x"
 MODEL = "tiny"

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from openai import APIError
 
+from tests.drivers.scaled import ascale, command, events, kinds, names, settled
+from tests.drivers.served import auntil
 from tests.dynamo1x.dynamo_graphs import (
     WAIT_S,
     ask,
@@ -20,8 +22,6 @@ from tests.dynamo1x.dynamo_graphs import (
     load,
     until_right,
 )
-from tests.fakes.scaled import ascale, command, events, kinds, names, settled
-from tests.fakes.served import auntil
 
 pytestmark = [pytest.mark.timeout(500)]
 
@@ -31,7 +31,6 @@ LONG = 4000
 """Tokens of a stream that outlasts what is done meanwhile: 6 ms each, or more."""
 
 
-@pytest.mark.short
 async def test_workers_come_and_go_under_load_without_a_failed_request() -> None:
     """1 to 4 to 1: each new one is routed to, each that leaves finishes its streams, and nothing is left of it."""
     with graph("agg") as served:
@@ -53,6 +52,7 @@ async def test_workers_come_and_go_under_load_without_a_failed_request() -> None
             assert [event["exit_code"] for event in left] == [0], kinds(events(served, name))
 
 
+@pytest.mark.full
 async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
     """Out of routing while its long streams run; called back, the same process is routed to again."""
     with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
@@ -81,6 +81,7 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
         found.check(20)
 
 
+@pytest.mark.full
 async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
     """`dynamo down` while clients keep coming: they are refused, what streams is finished."""
     with graph("agg") as served:
@@ -108,6 +109,7 @@ async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
             knocking.cancel()
 
 
+@pytest.mark.full
 async def test_they_are_seen_like_native_workers_and_listen_on_loopback_alone() -> None:
     """Statefile, status, top, events, circusctl; no socket of any process is open to another host."""
     with graph("agg") as served:
@@ -116,7 +118,7 @@ async def test_they_are_seen_like_native_workers_and_listen_on_loopback_alone() 
         entry = served.statefile()["components"]["dynamo_Mocker"]
         worker = served.worker("Mocker")
         assert (entry["state"], entry["pid"], entry["lease"]) == ("ready", worker["pid"], worker["lease"])
-        assert entry["cmd"].endswith("dynamo_local/serve/serve_command.py --service-name Mocker")
+        assert entry["cmd"].endswith("dynamo_local/commands/serve_command.py --service-name Mocker")
         assert worker["role"] == "aggregated"
         await auntil(lambda: served.worker("Mocker")["load"] is not None, WAIT_S, what=served.status)
         assert {row["watcher_name"] for row in json_of(served, "status")["workers"]} >= {"dynamo_Mocker"}

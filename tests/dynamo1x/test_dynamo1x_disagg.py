@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.cli.common import ArbiterRefused
+from tests.drivers.scaled import ascale, command, names, settled
+from tests.drivers.served import auntil
 from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load, until_right
-from tests.fakes.scaled import ascale, command, names, settled
-from tests.fakes.served import auntil
 
 pytestmark = [pytest.mark.timeout(500)]
 
@@ -15,6 +15,7 @@ START_S = 120.0
 LEAVE_S = 120.0
 
 
+@pytest.mark.full
 async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> None:
     """1P1D to 3P4D and back; the last of a role is not given up."""
     with graph("disagg") as served:

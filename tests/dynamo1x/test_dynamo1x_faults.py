@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from tests.drivers.scaled import names
+from tests.drivers.served import Served, auntil
 from tests.dynamo1x.dynamo_graphs import (
     WAIT_S,
     WITHOUT_MIGRATION,
@@ -21,8 +23,6 @@ from tests.dynamo1x.dynamo_graphs import (
     load,
     until_right,
 )
-from tests.fakes.scaled import names
-from tests.fakes.served import Served, auntil
 
 pytestmark = [pytest.mark.timeout(500)]
 
@@ -40,6 +40,7 @@ async def _kill_one(served: Served, found: Load, victim: str) -> None:
     await until_right(found, 30)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["runner", "command"])
 async def test_a_killed_worker_costs_at_most_its_own_streams(victim: str) -> None:
     """Without migration: with so many clients and three workers no more than those that it had are cut."""
@@ -53,6 +54,7 @@ async def test_a_killed_worker_costs_at_most_its_own_streams(victim: str) -> Non
         assert len(instances(served)) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["runner", "command"])
 async def test_a_killed_worker_costs_nothing_with_migration(victim: str) -> None:
     """Its streams go on elsewhere."""
@@ -65,6 +67,7 @@ async def test_a_killed_worker_costs_nothing_with_migration(victim: str) -> None
         found.check(60)
 
 
+@pytest.mark.full
 async def test_without_an_arbiter_a_dead_workers_key_goes_at_once_and_the_others_are_taken_back() -> None:
     """The guardian knows the lease under which Dynamo's own key stands: its TTL is 30 s."""
     with graph("agg", "--on-arbiter-death", "keep", "--Mocker.ServiceArgs.workers=3") as served:
@@ -88,6 +91,7 @@ async def test_without_an_arbiter_a_dead_workers_key_goes_at_once_and_the_others
         assert pids["Mocker_1"] != before["Mocker_1"]
 
 
+@pytest.mark.full
 async def test_a_short_absence_of_etcd_goes_unnoticed() -> None:
     """Six seconds without etcd: no request fails, no worker ends."""
     with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
@@ -108,6 +112,7 @@ async def test_a_short_absence_of_etcd_goes_unnoticed() -> None:
         assert served.pids() == pids
 
 
+@pytest.mark.full
 async def test_what_a_long_absence_of_etcd_ended_comes_back() -> None:
     """A minute without etcd ends Dynamo's processes (their own rule, 45 s): all are started again, and serve."""
     with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:

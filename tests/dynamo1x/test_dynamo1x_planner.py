@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from tests.drivers.served import Served, auntil
 from tests.dynamo1x.dynamo_graphs import ask, graph, instances, listed
-from tests.fakes.served import Served, auntil
 
 pytestmark = [pytest.mark.timeout(500)]
 
@@ -35,17 +35,18 @@ async def _until_decided(served: Served, *, clients: int, tokens: int, name: str
 
     tasks = [asyncio.create_task(one(number)) for number in range(clients)]
     try:
-        await auntil(lambda: served.states().get(name) == "ready", DECIDED_S, what=lambda: _told(served))
+        await auntil(lambda: served.states().get(name) == "ready", DECIDED_S, what=lambda: _tell_observers(served))
     finally:
         stop.set()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _told(served: Served) -> object:
+def _tell_observers(served: Served) -> object:
     status = served.status()
     return status["planner"]["last_decision"], [(w["watcher_name"], w["load"]) for w in status["workers"]]
 
 
+@pytest.mark.full
 async def test_full_caches_bring_another_worker() -> None:
     """KV load is what the workers' metrics say."""
     command = f"--Mocker.command={MOCKER} --num-gpu-blocks-override 64 --block-size 16"
@@ -56,6 +57,7 @@ async def test_full_caches_bring_another_worker() -> None:
         assert len(instances(served)) >= 2
 
 
+@pytest.mark.full
 async def test_prefills_that_wait_bring_another_prefill_worker() -> None:
     """What waits is in the prefill worker, and in the frontend's router."""
     slow = f"--Prefill.command={MOCKER} --disaggregation-mode prefill --max-num-seqs 1 --speedup-ratio 0.05"

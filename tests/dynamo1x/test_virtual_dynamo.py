@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.planner.virtual_connector import VirtualConnector, Written
-from dynamo_local.planner.virtual_keys import VirtualKeys
+from dynamo_local.commands.dynamo_1x import env as dynamo_1x_env
+from dynamo_local.planner.connectors.virtual_connector import VirtualConnector, Written
+from dynamo_local.planner.connectors.virtual_keys import VirtualKeys
 from dynamo_local.runtime.etcd import EtcdStore
+from tests.drivers.scaled import names, settled
+from tests.drivers.servers import RealEtcd
 from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load, until_right
-from tests.fakes.scaled import names, settled
-from tests.fakes.servers import RealEtcd
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(300)]
 
@@ -28,9 +29,9 @@ LINE_S = 90.0
 
 
 @asynccontextmanager
-async def side(*words: str, etcd: str) -> AsyncIterator[Process]:
+async def side(*words: str, etcd: Mapping[str, str]) -> AsyncIterator[Process]:
     """One side of the connector in a process of its own, with no more of our environment than it needs."""
-    env = {"ETCD_ENDPOINTS": etcd, "PATH": "/usr/bin:/bin", "DYN_LOG": "warn"}
+    env = {**etcd, **dynamo_1x_env.environment({}, etcd), "PATH": "/usr/bin:/bin", "DYN_LOG": "warn"}
     process = await asyncio.create_subprocess_exec(sys.executable, str(SIDE), *words, env=env, stdin=PIPE, stdout=PIPE)
     try:
         yield process
@@ -57,13 +58,14 @@ async def go_on(process: Process) -> None:
     await process.stdin.drain()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("through", ["coordinator", "connector"])
 async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(through: str) -> None:
     """1 to 3 to 1 under load: each decision is acknowledged when it is so, and no request fails."""
     with graph("agg", "--follow", "virtual") as served:
         served.start()
         await listed(served)
-        etcd = served.status()["etcd_endpoints"]
+        etcd = served.environment()
         async with load(served) as found, side(through, served.namespace, "3", "1", etcd=etcd) as planner:
             for number, target in enumerate((3, 1)):
                 assert await line(planner) == {"decided": target, "decision_id": number}
@@ -77,12 +79,13 @@ async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(throug
         assert served.status()["follow"]["scaled_decision_id"] == 1
 
 
+@pytest.mark.full
 async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
     """Two prefill and two decode workers and back, under load."""
     with graph("disagg", "--follow", "virtual") as served:
         served.start()
         await listed(served)
-        etcd = served.status()["etcd_endpoints"]
+        etcd = served.environment()
         async with load(served) as found, side("connector", served.namespace, "2:2", "1:1", etcd=etcd) as planner:
             for number, target in enumerate((2, 1)):
                 assert await line(planner) == {"decided": target, "decision_id": number}
@@ -95,6 +98,7 @@ async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
         found.check(40)
 
 
+@pytest.mark.full
 async def test_dynamos_own_client_acknowledges_our_planners_decisions(etcd_server: RealEtcd, namespace: str) -> None:
     """It reads what we wrote, and we see what it writes."""
     store = await EtcdStore.connect(etcd_server.endpoint)
@@ -108,7 +112,7 @@ async def test_dynamos_own_client_acknowledges_our_planners_decisions(etcd_serve
         blocking=True,
     )
     await connector.start()
-    async with side("environment", namespace, "2", etcd=etcd_server.endpoint) as environment:
+    async with side("environment", namespace, "2", etcd=etcd_server.env) as environment:
         assert await line(environment) == {"waits": True}
         for number, decode in enumerate((3, 1)):
             written = await connector.set_component_replicas({"Prefill": 2, "Decode": decode})

@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_local.engines.vllm.checking import is_installed
 from dynamo_local.errors import GpuError
-from dynamo_local.serve.inventory import open_inventory
+from dynamo_local.gpus.inventory import open_inventory
 from tests.vllm import cases
 from tests.vllm.cases import answers
 from tests.vllm.hosts import VllmHost, cuda_host
@@ -33,7 +33,7 @@ def vllm_host() -> VllmHost:
     if not model:
         pytest.skip("DYN_VLLM_MODEL is not set: the folder of a model that fits one GPU")
     if not is_installed() or importlib.metadata.version("vllm").endswith("+cpu"):
-        pytest.skip("the CUDA build of vLLM is not installed: pip install 'dynamo-local[vllm]'")
+        pytest.skip("the CUDA build of vLLM is not installed: pip install '.[vllm]' in the clone")
     host = cuda_host(Path(model))
     try:
         devices = open_inventory(host.gpus, os.environ).sample()

@@ -12,14 +12,14 @@ from dynamo_local.core.virtual import (
     NUM_DECODE_WORKERS,
     NUM_PREFILL_WORKERS,
     SCALED_DECISION_ID,
+    KeysState,
     PlannerDecision,
     Stored,
-    Told,
     encode,
     read,
 )
-from dynamo_local.planner.following import Next, Phase, next_step
-from dynamo_local.planner.values import Fleet, Pool
+from dynamo_local.planner.connectors.following import Next, Phase, next_step
+from dynamo_local.planner.values.pools import Pool, WorkerPools
 
 UNHURRIED = settings(deadline=None)
 NAMES = (NUM_PREFILL_WORKERS, NUM_DECODE_WORKERS, DECISION_ID, SCALED_DECISION_ID)
@@ -32,16 +32,16 @@ pools = st.builds(Pool, st.just(""), st.just(1), ready=COUNTS, coming=COUNTS, ro
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> Fleet:
+def fleets(draw: st.DrawFn) -> WorkerPools:
     """With and without prefill workers."""
     prefill = replace(draw(pools), component="P") if draw(st.booleans()) else None
-    return Fleet(prefill, replace(draw(pools), component="D"))
+    return WorkerPools(prefill, replace(draw(pools), component="D"))
 
 
-def is_so(decision: PlannerDecision, fleet: Fleet) -> bool:
+def is_so(decision: PlannerDecision, fleet: WorkerPools) -> bool:
     """Each number that is set has exactly so many ready workers, and nobody comes, or leaves and is still routed to."""
     wanted = {"P": decision.num_prefill_workers, "D": decision.num_decode_workers}
-    found = {pool.component: pool for pool in fleet.pools}
+    found = {pool.component: pool for pool in fleet.all}
     return all(
         number == -1
         or (name not in found and number == 0)
@@ -52,7 +52,7 @@ def is_so(decision: PlannerDecision, fleet: Fleet) -> bool:
 
 @UNHURRIED
 @given(stores, fleets(), st.none() | st.builds(Next, st.sampled_from(Phase), st.builds(PlannerDecision, NUMBERS)))
-def test_what_is_not_so_is_never_acknowledged(stored: dict[str, Stored], fleet: Fleet, last: Next | None) -> None:
+def test_what_is_not_so_is_never_acknowledged(stored: dict[str, Stored], fleet: WorkerPools, last: Next | None) -> None:
     told = read(stored)
     step = next_step(told, fleet, last)
     if step.acknowledge:
@@ -66,9 +66,9 @@ def test_what_is_not_so_is_never_acknowledged(stored: dict[str, Stored], fleet: 
 
 @UNHURRIED
 @given(fleets(), NUMBERS, NUMBERS)
-def test_it_gets_there_and_says_so_once(fleet: Fleet, prefill: int, decode: int) -> None:
+def test_it_gets_there_and_says_so_once(fleet: WorkerPools, prefill: int, decode: int) -> None:
     """Where there is room: each step is carried out, then what is on its way arrives, and what leaves is gone."""
-    told = Told(PlannerDecision(prefill, decode, 0))
+    told = KeysState(PlannerDecision(prefill, decode, 0))
     last = None
     for _ in range(4):
         last = step = next_step(told, fleet, last)
@@ -82,13 +82,13 @@ def test_it_gets_there_and_says_so_once(fleet: Fleet, prefill: int, decode: int)
             return
         for component, target in step.steps:
             fleet = _changed(fleet, component, ready=target, coming=0, routed=0)
-        for pool in fleet.pools:
+        for pool in fleet.all:
             fleet = _changed(fleet, pool.component, ready=pool.capacity, coming=0, routed=0)
     raise AssertionError((fleet, last))
 
 
-def _changed(fleet: Fleet, component: str, **counts: int) -> Fleet:
+def _changed(fleet: WorkerPools, component: str, **counts: int) -> WorkerPools:
     def of(pool: Pool) -> Pool:
         return replace(pool, **counts) if pool.component == component else pool
 
-    return Fleet(None if fleet.prefill is None else of(fleet.prefill), of(fleet.decode))
+    return WorkerPools(None if fleet.prefill is None else of(fleet.prefill), of(fleet.decode))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.core.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from dynamo_local.core.kv_index import KvIndex
-from dynamo_local.core.kv_tracker import EventBatch, KvTracker, Snapshot
+from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.core.kv.index import KvIndex
+from dynamo_local.core.kv.tracker import EventBatch, KvTracker, Snapshot
 from dynamo_local.kv_hashes import block_hashes
 
 PROMPTS = [

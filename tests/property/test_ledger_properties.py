@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynamo_local.core.gpus import GpuAsk, GpuLedger, link_score, plan
 from dynamo_local.core.topology import best_set
 from dynamo_local.errors import GpuError
-from dynamo_local.serve.inventory import SimInventory
+from dynamo_local.gpus.inventory import SimInventory
 
 NAMES = ["a", "b", "c", "d"]
 STEPS = st.lists(
@@ -20,6 +20,7 @@ STEPS = st.lists(
         st.tuples(st.just("release"), st.sampled_from(NAMES), st.just(0)),
         st.tuples(st.just("quarantine"), st.just(""), st.integers(0, 7)),
         st.tuples(st.just("restore"), st.just(""), st.integers(0, 7)),
+        st.tuples(st.just("reserved"), st.just(""), st.integers(0, 7)),
         st.tuples(st.just("stranger"), st.just(""), st.integers(0, 7)),
         st.tuples(st.just("idle"), st.just(""), st.integers(0, 7)),
         st.tuples(st.just("vanish"), st.just(""), st.integers(0, 7)),
@@ -28,9 +29,9 @@ STEPS = st.lists(
 )
 
 
-def step(ledger: GpuLedger, act: str, name: str, number: int) -> None:
-    """One act; a refusal is part of the game."""
-    devices = ledger.devices()
+def step(ledger: GpuLedger, act: str, name: str, number: int) -> GpuLedger:
+    """The ledger after one act; a refusal is part of the game."""
+    devices = ledger.devices
     chosen = devices[number % len(devices)]
     busy = replace(chosen, memory_used_bytes=2**36)
     samples = {
@@ -40,17 +41,18 @@ def step(ledger: GpuLedger, act: str, name: str, number: int) -> None:
     }
     try:
         if act == "allocate":
-            ledger.allocate(name, number)
-        elif act == "release":
-            ledger.release(name)
-        elif act == "quarantine":
-            ledger.quarantine(chosen.uuid, "test")
-        elif act == "restore":
-            ledger.restore(chosen.uuid)
-        else:
-            ledger.observe(samples[act])
+            return ledger.allocate(name, number)
+        if act == "release":
+            return ledger.release(name)
+        if act == "quarantine":
+            return ledger.quarantine(chosen.uuid, "test")
+        if act == "restore":
+            return ledger.restore(chosen.uuid)
+        if act == "reserved":
+            return ledger.reserved_elsewhere(chosen.uuid, "namespace other")
+        return ledger.observe(samples[act])
     except GpuError:
-        return
+        return ledger
 
 
 @settings(deadline=None)  # a loaded machine is no failure
@@ -58,12 +60,14 @@ def step(ledger: GpuLedger, act: str, name: str, number: int) -> None:
 def test_each_device_is_in_exactly_one_place(count: int, steps: list[tuple[str, str, int]]) -> None:
     """free + held + quarantined + taken = total, with no device twice, after every step."""
     physical = {device.uuid for device in SimInventory(count).sample()}
-    ledger = GpuLedger(SimInventory(count).sample())
+    ledger = GpuLedger.of(SimInventory(count).sample())
     for act, name, number in steps:
-        step(ledger, act, name, number)
-        held = [device.uuid for devices in ledger.holders().values() for device in devices]
-        free = [device.uuid for device in ledger.free()]
-        places = [*held, *free, *ledger.quarantined(), *ledger.taken()]
+        before, held_before = ledger, dict(ledger.held_uuids)
+        ledger = step(ledger, act, name, number)
+        assert before.held_uuids == held_before, "a ledger is a value"
+        held = [device.uuid for devices in ledger.held.values() for device in devices]
+        free = [device.uuid for device in ledger.free]
+        places = [*held, *free, *ledger.quarantined, *ledger.taken]
         assert len(places) == len(set(places))
         assert set(places) == physical
 

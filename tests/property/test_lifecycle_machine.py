@@ -8,12 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dynamo_local.core import lifecycle as lc
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.lifecycle import IllegalTransition, apply
+from dynamo_local.core.life import lifecycle as lc
+from dynamo_local.core.life.lifecycle import IllegalTransition, apply
+from dynamo_local.core.life.states import TRAITS, HasProcess
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import GpuError
-from dynamo_local.serve.inventory import SimInventory
+from dynamo_local.gpus.inventory import SimInventory
 
 TOTAL = 4
 NAMES = [f"dynamo_VllmWorker_{n}" for n in range(6)]
@@ -33,7 +34,7 @@ class Host(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = GpuLedger(SimInventory(TOTAL).sample())
+        self.ledger = GpuLedger.of(SimInventory(TOTAL).sample())
         self.states: dict[str, S] = {}
         self.alive: set[str] = set()
         self.stimuli = 0
@@ -41,7 +42,7 @@ class Host(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         """All devices are free."""
-        assert len(self.ledger.free()) == TOTAL
+        assert len(self.ledger.free) == TOTAL
 
     def _apply(self, name: str, make: Callable[[str], lc.Event]) -> bool:
         """False if it was illegal; then nothing has changed."""
@@ -67,9 +68,9 @@ class Host(RuleBasedStateMachine):
         else:
             return
         try:
-            self.ledger.allocate(name, gpus)
+            self.ledger = self.ledger.allocate(name, gpus)
         except GpuError:
-            assert len(self.ledger.free()) < gpus
+            assert len(self.ledger.free) < gpus
             return
         assert self._apply(name, event)
         self.alive.add(name)
@@ -88,7 +89,7 @@ class Host(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.alive)))
         assert self._apply(name, lambda s: lc.ProcessExited(stimulus_id=s, exit_code=code))
         self.alive.remove(name)
-        self.ledger.release(name)
+        self.ledger = self.ledger.release(name)
 
     @precondition(lambda self: any(name not in self.alive for name in self.states))
     @rule(data=st.data(), choice=st.sampled_from(["back off", "fault", "restart", "remove"]))
@@ -106,23 +107,22 @@ class Host(RuleBasedStateMachine):
     @invariant()
     def devices_add_up(self) -> None:
         """free + held = total, and no device has two holders."""
-        held = [device.uuid for devices in self.ledger.holders().values() for device in devices]
+        held = [device.uuid for devices in self.ledger.held.values() for device in devices]
         assert len(held) == len(set(held))
-        assert len(held) + len(self.ledger.free()) == TOTAL
+        assert len(held) + len(self.ledger.free) == TOTAL
 
     @invariant()
     def devices_follow_processes(self) -> None:
         """Exactly the workers with a process hold devices, whatever their state says."""
-        assert set(self.ledger.holders()) == self.alive
+        assert set(self.ledger.held) == self.alive
 
     @invariant()
     def states_and_processes_agree(self) -> None:
         """A state with a process has one, a state without has none."""
         for name, state in self.states.items():
-            if state in lc.WITH_PROCESS:
-                assert name in self.alive
-            if state in lc.WITHOUT_PROCESS:
-                assert name not in self.alive
+            has = TRAITS[state].process
+            if has is not HasProcess.ENDING:
+                assert (name in self.alive) == (has is HasProcess.YES)
 
 
 TestHost = Host.TestCase

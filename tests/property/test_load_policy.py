@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.rules import floor_workers
-from dynamo_local.planner.values import Observation, Reading, Rule
-from tests.fakes.observations import DECODE, NOT_HAD, PREFILL, fleet, pool, reading
-from tests.fakes.planner_worlds import observations, options, short_of, with_number
+from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
+from dynamo_local.planner.policies.rules import floor_workers
+from dynamo_local.planner.values.decisions import Observation, Rule
+from dynamo_local.planner.values.readings import Reading
+from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, pool, reading, worker_pools
+from tests.fakes.planner.planner_worlds import observations, options, short_of, with_number
 
 SLOW_IS_FINE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -53,10 +54,10 @@ def test_there_is_one_for_each_step_and_each_refusal(seen: Observation, given_op
 def test_floor_and_budget_always_hold(seen: Observation, given_options: LoadOptions) -> None:
     """An up never brings what is held above the budget; a down never brings a component below its floor."""
     decision = LoadPolicy(given_options).on_tick(seen)
-    pools = {pool.component: pool for pool in seen.fleet.pools}
+    pools = {pool.component: pool for pool in seen.pools.all}
     down = sum(pools[r.component].gpus_per_worker for r in decision.reasons if r.step < 0 and not r.deferred)
     up = [r for r in decision.reasons if r.step > 0 and r.rule is not Rule.TAKE_BACK]
-    spoken_for = seen.fleet.gpus_spoken_for
+    spoken_for = seen.pools.gpus_spoken_for
     now = sum(pools[r.component].gpus_per_worker for r in up if not r.deferred)
     in_the_end = sum(pools[r.component].gpus_per_worker for r in up) - down
     if now:
@@ -87,7 +88,7 @@ def without(seen: Observation, component: str) -> Observation:
 def test_missing_data_never_acts(seen: Observation, given_options: LoadOptions, component: str) -> None:
     """A component that has a worker keeps its number, and its reason is `missing`."""
     decision = LoadPolicy(given_options).on_tick(without(seen, component))
-    pools = {pool.component: pool for pool in seen.fleet.pools}
+    pools = {pool.component: pool for pool in seen.pools.all}
     for reason in decision.reasons:
         if reason.component == component and pools[component].capacity:
             assert (reason.step, reason.rule) == (0, Rule.MISSING)
@@ -149,7 +150,7 @@ def test_constant_load_settles(
     for _ in range(24):
         queue = queue_work / p
         kv = min(1.0, kv_work / d)
-        seen_fleet = fleet(None if aggregated else p, pool(DECODE, d, added_at_s=-1e6))
+        seen_fleet = worker_pools(None if aggregated else p, pool(DECODE, d, added_at_s=-1e6))
         pulls = tuple(reading(now_s + n, None if aggregated else queue, kv, d) for n in range(2))
         decision = LoadPolicy(given_options).on_tick(Observation(now_s + 30, now_s, pulls, seen_fleet))
         p, d = decision.targets.get(PREFILL, p), decision.targets[DECODE]
@@ -159,8 +160,8 @@ def test_constant_load_settles(
     assert len(late) == 1, f"still moving: {late}"
 
 
-def test_a_load_that_is_no_number_is_missing() -> None:
-    """NaN made all comparisons false in the predecessor (lesson 14)."""
-    pulls = (Reading(1.0, None, {"d": Load(gpu_cache_usage_perc=float("nan"))}),)
-    decision = LoadPolicy(LoadOptions()).on_tick(Observation(30.0, 0.0, pulls, fleet(None, 2)))
+def test_a_load_without_its_kv_use_is_missing() -> None:
+    """NaN for it made all comparisons false in the predecessor (lesson 14)."""
+    pulls = (Reading(1.0, None, {"d": Load(gpu_cache_usage_perc=Missing("not told"))}),)
+    decision = LoadPolicy(LoadOptions()).on_tick(Observation(30.0, 0.0, pulls, worker_pools(None, 2)))
     assert [(reason.step, reason.rule) for reason in decision.reasons] == [(0, Rule.MISSING)]

@@ -7,13 +7,15 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.core.fleet_view import Course, FleetView, WorkerView
-from dynamo_local.core.instructions import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack, after
-from dynamo_local.core.scaling import Change, decide, decide_cancel, decide_drain, parse_target
+from dynamo_local.core.life import machine, stimuli
+from dynamo_local.core.life.decisions.moves import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack
+from dynamo_local.core.life.decisions.scaling import Change, decide, decide_cancel, decide_drain, parse_target
+from dynamo_local.core.life.decisions.victims import VictimPolicy, victims
+from dynamo_local.core.life.fleet import Course, Fleet, Worker
+from dynamo_local.core.life.invariants import validate
 from dynamo_local.core.types import WorkerState as S
-from dynamo_local.core.victims import VictimPolicy, victims
 from dynamo_local.errors import BadTarget, LastReadyWorker, NotEnoughGpus
-from tests.fakes.fleet_views import DECODE, NO_LOAD, PREFILL, load, lower_names, on_ledger, worker
+from tests.fakes.arbiter.fleet_views import DECODE, NO_LOAD, PREFILL, load, lower_names, on_ledger, worker
 
 COURSES = {
     S.DRAINING: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
@@ -33,9 +35,9 @@ CHANGES = st.one_of(
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> FleetView:
+def fleets(draw: st.DrawFn) -> Fleet:
     """Up to six decode and three prefill workers in any state, on ten devices."""
-    workers: list[WorkerView] = []
+    workers: list[Worker] = []
     for template, most in ((DECODE, 6), (PREFILL, 3)):
         for n in sorted(draw(st.sets(st.integers(0, most), max_size=most))):
             state = draw(st.sampled_from(list(S)))
@@ -45,6 +47,18 @@ def fleets(draw: st.DrawFn) -> FleetView:
                 more["served"] = draw(st.booleans())
             workers.append(worker(n, f"{state}/{course}", template, **more))
     return on_ledger(workers, 10, (DECODE, PREFILL))
+
+
+def stepped(view: Fleet, order: stimuli.Stimulus) -> Fleet:
+    """The fleet after a command; whatever the fleet was, it is one that can be."""
+    then, _ = machine.step(view, order, 9.0)
+    validate(then)
+    return then
+
+
+def scaled(view: Fleet, change: Change, options: dict[str, Any]) -> Fleet:
+    """`dynamo scale VllmWorker`."""
+    return stepped(view, stimuli.Scale(stimulus_id="t", component="VllmWorker", change=change, **options))
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -59,19 +73,17 @@ OPTIONS = st.fixed_dictionaries(
 
 @settings(deadline=None)  # a loaded machine is no failure
 @given(view=fleets(), change=CHANGES, options=OPTIONS)
-def test_a_decision_reaches_its_number_or_changes_nothing(
-    view: FleetView, change: Change, options: dict[str, Any]
-) -> None:
-    """All or nothing; every instruction is legal for its worker; the same fleet gives the same answer."""
+def test_a_decision_reaches_its_number_or_changes_nothing(view: Fleet, change: Change, options: dict[str, Any]) -> None:
+    """All or nothing; every move is legal for its worker; the same fleet gives the same answer."""
     decision = decide(view, "VllmWorker", change, stimulus_id="t", **options)
     assert decision == decide(view, "VllmWorker", change, stimulus_id="t", **options) or decision.refused is not None
     if decision.refused is not None:
-        assert decision.instructions == ()
+        assert decision.moves == ()
         return
     have = view.capacity("VllmWorker")
-    then = after(view, decision.instructions, 9.0)
+    then = scaled(view, change, options)
     assert then.capacity("VllmWorker") == have + change.delta(have)
-    names = [instruction.name for instruction in decision.instructions]
+    names = [move.name for move in decision.moves]
     assert len(names) == len(set(names))
     assert (
         decide(then, "VllmWorker", Change(have + change.delta(have), relative=False), stimulus_id="t").or_raise() == ()
@@ -80,11 +92,11 @@ def test_a_decision_reaches_its_number_or_changes_nothing(
 
 @settings(deadline=None)  # a loaded machine is no failure
 @given(view=fleets(), change=CHANGES, options=OPTIONS)
-def test_an_unforced_decision_keeps_who_serves(view: FleetView, change: Change, options: dict[str, Any]) -> None:
+def test_an_unforced_decision_keeps_who_serves(view: Fleet, change: Change, options: dict[str, Any]) -> None:
     """A ready worker if there is one, else one on its way; for both components."""
     options["force"] = False
     decision = decide(view, "VllmWorker", change, stimulus_id="t", **options)
-    then = after(view, decision.instructions, 9.0)
+    then = scaled(view, change, options) if decision.refused is None else view
     for component in ("VllmWorker", "PrefillWorker"):
         assert bool(then.ready(component)) == bool(view.ready(component))
         assert bool(then.capacity(component)) >= bool(view.capacity(component))
@@ -92,29 +104,29 @@ def test_an_unforced_decision_keeps_who_serves(view: FleetView, change: Change, 
 
 @settings(deadline=None)  # a loaded machine is no failure
 @given(view=fleets(), n=st.integers(0, 6), cancel=st.booleans())
-def test_named_decisions_touch_that_worker_alone(view: FleetView, n: int, cancel: bool) -> None:
+def test_named_decisions_touch_that_worker_alone(view: Fleet, n: int, cancel: bool) -> None:
     """Siblings stay as they are, entries that waited for its devices apart."""
-    chosen = next((w for w in view.workers if w.n == n), None)
+    chosen = next((w for w in view.workers.values() if w.n == n), None)
     if chosen is None:
         return
     decision = (decide_cancel if cancel else decide_drain)(view, chosen.name, stimulus_id="t")
-    for instruction in decision.instructions:
-        other = view.worker(instruction.name)
-        assert other.name == chosen.name or (cancel and isinstance(instruction, TakeBack) and other.state is S.PENDING)
-    then = after(view, decision.instructions, 9.0)
+    for move in decision.moves:
+        other = view.worker(move.name)
+        assert other.name == chosen.name or (cancel and isinstance(move, TakeBack) and other.state is S.PENDING)
     if not cancel and decision.refused is None:
-        assert not any(w.counts for w in then.workers if w.name == chosen.name)
+        then = stepped(view, stimuli.Drain(stimulus_id="t", name=chosen.name))
+        assert not any(w.counts for w in then.workers.values() if w.name == chosen.name)
 
 
 @settings(deadline=None)  # a loaded machine is no failure
 @given(view=fleets(), count=st.integers(1, 6), options=OPTIONS)
 def test_new_workers_get_the_lowest_names_and_devices_that_nobody_waits_for(
-    view: FleetView, count: int, options: dict[str, Any]
+    view: Fleet, count: int, options: dict[str, Any]
 ) -> None:
     """Every lower name has an entry that is not to be started; what is kept for others is not given out."""
     decision = decide(view, "VllmWorker", Change(count, relative=True), stimulus_id="t", **options)
-    entries = {w.name: w for w in view.workers}
-    starts = [each for each in decision.instructions if isinstance(each, SpawnWorker | Revive)]
+    entries = view.workers
+    starts = [each for each in decision.moves if isinstance(each, SpawnWorker | Revive)]
     started = {each.name for each in starts}
     for start in starts:
         assert isinstance(start, Revive) == (start.name in entries)
@@ -130,12 +142,12 @@ def test_new_workers_get_the_lowest_names_and_devices_that_nobody_waits_for(
 
 @settings(deadline=None)  # a loaded machine is no failure
 @given(view=fleets(), count=st.integers(1, 6))
-def test_drains_are_taken_back_before_anything_is_started(view: FleetView, count: int) -> None:
+def test_drains_are_taken_back_before_anything_is_started(view: Fleet, count: int) -> None:
     """As many as there are, the latest first."""
     decision = decide(view, "VllmWorker", Change(count, relative=True), stimulus_id="t")
     if decision.refused is not None:
         return
-    back = [view.worker(each.name) for each in decision.instructions if isinstance(each, CancelDrain)]
+    back = [view.worker(each.name) for each in decision.moves if isinstance(each, CancelDrain)]
     could = [w for w in view.of("VllmWorker") if w.cancellable]
     assert len(back) == min(count, len(could))
     assert [w.since_s for w in back] == sorted((w.since_s for w in could), reverse=True)[: len(back)]
@@ -143,13 +155,13 @@ def test_drains_are_taken_back_before_anything_is_started(view: FleetView, count
 
 @settings(deadline=None)  # a loaded machine is no failure
 @given(view=fleets(), count=st.integers(1, 6), policy=st.sampled_from(list(VictimPolicy)))
-def test_nothing_ready_goes_while_something_is_on_its_way(view: FleetView, count: int, policy: VictimPolicy) -> None:
+def test_nothing_ready_goes_while_something_is_on_its_way(view: Fleet, count: int, policy: VictimPolicy) -> None:
     """And refusals of fewer workers have one of two reasons."""
     decision = decide(view, "VllmWorker", Change(-count, relative=True), stimulus_id="t", victim_policy=policy)
     if decision.refused is not None:
         assert isinstance(decision.refused, BadTarget | LastReadyWorker)
         return
-    went = {each.name for each in decision.instructions}
+    went = {each.name for each in decision.moves}
     ready = [name for name in went if view.worker(name).ready]
     if ready:
         assert {w.name for w in view.on_their_way("VllmWorker")} <= went
@@ -166,10 +178,10 @@ def test_down_and_up_again_brings_the_same_workers_back(workers: int, fewer: int
         return
     down = decide(view, "VllmWorker", Change(-fewer, relative=True), stimulus_id="t", victim_policy=policy)
     assert all(isinstance(each, BeginDrain) for each in down.or_raise())
-    lower = after(view, down.instructions, 1.0)
+    lower = scaled(view, Change(-fewer, relative=True), {"victim_policy": policy})
     up = decide(lower, "VllmWorker", Change(fewer, relative=True), stimulus_id="t")
-    assert {each.name for each in up.or_raise()} == {each.name for each in down.instructions}
-    assert all(isinstance(each, CancelDrain) for each in up.instructions)
+    assert {each.name for each in up.or_raise()} == {each.name for each in down.moves}
+    assert all(isinstance(each, CancelDrain) for each in up.moves)
 
 
 @given(text=st.text(alphabet="+-=0123456789 x.٣", max_size=6))

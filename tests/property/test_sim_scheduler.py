@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,8 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.engines.sim.perf import FixedModel
-from dynamo_local.engines.sim.requests import (
+from dynamo_local.engines.sim.scheduling.requests import (
     Finished,
     HandoffExpired,
     Preempted,
@@ -21,7 +21,9 @@ from dynamo_local.engines.sim.requests import (
     Started,
     Tokens,
 )
-from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
+from dynamo_local.engines.sim.scheduling.watched import PassDone
+from dynamo_local.profiles import FixedModel
 
 # Binary fractions of a second, so that arrivals really fall on the ends of passes.
 TICK_S = 1 / 64
@@ -83,6 +85,7 @@ class History:
     tokens: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     others: list[tuple[Any, ...]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
+    passes: list[PassDone] = field(default_factory=list)
     end: tuple[Any, ...] = ()
 
 
@@ -109,12 +112,13 @@ class World:
     """Drives one scheduler through a script, answering its pulls, and checks what must always hold."""
 
     def __init__(self, config: dict[str, Any], script: list[Op], *, coalesce: bool, quiet: bool) -> None:
-        self.scheduler = SimScheduler(SchedulerConfig(BLOCKS, BLOCK_SIZE, coalesce=coalesce, **config), PERF)
+        self.history = History()
+        shape = SchedulerConfig(BLOCKS, BLOCK_SIZE, coalesce=coalesce, **config)
+        self.scheduler = SimScheduler(shape, PERF, watch=self.history.passes)
         self.quiet = quiet
         self.script = sorted(enumerate(script), key=lambda item: item[1].at)
         self.delays = {str(number): op.delay for number, op in enumerate(script)}
         self.pulls: list[tuple[float, str]] = []
-        self.history = History()
 
     def run(self) -> History:
         done = 0
@@ -129,7 +133,7 @@ class World:
             self.take(self.scheduler.advance(now_s))
             while self.pulls and self.pulls[0][0] <= now_s:
                 request_id = heapq.heappop(self.pulls)[1]
-                if request_id in self.scheduler._pulling:
+                with contextlib.suppress(KeyError):  # it was aborted meanwhile
                     self.scheduler.pulled(request_id, now_s)
                 self.scheduler.unpin(request_id, now_s)
             while done < len(self.script) and self.script[done][1].at * TICK_S <= now_s:
@@ -193,7 +197,7 @@ class World:
 @settings(max_examples=400, deadline=None)
 @given(config=configs(), script=ops())
 def test_quiet_runs_equal_pass_by_pass(config: dict[str, Any], script: list[Op]) -> None:
-    """Advancing quiet passes as one step gives the same tokens, times, blocks and statistics, bit for bit."""
+    """Advancing quiet passes as one step gives the same tokens, times, blocks, passes and statistics, bit for bit."""
     slow = World(config, script, coalesce=False, quiet=False).run()
     for quiet in (False, True):
         assert World(config, script, coalesce=True, quiet=quiet).run() == slow

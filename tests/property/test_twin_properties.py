@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.perf import FixedModel
-from dynamo_local.planner.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.rounds import Rounds
+from dynamo_local.planner.policies.load import LoadOptions
+from dynamo_local.profiles import FixedModel
 from dynamo_local.twin.options import FleetShape, TwinOptions
 from dynamo_local.twin.simulation import Run, Simulation
 from dynamo_local.twin.trace import TraceRequest
+from tests.fakes.planner.twins import driven
 
 # Binary fractions of a second, so that arrivals, pulls and starts really fall on the ends of passes.
 TICK_S = 1 / 64
@@ -61,7 +61,9 @@ def worlds(draw: st.DrawFn) -> tuple[TwinOptions, LoadOptions | None]:
         disagg=DisaggSettings(draw(st.sampled_from([0, 10])), draw(st.sampled_from([1, 2, 9]))),
         conditional=draw(st.booleans()),
         prefill_timeout_s=draw(st.sampled_from([10.0, 90.0])) * TICK_S,
+        max_inflight=draw(st.sampled_from([4, 50])),
         max_num_waiting=draw(st.sampled_from([2, 50])),
+        request_timeout_s=draw(st.sampled_from([30.5, 600.0])) * TICK_S,
         drain_deadline_s=draw(st.sampled_from([15.0, 1000.0])) * TICK_S,
     )
     planner = LoadOptions(
@@ -78,8 +80,7 @@ def worlds(draw: st.DrawFn) -> tuple[TwinOptions, LoadOptions | None]:
 
 
 def simulate(trace: list[TraceRequest], twin: TwinOptions, planner: LoadOptions | None) -> Run:
-    rounds = None if planner is None else Rounds(LoadPolicy(planner), planner, 0.0)
-    return Simulation(twin, trace, planner=rounds, perf=PERF).run()
+    return Simulation(twin, trace, planner=driven(planner), perf=PERF).run()
 
 
 def history(run: Run) -> tuple[Any, ...]:

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo_local.core.types import instance_key, lease_hex
+from dynamo_local.core.types import instance_key, lease_hex, lease_key, ready_key
 from dynamo_local.errors import DynamoError, EtcdUnavailable
 from dynamo_local.ports import KeyValue, WatchEvent
 from dynamo_local.runtime.control import ControlServer
 from dynamo_local.runtime.lease import LeaseKeeper
 from dynamo_local.runtime.load import _Report, _WireLoad, load_subject
-from dynamo_local.serve.host import ProcessSpec
-from dynamo_local.serve.worker import lease_key, ready_key
-from dynamo_local.serve.worker_drain import Drain, Phase
-from dynamo_local.serve.worker_entry import Entry, EntryWriter
-from tests.fakes.etcd import FakeEtcd
-from tests.fakes.memory_store import MemoryStore
+from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.worker.drain import Drain, Phase
+from dynamo_local.worker.statefile_entry import Entry, EntryWriter
+from tests.fakes.arbiter.memory_store import MemoryStore
+from tests.fakes.infra.etcd import FakeEtcd
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -84,7 +83,6 @@ class SimProcess:
         self.component = spec.argv[-1]
         self.gpus = tuple(uuid for uuid in spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid)
         self.alive = True
-        self.left_in_order = False
         self.nats = world.nats.client()
         self._go = asyncio.Event()
         self._go.set()
@@ -107,6 +105,11 @@ class SimProcess:
     def serves(self) -> bool:
         """It is registered, or says so."""
         return self.alive and self._registered
+
+    @property
+    def stopped(self) -> bool:
+        """By SIGSTOP."""
+        return not self._go.is_set()
 
     def signal(self, signum: int) -> None:
         """SIGTERM begins a drain (once it goes on, where it is stopped), SIGSTOP and SIGCONT stop it and go on."""
@@ -157,7 +160,6 @@ class SimProcess:
             code = 1  # etcd or NATS stayed away for too long
         finally:
             if self.alive and not _cancelled_now():
-                self.left_in_order = code == 0
                 self.world.exits(self, code)
 
     async def _live(self) -> int:

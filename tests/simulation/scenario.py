@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from dynamo_local.core.life.fleet import Worker
 from dynamo_local.core.types import WorkerState
-from dynamo_local.serve.fleet import Worker
+from tests.simulation.arbiter import Arbiter
+from tests.simulation.checks import check
 from tests.simulation.process import Fate, SimProcess
-from tests.simulation.shell import Shell, check_sufficient
-from tests.simulation.world import Broken, SimLoop, World, graph, simulated_system
+from tests.simulation.sufficient import check_sufficient
+from tests.simulation.world import Broken, SimLoop, World, graph
 
 SETTLES_WITHIN_S = 1_500.0
 """Virtual. The longest that anything may take: restarts with all their back-offs, drains, a GPU's memory."""
@@ -20,7 +22,7 @@ QUIET = (WorkerState.READY, WorkerState.FAULTED)
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """What a run was, for those who look at many."""
 
     story: list[str] = field(default_factory=list)
@@ -28,10 +30,15 @@ class Outcome:
     actions: int = 0
 
 
+Actions = Mapping[Callable[["Scenario"], None], int]
+"""What may happen, each with its weight."""
+
+
 class Scenario:
     """One seed's script on one world."""
 
-    def __init__(self, rng: random.Random, loop: SimLoop) -> None:
+    def __init__(self, rng: random.Random, loop: SimLoop, actions: Actions) -> None:
+        self.actions = actions
         self.rng = rng
         self.loop = loop
         big = rng.random() < 0.25
@@ -39,30 +46,29 @@ class Scenario:
         asked = sum(spec.workers * spec.resources.gpu for spec in self.graph.services)
         self.world = World(rng, loop, asked + rng.choice((0, 1, 1, 2, 3)))
         self.runs = 0
-        self.shell = self._shell()
+        self.arbiter = self._arbiter()
         self.commands = 0
         self.passing: list[asyncio.TimerHandle] = []
 
-    def _shell(self, crash_at: int | None = None, crash_when: str = "before") -> Shell:
+    def _arbiter(self, crash_at: int | None = None, crash_when: str = "before") -> Arbiter:
         self.runs += 1
-        shell = Shell(self.world, self.graph, f"run-{self.runs}", crash_at=crash_at, crash_when=crash_when)
-        shell.follow_decisions()
-        return shell
+        arbiter = Arbiter(self.world, self.graph, f"run-{self.runs}", crash_at=crash_at, crash_when=crash_when)
+        return arbiter
 
     # --- the script ----------------------------------------------------------------------------------
 
     async def run(self, *, crash_at: int | None = None, crash_when: str = "before", steps: int | None = None) -> None:
         """Start, let things happen, calm down, see that all came right, leave."""
-        self.shell.crash_at, self.shell.crash_when = crash_at, crash_when
-        await self.shell.foreground(self.shell.start())
+        self.arbiter.crash_at, self.arbiter.crash_when = crash_at, crash_when
+        await self.arbiter.foreground(self.arbiter.start())
         await self._wait(self.rng.choice((0.0, 0.3, 2.0)))
         for _ in range(steps or self.rng.randint(3, 14)):
-            if self.shell.dead:
+            if self.arbiter.dead:
                 await self._start_anew()
-            self.rng.choices(list(ACTIONS), list(ACTIONS.values()))[0](self)
+            self.rng.choices(list(self.actions), list(self.actions.values()))[0](self)
             await self._wait(self.rng.choice((0.0, 0.0, 0.01, 0.1, 0.5, self.rng.expovariate(0.3))))
         self.calm()
-        if self.shell.dead:
+        if self.arbiter.dead:
             await self._start_anew()
         if not await self.settle():
             await self._start_anew()
@@ -73,11 +79,11 @@ class Scenario:
         """Let time pass, and look at everything a few times."""
         for _ in range(4):
             await asyncio.sleep(seconds / 4)
-            self.shell.check()
+            check(self.arbiter)
 
     async def _start_anew(self) -> None:
         """The guardian's default after a crash: all workers are ended, their leases revoked; then `serve` again."""
-        if not self.world.file.edited and not self.world.file.full and not self.shell.fleet.unwritten:
+        if not self.world.file.edited and not self.world.file.full and not self.arbiter.statefile.unwritten:
             check_sufficient(self.world)  # else the marks in the processes' environment are all there is
         self.world.file.edited = False
         for process in self.world.living():
@@ -92,8 +98,8 @@ class Scenario:
         self.world.gpus.busy.clear()
         self.calm()
         self.world.note("the arbiter is started again")
-        self.shell = self._shell()
-        await self.shell.foreground(self.shell.start())
+        self.arbiter = self._arbiter()
+        await self.arbiter.foreground(self.arbiter.start())
 
     def _needed(self) -> list[str]:
         return [device.uuid for device in self.world.gpus.devices]
@@ -122,10 +128,10 @@ class Scenario:
             if self.loop.time() > deadline_s:
                 raise Broken(f"nothing comes to rest: {self._states()}")
             await asyncio.sleep(2.5)
-            if self.shell.dead:
+            if self.arbiter.dead:
                 return False
-            self.shell.check()
-            workers = self.shell.fleet.workers.values()
+            check(self.arbiter)
+            workers = self.arbiter.workers.values()
             still = still + 1 if all(self._rests(worker) for worker in workers) else 0
         self._check_wanted()
         self._check_registered()
@@ -139,23 +145,23 @@ class Scenario:
         return worker.state in QUIET or self._starved(worker)
 
     def _states(self) -> dict[str, str]:
-        return {w.name: f"{w.state}/{w.course}" for w in self.shell.fleet.workers.values()}
+        return {w.name: f"{w.state}/{w.course}" for w in self.arbiter.workers.values()}
 
     def _starved(self, worker: Worker) -> bool:
         """It waits for GPUs which will not come: what was never returned is quarantined."""
-        needs = worker.plan.gpus_per_worker
+        needs = self.arbiter.shell.fleet.template_of(worker).gpus_per_worker
         return (
             worker.state in (WorkerState.PENDING, WorkerState.BACKING_OFF)
             and len(worker.gpus) < needs
-            and len(self.shell.pool.ledger.free()) < needs
+            and len(self.arbiter.shell.fleet.gpus.free) < needs
         )
 
     def _check_wanted(self) -> None:
-        workers = self.shell.fleet.workers
+        workers = self.arbiter.workers
         starved = {w.name for w in workers.values() if self._starved(w)}
         serving = {w.name for w in workers.values() if w.state is WorkerState.READY}
-        if serving != self.shell.wanted - starved:
-            gone, over = self.shell.wanted - starved - serving, serving - self.shell.wanted
+        if serving != self.arbiter.wanted - starved:
+            gone, over = self.arbiter.wanted - starved - serving, serving - self.arbiter.wanted
             raise Broken(f"wanted and not there: {gone or 'none'}; there and not wanted: {over or 'none'}")
         for worker in workers.values():
             if worker.state is WorkerState.FAULTED and worker.gpus:
@@ -164,24 +170,24 @@ class Scenario:
     def _check_registered(self) -> None:
         """Who serves is who the arbiter thinks serves."""
         for process in self.world.living():
-            worker = self.shell.fleet.workers[process.name]
+            worker = self.arbiter.workers[process.name]
             if not process.serves or worker.state is not WorkerState.READY:
                 raise Broken(f"{process.name}: serves {process.serves}, its entry is {worker.state}")
 
     def _check_statefile(self) -> None:
         state = check_sufficient(self.world)
-        for name, worker in self.shell.fleet.workers.items():
+        for name, worker in self.arbiter.workers.items():
             entry = state.components[name]
             facts = (entry.state, entry.pid, entry.resources.gpu_uuids or [], entry.lease)
-            known = (worker.state, worker.pid, [device.uuid for device in worker.gpus], worker.lease)
+            known = (worker.state, worker.pid, list(worker.gpus), worker.lease)
             if facts != known:
                 raise Broken(f"{name}: the statefile says {facts}, the arbiter knows {known}")
 
     async def _leave(self) -> None:
-        await self.shell.foreground(self.shell.leave())
-        if self.shell.dead and not self.shell.left:
+        await self.arbiter.foreground(self.arbiter.leave())
+        if self.arbiter.dead and not self.arbiter.left:
             await self._start_anew()
-            await self.shell.foreground(self.shell.leave())
+            await self.arbiter.foreground(self.arbiter.leave())
         if living := self.world.living():
             raise Broken(f"left behind: {[(process.name, process.pid) for process in living]}")
 
@@ -194,7 +200,7 @@ class Scenario:
 
     def some_name(self) -> str:
         """A worker's name; now and then one that does not exist."""
-        names = [*self.shell.fleet.workers, "dynamo_VllmWorker_7"]
+        names = [*self.arbiter.workers, "dynamo_VllmWorker_7"]
         return self.rng.choice(names)
 
     def some_component(self) -> str:
@@ -208,210 +214,3 @@ class Scenario:
         """Something that passes by itself."""
         delay_s = self.rng.choice((0.05, 0.5, 3.0, self.rng.uniform(0.0, most_s)))
         self.passing.append(self.loop.call_later(delay_s, action))
-
-
-# --- the actions ---------------------------------------------------------------------------------------
-
-
-def scale(it: Scenario) -> None:
-    """One more, one fewer, or a number."""
-    rng = it.rng
-    target = rng.choice(("+1", "+1", "+2", "-1", "-1", "=1", "=2", "=3", "=0"))
-    policy = rng.choice((None, "least-loaded", "coldest"))
-    force = rng.random() < 0.2
-    it.shell.run(it.shell.scale(it.some_component(), target, force=force, policy=policy, stimulus_id=it.stimulus()))
-
-
-def drain(it: Scenario) -> None:
-    """One by its name."""
-    force = it.rng.random() < 0.2
-    it.shell.run(it.shell.drain(it.some_name(), cancel=False, force=force, stimulus_id=it.stimulus()))
-
-
-def cancel(it: Scenario) -> None:
-    """Of one that drains, if one does."""
-    draining = [w.name for w in it.shell.fleet.workers.values() if w.state is WorkerState.DRAINING]
-    name = it.rng.choice(draining) if draining else it.some_name()
-    it.shell.run(it.shell.drain(name, cancel=True, force=False, stimulus_id=it.stimulus()))
-
-
-def restart(it: Scenario) -> None:
-    """One, or all of a component."""
-    target = it.rng.choice((it.some_name(), it.some_component()))
-    it.shell.run(it.shell.restart(target, force=it.rng.random() < 0.2, stimulus_id=it.stimulus()))
-
-
-def crash(it: Scenario) -> None:
-    """A worker dies: a signal, a code, or 0 without having been asked."""
-    if (process := it.someone()) is not None:
-        it.world.note(f"* {process.name} ({process.pid}) dies")
-        it.world.exits(process, it.rng.choice((-9, -11, 0, 1, 137)))
-
-
-def stop(it: Scenario) -> None:
-    """SIGSTOP, and SIGCONT some time later, perhaps past its lease."""
-    if (process := it.someone()) is not None:
-        it.world.note(f"* {process.name} ({process.pid}) is stopped")
-        process.signal(signal.SIGSTOP)
-        it.later(lambda: process.signal(signal.SIGCONT), 40.0)
-
-
-def hang(it: Scenario) -> None:
-    """It answers nothing; its lease lives."""
-    if (process := it.someone()) is not None:
-        it.world.note(f"* {process.name} ({process.pid}) hangs")
-        process.hang(True)
-        it.later(lambda: process.hang(False), 60.0)
-
-
-def revoke(it: Scenario) -> None:
-    """Somebody revokes a lease by hand."""
-    process = it.someone()
-    if process is not None and process.lease_id and it.world.etcd.available:
-        it.world.note(f"* the lease of {process.name} ({process.pid}) is revoked from outside")
-        it.world.revoked_outside.add(process.pid)
-        it.shell.run(it.world.etcd.revoke(process.lease_id))
-
-
-def etcd_away(it: Scenario) -> None:
-    """etcd is killed, and comes back with its data, or without."""
-    lost = it.rng.random() < 0.3
-    it.world.note(f"* etcd goes away{', and loses its data' * lost}")
-    it.world.etcd.available = False
-    it.later(lambda: it.world.etcd.restart(lose_data=lost), 25.0)
-
-
-def nats_away(it: Scenario) -> None:
-    """NATS is killed, and comes back."""
-    it.world.note("* NATS goes away")
-    it.world.nats.up = False
-
-    def back() -> None:
-        it.world.nats.up = True
-
-    it.later(back, 25.0)
-
-
-def disk_full(it: Scenario) -> None:
-    """No room for the statefile, for a while."""
-    it.world.note("* the disk is full")
-    it.world.file.full = True
-
-    def room() -> None:
-        it.world.file.full = False
-
-    it.later(room)
-
-
-def edit(it: Scenario) -> None:
-    """Somebody edits, cuts or removes the statefile."""
-    file = it.world.file
-    if file.text is None:
-        return
-    kind = it.rng.choice(("cut", "garbage", "removed", "entries", "run", "pid"))
-    it.world.note(f"* the statefile: {kind}")
-    if kind == "cut":
-        file.text = file.text[: len(file.text) // 2]
-    elif kind == "garbage":
-        file.text = "\x00\x01 not a statefile"
-    elif kind == "removed":
-        file.text = None
-    elif kind == "entries":
-        file.text = file.text.replace('"dynamo_VllmWorker"', '"dynamo_Vllm"')
-    elif kind == "run":
-        file.text = file.text.replace('"run-', '"walk-')
-    else:
-        file.text = file.text.replace('"pid": ', '"pid": 1')
-    file.edited = True
-    file.version += 1
-
-
-def refuse(it: Scenario) -> None:
-    """The next processes cannot be made."""
-    it.world.refusals += [OSError(12, "Cannot allocate memory")] * it.rng.choice((1, 1, 2, 6))
-
-
-def slow_spawn(it: Scenario) -> None:
-    """Making a process takes long."""
-    it.world.spawn_s = it.rng.choice((0.003, 0.5, 5.0))
-
-
-def fates(it: Scenario) -> None:
-    """How the next processes behave."""
-    rng = it.rng
-    bad = (
-        Fate(start_code=1, start_s=0.2),
-        Fate(start_code=0, start_s=1.0),
-        Fate(start_s=None),
-        Fate(work_s=40.0),
-        Fate(work_s=8.0, dies_in_s=4.0),
-        Fate(memory_s=3.0),
-        Fate(memory_s=60.0),
-        Fate(memory_s=None),
-        Fate(start_s=9.0),
-    )
-    it.world.fates += rng.choices(bad, k=rng.choice((1, 2, 2, 7)))
-
-
-def many(it: Scenario) -> None:
-    """Commands without end, all at once."""
-    for _ in range(it.rng.choice((5, 12))):
-        it.rng.choice((scale, drain, cancel, restart))(it)
-
-
-def clock_jumps(it: Scenario) -> None:
-    """Somebody sets the wall clock."""
-    it.world.clock.ahead_s += it.rng.choice((-86_400.0, -3.0, 3.0, 86_400.0))
-
-
-ACTIONS: dict[Callable[[Scenario], None], int] = {
-    scale: 26,
-    drain: 12,
-    cancel: 12,
-    restart: 8,
-    crash: 14,
-    stop: 6,
-    hang: 4,
-    revoke: 5,
-    etcd_away: 6,
-    nats_away: 5,
-    disk_full: 5,
-    edit: 5,
-    refuse: 4,
-    slow_spawn: 4,
-    fates: 12,
-    many: 4,
-    clock_jumps: 2,
-}
-
-
-def run_seed(
-    seed: int, *, crash_at: int | None = None, crash_when: str = "before", steps: int | None = None
-) -> Outcome:
-    """One whole run. Raises `Broken` whose notes are the story."""
-    rng = random.Random(seed)
-    made: list[Scenario] = []
-    with asyncio.Runner(loop_factory=lambda: SimLoop(rng)) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, SimLoop)
-
-        async def main() -> None:
-            scenario = Scenario(rng, loop)
-            made.append(scenario)
-            with simulated_system(scenario.world):
-                try:
-                    await scenario.run(crash_at=crash_at, crash_when=crash_when, steps=steps)
-                finally:
-                    for process in scenario.world.living():
-                        process.die()
-                    scenario.shell.died()
-                    await asyncio.sleep(0)
-
-        try:
-            runner.run(main())
-        except BaseException as error:
-            for line in made[0].world.story if made else ():
-                error.add_note(line)
-            raise
-    scenario = made[0]
-    return Outcome(scenario.world.story, scenario.shell.writes, scenario.commands)

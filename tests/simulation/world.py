@@ -10,26 +10,22 @@ import asyncio
 import itertools
 import random
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from dynamo_local.clock import AsyncioClock, VirtualTimeLoop
+from dynamo_local.control.deployment import Settings, WatcherFactory, WatcherPlan
 from dynamo_local.core.gpus import GpuDevice
-from dynamo_local.core.lifecycle import DrainRequested, Event
-from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec, WorkerState
-from dynamo_local.errors import DynamoError
-from dynamo_local.serve.fleet import Fleet, Worker
-from dynamo_local.serve.host import ExitCallback, ProcessSpec
-from dynamo_local.serve.inventory import SimInventory
-from dynamo_local.serve.paths import Paths
-from dynamo_local.serve.plan import Settings, WorkerPlanner
-from tests.fakes.etcd import FakeEtcd
-from tests.fakes.memory_nats import MemoryNats
-from tests.fakes.memory_store import MemoryFile
+from dynamo_local.core.life.instructions import Commit, Instruction, Transition
+from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
+from dynamo_local.gpus.inventory import SimInventory
+from dynamo_local.system.paths import Paths
+from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from tests.fakes.arbiter.memory_store import MemoryFile
+from tests.fakes.infra.etcd import FakeEtcd
+from tests.fakes.infra.memory_nats import MemoryNats
 from tests.simulation.process import Fate, SimProcess
 
 NAMESPACE = "dynamo"
@@ -109,6 +105,7 @@ class NoLocks:
     """Nobody else is on this host."""
 
     def acquire(self, uuids: Any, holder: Any) -> None: ...
+    def try_acquire(self, uuids: Any, holder: Any) -> None: ...
     def release(self, uuids: Any) -> None: ...
     def close(self) -> None: ...
 
@@ -118,7 +115,7 @@ class NoLocks:
     def fds_for(self, uuids: Any) -> list[int]:
         return []
 
-    def elsewhere(self, uuids: Any) -> dict[str, str]:
+    def holders_of(self, uuids: Any) -> dict[str, str]:
         return {}
 
 
@@ -136,10 +133,10 @@ def graph(decode: int, prefill: int, big: bool) -> GraphSpec:
     return GraphSpec(NAMESPACE, "graphs.sim:Frontend", tuple(services))
 
 
-def planner_for(spec: GraphSpec, run_id: str) -> WorkerPlanner:
+def factory_for(spec: GraphSpec, run_id: str) -> WatcherFactory:
     """How workers are run; nothing of it exists on disk."""
     root = Path("/simulated")
-    return WorkerPlanner(
+    return WatcherFactory(
         graph=spec,
         settings=Settings(start_deadline_s=20.0, drain_deadline_s=15.0),
         paths=Paths(NAMESPACE, root / "run", root / "state.json", root / "logs"),
@@ -165,6 +162,9 @@ class World:
         self.gpus = SimGpus(gpus)
         self.processes: dict[int, SimProcess] = {}
         self.revoked_outside: set[int] = set()
+        aside = random.Random()
+        aside.setstate(rng.getstate())  # what a seed chooses beside does not change
+        self.restart_revoked = aside.random() < 0.25
         self.fates: list[Fate] = []
         self.refusals: list[OSError] = []
         self.spawn_s = 0.003
@@ -250,58 +250,38 @@ class SimHost:
             self.on_exit(process.name, process.pid, code)
 
 
-class WatchedFleet(Fleet):
-    """A fleet that tells of each event before it is applied."""
-
-    before_apply: Callable[[Mapping[str, Event]], None] = staticmethod(lambda events: None)
-
-    async def apply(self, events: Mapping[str, Event]) -> None:
-        self.before_apply(events)
-        await super().apply(events)
-
-
 class MemoryEvents:
     """The event log, as a list."""
 
     def __init__(self) -> None:
-        self.records: list[Mapping[str, Any]] = []
+        self.transitions: list[Transition] = []
 
-    def append(self, records: Any) -> None:
-        """See `EventLog`."""
-        self.records += records
-
-
-@contextmanager
-def simulated_system(world: World) -> Iterator[None]:
-    """Signals, start times and jitter of the product's modules go to this world instead of the real one."""
-
-    def end(pid: int, *_: Any) -> None:
-        world.kill(pid)
-
-    where = "dynamo_local.serve"
-    with (
-        mock.patch(f"{where}.operations.kill_session", end),
-        mock.patch(f"{where}.draining.kill_session", end),
-        mock.patch(f"{where}.leaving.kill_session", end),
-        mock.patch(f"{where}.draining.send_signal", world.send_signal),
-        mock.patch(f"{where}.leaving.send_signal", world.send_signal),
-        mock.patch(f"{where}.operations.start_time_s", lambda pid: float(pid)),
-        mock.patch(f"{where}.operations.log_tail", return_value="the end of its log"),
-        mock.patch(f"{where}.operations.random", world.rng),
-    ):
-        yield
+    async def append(self, commit: Commit, instructions: Sequence[Instruction]) -> None:
+        """See `EventWriter`."""
+        self.transitions += commit.transitions
 
 
-__all__ = [
-    "Broken",
-    "Coroutine",
-    "Crash",
-    "DrainRequested",
-    "DynamoError",
-    "SimHost",
-    "SimLoop",
-    "WatchedFleet",
-    "Worker",
-    "WorkerState",
-    "World",
-]
+class SimSystem:
+    """The operating system of this world. See `control.executor.arbiter_effects.System`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def send_signal(self, pid: int, signum: int) -> None:
+        """See `System`."""
+        self._world.send_signal(pid, signum)
+
+    async def end_session(self, pid: int) -> None:
+        """See `System`."""
+        self._world.kill(pid)
+
+    def start_time_s(self, pid: int) -> float | None:
+        """See `System`."""
+        return float(pid)
+
+    async def end_children(self, name: str) -> list[str]:
+        """See `System`. Processes here have no children."""
+        return []
+
+    def put_log_aside(self, plan: WatcherPlan) -> None:
+        """See `System`. There are no files here."""

@@ -11,7 +11,9 @@ MUST = (
     "dynamo_local/state/store.py",
     "dynamo_local/circus_plugins/arbiter.py",
     "dynamo_local/py.typed",
-    "dynamo_local/components/tiny_tokenizer/tokenizer.json",
+    "dynamo_local/planner/plugins/plugin.binpb",
+    "dynamo_local/planner/plugins/plugin.proto",
+    "dynamo_local/components/text/tiny_tokenizer/tokenizer.json",
 )
 
 

@@ -92,7 +92,7 @@ def make_app(server: Server) -> Starlette:
 
     async def embeddings(request: Request) -> Response:
         body = await request.json()
-        server.note(path=request.url.path, body=body, headers=_told(request))
+        server.note(path=request.url.path, body=body, headers=_tell_observers(request))
         return JSONResponse({"object": "list", "model": body["model"], "data": [{"index": 0, "embedding": [0.5]}]})
 
     async def generate(request: Request) -> Response:
@@ -126,7 +126,7 @@ def exposition(server: Server) -> str:
 
 async def _generate(server: Server, request: Request) -> Response:
     body = await request.json()
-    server.note(path=request.url.path, body=body, headers=_told(request))
+    server.note(path=request.url.path, body=body, headers=_tell_observers(request))
     if server.refuse is not None:
         status = server.refuse
         headers = {"retry-after": "7"} if status in (429, 503) else {}
@@ -147,7 +147,7 @@ async def _generate(server: Server, request: Request) -> Response:
     return await _whole(server, request, chat, count, params)
 
 
-def _told(request: Request) -> dict[str, str]:
+def _tell_observers(request: Request) -> dict[str, str]:
     return {name: request.headers[name] for name in ("x-request-id", "authorization") if name in request.headers}
 
 

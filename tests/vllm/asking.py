@@ -10,8 +10,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from tests.fakes.scaled import Ask
-from tests.fakes.served import Served
+from tests.drivers.scaled import Ask
+from tests.drivers.served import Served
 
 WORDS = [
     "arbiter",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.engines.vllm.checking import is_installed
-from tests.fakes.required import fail_where_skipped
-from tests.fakes.served import ROOT
+from tests.drivers.served import ROOT
+from tests.tools.required import fail_where_skipped
 from tests.vllm.cases import answers
 from tests.vllm.hosts import VllmHost, cpu_host
 

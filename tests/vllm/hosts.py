@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.fakes.served import Served
+from tests.drivers.served import Served
 
 START_TIMEOUT_S = 590
 

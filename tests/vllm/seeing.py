@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import psutil
 
-from tests.fakes.scaled import events
-from tests.fakes.served import Served
+from tests.drivers.scaled import events
+from tests.drivers.served import Served
 
 
 def engine_pids(served: Served, watcher: str | None = None) -> list[int]:

@@ -10,17 +10,18 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from dynamo_local.core.kv_events import BlocksStored, KvEvent
-from dynamo_local.core.kv_handover import ASK_PREFILL
+from dynamo_local.core.kv.events import BlocksStored, KvEvent
+from dynamo_local.core.kv.handover import ASK_PREFILL
 from dynamo_local.engines.vllm import VllmEngine, VllmOptions
 from dynamo_local.errors import KvTransferError
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import Engine
-from tests.fakes.engine_contract import PROMPT, EngineContract, check_closed, collect, request, until_idle
+from tests.contract.engine_contract import PROMPT, EngineContract, check_closed, collect, request, until_idle
 from tests.vllm.hosts import VllmHost
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.full,
     pytest.mark.timeout(1500),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("default"),  # vLLM's and torch's own

@@ -1,4 +1,4 @@
-"""The cases on vLLM's CPU build: `tox -e vllm`, and the shortest of each kind in `tox -e vllm-short`."""
+"""The cases on vLLM's CPU build: `tox -e vllm`, and those that are not `full` in `tox -e vllm-short`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ class TestDisaggregated(cases.Disaggregated):
     """Prefill and decode apart."""
 
 
+@pytest.mark.full
 class TestRouted(cases.Routed):
     """KV-aware routing."""
 
 
+@pytest.mark.full
 class TestLeaving(cases.Leaving):
     """Workers come and go."""
 
 
+@pytest.mark.full
 class TestKilled(cases.Killed):
     """SIGKILL."""
 
 
+@pytest.mark.full
 class TestPrefillDies(cases.PrefillDies):
     """A prefill worker is killed under load."""
 
 
+@pytest.mark.full
 class TestPlanned(cases.Planned):
     """The load planner."""

@@ -14,15 +14,15 @@ import psutil
 import pytest
 import yaml
 
+from dynamo_local.commands.metrics_text import Metrics
 from dynamo_local.components.proxy.requests import has_error_event
-from dynamo_local.core import kv_handover
-from dynamo_local.runtimes.metrics_text import Metrics
-from tests.fakes.scaled import ascale, names
-from tests.fakes.served import Served, auntil
+from dynamo_local.core.kv import handover as kv_handover
+from tests.drivers.scaled import ascale, names
+from tests.drivers.served import Served, auntil
 from tests.vllm.asking import Streaming, complete, complete_all, prompts
 from tests.vllm.hosts import START_TIMEOUT_S, VllmHost
 
-pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.infra, pytest.mark.timeout(1500)]
 
 TOKENS = 16
 LONG_TOKENS = 400

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,19 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo_local.components import http_metrics
 from dynamo_local.components.models_view import Availability, ModelsView, ServedModel
+from dynamo_local.components.openai import access
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.generation import CHAT, COMPLETIONS, FrontendDeps, GenerationRoute
 from dynamo_local.components.openai.route import Activity, HttpDeps
 from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.system.logs import request_log
 
 __all__ = ["Activity", "FrontendConfig", "FrontendDeps", "create_app"]
 
 logger = logging.getLogger(__name__)
-
-REQUEST_ID = "x-request-id"
-_GOOD_REQUEST_ID = re.compile(r"[!-~]{1,128}")
-"""Printable ASCII without spaces: safe in a header and in a log line."""
 
 
 def create_app(deps: FrontendDeps) -> Starlette:
@@ -47,7 +43,7 @@ def create_app(deps: FrontendDeps) -> Starlette:
 
 
 def make_app(deps: HttpDeps, posts: Mapping[str, ASGIApp]) -> Starlette:
-    """An application with these routes for POST, by path, and the answers that are known here."""
+    """An application with these routes for POST, by path, and the routes that need no worker."""
     views = _Views(deps)
     return Starlette(
         routes=[
@@ -58,13 +54,13 @@ def make_app(deps: HttpDeps, posts: Mapping[str, ASGIApp]) -> Starlette:
             Route("/live", views.live),
             Route("/metrics", views.metrics),
         ],
-        middleware=[Middleware(RequestIdMiddleware)],
+        middleware=[Middleware(RequestIdMiddleware), *access.middleware(deps.settings, deps.keys)],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _unexpected},
     )
 
 
 class RequestIdMiddleware:
-    """Every answer has an `x-request-id`: the client's own, or a new one."""
+    """Every answer has an `x-request-id`: the client's own, or a new one. Log lines about the request carry it, too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,19 +69,19 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = given if _GOOD_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        x_request_id = request_log.accept_or_make(Headers(scope=scope).get(request_log.HEADER, ""))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                MutableHeaders(scope=message)[request_log.HEADER] = x_request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        with request_log.bound(x_request_id):
+            await self._app(scope, receive, send_with_id)
 
 
 class _Views:
-    """The answers that are known here."""
+    """The answers that need no worker."""
 
     def __init__(self, deps: HttpDeps) -> None:
         self._deps = deps

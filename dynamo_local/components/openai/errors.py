@@ -3,9 +3,12 @@
 | What happened | Status | `type` | `Retry-After` |
 |---|---|---|---|
 | the request is wrong (`InvalidRequest`, a bad parameter, an over-long prompt) | 400 | invalid_request_error | |
+| no API key, or one that is not known, where there are some | 401 | invalid_request_error | |
 | the model was never served here | 404 | invalid_request_error | |
-| the body did not arrive in time | 408 | invalid_request_error | |
+| the head or the body did not arrive in time | 408 | invalid_request_error | |
 | the body is larger than `max_body_bytes` | 413 | invalid_request_error | |
+| the body is not said to be JSON (`Content-Type`) | 415 | invalid_request_error | |
+| the head is larger than 64 KiB | 431 | invalid_request_error | |
 | full (`WorkerBusy`, `max_inflight`) | 429 | rate_limit_error | yes |
 | the engine, or a handler, failed (`EngineError`, `RemoteError`) | 500 | server_error | |
 | a worker or its stream was lost on the way (`WorkerLost`, `StreamGap`, `KvTransferError`, `UpstreamError`) | 502 | server_error | |
@@ -27,7 +30,7 @@ import msgspec
 from dynamo_local import errors
 
 RETRY_AFTER_S = 1
-"""Suggested wait where nobody knows better: a new worker, or a free slot, is used within 50 ms of its coming."""
+"""The default `Retry-After`: a new worker, or a free slot, is used within 50 ms."""
 
 _BY_ERROR: tuple[tuple[type[errors.DynamoError], int, str], ...] = (
     (errors.InvalidRequest, 400, "invalid_request_error"),
@@ -81,6 +84,15 @@ def bad_param(param: str, message: str, code: str = "invalid_value") -> ApiError
     return ApiError(400, message, param=param, code=code)
 
 
+def unauthorized(*, shown: bool) -> ApiError:
+    """401; `shown`: there was a key, but it is none of ours."""
+    message = (
+        "The API key is not known here." if shown else "There is no API key: send it as `Authorization: Bearer KEY`."
+    )
+    challenge = 'Bearer realm="dynamo"' + (', error="invalid_token"' if shown else "")
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
+
+
 def model_not_found(model: str) -> ApiError:
     """404 for a model that nobody here has ever served."""
     message = f"The model `{model}` does not exist here; GET /v1/models lists those that are served now."
@@ -109,6 +121,17 @@ def too_many_requests(limit: int) -> ApiError:
     )
 
 
+def too_many_bytes(limit: int) -> ApiError:
+    """429: the bodies of all requests that are being served have come to the bound of this Frontend's memory."""
+    return ApiError(
+        429,
+        f"This Frontend holds requests of {limit:,} bytes already; try again shortly.",
+        type="rate_limit_error",
+        code=errors.WorkerBusy.code,
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
 def draining() -> ApiError:
     """503: this Frontend is leaving. The connection is closed so that a retry reaches another server."""
     return ApiError(
@@ -122,9 +145,9 @@ def draining() -> ApiError:
 
 
 def from_error(error: Exception) -> ApiError:
-    """The answer for whatever a request ended with.
+    """The answer to a request that ended with this error.
 
-    An exception that is not ours tells the client nothing but its class: its text may hold anything.
+    Of an exception that is not ours the client is told only the class: its text may hold secrets.
     """
     if isinstance(error, ApiError):
         return error

@@ -1,6 +1,6 @@
 """The two routes that generate: an HTTP request becomes a call of the Processor, its items become the answer.
 
-The status line of a stream waits for the first real item (text, a token or the end): the Processor tells the
+The status line of a stream waits for the first real item (text, a token or the end): the Processor sends the
 prompt's length before a worker has taken the request, and "full" must still be able to become a 429.
 """
 
@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from dynamo_local.clock import Clock
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
-from dynamo_local.components.openai.exchange import Reply, Whole
+from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest, Parser, parse_chat, parse_completion
 from dynamo_local.components.openai.responses import ChatFormat, CompletionFormat, ResponseFormat, ResponseHead
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
@@ -36,7 +36,7 @@ CALL_ATTEMPTS = 3
 """A Processor that is leaving, or just died, has produced nothing: the next one may be asked."""
 
 END_WAIT_S = 0.25
-"""After the last item its stream's end follows at once; a Processor that lingers is cut off after this."""
+"""The stream should end right after the last item; a Processor that does not end it is cut off after this."""
 
 CLOSE_TIMEOUT_S = 5.0
 """Bound of cancelling a stream."""
@@ -100,7 +100,7 @@ class Generation:
         self._client = client
         self._request = request
         self._request_id = request_id
-        self._progress = Progress(observer, deps.clock)
+        self._progress = GenerationProgress(observer, deps.clock)
         self._timeout_s = deps.settings.request_timeout_s
 
     async def run(self, reply: Reply) -> Whole | None:
@@ -180,8 +180,8 @@ class Generation:
             logger.error("request %s: its stream did not close within %g s", self._request_id, CLOSE_TIMEOUT_S)
 
 
-class Progress:
-    """What a response has come to so far."""
+class GenerationProgress:
+    """What has arrived of a response so far."""
 
     def __init__(self, observer: RequestObserver, clock: Clock) -> None:
         self._observer = observer
@@ -193,6 +193,7 @@ class Progress:
 
     @property
     def has_tokens(self) -> bool:
+        """Whether anything was produced: from then on the request cannot be repeated."""
         return self._tokens > 0
 
     def take(self, batch: Sequence[dict[str, Any]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 A parameter that would change the answer and that we do not implement is refused by name, unless its value is
 the neutral one (`n: 1`, `logprobs: false`), which asks for what we do anyway. One that changes nothing a client
-could see in the answer is accepted and ignored. Whatever is in neither table, nor in the request schema, is
+could see in the answer is accepted and ignored. A parameter that is in neither table and not in the request schema is
 unknown and refused: a misspelt `max_token` must not be silently dropped.
 
 Source: https://platform.openai.com/docs/api-reference/chat/create and …/completions/create (read 2025), and
@@ -12,10 +12,15 @@ vLLM's `ChatCompletionRequest`.
 from __future__ import annotations
 
 import difflib
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dynamo_local.components.openai.errors import ApiError
+import msgspec
+
+from dynamo_local.components import limits
+from dynamo_local.components.openai.errors import ApiError, bad_param
 
 IGNORED = frozenset(
     {
@@ -79,42 +84,104 @@ NVEXT = ("ignore_eos", "min_tokens", "stop_token_ids", "top_k")
 """vLLM's sampling extras. Taken at the top level, or in Dynamo's `nvext` object (the top level wins)."""
 
 
-def merge_nvext(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without `nvext`, its members moved to the top level. Raises `ApiError` for one we do not know."""
-    nvext = body.get("nvext")
-    if "nvext" not in body:
-        return body
-    merged = {name: value for name, value in body.items() if name != "nvext"}
-    if nvext is None:
-        return merged
-    if not isinstance(nvext, dict):
-        raise ApiError(400, f"`nvext` must be an object, not {_kind(nvext)}.", param="nvext", code="invalid_type")
-    for name, value in nvext.items():
-        if name not in NVEXT:
-            message = f"`nvext.{name}` is not supported; `nvext` may hold {', '.join(NVEXT)}."
-            raise ApiError(400, message, param=f"nvext.{name}", code="unsupported_parameter")
-        if merged.get(name) is None:
-            merged[name] = value
-    return merged
+Raw = msgspec.Raw
+Unsupported = Mapping[str, tuple[Any, ...]]
 
 
-def strip(body: Mapping[str, Any], known: Iterable[str], unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Only what the request schema knows and the client really set (null means "not set" throughout OpenAI's API).
+class Fields:
+    """Splits a body into its parameters, each still as JSON: what is not looked at costs no more than being skipped.
 
-    Raises `ApiError` 400 that names the first parameter that is unsupported or unknown.
+    `known` are the parameters of the request's schema.
     """
-    known = frozenset(known)
-    kept: dict[str, Any] = {}
-    for name, value in body.items():
-        if name in known:
-            if value is not None:
-                kept[name] = value
-        elif name in unsupported:
-            if value is not None and not any(_same(value, neutral) for neutral in unsupported[name]):
-                raise _unsupported(name, value, unsupported[name])
-        elif name not in IGNORED:
-            raise _unknown(name, known)
-    return kept
+
+    def __init__(self, known: Iterable[str], unsupported: Unsupported) -> None:
+        self._known = frozenset(known)
+        self._unsupported = unsupported
+        names = sorted(self._known | unsupported.keys() | IGNORED | {"nvext"})
+        self._decoder = msgspec.json.Decoder(_raw_struct("Body", names))
+
+    def split(self, body: bytes) -> dict[str, Raw]:
+        """Only what the request schema knows and the client really set (null means "not set" throughout OpenAI's API).
+
+        Raises `ApiError` 400: no JSON object, a parameter that is unsupported or unknown, one that is too long.
+        """
+        given = _given(_object(self._decoder, body, self._known | IGNORED))
+        if (nvext := given.pop("nvext", None)) is not None:
+            given = {**_nvext(nvext), **given}
+        for name, value in given.items():
+            if name in self._unsupported and name not in self._known:
+                self._check_neutral(name, value)
+        kept = {name: value for name, value in given.items() if name in self._known}
+        for name, value in kept.items():
+            if len(bytes_of(value)) > _MAX_BYTES.get(name, limits.MAX_FIELD_BYTES):
+                raise bad_param(name, f"`{name}` is too long: {len(bytes_of(value)):,} bytes.")
+        return kept
+
+    def _check_neutral(self, name: str, value: Raw) -> None:
+        neutral = self._unsupported[name]
+        if len(bytes_of(value)) > _NEUTRAL_BYTES or not any(_same(_decoded(value), item) for item in neutral):
+            raise _unsupported(name, value, neutral)
+
+
+_NEUTRAL_BYTES = 256
+"""No value that asks for nothing is longer than this."""
+
+_MAX_BYTES: Mapping[str, int] = {"messages": sys.maxsize, "prompt": sys.maxsize, "stop": limits.MAX_STOP_BYTES}
+"""The first two are what a body is for: `max_body_bytes` is their bound."""
+
+_UNKNOWN = re.compile(r"contains unknown field `(?P<name>.*)`", re.DOTALL)
+
+
+def bytes_of(value: Raw) -> memoryview:
+    """A parameter's JSON, without a copy."""
+    return memoryview(value)
+
+
+def _raw_struct(name: str, fields: Iterable[str]) -> type[msgspec.Struct]:
+    return msgspec.defstruct(name, [(field, Raw, Raw()) for field in fields], forbid_unknown_fields=True, gc=False)
+
+
+def _given(fields: msgspec.Struct) -> dict[str, Raw]:
+    found = {name: getattr(fields, name) for name in fields.__struct_fields__}
+    return {name: value for name, value in found.items() if bytes_of(value) not in (b"", b"null")}
+
+
+def _object(decoder: msgspec.json.Decoder[msgspec.Struct], body: bytes | Raw, near: Iterable[str]) -> msgspec.Struct:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if unknown := _UNKNOWN.search(str(error)):
+            raise _unknown(unknown["name"], near) from None
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(error) from None
+
+
+def not_json(error: Exception) -> ApiError:
+    """The body cannot be read at all."""
+    return ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json")
+
+
+_nvext_decoder = msgspec.json.Decoder(_raw_struct("Nvext", NVEXT))
+
+
+def _nvext(value: Raw) -> dict[str, Raw]:
+    """The members of Dynamo's `nvext` object. Raises `ApiError` for one we do not know."""
+    try:
+        return _given(_nvext_decoder.decode(value))
+    except msgspec.ValidationError as error:
+        if unknown := _UNKNOWN.search(str(error)):
+            name = f"nvext.{limits.shortened(unknown['name'])}"
+            message = f"`{name}` is not supported; `nvext` may hold {', '.join(NVEXT)}."
+            raise ApiError(400, message, param=name, code="unsupported_parameter") from None
+        raise ApiError(400, "`nvext` must be an object.", param="nvext", code="invalid_type") from None
+
+
+def _decoded(value: Raw) -> Any:
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(error) from None
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -122,26 +189,19 @@ def _same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-def _unsupported(name: str, value: Any, neutral: tuple[Any, ...]) -> ApiError:
+def _unsupported(name: str, value: Raw, neutral: tuple[Any, ...]) -> ApiError:
     if name == "n":
-        message = f"`n` must be 1: this server gives one choice per request (asked for {_short(value)})."
+        asked = limits.shortened(str(bytes_of(value)[: 2 * limits.MAX_NAME_LENGTH], "utf-8", "replace"))
+        message = f"`n` must be 1: this server gives one choice per request (asked for {asked})."
     else:
-        allowed = "leave it out" + "".join(f" or send {_short(item)}" for item in neutral)
+        allowed = "leave it out" + "".join(f" or send {item!r}" for item in neutral)
         message = f"The parameter `{name}` is not supported by this server; {allowed}."
     return ApiError(400, message, param=name, code="unsupported_parameter")
 
 
-def _unknown(name: str, known: frozenset[str]) -> ApiError:
-    near = difflib.get_close_matches(name, known | IGNORED, n=1)
+def _unknown(name: str, known: Iterable[str]) -> ApiError:
+    # Looking for a near name takes time that grows with the square of its length.
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= limits.MAX_NAME_LENGTH else []
+    name = limits.shortened(name)
     hint = f"; did you mean `{near[0]}`?" if near else "."
     return ApiError(400, f"Unknown parameter: `{name}`{hint}", param=name, code="unknown_parameter")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), type(value).__name__)

@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
+from dynamo_local.components import limits
 from dynamo_local.components.openai import params
 from dynamo_local.components.openai.errors import ApiError, bad_param
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-StopText = Annotated[str, Meta(min_length=1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PartType = Literal["text"]
 MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
@@ -27,27 +28,32 @@ MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"contains unknown field `(?P<name>[^`]*)`")
+_ERROR_ENDS = 200
 _CHOICES = {".type": get_args(PartType), ".role": get_args(MessageRole)}
 _MAP_INDEX = re.compile(r"\[\.\.\.\]")
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+# gc=False: there is no way from a message back to itself, and without it a body of half a million messages has the
+# garbage collector walk through all of them again and again.
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A part of a message's content; text is the only kind there is here."""
 
     type: PartType
     text: str
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One message. What an assistant's own answer holds besides text is accepted as long as it is empty."""
 
     role: MessageRole
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=limits.MAX_MESSAGES)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
-    annotations: list[Any] | None = None
+    tool_calls: tuple[()] | None = None
+    annotations: msgspec.Raw = msgspec.Raw()
     function_call: None = None
     audio: None = None
 
@@ -69,27 +75,28 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=limits.MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
 
 
 class ChatRequest(_Common, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: msgspec.Raw
     max_completion_tokens: Count | None = None
 
 
 class CompletionRequest(_Common, frozen=True, kw_only=True):
     """`POST /v1/completions`. The prompt is text or token ids, one per request."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: msgspec.Raw
 
 
 R = TypeVar("R", bound=_Common)
+T = TypeVar("T")
 
 _PASSED_ON = (
     "temperature",
@@ -105,7 +112,7 @@ _PASSED_ON = (
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request that is right in itself. `payload` is what the Processor gets, without its `request_id`.
+    """A request that passed the checks. `payload` is what the Processor gets, without its `request_id`.
 
     `payload` holds only what the client set, under one name each: `model`, `messages` (each `{"role", "content",
     "name"?}` with content a string) or `prompt` (a string or a list of token ids), `max_tokens`, `stop` (a list),
@@ -119,17 +126,23 @@ class ParsedRequest:
     payload: Mapping[str, Any]
 
 
+_CHAT_FIELDS = params.Fields(ChatRequest.__struct_fields__, params.UNSUPPORTED_CHAT)
+_COMPLETION_FIELDS = params.Fields(CompletionRequest.__struct_fields__, params.UNSUPPORTED_COMPLETION)
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
 def parse_chat(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
-    request = _convert(_decode(body), ChatRequest, params.UNSUPPORTED_CHAT)
+    request = _typed(_chat_decoder, _CHAT_FIELDS.split(body))
     payload = _common_payload(request, request.max_completion_tokens or request.max_tokens)
-    payload["messages"] = [_message(message, n) for n, message in enumerate(request.messages)]
+    payload["messages"] = [_message(message, n) for n, message in enumerate(_messages(request.messages))]
     return _parsed(request, payload)
 
 
 def parse_completion(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
-    request = _convert(_decode(body), CompletionRequest, params.UNSUPPORTED_COMPLETION)
+    request = _typed(_completion_decoder, _COMPLETION_FIELDS.split(body))
     payload = _common_payload(request, request.max_tokens)
     payload["prompt"] = _prompt(request.prompt)
     return _parsed(request, payload)
@@ -138,38 +151,38 @@ def parse_completion(body: bytes) -> ParsedRequest:
 Parser = Callable[[bytes], ParsedRequest]
 
 
-def _decode(body: bytes) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    return value
-
-
-def _convert(raw: dict[str, Any], schema: type[R], unsupported: Mapping[str, tuple[Any, ...]]) -> R:
-    kept = params.strip(params.merge_nvext(raw), schema.__struct_fields__, unsupported)
-    try:
-        request = msgspec.convert(kept, schema)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
+def _typed(decoder: msgspec.json.Decoder[R], fields: Mapping[str, msgspec.Raw]) -> R:
+    request = _decoded(decoder, msgspec.json.encode(fields))
     if request.stream_options is not None and not request.stream:
         raise bad_param("stream_options", "`stream_options` is only allowed when `stream` is true.")
     return request
 
 
-def _invalid(text: str) -> ApiError:
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, param: str = "") -> T:
+    """Raises `ApiError` 400 that names the parameter; `param` is where the body is from, if it is a part."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise params.not_json(error) from error
+
+
+def _invalid(text: str, param: str) -> ApiError:
     """msgspec's "Expected `int` >= 1 - at `$.max_tokens`" in OpenAI's manner, with the parameter named."""
+    if len(text) > 2 * _ERROR_ENDS:  # it repeats a value of the client's
+        text = f"{text[:_ERROR_ENDS]}…{text[-_ERROR_ENDS:]}"
     found = _PATH.search(text)
-    path = _MAP_INDEX.sub("", found["path"]) if found else ""
+    inner = _MAP_INDEX.sub("", found["path"]) if found else ""
+    path = f"{param}.{inner}" if param and inner and not inner.startswith("[") else param + inner
     detail = _PATH.sub("", text)
     for pattern, code, verb in (
         (_MISSING, "missing_required_parameter", "Missing required parameter"),
         (_UNKNOWN, "unknown_parameter", "Unknown parameter"),
     ):
         if member := pattern.search(detail):
-            param = f"{path}.{member['name']}" if path else member["name"]
+            name = limits.shortened(member["name"])
+            param = f"{path}.{name}" if path else name
             return bad_param(param, f"{verb}: `{param}`.", code)
     for end, choices in _CHOICES.items():
         if path.endswith(end) and "enum value" in detail:
@@ -196,6 +209,40 @@ def _common_payload(request: _Common, max_tokens: int | None) -> dict[str, Any]:
     return payload
 
 
+class _Content(msgspec.Struct, frozen=True, gc=False):
+    content: msgspec.Raw = msgspec.Raw()
+
+
+def _bounded_array() -> msgspec.json.Decoder[msgspec.Struct]:
+    """Of 1 to `MAX_MESSAGES` values, none of which is made. It stops at the first beyond them; a list would be
+    measured when all of it has been read."""
+    fields = [(f"_{n}", msgspec.Raw, msgspec.Raw()) for n in range(1, limits.MAX_MESSAGES)]
+    array = msgspec.defstruct("Array", [("_0", msgspec.Raw), *fields], array_like=True, forbid_unknown_fields=True)
+    return msgspec.json.Decoder(array)
+
+
+_messages_decoder = msgspec.json.Decoder(Annotated[list[Message], Meta(min_length=1, max_length=limits.MAX_MESSAGES)])
+_message_decoder = msgspec.json.Decoder(Message)
+_content_decoder = msgspec.json.Decoder(_Content)
+_bounded_decoder = _bounded_array()
+
+
+def _messages(raw: msgspec.Raw) -> list[Message]:
+    """Many of them are made one by one: between two the interpreter may turn to the event loop's thread."""
+    if len(params.bytes_of(raw)) <= limits.LARGE_BYTES:
+        return _decoded(_messages_decoder, raw, "messages")
+    values = msgspec.structs.astuple(_decoded(_bounded_decoder, raw, "messages"))
+    return [_one_message(value, f"messages[{n}]") for n, value in enumerate(values) if params.bytes_of(value)]
+
+
+def _one_message(raw: msgspec.Raw, param: str) -> Message:
+    if len(params.bytes_of(raw)) > limits.LARGE_BYTES:
+        content = _decoded(_content_decoder, raw, param).content
+        if params.bytes_of(content)[:1] == b"[":
+            _decoded(_bounded_decoder, content, f"{param}.content")
+    return _decoded(_message_decoder, raw, param)
+
+
 def _message(message: Message, n: int) -> dict[str, Any]:
     content = message.content
     if content is None and message.role != "assistant":
@@ -210,20 +257,45 @@ def _message(message: Message, n: int) -> dict[str, Any]:
     return out
 
 
-def _prompt(prompt: str | list[Any]) -> str | list[int]:
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]  # a batch of one
+_text_decoder = msgspec.json.Decoder(str)
+_ids_decoder = msgspec.json.Decoder(list[TokenId])
+_one_text_decoder = msgspec.json.Decoder(tuple[str])
+_one_ids_decoder = msgspec.json.Decoder(tuple[list[TokenId]])
+
+
+_BEGINNING_BYTES = 64
+"""Enough for the two characters that say what a prompt is, and for white space between them."""
+
+
+def _prompt(raw: msgspec.Raw) -> str | list[int]:
+    """Text or token ids, also as a batch of one. What it is is seen from its beginning: only that is made of it."""
+    begins = b"".join(bytes(params.bytes_of(raw)[:_BEGINNING_BYTES]).split())[:2]
+    prompt: str | list[int]
+    if begins[:1] != b"[":
+        prompt = _decoded(_text_decoder, raw, "prompt")
+    elif begins[1:] == b'"':
+        prompt = _decoded_batch(_one_text_decoder, raw)[0]
+    elif bytes(raw).count(b",") >= limits.MAX_PROMPT_IDS:
+        raise bad_param("prompt", f"`prompt` holds more than {limits.MAX_PROMPT_IDS:,} token ids.")
+    elif begins[1:] == b"[":
+        prompt = _decoded_batch(_one_ids_decoder, raw)[0]
+    else:
+        prompt = _decoded(_ids_decoder, raw, "prompt")
     if not prompt:
         raise bad_param("prompt", "`prompt` must not be empty.")
-    if isinstance(prompt, str):
-        return prompt
-    kinds = {type(item) for item in prompt}
-    if kinds == {int}:
-        return prompt
-    if int in kinds:
-        raise bad_param("prompt", "`prompt` must be a string or a list of token ids, not a mixture.", "invalid_type")
-    message = f"`prompt` holds {len(prompt)} prompts; this server takes one per request."
-    raise bad_param("prompt", message, "unsupported_parameter")
+    return prompt
+
+
+def _decoded_batch(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw) -> T:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        if "length 1" not in str(error):
+            raise _invalid(str(error), "prompt") from error
+        message = "`prompt` holds several prompts; this server takes one per request: a string or a list of token ids."
+        raise bad_param("prompt", message, "unsupported_parameter") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise params.not_json(error) from error
 
 
 def _parsed(request: _Common, payload: dict[str, Any]) -> ParsedRequest:

@@ -54,6 +54,7 @@ class ResponseHead:
     include_usage: bool
 
     def members(self, prefix: str, kind: str) -> dict[str, Any]:
+        """The first members of every object of the answer; `prefix` is the beginning of its id."""
         return {
             "id": f"{prefix}-{self.request_id}",
             "object": kind,

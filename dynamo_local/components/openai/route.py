@@ -1,5 +1,5 @@
-"""An exchange that asks for a model, from the client's body to the last byte of the answer; how it is answered is
-the subclass's: by a Processor (`openai.generation`), or by an HTTP server (`components.proxy`).
+"""An HTTP exchange that asks for a model, from the client's body to the last byte of the answer. Subclasses answer it:
+by a Processor (`openai.generation`), or by an HTTP server (`components.proxy`).
 
 An error after the first event of a stream is one event `data: {"error": {…}}`, then the stream ends without
 `data: [DONE]`: a client that has seen no `[DONE]` has not seen everything.
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -20,23 +20,30 @@ from starlette.types import Receive, Scope, Send
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components.http_metrics import Endpoint, HttpMetrics, RequestObserver, RequestType, Status
+from dynamo_local.components.large_requests import run_by_size
 from dynamo_local.components.models_view import Availability, ModelsView
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.components.openai.exchange import ClientGone, Reply, Whole, read_body, until_disconnect
+from dynamo_local.components.openai.http_io import ClientGone, Reply, Whole, read_body, require_json, until_disconnect
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.types import Load
 from dynamo_local.errors import DynamoError
+from dynamo_local.system.key_files import ApiKeys
+from dynamo_local.system.logs.request_log import fit_for_logs, x_request_id
 
 logger = logging.getLogger(__name__)
 
+BODIES_AT_ONCE = 32
+"""So many of the largest bodies may be in the house together, or more smaller ones; beyond it 429."""
+
 
 class Activity:
-    """How many requests are in the house: for the limit, and for a drain to wait for."""
+    """How many requests this Frontend has: for the limit, and for a drain to wait for."""
 
     def __init__(self) -> None:
         self._open: set[str] = set()
         self._admitted = 0
+        self._body_bytes = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -47,7 +54,7 @@ class Activity:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Those of the open exchanges, in no order; the workers know the requests by the same ids."""
+        """The ids of the open exchanges, in no order; the workers know the requests by the same ids."""
         return tuple(self._open)
 
     @property
@@ -57,6 +64,7 @@ class Activity:
 
     @contextmanager
     def exchange(self, request_id: str) -> Iterator[None]:
+        """While this is open, the Frontend has the request of that id."""
         self._open.add(request_id)
         self._idle.clear()
         try:
@@ -67,7 +75,26 @@ class Activity:
                 self._idle.set()
 
     @contextmanager
+    def body(self, most_bytes: int) -> Iterator[Callable[[int], None]]:
+        """While this is open, what is taken of a body counts; the function raises `ApiError` 429 where all bodies that
+        are in the house would come to more than `most_bytes`."""
+        held = 0
+
+        def take(size: int) -> None:
+            nonlocal held
+            if self._body_bytes + size > most_bytes:
+                raise api_errors.too_many_bytes(most_bytes)
+            held += size
+            self._body_bytes += size
+
+        try:
+            yield take
+        finally:
+            self._body_bytes -= held
+
+    @contextmanager
     def serving(self) -> Iterator[None]:
+        """While this is open, one more request counts towards the limit."""
         self._admitted += 1
         try:
             yield
@@ -81,18 +108,19 @@ class Activity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpDeps:
-    """What every application needs that answers for models; a test gives fakes."""
+    """What an application that serves models needs; a test gives fakes. Without `keys` everybody may ask."""
 
     models: ModelsView
     settings: FrontendConfig = field(default_factory=FrontendConfig)
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    keys: ApiKeys | None = None
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     activity: Activity = field(default_factory=Activity)
     clock: Clock = field(default_factory=AsyncioClock)
 
     def load(self) -> Load:
-        """HTTP requests: `num_requests_waiting` have no token yet, `request_active_slots` are the others in the
-        house."""
+        """HTTP requests: `num_requests_waiting` have no token yet, `request_active_slots` are the other ones
+        here."""
         waiting = self.metrics.queued
         return Load(
             request_active_slots=max(0, self.activity.open - waiting),
@@ -105,10 +133,14 @@ class Asked(Protocol):
     """What must be known of any request."""
 
     @property
-    def model(self) -> str: ...
+    def model(self) -> str:
+        """The model's name, as the client gave it."""
+        ...
 
     @property
-    def stream(self) -> bool: ...
+    def stream(self) -> bool:
+        """Whether the answer comes piece by piece."""
+        ...
 
 
 R = TypeVar("R", bound=Asked)
@@ -123,35 +155,40 @@ class ModelRoute(ABC, Generic[R]):
 
     @abstractmethod
     def parse(self, body: bytes, scope: Scope) -> R:
-        """The request. Raises `ApiError` for one that is wrong in itself."""
+        """The request. Raises `ApiError` for an invalid one."""
 
     @abstractmethod
     async def answer(self, request: R, request_id: str, observer: RequestObserver, reply: Reply) -> Whole | None:
         """The whole answer; or None after all events of a stream were written to `reply`.
 
-        Raises `ApiError` or a `DynamoError`; when cancelled, what it has asked of others ends.
+        Raises `ApiError` or a `DynamoError`; when cancelled, it cancels its calls to others.
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
-        request_id = uuid.uuid4().hex
+        # A client may send the same id twice at once, and what is inside needs one of its own. An engine names its
+        # request after ours, so its log has the client's id, too.
+        request_id = f"{x_request_id()}-{secrets.token_hex(4)}"
         with self._deps.activity.exchange(request_id):
             try:
-                await self._serve(scope, receive, reply, request_id)
+                with self._deps.activity.body(BODIES_AT_ONCE * self._deps.settings.max_body_bytes) as take:
+                    await self._serve(scope, receive, reply, request_id, take)
             except ClientGone:
                 logger.info("request %s: the client went away; cancelled", request_id)
             except Exception as error:
                 if not isinstance(error, ApiError | DynamoError):
                     logger.exception("request %s failed unexpectedly", request_id)
                 answer = api_errors.from_error(error)
-                log = logger.warning if answer.status >= 500 else logger.debug
-                log("request %s: %d %s: %s", request_id, answer.status, answer.code, answer.message)
+                log = logger.warning if answer.status >= 500 else logger.info
+                log("request %s: %d %s: %s", request_id, answer.status, answer.code, fit_for_logs(answer.message))
                 await reply.fail(answer)
 
-    async def _serve(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
+    async def _serve(
+        self, scope: Scope, receive: Receive, reply: Reply, request_id: str, take: Callable[[int], None]
+    ) -> None:
         deps = self._deps
         started_s = deps.clock.now_s()
-        request = await self._accept(scope, receive)
+        request = await self._accept(scope, receive, take)
         observer = deps.metrics.begin(request.model, self._endpoint, _request_type(request), started_s)
         status: Status = "error"
         try:
@@ -163,22 +200,25 @@ class ModelRoute(ABC, Generic[R]):
             deps.metrics.disconnected_clients.inc()
             raise
         finally:
-            # Before the answer's last byte: whoever has it also finds it in the metrics.
-            observer.end(status, deps.clock.now_s())
+            # Counted and logged before the answer's last byte: a client that has the answer finds it in the metrics.
+            ended_s = deps.clock.now_s()
+            observer.end(status, ended_s)
+            logger.info("request %s: %s after %.0f ms", request_id, status, (ended_s - started_s) * 1e3)
         if answer is None:
             await reply.end()
         else:
             await reply.whole(answer)
 
-    async def _accept(self, scope: Scope, receive: Receive) -> R:
+    async def _accept(self, scope: Scope, receive: Receive, take: Callable[[int], None]) -> R:
         """Raises `ApiError` for a request that is not to be served, and counts it."""
         deps = self._deps
         request: R | None = None
         try:
-            body = await read_body(scope, receive, deps.settings.max_body_bytes)
+            require_json(scope)
+            body = await read_body(scope, receive, deps.settings.max_body_bytes, take)
             if deps.draining.is_set():
                 raise api_errors.draining()
-            request = self.parse(body, scope)
+            request = await run_by_size(len(body), self.parse, body, scope)
             availability = deps.models.availability(request.model)
             if availability is Availability.UNKNOWN:
                 raise api_errors.model_not_found(request.model)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import socket
 from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from dynamo_local.components.openai.http_protocol import BoundedHttpProtocol
 from dynamo_local.errors import ConfigError, StartTimedOut
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,15 @@ KEEP_ALIVE_S = 75
 
 START_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
-"""After this, connections whose peers do not read are cut."""
+"""After this, connections to clients that do not read are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files of a certificate and of its key."""
+
+    cert: str
+    key: str
 
 
 def bind_socket(host: str, port: int, *, option: str = "Frontend.port") -> socket.socket:
@@ -38,15 +48,27 @@ def bind_socket(host: str, port: int, *, option: str = "Frontend.port") -> socke
     family, kind, proto, _, address = found[0]
     sock = socket.socket(family, kind, proto)
     try:
-        # Only so that connections of a Frontend that just ended (TIME_WAIT) do not count as "in use".
+        # Otherwise connections of a Frontend that just ended (TIME_WAIT) would make the port "in use".
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
         raise _bind_error(host, port, error, section, key) from error
-    if not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback:
-        logger.warning("%s: it listens on %s, beyond this machine, and asks for no credentials", section, host)
+    return sock
+
+
+def bind_private_socket(path: Path) -> socket.socket:
+    """A unix socket that only this user can connect to, in place of one that a killed process left. `ConfigError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        sock.bind(str(path))
+        path.chmod(0o600)  # before it listens; its folder is private, too
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot make the socket {path}: {error}; set XDG_RUNTIME_DIR to a shorter folder") from error
     return sock
 
 
@@ -62,12 +84,15 @@ def _bind_error(host: str, port: int, error: OSError, section: str, key: str) ->
     return ConfigError(f"{section}: cannot listen on {host} port {port}: {error}; {choose}")
 
 
-def url_of(sock: socket.socket) -> str:
-    """`http://127.0.0.1:8000`: an address that a client on this machine can use, also for a wildcard socket."""
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
+    """`http://127.0.0.1:8000`: an address that a client on this machine can use, also for a wildcard socket;
+    `unix:///run/…/metrics.sock`."""
+    if sock.family is socket.AF_UNIX:
+        return f"unix://{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
@@ -105,10 +130,10 @@ class HttpServer:
     With `idle` it costs nothing between requests (the ticks are half a percent of a core), and sends no `Date`.
     """
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, *, idle: bool = False) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, *, idle: bool = False, tls: Tls | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -118,11 +143,13 @@ class HttpServer:
             date_header=not idle,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=None if tls is None else tls.cert,
+            ssl_keyfile=None if tls is None else tls.key,
         )
         self._server = _Server(config, idle=idle)
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
-        self.url = url_of(sock)
+        self.url = url_of(sock, "https" if tls else "http")
 
     async def start(self) -> None:
         """Returns when connections are accepted. Raises `StartTimedOut`, or what uvicorn failed with."""

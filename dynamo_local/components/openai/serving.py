@@ -1,14 +1,16 @@
-"""An application on a Frontend's port, as part of a worker process: from its start over a drain to its stop."""
+"""An application on a Frontend's port, as part of a worker process: its start, drain and stop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp
 
 from dynamo_local.components.models_view import ModelsView
+from dynamo_local.components.openai import access
 from dynamo_local.components.openai.route import HttpDeps
 from dynamo_local.components.openai.server import HttpServer
 from dynamo_local.sdk.context import Work, WorkerContext
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Serving:
-    """What a Frontend's component holds; `stop` also after a `start` that failed or never was."""
+    """Held by a Frontend's component. `stop` may be called without `start`, or after one that failed."""
 
     def __init__(self) -> None:
         self._server: HttpServer | None = None
@@ -27,15 +29,22 @@ class Serving:
         self, context: WorkerContext, deps: HttpDeps, app: ASGIApp, sock: socket.socket, *more_models: ModelsView
     ) -> None:
         """Follow the models, listen, announce the URL, and take part in the worker's drain."""
-        server = self._server = HttpServer(app, sock)
+        server = self._server = HttpServer(app, sock, tls=access.tls_of(deps.settings))
         views = (deps.models, *more_models)
         self._follow = [asyncio.create_task(view.follow(context.kv), name="models-view") for view in views]
+        if deps.keys is not None:
+            self._follow.append(asyncio.create_task(deps.keys.follow(), name="api-keys"))
         await server.start()
         context.vital(server.wait_failed(), "the HTTP server")
         # The socket stays open until the shutdown: while draining it answers 503, and the drain may be taken back.
         context.on_drain(deps.activity.wait_idle)
         context.set_work_source(lambda: Work(deps.activity.request_ids))
         context.set_load_source(deps.load)
+
+        async def counters() -> Mapping[str, float]:
+            return deps.metrics.counters()
+
+        context.observe(counters)
         await context.announce(frontend_url=server.url)
         logger.info("serving OpenAI's API at %s/v1", server.url)
 

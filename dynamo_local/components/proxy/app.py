@@ -1,8 +1,8 @@
 """The application of a Frontend before HTTP servers: requests go on as they came, answers come back as they are.
 
-A request that the client has got nothing of yet may be sent to another server (`components.dispatch`); with prefill
-servers it is handed over in two steps (`core.kv_handover`), and whatever goes wrong there costs time, not the request:
-it is prefilled where it is decoded.
+While the client has got nothing of an answer, its request may be sent to another server
+(`components.routing.dispatch`); with prefill servers it is handed over in two steps (`core.kv.handover`), and whatever
+goes wrong there costs time, not the request: it is prefilled where it is decoded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from starlette.applications import Starlette
 from starlette.types import Scope
 
 from dynamo_local.components.http_metrics import RequestObserver
+from dynamo_local.components.large_requests import run_by_size
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.app import make_app
-from dynamo_local.components.openai.exchange import Reply, Whole
+from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
-from dynamo_local.components.proxy import requests, wire
-from dynamo_local.components.proxy.pool import Pool
-from dynamo_local.components.proxy.progress import Progress
+from dynamo_local.components.proxy import payloads, requests
+from dynamo_local.components.proxy.pool import ModelDispatchers
+from dynamo_local.components.proxy.progress import ProxyProgress
 from dynamo_local.components.proxy.requests import PATHS, Path, ProxyRequest
 from dynamo_local.components.proxy.settings import HttpFrontendConfig
 from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, WorkerLost
@@ -30,15 +31,15 @@ from dynamo_local.errors import DeadlineExceeded, DynamoError, UpstreamError, Wo
 logger = logging.getLogger(__name__)
 
 BAD_REQUEST = 400
-"""This and above: an error."""
+"""HTTP statuses from this on are errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyDeps(HttpDeps):
     """All that the application works with; a test gives fakes. `servers` decode (or do everything)."""
 
-    servers: Pool
-    prefill: Pool
+    servers: ModelDispatchers
+    prefill: ModelDispatchers
     options: HttpFrontendConfig = field(default_factory=HttpFrontendConfig)
 
 
@@ -66,7 +67,7 @@ class ProxyRoute(ModelRoute[ProxyRequest]):
         self, request: ProxyRequest, request_id: str, observer: RequestObserver, reply: Reply
     ) -> Whole | None:
         timeout_s = self._proxy.settings.request_timeout_s
-        passing = Passing(self._proxy, self._path, request, request_id, observer, reply)
+        passing = ProxiedRequest(self._proxy, self._path, request, request_id, observer, reply)
         try:
             async with asyncio.timeout(timeout_s):
                 return await passing.run()
@@ -74,14 +75,14 @@ class ProxyRoute(ModelRoute[ProxyRequest]):
             message = f"The request did not end within {timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error
         except DynamoError as error:
-            told = wire.answer_of(error)
+            told = payloads.answer_of(error)
             if told is None:
                 raise
             logger.warning("request %s: %s", request_id, error)
             return told
 
 
-class Passing:
+class ProxiedRequest:
     """One admitted request, on its way to a server and back."""
 
     def __init__(
@@ -97,7 +98,7 @@ class Passing:
         self._path = path
         self._request = request
         self._request_id = request_id
-        self._progress = Progress(observer, deps.clock)
+        self._progress = ProxyProgress(observer, deps.clock)
         self._reply = reply
         self._deadline_s = deps.clock.now_s() + deps.settings.request_timeout_s
 
@@ -112,8 +113,8 @@ class Passing:
         return await self._pass(None)
 
     async def _pass(self, handed: bytes | None) -> Whole | None:
-        """Send it and give the answer back. With a body that was `handed` over, `HandOverFailed` is raised where a
-        server fails that before the client has got anything."""
+        """Send the request and return the answer. With a body that was `handed` over, `HandOverFailed` is raised if a
+        server fails before the client has got anything."""
         dispatcher = await self._deps.servers.dispatcher(self._request.model)
         if dispatcher is None:
             raise api_errors.model_unavailable(self._request.model)
@@ -123,10 +124,10 @@ class Passing:
             request_id=self._request_id,
             tokens=self._request.tokens or 0,
             timeout_s=self._left_s(),
-            # What was prefilled can be pulled once: who failed after that has spent it for all others.
+            # KV can be pulled only once: a server that failed after its pull leaves none for another.
             max_tries=None if handed is None else 1,
         )
-        incoming = Incoming(self._reply, self._progress, checked=handed is not None)
+        incoming = UpstreamAnswer(self._reply, self._progress, checked=handed is not None)
         try:
             async with contextlib.aclosing(batches):
                 async for batch in batches:
@@ -147,12 +148,12 @@ class Passing:
         dispatcher = await self._deps.prefill.dispatcher(self._request.model)
         if dispatcher is None:
             return None
-        body = requests.prefill_body(self._request)
+        body = await run_by_size(len(self._request.body), requests.prefill_body, self._request)
         if isinstance(body, str):
             logger.info("request %s is prefilled where it is decoded: %s", self._request_id, body)
             return None
         asked = self._request.ask(self._path, self._request_id, body)
-        incoming = Incoming(None, None, checked=False)
+        incoming = UpstreamAnswer(None, None, checked=False)
         timeout_s = min(self._left_s(), self._deps.options.prefill_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -165,16 +166,16 @@ class Passing:
             why = str(error) or f"no prefill server did it within {timeout_s:g} s"
             logger.warning("request %s is prefilled where it is decoded: %s", self._request_id, why)
             return None
-        return self._with_params(answer)
+        return await self._with_params(answer)
 
-    def _with_params(self, answer: Whole | None) -> bytes | None:
+    async def _with_params(self, answer: Whole | None) -> bytes | None:
         """The decode server's body, from the prefill server's answer."""
         if answer is None or answer.status != 200:
             told = "a stream" if answer is None else answer.status
             logger.warning("request %s is prefilled where it is decoded: a prefill server answered %s",
                            self._request_id, told)  # fmt: skip
             return None
-        body = requests.decode_body(self._request, answer.body)
+        body = await run_by_size(len(self._request.body), requests.decode_body, self._request, answer.body)
         if isinstance(body, str):
             logger.warning("request %s is prefilled where it is decoded: %s", self._request_id, body)
             return None
@@ -184,24 +185,24 @@ class Passing:
         return max(0.0, self._deadline_s - self._deps.clock.now_s())
 
 
-class Incoming:
+class UpstreamAnswer:
     """An answer as it comes from a server: streams go on at once, the others are kept until they are whole.
 
     Without a `reply` a stream is an error. `checked`: an error instead of an answer, in a stream or whole, raises
     `HandOverFailed`; also 400, which vLLM gives for KV of an engine that does not fit.
     """
 
-    def __init__(self, reply: Reply | None, progress: Progress | None, *, checked: bool) -> None:
+    def __init__(self, reply: Reply | None, progress: ProxyProgress | None, *, checked: bool) -> None:
         self._reply = reply
         self._progress = progress
         self._held: bytes | None = b"" if checked else None
-        self._head: wire.Head | None = None
+        self._head: payloads.Head | None = None
         self._parts: list[bytes] = []
         self.streamed = False
         """The client has got a part of it."""
 
     async def take(self, batch: list[object]) -> None:
-        """What came together."""
+        """Handle the items that arrived together."""
         events: list[bytes] = []
         for item in batch:
             if isinstance(item, bytes):
@@ -209,7 +210,7 @@ class Incoming:
             elif isinstance(item, dict) and "part" in item:
                 self._parts.append(item["part"])
             elif isinstance(item, dict):
-                self._head, self._parts = wire.parse_head(item), []
+                self._head, self._parts = payloads.parse_head(item), []
         if events:
             await self._stream(b"".join(events))
 

@@ -1,4 +1,4 @@
-"""Who can serve a model: the HTTP servers of one role, over all components (sections) that have them."""
+"""The servers that can serve a model: HTTP servers of one role, from all components (sections)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.components.dispatch import Dispatcher
 from dynamo_local.components.models_view import ModelsView
-from dynamo_local.components.picker import make_picker
-from dynamo_local.components.proxy import wire
-from dynamo_local.components.routing import samples
+from dynamo_local.components.proxy import payloads
+from dynamo_local.components.routing.dispatch import Dispatcher
+from dynamo_local.components.routing.pickers import make_picker, samples
 from dynamo_local.core.routing import RouterPolicy, Sample
 from dynamo_local.core.types import Instance, lease_hex
 from dynamo_local.errors import NoWorkers, WorkerLost
 from dynamo_local.ports import EndpointClient, ResponseStream
 from dynamo_local.runtime.load import LoadView
 from dynamo_local.sdk.context import WorkerContext
+from dynamo_local.system.logs.request_log import unbound
 
 ENDPOINT = "generate"
 
 
-class JoinedClient:
+class MultiComponentClient:
     """Several components' endpoint as one `EndpointClient`: a model may have servers of more than one section."""
 
     def __init__(self, clients: Sequence[EndpointClient]) -> None:
@@ -40,7 +40,7 @@ class JoinedClient:
         raise NoWorkers(f"no worker of these components is registered within {timeout_s:g} s")
 
     async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
-        """As soon as one of the components has one."""
+        """Returns as soon as one of the components has one."""
         waits = [asyncio.ensure_future(client.wait_for_others(than, timeout_s)) for client in self._clients]
         try:
             for done in asyncio.as_completed(waits):
@@ -75,7 +75,7 @@ def _has(client: EndpointClient, instance_id: int | None) -> bool:
     return any(instance_id is None or instance.instance_id == instance_id for instance in client.instances())
 
 
-class Pool:
+class ModelDispatchers:
     """A dispatcher for each set of components that serves a model; `make` makes one."""
 
     def __init__(self, models: ModelsView, make: Callable[[tuple[str, ...]], Awaitable[Dispatcher]]) -> None:
@@ -85,17 +85,18 @@ class Pool:
         self._making = asyncio.Lock()
 
     async def dispatcher(self, model: str) -> Dispatcher | None:
-        """Who sends requests for that model to its servers of now; None where it has none."""
+        """The dispatcher for the model's current servers; None if it has none."""
         served = self.models.get(model)
         if served is None:
             return None
         async with self._making:
             if served.components not in self._dispatchers:
-                self._dispatchers[served.components] = await self._make(served.components)
+                with unbound():  # it starts to follow loads, which outlives this request
+                    self._dispatchers[served.components] = await self._make(served.components)
         return self._dispatchers[served.components]
 
 
-class DispatcherMaker:
+class DispatcherFactory:
     """Dispatchers over the data plane of this worker. `close` ends the views of loads."""
 
     def __init__(
@@ -122,12 +123,12 @@ class DispatcherMaker:
             return found
 
         return Dispatcher(
-            clients[0] if len(clients) == 1 else JoinedClient(clients),
+            clients[0] if len(clients) == 1 else MultiComponentClient(clients),
             make_picker(self._policy),
             loads,
             max_tries=self._max_tries,
             clock=self._clock,
-            produced=wire.produced,
+            produced=payloads.produced,
         )
 
     async def _follow(self, component: str) -> None:
@@ -140,5 +141,5 @@ class DispatcherMaker:
         self._views[component] = view
 
     async def close(self) -> None:
-        """Listen to loads no more."""
+        """Stop listening to loads."""
         await self._stack.aclose()

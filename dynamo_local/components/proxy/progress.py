@@ -1,4 +1,4 @@
-"""What the metrics are told of an answer that passes through: tokens as the server counts them, or one per event."""
+"""Reports a proxied answer to the metrics: tokens as the server counts them, or one per event."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
-class Progress:
-    """Of one answer, as it comes."""
+class ProxyProgress:
+    """The progress of one answer."""
 
     def __init__(self, observer: RequestObserver, clock: Clock) -> None:
         self._observer = observer
@@ -38,7 +38,7 @@ class Progress:
         self._line_ended = False
 
     def on_stream(self, data: bytes) -> None:
-        """A piece of a stream: each event of it is taken for a token, since a body is not read on its way."""
+        """A piece of a stream. Each event counts as a token, because bodies are passed on without being parsed."""
         ends = ((b"\n" if self._line_ended else b"") + data).count(b"\n\n")
         self._line_ended = data.endswith(b"\n") and not data.endswith(b"\n\n")
         if _DONE in data:
@@ -60,5 +60,5 @@ class Progress:
 def _usage(body: bytes) -> Any:
     try:
         return _decoder.decode(body).usage
-    except (msgspec.DecodeError, UnicodeDecodeError):  # an answer of another shape tells no usage
+    except (msgspec.DecodeError, UnicodeDecodeError):  # an answer of another shape has no usage
         return None

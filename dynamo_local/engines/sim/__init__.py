@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.perf import FixedModel, PerfModel, ProfileModel
-from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
 from dynamo_local.engines.sim.tokens import expected_output, expected_output_length, expected_tokens
 from dynamo_local.engines.sim.transport import InMemoryTransport, KvTransport, LoopbackTransport
+from dynamo_local.profiles import FixedModel, PerfModel, ProfileModel
 
 __all__ = [
     "FixedModel",

@@ -10,20 +10,17 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.core.kv_events import AllBlocksCleared, KvEvent
+from dynamo_local.core.kv.events import AllBlocksCleared, KvEvent
 from dynamo_local.core.types import Load
 from dynamo_local.engines.base import EngineBase
 from dynamo_local.engines.sim.facts import load_of, shape_of
-from dynamo_local.engines.sim.handoffs import Handoff
 from dynamo_local.engines.sim.keys import OutputKeys
+from dynamo_local.engines.sim.kv_transfers import KvTransfers, kv_transfer_params
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.perf import PerfModel, ProfileModel
-from dynamo_local.engines.sim.requests import (
+from dynamo_local.engines.sim.scheduling.requests import (
     Event,
     Finished,
     HandoffExpired,
@@ -32,58 +29,25 @@ from dynamo_local.engines.sim.requests import (
     Started,
     Tokens,
 )
-from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
+from dynamo_local.engines.sim.streams import OutputStream
 from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
-from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, PullRequest, pull_request_of
-from dynamo_local.errors import EngineDead, InvalidRequest, KvTransferError
+from dynamo_local.engines.sim.told_passes import Passing, ToldPasses
+from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, pull_request_of
+from dynamo_local.errors import EngineDead, InvalidRequest
 from dynamo_local.kv_hashes import block_hashes
-from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, FinishReason, KvEventPublisher
+from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, KvEventPublisher, PassSink
+from dynamo_local.profiles import PerfModel, ProfileModel
 
 logger = logging.getLogger(__name__)
-
-_REMEMBERED_EXPIRIES = 1000
-
-
-class _Stream:
-    """What one `generate` waits for. `pending` tokens were computed and not yet handed on."""
-
-    __slots__ = (
-        "cached",
-        "delivered",
-        "error",
-        "first",
-        "handoff",
-        "pending",
-        "pull",
-        "reason",
-        "request",
-        "tokens",
-        "waiter",
-    )
-
-    def __init__(self, request: EngineRequest, tokens: TokenStream, pull: PullRequest | None) -> None:
-        self.request = request
-        self.tokens = tokens
-        self.pull = pull
-        self.first = 0
-        self.delivered = False
-        self.pending = 0
-        self.cached: int | None = None
-        self.reason: FinishReason | None = None
-        self.handoff: Handoff | None = None
-        self.error: Exception | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
 
 
 class SimEngine(EngineBase):
     """An `Engine` that schedules like vLLM, takes a profile's time, and computes `tokens.expected_output`.
 
     `transport` defaults to a loopback side channel of its own; engines on a virtual clock share an `InMemoryTransport`.
-    `perf_model` defaults to the profile that the options name. `kv_events` is told what its KV cache holds.
+    `perf_model` defaults to the profile that the options name. `kv_events` receives the events of its KV cache,
+    `passes` its passes.
     """
 
     def __init__(
@@ -94,6 +58,7 @@ class SimEngine(EngineBase):
         transport: KvTransport | None = None,
         perf_model: PerfModel | None = None,
         kv_events: KvEventPublisher | None = None,
+        passes: PassSink | None = None,
     ) -> None:
         super().__init__()
         self._kv_events = kv_events
@@ -105,15 +70,26 @@ class SimEngine(EngineBase):
         self._engine_id = self.options.engine_id or str(uuid.uuid4())
         self._scheduler: SimScheduler | None = None
         self._listener: KvListener | None = None
-        self._streams: dict[str, _Stream] = {}
-        self._handed_over: dict[str, str] = {}
-        self._expired: deque[str] = deque(maxlen=_REMEMBERED_EXPIRIES)
-        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._streams: dict[str, OutputStream] = {}
+        self._transfers = KvTransfers(
+            self._engine_id,
+            self.options,
+            self._clock,
+            self._transport,
+            scheduler=lambda: self._scheduler,
+            pump=self._pump,
+            kick=self._kick,
+            changed=self._notify,
+        )
+        self._told = None if passes is None else ToldPasses(passes, self._clock, self._passing)
+        self._beat: asyncio.Task[None] | None = None
         self._timer: asyncio.Task[None] | None = None
         self._timer_at_s: float | None = None
         self._kicked = False
         self._turn_s = 0.0
         self._count = 0
+        self._queried = self._found = 0
+        """Prompt tokens that were looked up in the cache, and found."""
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -122,9 +98,11 @@ class SimEngine(EngineBase):
         ready_at_s = self._clock.now_s() + self.options.start_up_s / self.options.speed
         perf = self._perf_model or ProfileModel.load(self.options.profile)
         config, max_model_len = shape_of(self.options, perf)
-        self._listener = await self._transport.serve(self)
+        self._listener = await self._transport.serve(self._transfers)
         await self._clock.sleep_until(ready_at_s)
-        self._scheduler = SimScheduler(config, perf, self._journal)
+        self._scheduler = SimScheduler(config, perf, self._journal, None if self._told is None else self._told.watch)
+        if self._told is not None:
+            self._beat = asyncio.create_task(self._told.beat(), name=f"heartbeats of sim-engine-{self._engine_id}")
         self._info = EngineInfo(
             engine="sim",
             engine_id=self._engine_id,
@@ -135,6 +113,7 @@ class SimEngine(EngineBase):
             max_num_seqs=config.max_num_seqs,
             options=dataclasses.asdict(self.options),
             handoff_address=(self._listener.host, self._listener.port),
+            max_num_batched_tokens=config.max_num_batched_tokens,
         )
 
     async def close(self) -> None:
@@ -144,7 +123,7 @@ class SimEngine(EngineBase):
         for stream in self._streams.values():
             stream.reason = stream.reason or "abort"
             stream.wake()
-        tasks = [task for task in (self._timer, *self._pulls.values()) if task is not None]
+        tasks = [task for task in (self._timer, self._beat, *self._transfers.tasks()) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -170,13 +149,18 @@ class SimEngine(EngineBase):
                 stream.first += count
                 reason = stream.reason
                 stream.delivered = reason is not None
-                yield EngineOutput(token_ids, reason, stream.cached, self._kv_transfer_params(stream.handoff))
+                yield EngineOutput(
+                    token_ids,
+                    reason,
+                    stream.cached,
+                    kv_transfer_params(self._engine_id, self._listener, stream.handoff),
+                )
                 if reason is not None:
                     return
         finally:
             self._forget(internal_id)
 
-    def _submit(self, request: EngineRequest) -> tuple[str, _Stream]:
+    def _submit(self, request: EngineRequest) -> tuple[str, OutputStream]:
         """Check, plan and queue a request. Raises `InvalidRequest`, `KvTransferError` or `EngineError`."""
         scheduler = self._alive(self._scheduler)
         prompt, sampling, options = request.prompt_token_ids, request.sampling, self.options
@@ -217,37 +201,49 @@ class SimEngine(EngineBase):
             ),
             self._now_s(),
         )
-        stream = self._streams[internal_id] = _Stream(request, tokens, pull)
+        stream = self._streams[internal_id] = OutputStream(request, tokens, pull)
         if hold:
-            self._handed_over[internal_id] = digest.hex()
+            self._transfers.hold(internal_id, digest.hex())
         if self._count == options.fail_after_requests:
             self._fail(RuntimeError(f"its option fail_after_requests is {self._count}"))
         return internal_id, stream
 
     def _forget(self, internal_id: str) -> None:
-        """The stream's consumer has left: if it still runs, end it and free its blocks."""
+        """The stream's consumer has left: if the request still runs, end it and free its blocks."""
         stream = self._streams.pop(internal_id)
         if stream.delivered:
             return
-        self._handed_over.pop(internal_id, None)
-        task = self._pulls.pop(internal_id, None)
-        if task is not None:
-            task.cancel()
+        self._transfers.forget(internal_id)
         if self._scheduler is not None:
             self._scheduler.abort(internal_id, self._now_s())
-            # Finished, but nobody has heard of the hand-off: nobody can pull it.
+            # Finished, but nobody was told of the hand-off, so nobody can pull it.
             self._scheduler.release(internal_id, self._now_s())
             self._kick()
 
     # --- what can be seen ----------------------------------------------------------------------
 
     def load(self) -> Load:
-        """Now; all zero before `start` and after `close`."""
+        """The current load; all zero before `start` and after `close`."""
         scheduler = self._scheduler
         if scheduler is None:
             return Load()
         self._pump()
         return load_of(scheduler)
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far; 0 before the start."""
+        return 0 if self._scheduler is None else self._scheduler.passes
+
+    @property
+    def preemptions(self) -> int:
+        """Sequences so far that lost their blocks to others and were computed again."""
+        return 0 if self._scheduler is None else self._scheduler.preemptions
+
+    @property
+    def num_held(self) -> int:
+        """Prompts whose KV waits for another engine to pull it."""
+        return 0 if self._scheduler is None else self._scheduler.num_held
 
     def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
         if self._scheduler is None or not prompt_token_ids:
@@ -255,6 +251,14 @@ class SimEngine(EngineBase):
         self._pump()
         keys = block_hashes(prompt_token_ids, self.options.block_size)
         return self._scheduler.matched_tokens(keys) / len(prompt_token_ids)
+
+    def counters(self) -> Mapping[str, float]:
+        return {"prefix_queries": self._queried, "prefix_hits": self._found}
+
+    def _passing(self) -> Passing | None:
+        """What is computed now; None before the start, and after the end."""
+        self._pump()
+        return None if self._scheduler is None else self._scheduler.passing()
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached; False while requests hold blocks (as vLLM's)."""
@@ -275,14 +279,14 @@ class SimEngine(EngineBase):
     # --- time ----------------------------------------------------------------------------------
 
     def _kick(self) -> None:
-        """Look at the schedule once all that is ready in this turn of the loop has been submitted: one pass for all."""
+        """Update the schedule after all that is ready in this turn of the loop is submitted: one pass takes it all."""
         if not self._kicked:
             self._turn_s = self._clock.now_s()
             self._kicked = True
             asyncio.get_running_loop().call_soon(self._kick_now)
 
     def _now_s(self) -> float:
-        """What comes in one turn of the loop comes at one instant, though the clock goes on between the calls."""
+        """The time of this turn of the loop: all requests of one turn arrive at the same instant."""
         return self._turn_s if self._kicked else self._clock.now_s()
 
     def _kick_now(self) -> None:
@@ -290,7 +294,7 @@ class SimEngine(EngineBase):
         try:
             at_s = self._pump()
         except Exception as error:
-            # A callback of the loop has nobody to raise to: every stream is told instead.
+            # Nobody would see an exception of a loop callback, so every stream gets it.
             self._fail(error)
             return
         if at_s is None:
@@ -317,7 +321,7 @@ class SimEngine(EngineBase):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """A bug, or a performance model that raises: no stream may wait for ever."""
+        """End every stream with the error (a bug, or one of the performance model): none may wait for ever."""
         logger.error("the simulated engine failed", exc_info=error)
         self._scheduler = None
         self._death = f"the simulated engine failed: {type(error).__name__}: {error}"
@@ -327,7 +331,7 @@ class SimEngine(EngineBase):
         self._notify()
 
     def _pump(self, due_s: float | None = None) -> float | None:
-        """Bring the schedule to now, hand on what happened; returns when to do so again."""
+        """Advance the schedule to now and pass its events on. Returns when to do so again."""
         scheduler = self._scheduler
         if scheduler is None:
             return None
@@ -337,6 +341,8 @@ class SimEngine(EngineBase):
             if events:
                 self._dispatch(events)
             self._tell_kv_events()
+            if self._told is not None:
+                self._told.tell()
             at_s = scheduler.next_event_at(quiet=self.options.coalesce_passes)
             if at_s is None or at_s > now_s:
                 return at_s
@@ -350,101 +356,21 @@ class SimEngine(EngineBase):
                     stream.pending += len(event.times_s)
                     stream.wake()
             elif isinstance(event, HandoffExpired):
-                self._handed_over.pop(event.request_id, None)
-                self._expired.append(event.request_id)
-                logger.warning("the KV of request %s was not pulled within its lease", event.request_id)
+                self._transfers.expired(event.request_id)
             elif stream is None:
                 continue
             elif isinstance(event, Started):
                 stream.cached = event.num_cached_tokens
+                self._queried += len(stream.request.prompt_token_ids)
+                self._found += event.num_cached_tokens
             elif isinstance(event, Finished):
                 stream.reason, stream.handoff = event.reason, event.handoff
                 stream.wake()
             elif isinstance(event, PullReady):
-                task = asyncio.get_running_loop().create_task(self._pull(event, stream))
-                self._pulls[event.request_id] = task
+                self._transfers.begin_pull(event, stream)
         self._notify()
 
     def _tell_kv_events(self) -> None:
         if self._journal and self._kv_events is not None:
             self._kv_events.publish(tuple(self._journal))
             self._journal.clear()
-
-    # --- KV hand-off ---------------------------------------------------------------------------
-
-    def _kv_transfer_params(self, handoff: Handoff | None) -> Mapping[str, Any] | None:
-        """What a prefill answers with: the shape of vLLM's NixlConnector, to be handed to a decode engine unchanged."""
-        if handoff is None or self._listener is None:
-            return None
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": self._engine_id,
-            "remote_block_ids": list(handoff.blocks),
-            "remote_request_id": handoff.request_id,
-            "remote_host": self._listener.host,
-            "remote_port": self._listener.port,
-            "tp_size": 1,
-        }
-
-    async def serve_pull(self, pull: PullRequest) -> None:
-        """The source's side of a pull (`transport.KvSource`)."""
-        scheduler = self._scheduler
-        if scheduler is None or pull.engine_id != self._engine_id:
-            raise KvTransferError(
-                f"the KV of request {pull.request_id} is of engine {pull.engine_id}, and this is engine "
-                f"{self._engine_id}; prefill it again",
-                remote_request_id=pull.request_id,
-            )
-        self._pump()
-        digest = self._handed_over.get(pull.request_id)
-        if digest is not None and digest != pull.prompt_digest:
-            raise KvTransferError(f"the KV of request {pull.request_id} is that of another prompt; nothing was pulled")
-        started_s = self._clock.now_s()
-        try:
-            scheduler.pin(pull.request_id, started_s)
-        except KeyError:
-            lease_s = self.options.kv_lease_duration_s
-            why = f"its lease of {lease_s:g} s is over" if pull.request_id in self._expired else "it is not held here"
-            raise KvTransferError(
-                f"the KV of request {pull.request_id} cannot be pulled: {why}; prefill it again",
-                remote_request_id=pull.request_id,
-            ) from None
-        self._kick()
-        try:
-            await self._clock.sleep_until(started_s + self.options.transfer_s(pull.num_tokens))
-        except asyncio.CancelledError:
-            scheduler.unpin(pull.request_id, self._clock.now_s())
-            self._kick()
-            raise
-        if self._scheduler is not scheduler:
-            raise KvTransferError(f"engine {self._engine_id} was closed while the KV of {pull.request_id} was pulled")
-        scheduler.release(pull.request_id, self._clock.now_s())
-        self._handed_over.pop(pull.request_id, None)
-        self._notify()
-        self._kick()
-
-    async def _pull(self, event: PullReady, stream: _Stream) -> None:
-        """The decode side of a pull: the blocks are allocated, now fill them."""
-        assert stream.pull is not None
-        params = stream.request.kv_transfer_params or {}
-        identity = stream.pull
-        request = PullRequest(identity.engine_id, identity.request_id, identity.prompt_digest, event.num_tokens)
-        try:
-            async with asyncio.timeout(self.options.kv_pull_timeout_s):
-                await self._transport.pull(params["remote_host"], params["remote_port"], request)
-        except TimeoutError:
-            stream.error = KvTransferError(
-                f"the KV of request {request.request_id} was not pulled within {self.options.kv_pull_timeout_s:g} s",
-                remote_request_id=request.request_id,
-            )
-        except KvTransferError as error:
-            stream.error = error
-        finally:
-            self._pulls.pop(event.request_id, None)
-        if stream.error is not None:
-            # Waking the stream ends it, and that frees its blocks here.
-            stream.wake()
-        elif self._scheduler is not None:
-            self._scheduler.pulled(event.request_id, self._clock.now_s())
-            self._kick()

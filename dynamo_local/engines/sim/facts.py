@@ -1,13 +1,13 @@
-"""What an engine of given options is, and what it says about itself: the same in a process and in the twin. Pure."""
+"""An engine's configuration and load from its options and scheduler: the same in a process and in the twin. Pure."""
 
 from __future__ import annotations
 
 from dynamo_local.core.types import Load
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.perf import PerfModel
-from dynamo_local.engines.sim.requests import SchedulerConfig
-from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.scheduling.requests import SchedulerConfig
+from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
 from dynamo_local.errors import ConfigError
+from dynamo_local.profiles import PerfModel
 
 _DEFAULT_MAX_MODEL_LEN = 131_072
 
@@ -34,7 +34,7 @@ def shape_of(options: SimOptions, perf: PerfModel) -> tuple[SchedulerConfig, int
 
 
 def load_of(scheduler: SimScheduler) -> Load:
-    """Its load, as of the last call that took a time."""
+    """The scheduler's load, as of the last call that took a time."""
     used, total = scheduler.pool.used, scheduler.pool.total
     return Load(
         request_active_slots=scheduler.num_running,

@@ -9,7 +9,7 @@ from dynamo_local.kv_hashes import block_hashes
 
 
 class OutputKeys:
-    """Keys of the full blocks behind the prompt's, made only when they are needed (`SimRequest.output_keys`)."""
+    """Keys of the full blocks after those of the prompt, computed when they are needed (`SimRequest.output_keys`)."""
 
     __slots__ = ("_block_size", "_parent", "_prompt_tokens", "_tail", "_tokens")
 

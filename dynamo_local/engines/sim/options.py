@@ -11,8 +11,7 @@ from typing import Any
 
 from dynamo_local.engines.sim.tokens import DEFAULT_MEAN_OUTPUT_TOKENS, DEFAULT_TOKEN_HIGH, DEFAULT_TOKEN_LOW
 from dynamo_local.errors import ConfigError
-
-DEFAULT_PROFILE = "dynamo_H200_TP1P_TP1D"
+from dynamo_local.profiles import DEFAULT_PROFILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def expected_tokens(
     token_high: int = DEFAULT_TOKEN_HIGH,
     seed: int = 0,
 ) -> list[int]:
-    """The first n output tokens of any engine with these options, were it never to stop."""
+    """The first n output tokens of any engine with these options, if it never stopped."""
     digest = prompt_digest(prompt_token_ids, seed=seed)
     return list(TokenStream(digest, token_low=token_low, token_high=token_high).take(0, n))
 

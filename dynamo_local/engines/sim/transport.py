@@ -18,7 +18,7 @@ from dynamo_local.errors import DynamoError, KvTransferError, from_wire, to_wire
 
 _LOOPBACK = "127.0.0.1"
 _REQUEST_DEADLINE_S = 5.0
-"""A connection that has not said by then what it wants is closed."""
+"""A connection that has not sent its request by then is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PullRequest:
 
 
 def pull_request_of(params: Mapping[str, Any], request_id: str, digest: bytes) -> PullRequest:
-    """The identity that a decode engine was given. Raises `KvTransferError` if it is not whole."""
+    """The request in the parameters that a decode engine was given. Raises `KvTransferError` if they are incomplete."""
     wanted = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
     wrong = [name for name, kind in wanted.items() if not isinstance(params.get(name), kind)]
     if wrong:
@@ -66,7 +66,9 @@ class KvListener(Protocol):
 class KvTransport(Protocol):
     """Both ends of the side channel."""
 
-    async def serve(self, source: KvSource) -> KvListener: ...
+    async def serve(self, source: KvSource) -> KvListener:
+        """Let others pull the KV that `source` holds, until the listener is closed."""
+        ...
 
     async def pull(self, host: str, port: int, request: PullRequest) -> None:
         """Return when the KV is here. Raises `KvTransferError`; the caller sets the deadline."""
@@ -157,7 +159,7 @@ class _LoopbackListener:
         try:
             await self._answer(reader, writer)
         except (OSError, TimeoutError, asyncio.CancelledError):
-            # The puller went away, or we close: it sees the connection break. Nothing waits for this task's result.
+            # The puller went away, or we are closing: break the connection. Nothing awaits this task.
             writer.transport.abort()
         finally:
             writer.close()
@@ -172,7 +174,7 @@ class _LoopbackListener:
             answer: dict[str, Any] = {"error": to_wire(KvTransferError(f"not a pull request: {error}"))}
         else:
             served = asyncio.ensure_future(_serve_one(self._source, request))
-            # The puller says nothing more, so anything read means that it has gone.
+            # The puller sends nothing more, so a read that returns means that it has gone.
             left = asyncio.ensure_future(reader.read(1))
             try:
                 await asyncio.wait({served, left}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""vLLM's own parser over our words. Imports vLLM: only for a process that may (the worker's, and the check's)."""
+"""Parses our options with vLLM's own parser. Imports vLLM, so only the worker and the check's process may import it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc, unused-ignore]
 
 
 def parse(words: Sequence[str], *, also_known: Sequence[str] = ()) -> argparse.Namespace:
-    """The words as vLLM reads them, its own checks of single values done. Looks at no model: another host may have it.
+    """The words as vLLM reads them, with its own checks of single values. The model need not be on this host.
 
     Raises `ConfigError` naming an unknown option and its nearest spelling, `also_known` (our own keys) among them.
     """
@@ -42,7 +42,7 @@ def parse(words: Sequence[str], *, also_known: Sequence[str] = ()) -> argparse.N
 def engine_args(words: Sequence[str]) -> AsyncEngineArgs:
     """The arguments of an engine on this host. Raises `ConfigError`, also for a model that is not here.
 
-    On vLLM's CPU build, KV that is handed over lies in plain memory.
+    On vLLM's CPU build, KV to hand over is kept in main memory.
     """
     parsed = parse(words)
     try:

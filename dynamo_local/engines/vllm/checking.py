@@ -17,19 +17,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dynamo_local.engines.vllm import private
+from dynamo_local.engines.vllm import engine_resources
 from dynamo_local.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 300.0
-"""A cold import takes most of a minute, on a host with better things to do minutes."""
+"""A cold import takes most of a minute, on a busy host several minutes."""
 
-_MARK = "dynamo-local-vllm-check:"
+MARK = "dynamo-local-vllm-check:"
 _CODE = (
     "import sys\n"
     "from dynamo_local.engines.vllm.arguments import explain_all\n"
-    f"print({_MARK!r} + explain_all(sys.stdin.read()))\n"
+    f"print({MARK!r} + explain_all(sys.stdin.read()))\n"
 )
 
 
@@ -42,18 +42,18 @@ class VllmSection:
 
 
 def is_installed() -> bool:
-    """Whether vLLM can be imported here; it is not."""
+    """Whether vLLM can be imported here, without importing it."""
     spec = importlib.util.find_spec("vllm")
-    return spec is not None and spec.origin is not None  # a folder of that name in the working folder is no package
+    return spec is not None and spec.origin is not None  # a mere folder named vllm in the working folder has no origin
 
 
 def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
     """Section -> what vLLM's parser says; only those that it refuses. Raises `ConfigError` if it cannot be asked."""
     asked = json.dumps([[section.words, section.own_options] for section in sections.values()])
-    passed = private.cache_root(os.environ) / "checked" / _digest(asked)
+    passed = engine_resources.cache_root(os.environ) / "checked" / _digest(asked)
     if passed.exists():
         return {}
-    # No compute here: the check must not touch a GPU, whoever holds it.
+    # The check must not touch any GPU.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     try:
         done = subprocess.run(
@@ -69,7 +69,7 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
         raise ConfigError(
             f"vLLM's parser did not answer within {CHECK_TIMEOUT_S:g} s; try `{sys.executable} -c 'import vllm'`"
         ) from None
-    answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode != 0 or not answers:
         raise ConfigError(f"vLLM is installed, but cannot be imported: {_last_line(done.stderr)}")
     found: Sequence[str | None] = json.loads(answers[-1])
@@ -84,7 +84,7 @@ def what_is_wrong(sections: Mapping[str, VllmSection]) -> dict[str, str]:
 
 
 def _digest(asked: str) -> str:
-    """Of the question and of whoever answers it."""
+    """A digest of the question, and of the vLLM and Python that answer it."""
     versions = [importlib.metadata.version(name) for name in ("vllm", "dynamo-local")]
     return hashlib.sha256(json.dumps([asked, sys.executable, *versions]).encode()).hexdigest()
 

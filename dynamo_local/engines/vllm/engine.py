@@ -16,13 +16,16 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
 
+from dynamo_local.core.extras import how_to_install
 from dynamo_local.core.types import Load
 from dynamo_local.engines.base import EngineBase
-from dynamo_local.engines.vllm import plugin, private
+from dynamo_local.engines.vllm import engine_resources, plugin
 from dynamo_local.engines.vllm.checking import is_installed
 from dynamo_local.engines.vllm.handoffs import Handoffs
 from dynamo_local.engines.vllm.kv_events import KvEventBridge
 from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
+from dynamo_local.engines.vllm.pass_bridge import PassBridge, watch_passes
+from dynamo_local.engines.vllm.pass_watch import ENDPOINT
 from dynamo_local.engines.vllm.stats import Statistics
 from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.ports import (
@@ -31,14 +34,15 @@ from dynamo_local.ports import (
     EngineRequest,
     FinishReason,
     KvEventPublisher,
+    PassSink,
     SamplingParams,
 )
 
 log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""For EngineCore to end by itself; past it vLLM kills it. With NIXL it hangs in its teardown (15 s were not enough on
-two busy cores), and by now nothing is left that could be lost."""
+"""How long EngineCore may take to end by itself; then vLLM kills it. With NIXL it hangs in its teardown (15 s were not
+enough on two busy cores), when nothing can be lost any more."""
 
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
@@ -46,19 +50,27 @@ _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abo
 class VllmEngine(EngineBase):
     """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it.
 
-    `kv_events` is told what the KV cache holds; None: nobody wants to know, and `prefix_hit_rate` does not either.
+    `kv_events` receives the events of the KV cache; without it `prefix_hit_rate` is not known either.
+    `passes` receives what its scheduler does.
     """
 
     def __init__(
-        self, options: VllmOptions, *, name: str | None = None, kv_events: KvEventPublisher | None = None
+        self,
+        options: VllmOptions,
+        *,
+        name: str | None = None,
+        kv_events: KvEventPublisher | None = None,
+        passes: PassSink | None = None,
     ) -> None:
         super().__init__()
+        self._passes = passes
+        self._pass_bridge: PassBridge | None = None
         self.options = options
         self._kv_events = kv_events
         self._bridge: KvEventBridge | None = None
         self._words = options.words()
         self._name = name or os.environ.get("DYN_WATCHER_NAME") or f"engine-{os.getpid()}"
-        self._private: private.Private | None = None
+        self._resources: engine_resources.EngineResources | None = None
         self._llm: Any = None
         self._sampling: Any = None
         self._statistics = Statistics(0, 0)
@@ -75,20 +87,21 @@ class VllmEngine(EngineBase):
         if not is_installed():
             raise ConfigError(
                 "the engine is vllm, which is not installed here; "
-                "`pip install 'dynamo-local[vllm]'` (docs/vllm.md), or set engine: sim"
+                f"{how_to_install('vllm')} (docs/vllm.md), or set engine: sim"
             )
-        self._private = private.take(self._name, dict(os.environ))
-        os.environ.update(self._private.environment)
+        self._resources = engine_resources.take(self._name, dict(os.environ))
+        os.environ.update(self._resources.environment)
         os.environ[plugin.WORKER_PID] = str(os.getpid())
         if os.environ.pop("VLLM_PORT", None) is not None:
             log.warning("VLLM_PORT is ignored: with several engines on one host each must find ports of its own")
         # We have threads and connections: a forked EngineCore would inherit half of them.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # EngineCore gives itself a title, for which setproctitle would take the room of the environment: the mark by
-        # which what a killed run left is found.
+        # EngineCore sets its process title. Without this, setproctitle would overwrite the environment, by which the
+        # processes of a killed run are found.
         os.environ["SPT_NOENV"] = "1"
         self._listen_to_kv_events()
+        self._listen_to_passes()
         started_s = time.monotonic()
         self._llm = await asyncio.to_thread(self._build)
         if self._closed:
@@ -99,22 +112,29 @@ class VllmEngine(EngineBase):
         log.info("vLLM was ready after %.1f s", time.monotonic() - started_s)
 
     def _listen_to_kv_events(self) -> None:
-        """Where blocks are cached at all, the section says nothing of its own about events, and one engine speaks."""
+        """Listen if prefix caching is on, the section does not configure events itself, and there is one engine."""
         args = self.options.args
-        assert self._private is not None
+        assert self._resources is not None
         cached = args.get("enable_prefix_caching", True) and args.get("data_parallel_size", 1) == 1
         if self._kv_events is None or "kv_events_config" in args or not cached:
             return
-        endpoint = f"ipc://{self._private.folder / 'kv'}"
+        endpoint = f"ipc://{self._resources.folder / 'kv'}"
         config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": ""}
         self._words += ["--kv-events-config", json.dumps(config)]
         self._bridge = KvEventBridge(endpoint, self._kv_events)
         self._bridge.start()
 
+    def _listen_to_passes(self) -> None:
+        if self._passes is not None and self._resources is not None:
+            self._pass_bridge = PassBridge(f"ipc://{self._resources.folder / 'passes'}", self._passes)
+            os.environ[ENDPOINT] = self._pass_bridge.endpoint
+            self._pass_bridge.start()
+
     def _build(self) -> Any:
         """In a thread of its own."""
         from vllm import SamplingParams as VllmSampling
         from vllm.sampling_params import RequestOutputKind
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from dynamo_local.engines.vllm.arguments import engine_args
@@ -124,7 +144,16 @@ class VllmEngine(EngineBase):
         self._delta = RequestOutputKind.DELTA
         args = engine_args(self._words)
         try:
-            return AsyncLLM.from_engine_args(args, stat_loggers=[stat_logger(self._recorded)])
+            config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            if self._pass_bridge is not None:
+                watch_passes(config)
+            return AsyncLLM.from_vllm_config(
+                config,
+                usage_context=UsageContext.ENGINE_CONTEXT,
+                stat_loggers=[stat_logger(self._recorded)],
+                enable_log_requests=args.enable_log_requests,
+                disable_log_stats=args.disable_log_stats,
+            )
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
 
@@ -136,7 +165,7 @@ class VllmEngine(EngineBase):
         blocks = int(config.cache_config.num_gpu_blocks or 0)
         slots = int(config.scheduler_config.max_num_seqs)
         self._statistics = Statistics(slots, blocks)
-        assert self._private is not None
+        assert self._resources is not None
         return EngineInfo(
             engine="vllm",
             engine_id=str(transfer.engine_id) if transfer is not None else str(uuid.uuid4()),
@@ -146,7 +175,9 @@ class VllmEngine(EngineBase):
             num_gpu_blocks=blocks,
             max_num_seqs=slots,
             options={"words": list(self._words)},
-            handoff_address=(self._private.host, self._private.port) if transfer is not None else None,
+            handoff_address=(self._resources.host, self._resources.port) if transfer is not None else None,
+            max_num_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
+            dp_size=int(config.parallel_config.data_parallel_size),
         )
 
     async def close(self) -> None:
@@ -157,17 +188,19 @@ class VllmEngine(EngineBase):
             log.info("prompt tokens by source: %s", dict(self._statistics.prompt_tokens))
             handler = getattr(llm, "output_handler", None)
             if handler is not None and not self._statistics.num_live:
-                handler.cancel()  # nobody waits for it: it need not tell the log that the engine has died
+                handler.cancel()  # nobody awaits it: otherwise it logs that the engine has died
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
         if self._bridge is not None:
             await self._bridge.close()
-        if self._private is not None:
-            self._private.close()
+        if self._pass_bridge is not None:
+            await self._pass_bridge.close()
+        if self._resources is not None:
+            self._resources.close()
         self._dead.set()
         self._notify()
 
     def _watch_processes(self) -> None:
-        """Whichever process of the engine ends, the engine has ended."""
+        """The engine is dead as soon as one of its processes ends."""
         loop = asyncio.get_running_loop()
         for process in multiprocessing.active_children():
             if process.pid is None:
@@ -192,7 +225,7 @@ class VllmEngine(EngineBase):
         if self._death is None and not self._closed:
             self._death = f"vLLM has ended by itself: {why}"
             log.error("%s", self._death)
-            self._watch_no_more()  # a dead process is readable for ever
+            self._watch_no_more()  # the pidfd of a dead process stays readable
             self._dead.set()
             self._notify()
 
@@ -203,10 +236,10 @@ class VllmEngine(EngineBase):
         params = request.kv_transfer_params or {}
         self._check(request)
         self._count += 1
-        # Ids that come again (a redelivered prefill) must not meet in the engine.
+        # An id may come twice (a redelivered prefill), but the engine needs unique ones.
         internal_id = f"{request.request_id}-{self._count:x}"
         sampling = self._sampling_params(request.sampling, params)
-        # With its type, vLLM takes it as it is; a raw prompt would go through its renderer, in a thread.
+        # With `type`, vLLM uses the prompt as it is; without, it would go through its renderer, in a thread.
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
         self._statistics.opened(internal_id, request.sampling.max_tokens)
         self._notify()
@@ -307,6 +340,9 @@ class VllmEngine(EngineBase):
     def load(self) -> Load:
         return self._statistics.load(self._handoffs.num_held(time.monotonic()))
 
+    def counters(self) -> Mapping[str, float]:
+        return self._statistics.counters
+
     def prefix_hit_rate(self, prompt_token_ids: Sequence[int]) -> float:
         if self._bridge is None or self._info is None:
             return 0.0
@@ -330,5 +366,5 @@ class VllmEngine(EngineBase):
     def _recorded(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         changed = self._statistics.record(scheduler_stats, iteration_stats)
         changed |= self._handoffs.observe(scheduler_stats, self._statistics.num_live)
-        if changed:  # an engine that holds KV for others speaks a thousand times a second
+        if changed:  # an engine that holds KV for others reports a thousand times a second
             self._notify()

@@ -1,7 +1,7 @@
 """KV that was computed for another engine and is still here, as far as this side can tell. Pure.
 
 vLLM keeps the blocks under a lease, which the engine that will pull them renews while the request waits there; it
-tells nobody when they were pulled. What tells us is the cache: no request lives here and no block is in use.
+tells nobody when they were pulled. We notice it by the cache: no request runs here and no block is in use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 class Handoffs:
     """Hand-offs of one engine, oldest first. `lease_s` is the connector's; times are monotonic seconds.
 
-    The other side waits for less than a lease, and its last renewal lasts a lease: twice that is the end of it.
+    The other side waits for less than a lease, and its last renewal lasts a lease: after two leases none is held.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -25,7 +25,7 @@ class Handoffs:
         self._held.append(now_s + self._kept_s)
 
     def observe(self, scheduler_stats: Any, num_live: int) -> bool:
-        """vLLM's `SchedulerStats` after a pass (None: it said nothing). True if that ended what was held."""
+        """Take vLLM's `SchedulerStats` of a pass (None: there were none). True if they show that all KV was pulled."""
         if not self._held or num_live or scheduler_stats is None or scheduler_stats.kv_cache_usage > 0.0:
             return False
         self._held.clear()
@@ -38,5 +38,5 @@ class Handoffs:
         return len(self._held)
 
     def seconds_left(self, now_s: float) -> float:
-        """Until the last of them is over at the latest; 0 if none is held."""
+        """Seconds until the last of them is over at the latest; 0 if none is held."""
         return self._held[-1] - now_s if self.num_held(now_s) else 0.0

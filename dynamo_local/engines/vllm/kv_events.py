@@ -1,8 +1,8 @@
 """vLLM's KV events under our own hashes: which blocks the engine has cached, for the Router and for ourselves.
 
 vLLM names blocks by hashes of its own, whose kind is an option of its; its events carry the tokens, so each block
-is hashed again as everybody here does (`kv_hashes`). Events come over a ZeroMQ socket, numbered: after a gap nothing is
-known any more, and what is not known counts as not cached.
+is hashed again as everybody here does (`kv_hashes`). Events come over a ZeroMQ socket, numbered: after a gap nothing
+is known, and unknown blocks count as not cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from dynamo_local.core.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import KvEventPublisher
 
@@ -53,7 +53,7 @@ class KvBlocks:
             yield from self.clear()
 
     def clear(self) -> Iterator[KvEvent]:
-        """Nothing is cached, or nothing is known."""
+        """Forget all blocks: nothing is cached, or nothing is known."""
         self._blocks.clear()
         self._cached.clear()
         yield AllBlocksCleared()
@@ -63,9 +63,9 @@ class KvBlocks:
         if event.get("parent_block_hash") is not None:
             before = self._blocks.get(event["parent_block_hash"])
             if before is None:
-                return  # it hangs on a block that is not ours to name
+                return  # its parent block has no hash of ours
             parent = before.ours
-        # Images, salts and other tiers or groups make blocks that tokens alone do not name.
+        # With images, salts, other tiers or groups, tokens alone do not identify a block.
         special = any(key for key in event.get("extra_keys") or () if key) and not event.get("lora_id")
         if special or event.get("medium") not in (None, "GPU") or event.get("group_idx"):
             return
@@ -83,7 +83,7 @@ class KvBlocks:
             new.append(ours)
         if len(new) == len(hashes):
             yield BlocksStored(tuple(new), parent)
-        else:  # some were known: each says for itself where it hangs
+        else:  # some were known: one event for each, with its own parent
             chain = [parent, *hashes]
             yield from (BlocksStored((ours,), chain[n]) for n, ours in enumerate(hashes) if ours in new)
 
@@ -127,11 +127,11 @@ class KvEventBridge:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Listen. Before the engine starts: nothing that it says may be missed."""
+        """Listen. Call it before the engine starts, so that no event is missed."""
         self._context = zmq.asyncio.Context()
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)  # without a bound here: what is dropped would be a gap
+        socket.setsockopt(zmq.RCVHWM, 0)  # no bound: a dropped event would be a gap
         socket.subscribe(b"")
         socket.connect(self.endpoint)
         self._task = asyncio.create_task(self._listen(socket), name="vLLM's KV events")
@@ -162,7 +162,7 @@ class KvEventBridge:
             self._publisher.publish(events)
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})

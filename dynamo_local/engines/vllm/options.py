@@ -1,4 +1,4 @@
-"""What a worker's section says about its vLLM engine, as the words of vLLM's own command line. Pure; no vLLM needed.
+"""From a worker's section to the command line of its vLLM engine. Pure; no vLLM needed.
 
 Keys that are not ours go to vLLM under its own names: `max-num-seqs: 64` is `--max-num-seqs 64`. Its parser refuses
 what it does not know (`engines.vllm.checking`).
@@ -46,7 +46,7 @@ class VllmOptions:
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def words(self) -> list[str]:
-        """vLLM's command line, without the program. Raises `ConfigError` for what cannot be, whatever vLLM says."""
+        """vLLM's arguments, without the program. Raises `ConfigError` for what cannot work, even if vLLM takes it."""
         args = dict(self.args)
         for name, why in _NOT_HERE.items():
             if name in args:

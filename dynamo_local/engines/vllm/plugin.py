@@ -1,7 +1,7 @@
 """vLLM loads this in every process of an engine (entry point `vllm.general_plugins`): none outlives its worker.
 
-A killed API process orphans EngineCore and its workers for ever (vLLM #55510). `PR_SET_PDEATHSIG` would hang on the
-*thread* that forked; a pidfd hangs on the process. Outside of a worker of ours this does nothing.
+A killed API process orphans EngineCore and its workers for ever (vLLM #55510). `PR_SET_PDEATHSIG` follows the
+*thread* that forked; a pidfd follows the process. Outside of a worker of ours this does nothing.
 """
 
 from __future__ import annotations

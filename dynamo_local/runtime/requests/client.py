@@ -10,18 +10,18 @@ from typing import Any, Final, Protocol
 
 from dynamo_local import errors
 from dynamo_local.core.types import Instance, lease_hex
-from dynamo_local.runtime.requests.dispatch import GONE, SILENT, Dispatcher
 from dynamo_local.runtime.requests.frames import encode_value
+from dynamo_local.runtime.requests.request_sender import GONE, SILENT, RequestSender
 from dynamo_local.runtime.requests.stream import ResponseStream
 
 AVOID_S: Final = {GONE: 1.0, SILENT: 10.0}
-"""How long an instance that failed to take a request is passed over while there are others. Its lease lives on for up
-to its TTL (10 s). Nobody on the subject costs a quarter of a millisecond to find out again, silence the whole accept
-timeout; and after a restart of NATS "nobody" is true for a moment only."""
+"""How long an instance that did not take a request is passed over while there are others. Its lease lives on for up to
+its TTL (10 s). Trying one without a listener again costs a quarter of a millisecond, a silent one the whole accept
+timeout; and after a restart of NATS an instance is without a listener for a moment only."""
 
 LATE_NEWS_S: Final = 5.0
-"""How long a request that every instance we know of has refused as leaving waits for news of others. A component's
-last ready worker is not drained, so there are others: the list is late (a starved host, etcd away for a moment)."""
+"""How long a request that every known instance has refused as leaving waits for others to appear. A component's last
+ready worker is not drained, so there are others: our list is late (a starved host, etcd away for a moment)."""
 
 
 def late_news_s(deadline_s: float | None, now_s: float) -> float:
@@ -30,13 +30,15 @@ def late_news_s(deadline_s: float | None, now_s: float) -> float:
 
 
 class View(Protocol):
-    """What `runtime.discovery.InstanceView` gives us. `stale`: etcd does not answer, so this may be the past."""
+    """What is needed of `runtime.discovery.InstanceView`. `stale`: etcd does not answer, so this may be out of date."""
 
     stale: bool
 
     def instances(self) -> tuple[Instance, ...]: ...
 
-    async def changed(self) -> None: ...
+    async def changed(self) -> None:
+        """Return when `instances()` may differ from what it was at the call."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -44,10 +46,10 @@ class View(Protocol):
 class NatsEndpointClient:
     """`ports.EndpointClient` over NATS. Made by `RequestPlane.client`, which closes it."""
 
-    def __init__(self, dispatcher: Dispatcher, view: View, component: str, endpoint: str) -> None:
+    def __init__(self, sender: RequestSender, view: View, component: str, endpoint: str) -> None:
         self.component = component
         self.endpoint = endpoint
-        self._dispatcher = dispatcher
+        self._sender = sender
         self._view = view
         self._turn = 0
         self._avoid_until_s: dict[int, float] = {}
@@ -56,8 +58,8 @@ class NatsEndpointClient:
     def instances(self) -> tuple[Instance, ...]:
         """Registered now, in order of lease id; without those that have refused a request as leaving, if any are left.
 
-        A worker knows first that it drains: the news from etcd can be late here (seen: 0.6 s on a starved host, and
-        three requests to one that had refused the first). A drain that is taken back registers under a new lease.
+        A draining worker knows it before etcd tells us (seen: 0.6 s later on a starved host, in which it refused three
+        requests). A drain that is taken back registers under a new lease.
         """
         instances = self._view.instances()
         if not self._leaving:
@@ -73,7 +75,7 @@ class NatsEndpointClient:
         raise errors.NoWorkers(f"no {self.component} serves {self.endpoint!r} (waited {timeout_s:g} s{hint})")
 
     async def wait_for_others(self, than: Collection[int], timeout_s: float) -> tuple[Instance, ...]:
-        """Those that are not among these instance ids, as soon as there is one; none past the timeout."""
+        """Instances with other ids than these, as soon as there is one; none past the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not (others := tuple(i for i in self.instances() if i.instance_id not in than)):
@@ -92,8 +94,8 @@ class NatsEndpointClient:
         """Send to that instance, or to the next one in turn. Returns once a worker has accepted it.
 
         Without `instance_id`, an instance that is gone, full or leaving is passed over for the next, each at
-        most once; a request that was accepted is never sent again. Where all that we know of leave, news from etcd
-        is late: it is waited for. `timeout_s` bounds the whole answer.
+        most once; a request that was accepted is never sent again. If all known instances are leaving, it waits
+        for others to appear. `timeout_s` bounds the whole answer.
 
         Raises `InvalidRequest` (the payload cannot travel), `NoWorkers`, `WorkerDraining`, `WorkerBusy`, `WorkerLost`,
         `DeadlineExceeded`, `NatsUnavailable`: after any of these the handler has produced nothing.
@@ -102,7 +104,7 @@ class NatsEndpointClient:
             encoded = encode_value(payload)
         except (TypeError, ValueError) as error:
             raise errors.InvalidRequest(f"the request cannot be sent to {self.component}: {error}") from error
-        clock = self._dispatcher.clock
+        clock = self._sender.clock
         deadline_s = None if timeout_s is None else clock.now_s() + timeout_s
         request_id = request_id or uuid.uuid4().hex
         if instance_id is not None:
@@ -130,11 +132,11 @@ class NatsEndpointClient:
     async def _send(
         self, instance: Instance, request_id: str, encoded: bytes, deadline_s: float | None
     ) -> ResponseStream:
-        clock = self._dispatcher.clock
+        clock = self._sender.clock
         if deadline_s is not None and clock.now_s() >= deadline_s:
             raise errors.DeadlineExceeded(f"the deadline passed before request {request_id} was sent")
         try:
-            inbound = await self._dispatcher.send(instance, request_id, encoded, deadline_s)
+            inbound = await self._sender.send(instance, request_id, encoded, deadline_s)
         except errors.WorkerDraining:
             self._leaving.add(instance.instance_id)
             raise
@@ -159,7 +161,7 @@ class NatsEndpointClient:
         """The next in turn that was not tried, preferably one that answered lately; None when all were tried."""
         left = [instance for instance in self.instances() if instance.instance_id not in tried]
         if self._avoid_until_s:
-            now_s = self._dispatcher.clock.now_s()
+            now_s = self._sender.clock.now_s()
             self._avoid_until_s = {i: until_s for i, until_s in self._avoid_until_s.items() if until_s > now_s}
             left = [i for i in left if i.instance_id not in self._avoid_until_s] or left
         if not left:

@@ -34,9 +34,10 @@ def current_request() -> RequestContext | None:
 
 
 def enter_request(context: RequestContext) -> contextvars.Token[RequestContext | None]:
-    """Make `context` the running task's request. For whoever drives a handler; undo with `leave_request`."""
+    """Make `context` the running task's request. For code that runs a handler; undo with `leave_request`."""
     return _current.set(context)
 
 
 def leave_request(token: contextvars.Token[RequestContext | None]) -> None:
+    """Undo `enter_request`, which returned `token`."""
     _current.reset(token)

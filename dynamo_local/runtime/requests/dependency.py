@@ -18,7 +18,9 @@ DEFAULT_METHOD = "generate"
 class Plane(Protocol):
     """The part of `RequestPlane` that is needed here."""
 
-    async def client(self, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> EndpointClient: ...
+    async def client(self, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> EndpointClient:
+        """A client of that endpoint, which follows its instances until the plane is closed."""
+        ...
 
 
 class LazyEndpointClient:
@@ -80,9 +82,9 @@ class PendingCall:
             await stream.aclose()
 
     async def stream(self) -> ResponseStream:
-        """Send it; the stream is the caller's to close.
+        """Send it. The caller must close the stream.
 
-        Within a handler the request id goes along, and the time that is left of the handler's deadline.
+        Within a handler the request id is passed on, and the time that is left of the handler's deadline.
         """
         client = await self._client.resolve()
         options = dict(self._options)

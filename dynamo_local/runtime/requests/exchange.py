@@ -11,14 +11,14 @@ from typing import Final
 from dynamo_local import errors
 from dynamo_local.clock import Clock
 from dynamo_local.runtime.requests.context import RequestContext
-from dynamo_local.runtime.requests.frames import RequestHeader, decode_value
+from dynamo_local.runtime.requests.frames import Decode, RequestHeader
 from dynamo_local.runtime.requests.handlers import Handler, drive
 from dynamo_local.runtime.requests.sender import ResponseSender
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 5.0
-"""For the connection and the caller's GO. A caller that is slower than this has given the request up."""
+"""Deadline for the connection and the caller's GO. A slower caller has given the request up."""
 
 
 class Exchange:
@@ -29,12 +29,22 @@ class Exchange:
     """
 
     def __init__(
-        self, header: RequestHeader, handler: Handler, clock: Clock, on_handler_done: Callable[[], None]
+        self,
+        endpoint: str,
+        header: RequestHeader,
+        handler: Handler,
+        decode: Decode,
+        clock: Clock,
+        on_handler_done: Callable[[], None],
     ) -> None:
         deadline_s = None if header.remaining_s is None else clock.now_s() + header.remaining_s
         self.context = RequestContext(header.request_id, deadline_s, clock)
+        self._endpoint = endpoint
         self._header = header
+        self._clock = clock
+        self._began_s = clock.now_s()
         self._handler = handler
+        self._decode = decode
         self._on_handler_done = on_handler_done
         self._sender: ResponseSender | None = None
         self._handling = True
@@ -43,10 +53,12 @@ class Exchange:
 
     @property
     def task(self) -> asyncio.Task[None]:
+        """The handler's; done when the request is."""
         return self._task
 
     @property
     def pending_bytes(self) -> int:
+        """What is buffered of its answer and not yet sent."""
         return 0 if self._sender is None else self._sender.pending_bytes
 
     def fail(self, error: errors.DynamoError) -> None:
@@ -76,8 +88,8 @@ class Exchange:
         try:
             await self._handle()
             if self._sender is not None and self._sender.finished:
-                # The caller closes once it has the end. Until then the request is in flight: the kernel forgets
-                # what a dead process left unread in its buffers.
+                # The caller closes once it has the end. Until then the request is in flight: if this process ended now,
+                # data in the kernel's buffers would be lost.
                 await self._sender.lost
         finally:
             if timer is not None:
@@ -100,7 +112,7 @@ class Exchange:
             self._on_handler_done()
 
     async def _connect(self) -> bytes | None:
-        """The encoded payload once the caller said GO; None where it wants no answer any more."""
+        """The encoded payload once the caller has sent GO; None if it wants no answer any more."""
         header = self._header
         if not _is_loopback(header.host):
             logger.warning("request %s wants its answer at %s, which is not loopback", header.request_id, header.host)
@@ -124,25 +136,35 @@ class Exchange:
     async def _respond(self, payload: bytes, sender: ResponseSender) -> None:
         request_id = self._header.request_id
         try:
-            await drive(self._handler, decode_value(payload), self.context, sender.put)
+            await drive(self._handler, self._decode(payload), self.context, sender.put)
         except asyncio.CancelledError:
             if self._stopped:
+                self._log_end("stopped: its caller went away, or its time was over")
                 raise
             # Either the process is going down, or the handler awaited something that was cancelled.
+            self._log_end("cancelled by the worker")
             sender.end(errors.RequestCancelled(f"the worker cancelled request {request_id}"))
             if self._task.cancelling():
                 raise
         except errors.DynamoError as error:
+            self._log_end(f"{type(error).__name__}: {error}")
             sender.end(error)
-        except Exception as error:  # foreign code: whatever it raises belongs to the caller, and to our log
+        except Exception as error:  # foreign code: its errors go to the caller and to our log
             logger.exception("the handler of request %s failed", request_id)
             sender.end(error)
         else:
+            self._log_end("done")
             sender.end()
+
+    def _log_end(self, how: str) -> None:
+        """One line for each request of a client: those without an id (status, loads, Router queries) are not logged."""
+        if self._header.x_request_id:
+            passed_ms = (self._clock.now_s() - self._began_s) * 1e3
+            logger.info("%s of request %s after %.0f ms: %s", self._endpoint, self._header.request_id, passed_ms, how)
 
 
 def _is_loopback(host: str) -> bool:
-    """Only literal addresses: a name could mean anything."""
+    """Whether it is a literal loopback address: a name could resolve to anything."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

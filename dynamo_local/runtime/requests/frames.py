@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import NoneType
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
 from dynamo_local import errors
+from dynamo_local.runtime.decoding import UNREADABLE, decode
 
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 """The largest body of one frame, hence of one request payload and of one item."""
@@ -56,16 +59,22 @@ class Frame(NamedTuple):
     body: bytes | memoryview
 
 
+RequestId = Annotated[str, msgspec.Meta(max_length=512)]
+"""Of the client's `x-request-id` and a few digits: 137 at most. It stands in log lines."""
+
+
 class RequestHeader(msgspec.Struct, array_like=True):
     """The NATS message. `payload` is encoded msgpack, None where it follows in the GO frame."""
 
     version: int
-    request_id: str
+    request_id: RequestId
     remaining_s: float | None
     host: str
     port: int
     token: bytes
     payload: bytes | None
+    x_request_id: str = ""
+    """For the log of the worker; empty for requests that no client has made. Older callers do not send it."""
 
 
 WIRE_VERSION: Final = 1
@@ -78,7 +87,7 @@ _items_decoder = msgspec.msgpack.Decoder(list[Any])
 
 
 def encode_value(value: Any) -> bytes:
-    """msgpack of a payload or an item. TypeError where msgpack cannot say it; ValueError past the frame limit."""
+    """msgpack of a payload or an item. TypeError if msgpack cannot encode it; ValueError past the frame limit."""
     data = _encoder.encode(value)
     if len(data) > MAX_FRAME_BYTES - _ARRAY32.size:
         raise ValueError(f"a value of {len(data)} bytes exceeds the frame limit of {MAX_FRAME_BYTES} bytes")
@@ -87,21 +96,48 @@ def encode_value(value: Any) -> bytes:
 
 def decode_value(data: bytes | memoryview) -> Any:
     """Plain Python values: dataclasses come back as dicts, tuples as lists. `InvalidRequest` on nonsense."""
+    return _decoded(_decoder, data)
+
+
+Decode = Callable[[bytes | memoryview], Any]
+
+
+def decoder_of(model: type | None) -> Decode:
+    """How the payload of an endpoint is read that takes this model: a msgspec `Struct` is made at once, and all that it
+    does not know is skipped. A payload in which nobody is interested (`NoneType`) is not read at all; of any other
+    model, or of none, plain values are made first."""
+    if model is NoneType:
+        return lambda _: None
+    if model is None or not issubclass(model, msgspec.Struct):
+        return decode_value
+    return partial(_decoded, msgspec.msgpack.Decoder(model))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> Any:
     try:
-        return _decoder.decode(data)
-    except msgspec.DecodeError as error:
+        return decode(decoder, data)
+    except msgspec.ValidationError as error:
+        raise invalid_payload(error) from error
+    except UNREADABLE as error:
         raise errors.InvalidRequest(f"a message is not msgpack: {error}") from error
 
 
+def invalid_payload(error: msgspec.ValidationError) -> errors.InvalidRequest:
+    """What msgspec says, with the parameter named that it is about."""
+    param = str(error).rpartition("$.")[2].rstrip("`").partition("[")[0]
+    return errors.InvalidRequest(f"{param}: {error}" if param else str(error), param=param)
+
+
 def encode_header(header: RequestHeader) -> bytes:
+    """The header as it is sent; `decode_header` reads it."""
     return _encoder.encode(header)
 
 
 def decode_header(data: bytes) -> RequestHeader:
     """Raises `InvalidRequest` for anything that is not a request of this version."""
     try:
-        header = _header_decoder.decode(data)
-    except msgspec.DecodeError as error:
+        header = decode(_header_decoder, data)
+    except UNREADABLE as error:
         raise errors.InvalidRequest(f"not a request header: {error}") from error
     if header.version != WIRE_VERSION:
         raise errors.InvalidRequest(
@@ -119,8 +155,8 @@ def encode_error(error: BaseException) -> bytes:
 def decode_error(data: bytes | memoryview) -> errors.DynamoError:
     """The inverse; a body that is no error becomes a `RemoteError` that says so."""
     try:
-        wire = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+        wire = decode(_decoder, data)
+    except UNREADABLE as error:
         return errors.RemoteError(f"an error frame could not be read: {error}", type="DecodeError")
     if not isinstance(wire, dict):
         return errors.RemoteError(f"an error frame holds {type(wire).__name__}", type="DecodeError")
@@ -148,6 +184,7 @@ class FrameDecoder:
 
     @property
     def buffered_bytes(self) -> int:
+        """Bytes received of a frame that is not complete."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -187,8 +224,8 @@ class ItemSequence:
         """The items of a DATA frame."""
         self._check(number, "data")
         try:
-            items = _items_decoder.decode(body)
-        except msgspec.DecodeError as error:
+            items = decode(_items_decoder, body)
+        except UNREADABLE as error:
             raise errors.StreamGap(f"item {self.received} cannot be read: {error}") from error
         self.received += len(items)
         return items

@@ -11,30 +11,31 @@ from typing import Final
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import TOKEN_BYTES
-from dynamo_local.runtime.requests.stream import Inbound
+from dynamo_local.runtime.requests.stream import InboundStream
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 5.0
 BACKLOG: Final = 4096
-"""A burst of requests is answered by as many connections; a full backlog costs each of them a second (SYN retry)."""
+"""A burst of requests brings as many connections; with a full backlog each waits a second (SYN retry)."""
 
 RECEIVE_BUFFER_BYTES: Final = 256 * 1024
 """Fixed, because the kernel would otherwise grow it to 6 MiB per slow reader."""
 
 
 class Offer:
-    """A request on its way: whoever presents its token first gets it. `answer` is the connection, or the refusal."""
+    """A request that was sent: the first connection with its token gets it. `answer`: the connection, or a refusal."""
 
     __slots__ = ("answer", "payload", "token", "who")
 
     def __init__(self, who: str, payload: bytes) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.answer: asyncio.Future[Inbound] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[InboundStream] = asyncio.get_running_loop().create_future()
         self.who = who
         self.payload = payload
 
     def refuse(self, error: errors.DynamoError) -> None:
+        """End the wait for the connection with this error."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -49,8 +50,8 @@ class ResponseListener:
     def __init__(self) -> None:
         self.rejected = 0
         self._offers: dict[bytes, Offer] = {}
-        self._connections: set[Inbound] = set()
-        self._strangers: dict[Inbound, asyncio.TimerHandle] = {}
+        self._connections: set[InboundStream] = set()
+        self._strangers: dict[InboundStream, asyncio.TimerHandle] = {}
         self._server: asyncio.Server | None = None
         self.host = "127.0.0.1"
         self.port = 0
@@ -89,6 +90,7 @@ class ResponseListener:
 
     @property
     def open_connections(self) -> int:
+        """How many workers have opened a connection here to answer, and have not closed it."""
         return len(self._connections)
 
     def offer(self, who: str, payload: bytes = b"") -> Offer:
@@ -98,7 +100,7 @@ class ResponseListener:
         return offer
 
     def withdraw(self, offer: Offer) -> None:
-        """The token is worth nothing from now on; a connection that nobody fetched is closed."""
+        """The token is invalid from now on; a connection that was not taken is closed."""
         self._offers.pop(offer.token, None)
         answer = offer.answer
         if not answer.done():
@@ -106,13 +108,13 @@ class ResponseListener:
         elif not answer.cancelled() and answer.exception() is None:
             answer.result().discard()
 
-    def _make_protocol(self) -> Inbound:
-        inbound = Inbound(self._greeted, self._closed)
+    def _make_protocol(self) -> InboundStream:
+        inbound = InboundStream(self._greeted, self._closed)
         self._connections.add(inbound)
         self._strangers[inbound] = inbound.loop.call_later(HELLO_TIMEOUT_S, self._too_late, inbound)
         return inbound
 
-    def _greeted(self, inbound: Inbound, token: bytes) -> None:
+    def _greeted(self, inbound: InboundStream, token: bytes) -> None:
         self._strangers.pop(inbound).cancel()
         offer = self._offers.pop(token, None)
         if offer is None or offer.answer.done():
@@ -121,19 +123,19 @@ class ResponseListener:
         inbound.accept(offer.who, offer.payload)
         offer.answer.set_result(inbound)
 
-    def _too_late(self, inbound: Inbound) -> None:
+    def _too_late(self, inbound: InboundStream) -> None:
         del self._strangers[inbound]
         self._reject(inbound, f"no token within {HELLO_TIMEOUT_S:g} s")
 
-    def _reject(self, inbound: Inbound, why: str) -> None:
-        # No WARNING: a request that was given up just before its worker came for it looks the same.
+    def _reject(self, inbound: InboundStream, why: str) -> None:
+        # No WARNING: it may be the worker of a request that was given up just before.
         self.rejected += 1
         logger.info("a connection to the response port was dropped: %s", why)
         inbound.finish(errors.StreamGap(why))
 
-    def _closed(self, inbound: Inbound) -> None:
+    def _closed(self, inbound: InboundStream) -> None:
         self._connections.discard(inbound)
         timer = self._strangers.pop(inbound, None)
-        if timer is not None:  # it hung up, or talked nonsense, before it showed a token
+        if timer is not None:  # it closed, or sent something else, before a token
             timer.cancel()
             self.rejected += 1

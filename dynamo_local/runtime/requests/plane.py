@@ -11,7 +11,8 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.ports import KeyValueStore
 from dynamo_local.runtime.discovery import InstanceView
 from dynamo_local.runtime.requests.client import NatsEndpointClient
-from dynamo_local.runtime.requests.dispatch import ACCEPT_TIMEOUT_S, Dispatcher
+from dynamo_local.runtime.requests.request_sender import ACCEPT_TIMEOUT_S, RequestSender
+from dynamo_local.system.logs.request_log import unbound
 
 VIEW_START_TIMEOUT_S: Final = 10.0
 
@@ -26,13 +27,13 @@ class RequestPlane:
     """
 
     def __init__(self, nats: Client, clock: Clock | None = None, *, accept_timeout_s: float = ACCEPT_TIMEOUT_S) -> None:
-        self.dispatcher = Dispatcher(nats, clock or AsyncioClock(), accept_timeout_s)
+        self.sender = RequestSender(nats, clock or AsyncioClock(), accept_timeout_s)
         self._clients: dict[tuple[str, str, str], NatsEndpointClient] = {}
         self._making = asyncio.Lock()
 
     async def start(self) -> None:
         """Raises `NatsUnavailable`."""
-        await self.dispatcher.start()
+        await self.sender.start()
 
     async def client(self, kv: KeyValueStore, namespace: str, component: str, endpoint: str) -> NatsEndpointClient:
         """The client of that endpoint, made at the first call; it follows etcd from then on.
@@ -44,16 +45,17 @@ class RequestPlane:
             if key not in self._clients:
                 view = InstanceView(kv, namespace, component, endpoint)
                 try:
-                    await view.start(VIEW_START_TIMEOUT_S)
+                    with unbound():  # the watch outlives the request that starts it
+                        await view.start(VIEW_START_TIMEOUT_S)
                 except BaseException:  # cancelled: leave no watch behind
                     await view.close()
                     raise
-                self._clients[key] = NatsEndpointClient(self.dispatcher, view, component, endpoint)
+                self._clients[key] = NatsEndpointClient(self.sender, view, component, endpoint)
             return self._clients[key]
 
     async def close(self) -> None:
-        """Close clients, the port and the inbox; what still streams ends with `RequestCancelled`."""
+        """Close clients, the port and the inbox; open streams end with `RequestCancelled`."""
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
-        await self.dispatcher.close()
+        await self.sender.close()

@@ -19,10 +19,10 @@ from dynamo_local.runtime.requests.frames import (
 
 FLUSH_BYTES: Final = 64 * 1024
 FLUSH_ITEMS: Final = 512
-"""A frame is written at the latest when this much is pending; below, at the end of the event loop's pass."""
+"""A frame is written when this much is pending, or at the end of the event loop's pass."""
 
 SEND_BUFFER_BYTES: Final = 128 * 1024
-"""Of the kernel, fixed: it would grow to 4 MiB per slow reader."""
+"""The kernel's send buffer, fixed because it would grow to 4 MiB per slow reader."""
 
 
 class ResponseSender(asyncio.Protocol):
@@ -58,6 +58,7 @@ class ResponseSender(asyncio.Protocol):
 
     @property
     def finished(self) -> bool:
+        """Whether nothing more can be sent: the stream has ended, or its connection."""
         return self._finished
 
     # --- the socket's side ---
@@ -118,7 +119,7 @@ class ResponseSender(asyncio.Protocol):
         self._flush()
         self._room = self._loop.create_future()
         if self._writable:
-            # Not full; but a handler that never waits by itself must let the others run.
+            # Not full, but a handler that never awaits anything else must let others run.
             self._loop.call_soon(_set, self._room)
         return self._room
 

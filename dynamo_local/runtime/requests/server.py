@@ -15,8 +15,9 @@ from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, flush, nats_call
 from dynamo_local.runtime.requests.exchange import Exchange
-from dynamo_local.runtime.requests.frames import RequestHeader, decode_header, encode_error
+from dynamo_local.runtime.requests.frames import Decode, RequestHeader, decode_header, decode_value, encode_error
 from dynamo_local.runtime.requests.handlers import Handler
+from dynamo_local.system.logs.request_log import bound
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ class EndpointServer:
     """Serves `handler` on `subject`. Every request ends with an answer, an error or a refusal.
 
     `late_accepted` counts requests that were served after `stop_accepting`, in the linger window.
-    `max_inflight` bounds how many handlers run at once; more are refused with `WorkerBusy`.
+    `max_inflight` bounds how many handlers run at once; more are refused with `WorkerBusy`. `decode` makes what the
+    handler gets from the bytes of a payload.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class EndpointServer:
         max_inflight: int | None = None,
         name: str = "generate",
         clock: Clock | None = None,
+        decode: Decode = decode_value,
     ) -> None:
         self.subject = subject
         self.name = name
         self.late_accepted = 0
         self._nats = nats
         self._handler = handler
+        self._decode = decode
         self._max_inflight = max_inflight
         self._clock: Clock = clock or AsyncioClock()
         self._subscription: Subscription | None = None
@@ -65,7 +69,7 @@ class EndpointServer:
         self._subscription = await self._subscribe(self.subject)
 
     async def rebind(self, subject: str) -> None:
-        """Serve `subject` instead (the lease was granted anew). What streams goes on; the old subject is given up."""
+        """Serve `subject` instead (the lease was granted anew). Open streams go on; the old subject is given up."""
         old, self._subscription = self._subscription, await self._subscribe(subject)
         self.subject = subject
         if old is not None:
@@ -74,7 +78,7 @@ class EndpointServer:
     def stop_accepting(self, linger_s: float = LINGER_S) -> None:
         """The worker was deregistered: serve what comes within `linger_s`, then refuse with `WorkerDraining`.
 
-        Refused requests go on to another worker by themselves; a caller hears of each one.
+        The caller is told of each refusal, and sends the request to another worker.
         """
         self._accept_until_s = self._clock.now_s() + linger_s
         self._changed.set()
@@ -137,7 +141,7 @@ class EndpointServer:
             async with asyncio.timeout(left_s if left_s > 0 else None):
                 await self._changed.wait()
         except TimeoutError:
-            return  # the linger window is over: a change as good as any
+            return  # the linger window is over, which `wait_idle` must see
 
     def _linger_left_s(self) -> float:
         if self._accept_until_s is None:
@@ -153,20 +157,29 @@ class EndpointServer:
 
     async def _on_message(self, message: Msg) -> None:
         if not message.data:
-            return  # a caller's probe: that it was delivered is the answer
+            return  # a caller's probe: its delivery is the answer
         try:
             header = decode_header(message.data)
-            self._admit(header)
         except errors.RequestError as error:
             await self._refuse(message, error)
             return
+        with bound(header.x_request_id):
+            try:
+                self._admit(header)
+            except errors.RequestError as error:
+                await self._refuse(message, error)
+                return
+            self._take(header)
+
+    def _take(self, header: RequestHeader) -> None:
+        """Serve it, in a task that inherits the request's id for the log."""
         self._handlers_running += 1
-        exchange = Exchange(header, self._handler, self._clock, self._handler_done)
+        exchange = Exchange(self.name, header, self._handler, self._decode, self._clock, self._handler_done)
         self._exchanges.add(exchange)
         exchange.task.add_done_callback(lambda task: self._exchange_done(exchange, task))
 
     def _admit(self, header: RequestHeader) -> None:
-        """Raises why this request is not taken."""
+        """Raises the refusal of a request that is not taken."""
         late = self._accept_until_s is not None
         if self._closed or (late and self._linger_left_s() == 0):
             raise errors.WorkerDraining(f"endpoint {self.name} takes no requests any more: its worker is leaving")
@@ -186,7 +199,7 @@ class EndpointServer:
         try:
             await self._nats.publish(message.reply, encode_error(error))
         except (NatsError, OSError) as failure:
-            # The caller sees NATS go as well, and gives up by itself.
+            # The caller sees that NATS is gone, too, and gives up by itself.
             logger.warning("a refusal on %s could not be sent: %s", self.subject, failure)
 
     def _handler_done(self) -> None:
@@ -216,5 +229,5 @@ class EndpointServer:
                 else:
                     await subscription.unsubscribe()
         except (NatsError, OSError, TimeoutError) as error:
-            # NATS is gone, and its routing to us with it: nothing is left to undo.
+            # NATS has lost the connection and so the subscription: nothing is left to undo.
             logger.info("the subscription to %s ended with its connection: %s", subscription.subject, error)

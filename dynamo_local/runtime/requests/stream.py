@@ -22,19 +22,19 @@ READ_AHEAD_BYTES: Final = 128 * 1024
 """Unread data above this stops the socket from being read; TCP then holds the worker back."""
 
 HELLO_MAX_BYTES: Final = 64
-"""All that a connection may send before it has proved whose it is."""
+"""How much a connection may send before its token was accepted."""
 
-Greet = Callable[["Inbound", bytes], None]
+Greet = Callable[["InboundStream", bytes], None]
 """Called once with the token that a new connection presents."""
 
 
-class Inbound(asyncio.Protocol):
+class InboundStream(asyncio.Protocol):
     """One connection from a worker: first a token, then the frames of a response.
 
     Everything runs in the event loop's callbacks, so a token costs no task switch until somebody reads it.
     """
 
-    def __init__(self, greet: Greet, on_closed: Callable[[Inbound], None]) -> None:
+    def __init__(self, greet: Greet, on_closed: Callable[[InboundStream], None]) -> None:
         self._greet: Greet | None = greet
         self._on_closed = on_closed
         self._decoder = FrameDecoder(HELLO_MAX_BYTES)
@@ -140,6 +140,7 @@ class Inbound(asyncio.Protocol):
 
     @property
     def finished(self) -> bool:
+        """Whether nothing more will come."""
         return self._finished
 
     @property
@@ -148,12 +149,12 @@ class Inbound(asyncio.Protocol):
         return self._unread_bytes
 
     def discard(self) -> None:
-        """The reader wants no more."""
+        """Discard the rest: the reader has stopped."""
         self.finish(errors.RequestCancelled("the stream was closed by its reader"))
         self._batches.clear()
 
     def take_ready(self) -> list[Any] | None:
-        """Everything that is there, in one list; None if nothing is."""
+        """All items received so far, in one list; None if there are none."""
         if not self._batches:
             return None
         batch = self._batches.popleft()
@@ -201,7 +202,7 @@ class ResponseStream:
     Iteration raises what the handler raised, under its own type, or `WorkerLost`, `StreamGap`, `DeadlineExceeded`.
     """
 
-    def __init__(self, instance_id: int, inbound: Inbound) -> None:
+    def __init__(self, instance_id: int, inbound: InboundStream) -> None:
         self.instance_id = instance_id
         self._inbound = inbound
         self._batch: list[Any] = []
@@ -254,7 +255,7 @@ class ResponseStream:
         self._inbound.discard()
 
     def __del__(self) -> None:
-        # Dropped half read, for example by `break`: without this the handler would wait for its reader for ever.
+        # Dropped half read, for example by `break`: otherwise the handler would wait for its reader for ever.
         if not self._inbound.finished:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the connection with it
                 self._inbound.loop.call_soon_threadsafe(self._inbound.discard)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.fakes.scaled import ascale, settled
-from tests.fakes.served import Served
+from tests.drivers.scaled import ascale, settled
+from tests.drivers.served import Served
 
 ECHO = """\
 from dynamo_local.sdk import endpoint, service

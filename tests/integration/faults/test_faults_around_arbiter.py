@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import StateError
-from dynamo_local.serve.processes import is_alive
 from dynamo_local.state import load
-from tests.fakes.scaled import command, events, kinds
-from tests.fakes.served import Served, auntil, until
+from dynamo_local.succession.marks import marked
+from dynamo_local.system.host_errors import DESCRIPTORS_RAISED_TO
+from dynamo_local.system.processes import is_alive
+from tests.drivers.scaled import command, events, kinds
+from tests.drivers.served import Served, auntil, until
 from tests.integration.faults.conftest import ECHO
+from tests.tools.alone import alone
+from tests.tools.host_faults import full_disk, small_disk
 
 pytestmark = pytest.mark.infra
 
@@ -36,19 +40,6 @@ PATIENCE_S = 30.0
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """A disk of its own, of two MiB; False where we may not mount one."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextmanager
 def no_room(folder: Path, arbiter: psutil.Process, *, mounted: bool) -> Iterator[None]:
     """Nothing can be written there by the arbiter: the disk is full, or (without one) no file of its may grow."""
     if not mounted:
@@ -57,23 +48,15 @@ def no_room(folder: Path, arbiter: psutil.Process, *, mounted: bool) -> Iterator
         yield
         arbiter.rlimit(psutil.RLIMIT_FSIZE, (soft, hard))
         return
-    filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (4096, 1):  # to the last byte
-            try:
-                while file.write(b"\0" * size):
-                    pass
-            except OSError:
-                continue
-    yield
-    filler.unlink()
+    with full_disk(folder):
+        yield
 
 
 def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
     """Commands are carried out, the status says what cannot be written, and with room the file is right again."""
     folder = tmp_path / "disk"
     with (
-        small_disk(folder) as mounted,
+        small_disk(folder, DISK_BYTES) as mounted,
         Served(
             *("--gpus", "sim:8", "--Echo.ServiceArgs.workers=3"),
             target=("echo:Echo",),
@@ -89,20 +72,26 @@ def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
         with no_room(folder, arbiter, mounted=mounted):
             command(served, "drain", name="dynamo_Echo_2")
             until(lambda: "Echo_2" not in served.states(), PATIENCE_S, what=served.states)
-            notes = until(lambda: [n for n in served.status()["notes"] if "cannot be written" in n], PATIENCE_S)
+            notes = until(lambda: _unwritten(served), PATIENCE_S)
             assert "dynamo_Echo_2" in load(served.paths.statefile).components, "the old file, and valid"
             assert json.loads(served.paths.statefile.read_bytes()).keys() == json.loads(before).keys()
         until(lambda: set(load(served.paths.statefile).components) == {"dynamo_Echo", "dynamo_Echo_1"}, PATIENCE_S)
         command(served, "scale", component="Echo", target="+1")
         until(lambda: served.states().get("Echo_2") == "ready", PATIENCE_S, what=served.states)
 
-        assert "it is tried again" in notes[0]
+        assert "it is tried again" in notes[0]["text"]
+        assert _unwritten(served) == [], "the note has gone with its cause"
         assert {name: pid for name, pid in served.pids().items() if name != "Echo_2"} == {
             name: pid for name, pid in pids.items() if name != "Echo_2"
         }
         assert served.status()["arbiter_pid"] == arbiter.pid
         assert kinds(events(served, "Echo_2"))[-1] == "Registered", "what was not logged in time was logged later"
         served.down()
+
+
+def _unwritten(served: Served) -> list[dict[str, Any]]:
+    """The status's notes of a statefile that is behind."""
+    return [note for note in served.status()["notes"] if "the statefile cannot be written" in note["text"]]
 
 
 # --- the statefile -------------------------------------------------------------------------------
@@ -125,7 +114,7 @@ def _without_a_worker(text: str) -> str:
 @pytest.mark.parametrize(
     ("edit", "aside"),
     [(_truncated, True), (_of_another, True), (_without_a_worker, False)],
-    ids=lambda value: str(value),
+    ids=["truncated", "of_another", "without_a_worker"],
 )
 async def test_a_statefile_that_is_edited_while_it_runs_is_put_right(
     echo: Served, edit: Callable[[str], str], aside: bool
@@ -160,29 +149,35 @@ def _readable(path: Path) -> object:
 # --- commands ------------------------------------------------------------------------------------
 
 
+def _asked(served: Served, name: str, /, **properties: Any) -> str:
+    """`ok`, or the code of the refusal."""
+    try:
+        command(served, name, **properties)
+    except ArbiterRefused as refusal:
+        return str(refusal.details["code"])
+    return "ok"
+
+
 async def test_a_hundred_commands_at_once_are_all_answered(echo: Served) -> None:
-    """Each is carried out or refused with a reason; the fleet ends at the last number that was asked for."""
+    """Each is carried out or refused with a reason; the fleet ends at the last number that was asked for.
+
+    Workers that were asked for and drained again within milliseconds hold their GPUs until they are gone.
+    """
     arbiter = echo.status()["arbiter_pid"]
 
     def ask(n: int) -> str:
-        try:
-            if n % 3 == 0:
-                command(echo, "scale", component="Echo", target=f"={2 + n % 4}")
-            elif n % 3 == 1:
-                command(echo, "drain", name=f"dynamo_Echo_{n % 5}")
-            else:
-                command(echo, "drain", name=f"dynamo_Echo_{n % 5}", cancel=True)
-        except ArbiterRefused as refusal:
-            return str(refusal.details["code"])
-        return "ok"
+        if n % 3 == 0:
+            return _asked(echo, "scale", component="Echo", target=f"={2 + n % 4}")
+        return _asked(echo, "drain", name=f"dynamo_Echo_{n % 5}", **({"cancel": True} if n % 3 == 2 else {}))
 
     with ThreadPoolExecutor(COMMANDS) as pool:
         loop = asyncio.get_running_loop()
         answers = await asyncio.gather(*(loop.run_in_executor(pool, ask, n) for n in range(COMMANDS)))
-    await asyncio.to_thread(command, echo, "scale", component="Echo", target="=3")
+    await auntil(lambda: "not_enough_gpus" not in _asked(echo, "scale", component="Echo", target="=3"), PATIENCE_S)
     await auntil(lambda: list(echo.states().values()) == ["ready"] * 3, 60.0, what=echo.states)
 
-    assert set(answers) <= {"ok", "last_ready_worker", "drain_not_cancellable", "unknown_worker", "no_workers"}, answers
+    refusals = {"last_ready_worker", "drain_not_cancellable", "unknown_worker", "no_workers", "not_enough_gpus"}
+    assert set(answers) <= {"ok", *refusals}, answers
     assert "ok" in answers
     assert echo.status()["arbiter_pid"] == arbiter
     assert set(load(echo.paths.statefile).components) == {f"dynamo_{name}" for name in echo.states()}
@@ -211,3 +206,27 @@ async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served
     assert kinds(events(echo)[seen:]).count("DrainRequested") == 1
     assert not is_alive(worker.pid)
     assert set(echo.states().values()) == {"ready"}
+
+
+# --- who is who ----------------------------------------------------------------------------------
+
+
+def test_the_workers_are_known_by_their_marks(echo: Served) -> None:
+    """The guardian and the chaos test look from outside, without the statefile: each worker, and nothing else."""
+    workers = {found.name: found.pid for found in marked(echo.paths) if found.is_worker}
+    assert workers == {f"dynamo_{name}": pid for name, pid in echo.pids().items()}
+
+
+# --- descriptors ---------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_started_while_the_arbiter_may_open_few_files_may_open_more() -> None:
+    """It inherits the arbiter's limit: a frontend of that time would later reset its clients' connections."""
+    with alone() as served:
+        served.start()
+        arbiter = psutil.Process(served.status()["arbiter_pid"])
+        _, hard = arbiter.rlimit(psutil.RLIMIT_NOFILE)
+        arbiter.rlimit(psutil.RLIMIT_NOFILE, (300, hard))
+        assert served.cli("scale", "VllmWorker", "+1", "--wait").returncode == 0
+        worker = psutil.Process(served.worker("VllmWorker_1")["pid"])
+        assert worker.rlimit(psutil.RLIMIT_NOFILE)[0] == min(hard, DESCRIPTORS_RAISED_TO)

@@ -10,9 +10,9 @@ import signal
 
 import pytest
 
-from dynamo_local.serve.processes import is_alive
-from tests.fakes.scaled import command, events, kinds
-from tests.fakes.served import Served, until
+from dynamo_local.system.processes import is_alive
+from tests.drivers.scaled import command, events, kinds
+from tests.drivers.served import Served, until
 from tests.integration.faults.conftest import ECHO
 
 pytestmark = pytest.mark.infra
@@ -40,7 +40,8 @@ def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline()
 
         assert not is_alive(pid)
         assert kinds(last)[-2:] == ["DrainDeadlinePassed", "ProcessExited"]
-        assert any("is hung" in note for note in notes), notes
+        assert last[-2]["stimulus_id"] == "health", "not its deadline"
+        assert any("is hung" in note["text"] for note in notes), notes
         assert served.states() == {"Echo": "ready", "Echo_1": "ready"}
 
 

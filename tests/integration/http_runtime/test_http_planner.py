@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from tests.fakes.http_graphs import ask, cut, http_graph, section
-from tests.fakes.scaled import names
-from tests.fakes.served import auntil
+from tests.drivers.http_graphs import ask, cut, http_graph, section
+from tests.drivers.scaled import names
+from tests.drivers.served import auntil
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(150)]
 
@@ -21,6 +21,7 @@ STREAMS = 20
 """The server has room for so many: its KV is full."""
 
 
+@pytest.mark.full
 async def test_a_full_cache_brings_another_server_and_an_idle_one_goes() -> None:
     """Up above 0.9, by `vllm:kv_cache_usage_perc`; down again, after the three intervals of grace, by the same."""
     server = section("aggregated", 1)

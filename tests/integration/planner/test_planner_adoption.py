@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT
-from tests.fakes.alone import alone
-from tests.fakes.planned import planner
+from tests.drivers.planned import planner
+from tests.tools.alone import alone
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 

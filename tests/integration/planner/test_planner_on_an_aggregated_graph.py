@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes.planned import DECODE, PREFILL, audited, capacity, open_loop, steady
-from tests.fakes.served import AGG, Served, auntil
+from tests.drivers.planned import DECODE, PREFILL, audited, capacity, open_loop, steady
+from tests.drivers.served import AGG, Served, auntil
 
-pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
 
 BUDGET = 3
 WORDS = (
@@ -21,6 +21,7 @@ WORDS = (
 )
 
 
+@pytest.mark.full
 async def test_an_aggregated_graph_grows_and_shrinks_with_its_load() -> None:
     """Some nine streams at once nearly fill one worker, and are a third of two; no request is lost on the way."""
     load = steady(rate=2, seconds=12, prompt_words=8, tokens=100)

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_local.serve.decisions import decision_log_path, read
-from tests.fakes.event_files import named, read_points
-from tests.fakes.scaled import ascale, names, settled
-from tests.fakes.scraped import Samples, by_label, samples
-from tests.fakes.served import Served, auntil
+from dynamo_local.planner.records.decision_log import decision_log_path, read
+from tests.drivers.scaled import ascale, names, settled
+from tests.drivers.served import Served, auntil
+from tests.tools.event_files import named, read_points
+from tests.tools.scraped import Samples, by_label, samples
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
@@ -99,6 +99,7 @@ async def test_metrics_agree_with_the_status_at_every_step_of_a_scaling(graph: S
     await auntil(lambda: len(graph.states()) == 4, what=graph.states)
 
 
+@pytest.mark.timing
 async def test_gpu_seconds_are_those_of_the_gpus_held(graph: Served) -> None:
     loop = asyncio.get_running_loop()
     async with httpx.AsyncClient() as http:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,16 +22,18 @@ import pytest
 from openai import AsyncOpenAI
 
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.load import LoadOptions
+from dynamo_local.planner.policies.load import LoadOptions
+from dynamo_local.planner.policies.sla.options import SlaOptions
 from dynamo_local.twin.cases import Case, run_case
 from dynamo_local.twin.metrics import measure
 from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
 from dynamo_local.twin.simulation import Run
 from dynamo_local.twin.trace import TraceRequest
-from tests.fakes.planned import planner
-from tests.fakes.served import MODEL, Served
+from tests.drivers.planned import planner
+from tests.drivers.served import MODEL, Served
+from tests.fakes.profile_folders import slow_engine
 
-pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(300)]
 
 SPEED = 0.1
 SIM = SimOptions(speed=SPEED, num_gpu_blocks=400)
@@ -201,6 +204,46 @@ async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
                 near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
                 assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, twin {sorted(near)}"
         agree(watched, run)
+
+
+async def test_a_fleet_planned_by_targets_is_the_twins_within_one_worker(tmp_path: Path) -> None:
+    """The same for `sla`, which goes by windows of traffic and by the profile that the engines run by.
+
+    Three requests a second need 2.7 decode workers, and a request now and then half of one.
+    """
+    profile = slow_engine(tmp_path / "profile")
+    sim = SimOptions(profile=profile, start_up_s=START_UP_S - 1.0)
+    planner = SlaOptions(
+        profile=profile,
+        ttft_ms=1500.0,
+        itl_ms=60.0,
+        adjustment_interval_s=6.0,
+        metric_pulling_interval_s=0.5,
+        max_gpu_budget=5,
+        no_correction=True,
+    )
+    words = (
+        f"--Common.sim.profile={profile}",
+        f"--Common.sim.start-up-s={START_UP_S - 1.0}",
+        "--Planner.policy=sla",
+        f"--Planner.profile-results-dir={profile}",
+        "--Planner.ttft=1500",
+        "--Planner.itl=60",
+        "--Planner.adjustment-interval=6",
+        "--Planner.metric-pulling-interval=0.5",
+        "--Planner.max-gpu-budget=5",
+        "--Planner.no-correction=true",
+    )
+    trace = evenly([(9.0, 0.5), (30.0, 3.0), (24.0, 0.5)], isl=200, osl=150)
+    with Served(*words, "--planner") as served:
+        watched = await play(served.start(), trace, planned=True)
+    ready = counter(run_case(trace, Case("", TwinOptions(sim=sim, start_up_s=START_UP_S), planner)))
+    with unless_busy(watched):
+        assert max(counts["decode"] for _, counts in watched.counts) == 3
+        for at_s, counts in watched.counts:
+            for role, count in counts.items():
+                near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
+                assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, twin {sorted(near)}"
 
 
 def evenly(rates: Sequence[tuple[float, float]], *, isl: int, osl: int) -> list[TraceRequest]:

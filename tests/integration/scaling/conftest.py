@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.fakes.scaled import ascale, names, settled
-from tests.fakes.served import Served, auntil
+from tests.drivers.scaled import ascale, names, settled
+from tests.drivers.served import Served, auntil
 
 BASE = {"VllmWorker": 2, "PrefillWorker": 2}
 

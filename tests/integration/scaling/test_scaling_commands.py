@@ -12,15 +12,14 @@ import openai
 import pytest
 
 from dynamo_local.cli.common import ArbiterRefused
-from tests.fakes.scaled import ascale, command, events, kinds, load, names, scale, settled, streaming
-from tests.fakes.served import Served, asking, auntil, expected
+from tests.drivers.scaled import ascale, command, events, kinds, load, names, scale, settled, streaming
+from tests.drivers.served import Served, asking, auntil, expected
 
 pytestmark = pytest.mark.infra
 
 BOTH = ["VllmWorker", "VllmWorker_1"]
 
 
-@pytest.mark.short
 async def test_scaling_under_load_loses_nothing_and_touches_no_sibling(graph: Served) -> None:
     """lesson 1, lesson 2: up, down and to a number; every stream is right; whoever is not named keeps its pid."""
     before = graph.pids()
@@ -33,12 +32,14 @@ async def test_scaling_under_load_loses_nothing_and_touches_no_sibling(graph: Se
         await settled(graph)
         assert await ascale(graph, "VllmWorker", "2") == [("drain", "VllmWorker_3"), ("drain", "VllmWorker_2")]
         await auntil(lambda: "VllmWorker_2" not in graph.states() and "VllmWorker_3" not in graph.states())
-    streams.check(at_least=20)
+        await streams.more(20)
+    streams.check()
 
     assert graph.pids() == before
     assert sorted(graph.statefile()["components"]) == sorted(f"dynamo_{name}" for name in before)
 
 
+@pytest.mark.full
 async def test_new_workers_get_the_lowest_free_names_and_their_own_devices(graph: Served) -> None:
     """lesson 7, lesson 8: one watcher and `gpus_per_worker` devices of the ledger for each; given back at the end."""
     await ascale(graph, "VllmWorker", "+2")
@@ -53,7 +54,7 @@ async def test_new_workers_get_the_lowest_free_names_and_their_own_devices(graph
     assert {w["pid"] for w in rows.values()} >= set(graph.pids().values())
 
 
-@pytest.mark.short
+@pytest.mark.timing
 async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Served) -> None:
     """The same process serves on within a second, its streams go on, and there is no second process."""
     before, seen, took_s = graph.pids(), len(events(graph)), []
@@ -79,6 +80,7 @@ async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Serv
     after.check()
 
 
+@pytest.mark.full
 async def test_a_drain_can_be_taken_back_in_the_moment_that_it_begins(graph: Served) -> None:
     """The call back travels by NATS, the revoked lease by etcd: whichever comes first, the worker serves on."""
     before = graph.pids()
@@ -97,7 +99,6 @@ def _serves(served: Served, name: str) -> bool:
     return row["state"] == "ready" and row["lease"] is not None
 
 
-@pytest.mark.short
 async def test_drain_and_cancel_by_name(graph: Served) -> None:
     """`dynamo drain NAME` and `--cancel`: a name, a state, and the same process serves on."""
     before = graph.pids()
@@ -121,7 +122,6 @@ async def test_drain_and_cancel_by_name(graph: Served) -> None:
     assert answers == [expected(prompt, 400, ignore_eos=True) for prompt in prompts]
 
 
-@pytest.mark.short
 async def test_the_last_ready_worker_needs_force_and_its_name_comes_back(graph: Served) -> None:
     """Refused with the reason; forced, the bare entry stays as a template, and `+1` starts that name again."""
     with pytest.raises(ArbiterRefused, match=r"dynamo_VllmWorker would go, the last ready worker .* --force"):
@@ -155,6 +155,7 @@ def _template(served: Served) -> dict[str, Any] | None:
     return entry if entry["resources"] == {} else None
 
 
+@pytest.mark.full
 async def test_a_worker_that_still_starts_is_taken_back_first(graph: Served) -> None:
     """It serves nothing yet: it goes at once, counts as no failure, and the ready ones stay."""
     before = graph.pids()
@@ -170,6 +171,7 @@ async def test_a_worker_that_still_starts_is_taken_back_first(graph: Served) -> 
     assert sorted(g for row in graph.status()["workers"] for g in row["gpus"]) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.full
 async def test_more_than_there_are_gpus_for_is_refused_as_a_whole(graph: Served) -> None:
     """lesson 5: nothing is invented and nothing is begun; the message names what is held by whom."""
     with pytest.raises(ArbiterRefused, match=r"too few GPUs: 5 needed, 4 of 8 free"):
@@ -178,6 +180,7 @@ async def test_more_than_there_are_gpus_for_is_refused_as_a_whole(graph: Served)
     assert names(graph, "VllmWorker") == BOTH
 
 
+@pytest.mark.full
 def test_what_cannot_be_understood_is_refused_before_anything_happens(graph: Served) -> None:
     """Exit code 2 with the word that is wrong: a component, a number, a policy, a worker."""
     for words, what in (
@@ -196,6 +199,7 @@ def test_what_cannot_be_understood_is_refused_before_anything_happens(graph: Ser
     assert names(graph, "VllmWorker") == BOTH
 
 
+@pytest.mark.full
 async def test_the_victim_policy_chooses(graph: Served) -> None:
     """`least-loaded` takes the idle worker, whatever its name; the other one streams on."""
     async with streaming(graph, "Keep me busy.", tokens=200) as [stream]:
@@ -222,6 +226,8 @@ def _busy(served: Served) -> str | None:
     return max(slots, key=lambda name: slots[name])
 
 
+@pytest.mark.timing
+@pytest.mark.full
 async def test_commands_are_answered_while_drains_run(graph: Served) -> None:
     """lesson 13: two drains under way hold up nobody: `status` and `scale` are answered, other workers come.
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.serve.processes import is_alive
-from tests.fakes.scaled import ascale, events, kinds, settled
-from tests.fakes.served import Served, auntil, until
+from dynamo_local.system.processes import is_alive
+from tests.drivers.scaled import ascale, events, kinds, settled
+from tests.drivers.served import Served, auntil, until
 
 pytestmark = pytest.mark.infra
 
@@ -87,6 +87,7 @@ def _gpus(served: Served) -> list[str]:
 # --- starting ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_a_start_past_its_deadline_is_ended_and_told_with_its_log(flaky: Served) -> None:
     """lesson 12: its process ends, its GPU is free, `--wait` says why, with the end of its log; siblings live on."""
     before = flaky.pids()
@@ -108,6 +109,7 @@ def _without_gpu(served: Served, name: str) -> dict[str, Any] | None:
     return row if row["state"] == "backing_off" and row["gpus"] == [] else None
 
 
+@pytest.mark.full
 async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
     """One command, all processes made at once; each its own GPU."""
     seen = len(events(flaky))
@@ -125,7 +127,7 @@ async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
 # --- crashing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
+@pytest.mark.timing
 async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Served) -> None:
     """Its lease is revoked, not left to its TTL of ten seconds; the next process follows the back-off within a
     moment (`benchmarks.drain` measures it: 20 ms); siblings live on."""
@@ -148,7 +150,11 @@ async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Ser
     assert flaky.worker("Flaky_1")["restarts"] >= 2
 
 
-@pytest.mark.short
+def _of_flaky_1(flaky: Served) -> list[dict[str, Any]]:
+    """The status's notes of that worker."""
+    return [note for note in flaky.status()["notes"] if "Flaky_1" in note["text"]]
+
+
 async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(flaky: Served) -> None:
     """After the policy's number of failures it holds no GPU and says what it last wrote; `dynamo restart` clears it."""
     sibling = flaky.pids()["Flaky"]
@@ -157,13 +163,15 @@ async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(f
     await auntil(lambda: flaky.states()["Flaky_1"] == "faulted", 30.0, what=flaky.states)
     await auntil(lambda: flaky.worker("Flaky_1")["gpus"] == [], 5.0)
     row = flaky.worker("Flaky_1")
-    notes = await auntil(lambda: [note for note in flaky.status()["notes"] if "is faulted" in note])
+    notes = await auntil(lambda: _of_flaky_1(flaky))
     capacity = await ascale(flaky, "Flaky", "=1")
     (flaky.cwd / "break").unlink()
     restart = await asyncio.to_thread(flaky.cli, "restart", "dynamo_Flaky_1", "--wait")
 
     assert "5 failures within 60 s" in row["reason"]
-    assert "dynamo restart dynamo_Flaky_1" in notes[-1]
+    assert "dynamo restart dynamo_Flaky_1" in notes[-1]["text"]
+    assert max(note["count"] for note in notes) >= 2, "what it died of is one note"
+    assert _of_flaky_1(flaky) == [], "they have gone with their cause"
     assert capacity == [], "a faulted worker counts for nothing"
     assert "I am broken by design" in flaky.log("Flaky_1")
     assert restart.returncode == 0, restart.stderr
@@ -171,6 +179,7 @@ async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(f
     assert flaky.pids()["Flaky"] == sibling
 
 
+@pytest.mark.full
 async def test_exit_code_0_unasked_is_a_crash(flaky: Served) -> None:
     """Nobody asked it to leave, so it comes back; the reason says how it went."""
     seen, pid = len(events(flaky)), flaky.pids()["Flaky_1"]
@@ -183,6 +192,7 @@ async def test_exit_code_0_unasked_is_a_crash(flaky: Served) -> None:
     assert flaky.pids()["Flaky_1"] != pid
 
 
+@pytest.mark.full
 async def test_a_worker_that_a_stranger_asks_to_leave_drains_and_is_removed(flaky: Served) -> None:
     """SIGTERM, as `kill PID` sends it: it leaves in order, as after a revoked lease, and is not started again."""
     pid = flaky.pids()["Flaky_1"]
@@ -195,6 +205,7 @@ async def test_a_worker_that_a_stranger_asks_to_leave_drains_and_is_removed(flak
     assert not is_alive(pid)
 
 
+@pytest.mark.full
 async def test_a_hung_worker_is_treated_as_crashed(flaky: Served) -> None:
     """SIGSTOP: its process lives and its lease does, for now; past the bound it is killed, and another one comes."""
     before = flaky.pids()
@@ -209,6 +220,7 @@ async def test_a_hung_worker_is_treated_as_crashed(flaky: Served) -> None:
     assert flaky.pids()["Flaky"] == before["Flaky"]
 
 
+@pytest.mark.full
 async def test_failures_while_nats_is_away_do_not_count(flaky: Served) -> None:
     """Each death with NATS away waits for it and is followed by a start; more of them than the policy allows is no
     fault."""
@@ -228,8 +240,8 @@ async def test_failures_while_nats_is_away_do_not_count(flaky: Served) -> None:
 # --- many ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
-@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_64_workers_are_added_in_one_command(tmp_path: Path) -> None:
     """One `scale`, all of them ready, each its own name, pid and GPU; then one command takes them away again."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fakes.served import AGG, Served
+from tests.drivers.served import AGG, Served
 
 
 @pytest.fixture(scope="module")

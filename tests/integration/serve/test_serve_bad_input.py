@@ -5,20 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT
-from tests.fakes.bad_inputs import BAD_INPUTS, TARGET, BadInput
-from tests.fakes.served import COMMAND_TIMEOUT_S, Served
+from tests.drivers.served import COMMAND_TIMEOUT_S, Served
+from tests.tools.bad_inputs import BAD_INPUTS, TARGET, BadInput
 
-pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
-"""All cases are run by one fixture, whose time counts as that of the first test."""
+pytestmark = pytest.mark.infra
 
-AT_ONCE = 2
 DETACHED = BAD_INPUTS[::12]
 """A sample: `--detach` has a way of its own to tell."""
 
@@ -47,31 +44,15 @@ CASES = {
 }
 
 
+ONE_IN = 8
+"""Of the plain cases, how many run each time; `tests/unit/config/test_bad_inputs.py` tries all, in one process."""
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[int, str, list[str]]]]:
-    """For each case its exit code, stderr and what it left behind. All are run before the first test, two at a time."""
-    with Served() as served, ThreadPoolExecutor(AT_ONCE) as pool:
-
-        def run(case: str) -> tuple[int, str, list[str]]:
-            bad, words = CASES[case]
-            namespace = f"bad-{list(CASES).index(case)}"
-            folder = tmp_path_factory.mktemp("bad")
-            bad.write(folder)
-            # A namespace of its own, where the case says none: what is left behind can be told apart.
-            own = () if "--namespace" in bad.args else ("--namespace", namespace)
-            done = subprocess.run(
-                [sys.executable, "-m", "dynamo_local.cli.main", "serve", *bad.args, *own, *words],
-                cwd=folder,
-                env={**served.env, **bad.env},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=COMMAND_TIMEOUT_S,
-                check=False,
-            )
-            return done.returncode, done.stderr, _left(served, namespace)
-
-        yield dict(zip(CASES, pool.map(run, CASES), strict=True))
+def served() -> Iterator[Served]:
+    """Folders, in which nothing is ever started."""
+    with Served() as made:
+        yield made
 
 
 def _left(served: Served, namespace: str) -> list[str]:
@@ -81,19 +62,36 @@ def _left(served: Served, namespace: str) -> list[str]:
     return found + [line for _, line in served.processes() if f"--namespace {namespace} " in f"{line} "]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bad_input_costs_one_line_and_exit_code_2(
-    case: str, outcomes: Mapping[str, tuple[int, str, list[str]]]
-) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if words or bad in GPUS or number % ONE_IN == 0 else pytest.mark.full)
+        for number, (case, (bad, words)) in enumerate(CASES.items())
+    ],
+)
+def test_bad_input_costs_one_line_and_exit_code_2(case: str, served: Served, tmp_path: Path) -> None:
     """The line that the table expects, no traceback, nothing left running and no statefile."""
-    code, stderr, left = outcomes[case]
-    bad, _ = CASES[case]
+    bad, words = CASES[case]
+    namespace = f"bad-{list(CASES).index(case)}"
+    bad.write(tmp_path)
+    # A namespace of its own, where the case says none: what is left behind can be told apart.
+    own = () if "--namespace" in bad.args else ("--namespace", namespace)
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamo_local.cli.main", "serve", *bad.args, *own, *words],
+        cwd=tmp_path,
+        env={**served.env, **bad.env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
 
-    assert code == EXIT_BAD_INPUT, stderr
-    assert len(stderr.splitlines()) == 1, stderr
-    assert stderr.startswith("dynamo: ")
-    assert re.search(bad.expect, stderr), stderr
-    assert left == []
+    assert done.returncode == EXIT_BAD_INPUT, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("dynamo: ")
+    assert re.search(bad.expect, done.stderr), done.stderr
+    assert _left(served, namespace) == []
 
 
 def test_without_a_driver_the_error_names_the_simulation(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_NOT_RUNNING
-from tests.fakes.served import AGG, DISAGG, Served, asking, expected, until
+from tests.drivers.served import AGG, DISAGG, Served, asking, expected, until
 
 pytestmark = pytest.mark.infra
 
@@ -58,6 +58,8 @@ def test_status_as_a_table(disagg: Served) -> None:
         assert any(line.startswith(name) and " ready " in line for line in done.stdout.splitlines()), done.stdout
 
 
+@pytest.mark.alone
+@pytest.mark.timing
 def test_status_is_quick(disagg: Served) -> None:
     """Under 400 ms as a process (the best of three: others share the machine)."""
     took_s = []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import EXIT_FAILED, EXIT_TIMED_OUT
-from tests.fakes.served import AGG, Served, until
+from tests.drivers.served import AGG, Served, until
 
 pytestmark = pytest.mark.infra
 
@@ -50,6 +50,7 @@ def _app(hook: str, *words: str) -> Served:
     return Served("--gpus", "sim:8", *words, target=("app:Front",), files=files, frontend=False)
 
 
+@pytest.mark.timing
 def test_detach_says_what_happens_and_returns_when_ready() -> None:
     """Exit 0 only when requests can be served; each worker's progress and the URL are shown; it takes seconds."""
     with Served(target=AGG) as served:
@@ -63,7 +64,7 @@ def test_detach_says_what_happens_and_returns_when_ready() -> None:
         assert f"ready: {served.url}" in done.stdout
         assert "dynamo_VllmWorker: starting on GPU 0" in done.stdout
         assert "etcd" in done.stdout
-        assert took_s < 15.0
+        assert took_s < 40.0
 
 
 def test_the_detached_arbiter_holds_none_of_the_callers_descriptors() -> None:
@@ -117,18 +118,19 @@ def test_a_worker_that_is_killed_while_it_starts_fails_the_start() -> None:
         assert served.leftovers() == []
 
 
+@pytest.mark.timing
 def test_a_start_deadline_ends_a_start_that_never_ends() -> None:
     """lesson 12, lesson 23: exit 5 past `--start-deadline`, naming who was waited for and what it wrote last."""
-    with _app(WAITING, "--start-deadline", "4") as served:
+    with _app(WAITING, "--start-deadline", "8") as served:
         began_s = time.monotonic()
         done = served.cli(*served.serve_words("--detach"))
         took_s = time.monotonic() - began_s
 
         assert done.returncode == EXIT_TIMED_OUT
         assert "dynamo_Backend" in done.stderr
-        assert "within 4 s" in done.stderr
+        assert "within 8 s" in done.stderr
         assert "still loading" in done.stderr
-        assert 4.0 <= took_s < 30.0
+        assert 8.0 <= took_s < 40.0
         assert served.leftovers() == []
 
 

@@ -11,8 +11,8 @@ import time
 import httpx
 import pytest
 
-from tests.fakes.served import AGG, Served, asking, auntil, expected, stream_chat
-from tests.fakes.servers import RealEtcd, RealNats
+from tests.drivers.served import AGG, Served, asking, auntil, expected, stream_chat
+from tests.drivers.servers import RealEtcd, RealNats
 
 pytestmark = pytest.mark.infra
 
@@ -51,8 +51,12 @@ async def test_a_killed_etcd_is_restarted_with_its_data_and_no_request_notices()
         assert await _ask(served, "After etcd came back.") == _right("After etcd came back.")
         assert served.pids() == pids
         assert set(served.states().values()) == {"ready"}
+        told = [line.split(maxsplit=3)[3] for line in served.cli("events", "--worker", "etcd").stdout.splitlines()]
 
     assert answers == [_right(prompt) for prompt in prompts]
+    assert told[0].startswith("pending -> running (ServerStarted")
+    assert told[1].startswith(f"running -> restarting (ServerDied by exit:{old}: was killed by SIGKILL")
+    assert told[2].startswith("restarting -> running (ServerStarted")
 
 
 def _keys_or_none(served: Served) -> list[str] | None:
@@ -127,7 +131,7 @@ async def _until_served(served: Served, timeout_s: float = 10.0) -> None:
     while True:
         began_s = time.monotonic()
         status, text = await _ask(served, "Is anybody there?")
-        assert time.monotonic() - began_s < 6.0, "hung"
+        assert time.monotonic() - began_s < 15.0, "hung"
         if status == 200:
             assert text == expected("Is anybody there?", 8)[0]
             return
@@ -136,6 +140,7 @@ async def _until_served(served: Served, timeout_s: float = 10.0) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.timing
 async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
     etcd_server: RealEtcd, own_nats: RealNats
 ) -> None:
@@ -156,9 +161,10 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
 
     assert {status for status, _ in refused} <= {503, 504}, refused
     assert all("NATS" in message or "worker" in message for _, message in refused), refused
-    assert took_s < 6.0
+    assert took_s < 15.0
 
 
+@pytest.mark.timing
 async def test_down_works_while_nats_and_etcd_are_away(own_etcd: RealEtcd, own_nats: RealNats) -> None:
     """lesson 12: leaving waits for nobody who is not there; all is gone within seconds."""
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(own_nats)}
@@ -169,5 +175,5 @@ async def test_down_works_while_nats_and_etcd_are_away(own_etcd: RealEtcd, own_n
         began_s = time.monotonic()
         await asyncio.to_thread(served.down)
 
-        assert time.monotonic() - began_s < 15.0
+        assert time.monotonic() - began_s < 40.0
         assert served.leftovers() == []

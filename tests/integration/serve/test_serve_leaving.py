@@ -11,8 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -20,7 +19,8 @@ import openai
 import pytest
 
 from dynamo_local.errors import EXIT_OK, EXIT_TIMED_OUT
-from tests.fakes.served import AGG, Served, asking, auntil, expected, stream_chat, until
+from tests.drivers.scaled import streaming
+from tests.drivers.served import AGG, Served, asking, auntil, expected, until
 
 pytestmark = pytest.mark.infra
 
@@ -41,23 +41,6 @@ class Slow:
 """
 
 
-@asynccontextmanager
-async def _streaming(served: Served, prompt: str, tokens: int) -> AsyncIterator[asyncio.Task[tuple[str, str | None]]]:
-    """A stream of exactly so many tokens (about 6 ms each) that has begun."""
-    async with served.client() as client:
-        started = asyncio.Event()
-        stream = asyncio.create_task(stream_chat(client, prompt, tokens, ignore_eos=True, started=started))
-        waiting = asyncio.create_task(started.wait())
-        await asyncio.wait({stream, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        assert not stream.done(), stream
-        try:
-            yield stream
-        finally:
-            stream.cancel()
-            await asyncio.gather(stream, return_exceptions=True)
-
-
 async def _until_refused(client: openai.AsyncOpenAI) -> None:
     """Ask until nothing new is taken: what was on its way when the drain began is still served."""
     async with asyncio.timeout(5.0):
@@ -75,7 +58,7 @@ async def test_ctrl_c_lets_a_stream_finish() -> None:
     """SIGINT: nothing new is taken, the stream in flight completes with its right text, exit 0."""
     with Served() as served:
         process = served.start_foreground()
-        async with served.client() as late, _streaming(served, "Finish your sentence.", 300) as stream:
+        async with served.client() as late, streaming(served, "Finish your sentence.", tokens=300) as (stream,):
             process.send_signal(signal.SIGINT)
             await auntil(lambda: served.states()["Frontend"] == "draining", what=served.foreground_output)
             await _until_refused(late)
@@ -88,11 +71,12 @@ async def test_ctrl_c_lets_a_stream_finish() -> None:
     assert "[dynamo_VllmWorker] " in output, "logs are interleaved with prefixes"
 
 
+@pytest.mark.timing
 async def test_a_second_ctrl_c_ends_at_once() -> None:
     """The stream would go on for minutes; the second SIGINT cuts it, and all is gone within moments."""
     with Served() as served:
         process = served.start_foreground()
-        async with _streaming(served, "Never finish.", 50_000) as stream:
+        async with streaming(served, "Never finish.", tokens=50_000) as (stream,):
             process.send_signal(signal.SIGINT)
             await auntil(lambda: served.states()["Frontend"] == "draining", what=served.foreground_output)
             began_s = time.monotonic()
@@ -102,7 +86,7 @@ async def test_a_second_ctrl_c_ends_at_once() -> None:
                 await stream
 
         assert code == EXIT_OK
-        assert time.monotonic() - began_s < 5.0
+        assert time.monotonic() - began_s < 15.0
 
 
 async def test_sigterm_under_a_service_manager(notify_socket: tuple[str, socket.socket]) -> None:
@@ -111,7 +95,7 @@ async def test_sigterm_under_a_service_manager(notify_socket: tuple[str, socket.
     with Served(target=AGG) as served:
         process = served.start_foreground(NOTIFY_SOCKET=address)
         assert manager.recv(100) == b"READY=1"
-        async with _streaming(served, "Terminate politely.", 150) as stream:
+        async with streaming(served, "Terminate politely.", tokens=150) as (stream,):
             process.send_signal(signal.SIGTERM)
             assert (await asyncio.to_thread(manager.recv, 100)) == b"STOPPING=1"
             assert await stream == expected("Terminate politely.", 150, ignore_eos=True)
@@ -159,11 +143,12 @@ def test_ctrl_c_during_the_start_leaves_nothing() -> None:
 # --- dynamo down ---------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None:
     """lesson 13: while workers drain, `status` and `ctl` answer at once; `down` returns when all is gone."""
     with Served() as served:
         served.start()
-        async with _streaming(served, "Down, but not out.", 600) as stream:
+        async with streaming(served, "Down, but not out.", tokens=4000) as (stream,):
             down = asyncio.create_task(asyncio.to_thread(served.down))
             await auntil(lambda: served.states()["Frontend"] == "draining")
             began_s = time.monotonic()
@@ -171,21 +156,22 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
             listed = await asyncio.to_thread(served.cli, "ctl", "list")
             took_s = time.monotonic() - began_s
             assert not stream.done(), "the stream was to outlast the commands"
-            assert await stream == expected("Down, but not out.", 600, ignore_eos=True)
+            assert await stream == expected("Down, but not out.", 4000, ignore_eos=True)
             done = await down
             assert served.leftovers() == []
 
     assert json.loads(status.stdout)["state"] == "leaving"
     assert "dynamo_vllmworker" in listed.stdout
-    assert took_s < 3.0
+    assert took_s < 10.0
     assert done.stdout.splitlines()[-1] == "dynamo: down"
 
 
+@pytest.mark.timing
 async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
     """`--timeout` gives up waiting (exit 5) and cuts nothing; nor does asking again; `--now` ends at once."""
     with Served() as served:
         served.start()
-        async with _streaming(served, "Go on and on.", 50_000) as stream:
+        async with streaming(served, "Go on and on.", tokens=50_000) as (stream,):
             first = await asyncio.to_thread(served.cli, "down", "--timeout", "0.3")
             second = await asyncio.to_thread(served.cli, "down", "--timeout", "0.3")
             alive = not stream.done()
@@ -198,9 +184,10 @@ async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
     assert (first.returncode, second.returncode) == (EXIT_TIMED_OUT, EXIT_TIMED_OUT)
     assert "dynamo down --now" in first.stderr
     assert alive, "a second `dynamo down` cut a stream"
-    assert took_s < 5.0
+    assert took_s < 20.0
 
 
+@pytest.mark.timing
 def test_a_drain_deadline_ends_what_does_not_end_by_itself() -> None:
     """lesson 12: a worker that ignores SIGTERM is killed, with its children, at its own deadline."""
     stubborn = """\
@@ -224,5 +211,5 @@ class Stubborn:
         began_s = time.monotonic()
         served.down()
 
-        assert 1.0 <= time.monotonic() - began_s < 6.0
+        assert 1.0 <= time.monotonic() - began_s < 20.0
         assert served.leftovers() == []

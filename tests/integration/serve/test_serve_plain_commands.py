@@ -9,8 +9,9 @@ import urllib.request
 import psutil
 import pytest
 
-from tests.fakes.scaled import scale
-from tests.fakes.served import Served, until
+from dynamo_local.succession.marks import marked
+from tests.drivers.scaled import scale
+from tests.drivers.served import Served, until
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
 
@@ -58,6 +59,8 @@ def test_processes_outlive_a_killed_arbiter_and_are_taken_back() -> None:
     ) as (served):
         served.start()
         before = {name: (pid, _child(served, name)) for name, pid in served.pids().items()}
+        workers = {found.name: found.pid for found in marked(served.paths) if found.is_worker}
+        assert workers == {f"dynamo_{name}": pid for name, (pid, _) in before.items()}, "guardian and chaos see runners"
         served.kill_arbiter()
         assert all(psutil.pid_exists(pid) for pids in before.values() for pid in pids)
         served.adopt()

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.serve.processes import start_time_s
 from dynamo_local.state import StateStore
-from tests.fakes.served import COMMAND_TIMEOUT_S, DISAGG, Served
-from tests.fakes.servers import RealEtcd, RealNats
+from dynamo_local.system.processes import start_time_s
+from tests.drivers.served import COMMAND_TIMEOUT_S, DISAGG, Served
+from tests.drivers.servers import RealEtcd, RealNats
 
 pytestmark = pytest.mark.infra
 

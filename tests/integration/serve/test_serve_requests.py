@@ -8,8 +8,8 @@ import re
 import httpx
 import pytest
 
-from tests.fakes.endpoint_client import endpoint_client
-from tests.fakes.served import MODEL, Served, asking, auntil, expected, messages, stream_chat, tokenizer
+from tests.drivers.endpoint_client import endpoint_client
+from tests.drivers.served import MODEL, Served, asking, auntil, expected, messages, stream_chat, tokenizer
 
 pytestmark = pytest.mark.infra
 

@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 from openai import AsyncOpenAI
 
-from tests.fakes.routed import decisions, router_status, until_status
-from tests.fakes.served import AGG_ROUTER, DISAGG_ROUTER, Served, asking, auntil, expected, messages, tokenizer
+from tests.drivers.routed import decisions, router_status, until_status
+from tests.drivers.served import AGG_ROUTER, DISAGG_ROUTER, Served, asking, auntil, expected, messages, tokenizer
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(150)]
 
@@ -33,6 +33,7 @@ async def ask(client: AsyncOpenAI, prompt: str) -> None:
     assert answer.choices[0].message.content == expected(prompt, 8)[0]
 
 
+@pytest.mark.timing
 async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_nothing() -> None:
     """Repeated prompts go where they are cached; the policy changes at run time; `kill -9` of the Router costs nothing,
     and the one that comes back knows again what is cached."""

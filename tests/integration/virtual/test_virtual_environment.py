@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.planned import decided, open_loop, planner, steady
-from tests.fakes.scaled import events, names
-from tests.fakes.served import ROOT, Served, auntil
+from tests.drivers.planned import decided, open_loop, planner, steady
+from tests.drivers.scaled import events, names
+from tests.drivers.served import ROOT, Served, auntil
 
-pytestmark = [pytest.mark.infra, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(240)]
 
 D = "VllmWorker"
 SCRIPT = ROOT / "examples" / "virtual_environment" / "environment.py"
@@ -38,8 +38,8 @@ def environment(served: Served, output: Path) -> Iterator[subprocess.Popen[str]]
     """The example, running; its lines go to `output`."""
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--etcd", served.status()["etcd_endpoints"]],
-            env=served.env,
+            [sys.executable, str(SCRIPT)],
+            env={**served.env, **served.environment()},
             cwd=served.cwd,
             stdout=file,
             stderr=file,
@@ -80,7 +80,7 @@ async def test_without_an_environment_it_holds_then_gives_up_and_says_so(graph: 
     assert steps[0] == (1, "written", D)
     assert (1, "skipped", D) in steps
     assert names(graph, D) == [D], "it is not its own environment"
-    assert any("decision 0 was not acknowledged within 4 s" in note for note in graph.status()["notes"])
+    assert any("decision 0 was not acknowledged within 4 s" in note["text"] for note in graph.status()["notes"])
     assert "No scaling needed (prefill=1, decode=2), skipping ETCD update" in graph.log("arbiter")
     assert "given up" in graph.cli("planner", "status").stdout
 

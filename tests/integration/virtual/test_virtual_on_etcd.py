@@ -11,12 +11,12 @@ import pytest
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.virtual import Layout, PlannerDecision
-from dynamo_local.planner.local_connector import Refused
-from dynamo_local.planner.virtual_connector import VirtualConnector, Written
-from dynamo_local.planner.virtual_keys import VirtualKeys
+from dynamo_local.planner.connectors.local_connector import Refused
+from dynamo_local.planner.connectors.virtual_connector import VirtualConnector, Written
+from dynamo_local.planner.connectors.virtual_keys import VirtualKeys
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.virtual import VirtualConnectorClient
-from tests.fakes.servers import RealEtcd
+from tests.drivers.servers import RealEtcd
 
 pytestmark = pytest.mark.infra
 

@@ -12,7 +12,8 @@ from benchmarks.drain.client import Record, read_answer
 from benchmarks.drain.facts import Asked, Down, Facts, Sent, Up
 from benchmarks.drain.judge import judge
 from benchmarks.drain.report import report
-from benchmarks.drain.trace import asks, read_trace
+from benchmarks.drain.trace import asks
+from benchmarks.traces import CHAT, generated
 
 DECODE = "VllmWorker"
 
@@ -141,7 +142,7 @@ def test_the_page_has_one_line_for_each_policy(tmp_path):
 
 def test_the_trace_is_the_same_every_time_and_begins_anew():
     """Times ascend beyond its end; every prompt is its own; some answers may end by themselves."""
-    trace = read_trace()
+    trace = generated(CHAT).rows
     again = [asks(trace[:40], thinning=4, speed=10.0, answer_max=600) for _ in range(2)]
     first, second = ([*islice(source, 25)] for source in again)
 

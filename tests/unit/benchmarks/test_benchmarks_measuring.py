@@ -21,8 +21,10 @@ from benchmarks.data_plane import latencies
 
 def events(*texts: str) -> bytes:
     """A chat's stream as the Frontend writes it, from the role to `[DONE]`."""
-    parts = [b'data: {"id":"chatcmpl-0a1b","choices":[{"delta":{"role":"assistant","content":""}}]}\n\n']
-    parts += [b'data: {"id":"chatcmpl-0a1b","choices":[{"delta":{"content":"%s"}}]}\n\n' % t.encode() for t in texts]
+    parts = [b'data: {"id":"chatcmpl-0a1b-9f3c","choices":[{"delta":{"role":"assistant","content":""}}]}\n\n']
+    parts += [
+        b'data: {"id":"chatcmpl-0a1b-9f3c","choices":[{"delta":{"content":"%s"}}]}\n\n' % t.encode() for t in texts
+    ]
     return b"".join([*parts, b"data: [DONE]\n\n"])
 
 
@@ -54,7 +56,7 @@ async def test_a_stream_counts_characters_however_they_were_put_together() -> No
     """The engine writes one character a token, and a frame may carry several."""
     stream, transport, done = await feed(events("a", "aaa"))
     await done
-    assert (transport.data, transport.closed, stream.id, stream.tokens) == (b"request", True, "0a1b", 4)
+    assert (transport.data, transport.closed, stream.id, stream.tokens) == (b"request", True, "0a1b-9f3c", 4)
 
 
 async def test_a_stream_that_is_cut_anywhere_counts_the_same() -> None:

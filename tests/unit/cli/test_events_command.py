@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.cli.events import in_words
-from dynamo_local.core.lifecycle import (
+from dynamo_local.cli.views.events import in_words
+from dynamo_local.core.life.instructions import Aside
+from dynamo_local.core.life.lifecycle import (
     BackoffStarted,
     DrainDeadlinePassed,
     DrainRequested,
@@ -27,8 +29,10 @@ from dynamo_local.core.lifecycle import (
 )
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
-from dynamo_local.serve.events import EventLog, event_log_path, record_of
-from tests.fakes.scripted_arbiter import dynamo
+from dynamo_local.infra.embedded import ServerEvent
+from dynamo_local.telemetry.event_log import EventLog, aside_record, event_log_path, record_of
+from dynamo_local.telemetry.run_records import server_record
+from tests.fakes.arbiter.scripted_arbiter import dynamo
 
 NAME = "dynamo_VllmWorker"
 
@@ -40,6 +44,7 @@ def record(event: Event, before: S, after: S, name: str = NAME, time_s: float | 
 
 
 DRAIN = DrainRequested(stimulus_id="scale:ab12", reason="scale -1")
+DRAINED = (DRAIN, S.READY, S.DRAINING)
 
 
 @pytest.fixture
@@ -114,24 +119,22 @@ def test_an_event_is_told_in_words(event: Event, before: S, after: S, words: str
 def test_events_are_shown_when_the_arbiter_is_gone(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That is when people look. Those of another day say which."""
-    log.append([record(DRAIN, S.READY, S.DRAINING, time_s=86_400.0 * 365), record(DRAIN, S.READY, S.DRAINING)])
+    """That is when people look. Each says its day: who follows them past midnight must not guess."""
+    log.append([record(DRAIN, S.READY, S.DRAINING)])
     assert dynamo(monkeypatch, "events") == EXIT_OK
-    old, new = capsys.readouterr().out.splitlines()
     told = r"dynamo_VllmWorker ready -> draining \(DrainRequested by scale:ab12: scale -1\)"
-    assert re.fullmatch(r"197\d-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} " + told, old)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} " + told, new)
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} " + told, capsys.readouterr().out.rstrip())
 
 
 def test_the_last_lines_of_one_worker(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its full name or without the namespace; `-n` counts that worker's events."""
+    """By its full name or without the namespace; `-l` counts that worker's events."""
     log.append([record(DRAIN, S.READY, S.DRAINING, name=f"{NAME}_{n % 2}") for n in range(10)])
     for word in (f"{NAME}_1", "VllmWorker_1"):
-        assert dynamo(monkeypatch, "events", "--worker", word, "-n", "3", "--json") == EXIT_OK
+        assert dynamo(monkeypatch, "events", "--worker", word, "-l", "3", "--json") == EXIT_OK
         assert [json.loads(line)["seq"] for line in capsys.readouterr().out.splitlines()] == [6, 8, 10]
-    assert dynamo(monkeypatch, "events", "-n", "0") == EXIT_OK
+    assert dynamo(monkeypatch, "events", "-l", "0") == EXIT_OK
     assert capsys.readouterr().out == ""
 
 
@@ -144,6 +147,12 @@ def test_an_unknown_worker_is_answered_with_those_there_are(
     assert "no events of a worker named 'VlmWorker'; there are some of: dynamo_VllmWorker" in capsys.readouterr().err
 
 
+def test_n_is_the_namespace_as_everywhere(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dynamo(monkeypatch, "events", "-n", "other") == EXIT_NOT_RUNNING
+
+
 def test_a_namespace_without_events_says_where_it_looked(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,19 +161,181 @@ def test_a_namespace_without_events_says_where_it_looked(
     assert "no events of namespace 'other' in " in capsys.readouterr().err
 
 
-@pytest.fixture
-def following(log: EventLog) -> Iterator[subprocess.Popen[str]]:
-    """`dynamo events -f -n 1 --worker VllmWorker` in a process of its own; one line of history."""
-    log.append([record(DRAIN, S.READY, S.DRAINING) for _ in range(3)])
-    words = ["-f", "-n", "1", "--worker", "VllmWorker", "--json"]
+# --- runs and servers ----------------------------------------------------------------------------------
+
+
+def run(event: str, pid: int, **more: Any) -> dict[str, Any]:
+    """A record of where a run begins or ends."""
+    head = {"time": 0.0, "watcher_name": "dynamo_arbiter", "component": "arbiter", "event": event, "from": "", "to": ""}
+    return {**head, "stimulus_id": "serve", "run_id": "01J", "arbiter_pid": pid, **more}
+
+
+@pytest.mark.parametrize(
+    ("boundary", "words"),
+    [
+        (run("RunStarted", 7, target="g:F", killed_pid=None), "run 01J begins: g:F, arbiter pid 7"),
+        (
+            run("RunAdopted", 8, target="g:F", killed_pid=7),
+            "run 01J is being taken back: g:F, arbiter pid 8, the one before (pid 7) wrote no end: it was killed",
+        ),
+        (run("RunEnded", 8, reason="dynamo down", exit_code=0), "run 01J ends: dynamo down, arbiter pid 8"),
+        (
+            run("RunNotAdopted", 8, reason="no etcd", exit_code=1),
+            "run 01J was not taken back: no etcd, arbiter pid 8, exit code 1",
+        ),
+        (run("RunEnded", 8, reason="W died", exit_code=1), "run 01J ends: W died, arbiter pid 8, exit code 1"),
+    ],
+)
+def test_where_a_run_begins_and_ends_is_said(boundary: dict[str, Any], words: str) -> None:
+    assert in_words(boundary) == f"---- {words} ----"
+
+
+def test_a_server_s_death_is_an_event_like_a_worker_s() -> None:
+    died = ServerEvent("dynamo_etcd", "etcd", "ServerDied", "running", "restarting", "exit:7", 7, "was killed", 0.2)
+    assert in_words(server_record(died, 1.0)) == (
+        "dynamo_etcd running -> restarting (ServerDied by exit:7: was killed, pid 7, next try 0.2 s)"
+    )
+
+
+def test_one_worker_s_events_say_where_its_runs_end(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are not counted among its events; other workers' are left out."""
+    began, other = run("RunStarted", 9), record(DRAIN, S.READY, S.DRAINING, name="dynamo_Other")
+    log.append([began, record(*DRAINED), other, run("RunEnded", 9), began, record(*DRAINED)])
+    assert dynamo(monkeypatch, "events", "--worker", "VllmWorker", "-l", "2", "--json") == EXIT_OK
+    assert [json.loads(line)["seq"] for line in capsys.readouterr().out.splitlines()] == [2, 4, 5, 6]
+    assert dynamo(monkeypatch, "events", "--worker", "Nobody") == EXIT_BAD_INPUT
+
+
+# --- one worker's life -------------------------------------------------------------------------------
+
+STORY = (
+    (DRAIN, S.READY, S.DRAINING, ["revoke 1f"]),
+    (ProcessExited(stimulus_id="exit:7", exit_code=0), S.DRAINING, S.EXITED, ["sweep", "forget"]),
+)
+
+
+def told(event: Event, before: S, after: S, instructions: list[str], name: str = NAME) -> dict[str, Any]:
+    """As the arbiter records an event, with what it did about that worker in the same step."""
+    return {**record(event, before, after, name), "instructions": instructions}
+
+
+def test_a_story_is_each_event_with_its_cause_and_what_was_done_about_it(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one worker, in order; what was done stands below the event that it followed from."""
+    log.append([told(*STORY[0]), told(*STORY[0], name=f"{NAME}_1"), told(*STORY[1])])
+    for word in (NAME, "VllmWorker"):
+        assert dynamo(monkeypatch, "events", "--story", word) == EXIT_OK
+        lines = [
+            line.split(maxsplit=2)[2] if line[0].isdigit() else line for line in capsys.readouterr().out.splitlines()
+        ]
+        assert lines == [
+            f"{NAME} ready -> draining (DrainRequested by scale:ab12: scale -1)",
+            "    -> revoke 1f",
+            f"{NAME} draining -> exited (ProcessExited by exit:7: exit code 0)",
+            "    -> sweep",
+            "    -> forget",
+        ]
+
+
+def test_a_story_has_what_was_done_while_the_state_stayed_the_same(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All events without a name are changes only."""
+    aside = aside_record(Aside(NAME, "VllmWorker", S.DRAINING, "RevokeFailed", "etcd:1f"), time_s=time.time())
+    log.append([told(*STORY[0]), {**aside, "instructions": ["SIGTERM 7"]}])
+    assert dynamo(monkeypatch, "events", "--story", NAME, "-l", "1") == EXIT_OK
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"{NAME} draining (RevokeFailed by etcd:1f)")
+    assert second == "    -> SIGTERM 7"
+    assert dynamo(monkeypatch, "events", "-l", "1") == EXIT_OK
+    assert "DrainRequested" in capsys.readouterr().out
+
+
+def test_a_line_of_all_events_has_no_room_for_what_was_done(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.append([told(*STORY[0])])
+    assert dynamo(monkeypatch, "events") == EXIT_OK
+    assert capsys.readouterr().out.rstrip().endswith("(DrainRequested by scale:ab12: scale -1)")
+
+
+def test_a_story_from_before_instructions_were_recorded_is_its_events(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log outlives the release that wrote it."""
+    log.append([record(*STORY[0][:3]), told(*STORY[1][:3], instructions=[])])
+    assert dynamo(monkeypatch, "events", "--story", NAME) == EXIT_OK
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_story_as_json_is_the_records(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.append([told(*each) for each in STORY])
+    assert dynamo(monkeypatch, "events", "--story", NAME, "--json") == EXIT_OK
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["instructions"] for each in records] == [["revoke 1f"], ["sweep", "forget"]]
+
+
+def test_the_last_events_of_a_story(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`-l` counts events, not the lines below them."""
+    log.append([told(*each) for each in STORY])
+    assert dynamo(monkeypatch, "events", "--story", NAME, "-l", "1") == EXIT_OK
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == ["-> sweep", "-> forget"]
+
+
+def test_a_story_is_about_one_worker(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two names would be a question that nobody can answer; one that is unknown lists those there are."""
+    log.append([told(*STORY[0])])
+    assert dynamo(monkeypatch, "events", "--story", NAME, "--worker", NAME) == EXIT_OK
+    capsys.readouterr()
+    assert dynamo(monkeypatch, "events", "--story", NAME, "--worker", "Other") == EXIT_BAD_INPUT
+    assert f"--story {NAME} is about that worker alone; leave --worker Other out" in capsys.readouterr().err
+    assert dynamo(monkeypatch, "events", "--story", "Other") == EXIT_BAD_INPUT
+    assert f"no events of a worker named 'Other'; there are some of: {NAME}" in capsys.readouterr().err
+
+
+# --- following ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def followed(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """`dynamo events -f WORDS…` in a process of its own."""
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "dynamo_local.cli.main", "events", *words],
+        [sys.executable, "-u", "-m", "dynamo_local.cli.main", "events", "-f", *words],
         stdout=subprocess.PIPE,
         text=True,
         env=dict(os.environ),
     ) as process:
         yield process
         process.kill()
+
+
+@pytest.fixture
+def following(log: EventLog) -> Iterator[subprocess.Popen[str]]:
+    """`dynamo events -f -l 1 --worker VllmWorker`; one line of history."""
+    log.append([record(DRAIN, S.READY, S.DRAINING) for _ in range(3)])
+    with followed("-l", "1", "--worker", "VllmWorker", "--json") as process:
+        yield process
+
+
+def test_a_story_goes_on_as_events_come(log: EventLog) -> None:
+    """What is done about other workers is left out."""
+    log.append([told(*STORY[0])])
+    with followed("--story", NAME) as process:
+        assert process.stdout is not None
+        assert "DrainRequested" in process.stdout.readline()
+        assert process.stdout.readline() == "    -> revoke 1f\n"
+        log.append([told(*STORY[1], name=f"{NAME}_1"), told(*STORY[1])])
+        assert f"{NAME} draining -> exited" in process.stdout.readline()
+        assert process.stdout.readline() == "    -> sweep\n"
 
 
 def test_follow_goes_on_until_ctrl_c(log: EventLog, following: subprocess.Popen[str]) -> None:

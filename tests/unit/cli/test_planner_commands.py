@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 from dynamo_local.cli.planner_words import status_line
-from dynamo_local.config import PlannerConfig
+from dynamo_local.config.planner.options import options_of
 from dynamo_local.core.types import Load
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
-from dynamo_local.planner.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.record import DecisionRecord, Outcome, StepOutcome, inputs_of
-from dynamo_local.planner.values import Fleet, Observation, Pool, Reading
-from dynamo_local.serve.decisions import DecisionLog, as_json, decision_log_path
-from tests.fakes.scripted_arbiter import ScriptedArbiter, dynamo
+from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
+from dynamo_local.planner.records.decision_log import DecisionLog, as_json, decision_log_path
+from dynamo_local.planner.records.record import DecisionRecord, Outcome, StepOutcome, inputs_of
+from dynamo_local.planner.values.decisions import Observation
+from dynamo_local.planner.values.pools import Pool, WorkerPools
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.profiles import DEFAULT_PROFILE
+from tests.fakes.arbiter.scripted_arbiter import ScriptedArbiter, dynamo
 
 STATUS: dict[str, Any] = {
     "state": "running",
@@ -36,12 +39,14 @@ STATUS: dict[str, Any] = {
     "last_decision": None,
 }
 VALUES = {
+    "policy": "load",
     "served_model_name": "7",
     "environment": "virtual",
     "backend": "vllm",
     "virtual_keys": "v0",
     "virtual_max_wait": "60",
     "log_dir": "/tmp/boards",
+    "report_interval_hours": "12",
     "metric_pulling_interval": "0.5",
     "adjustment_interval": "5",
     "decode_kv_scale_up_threshold": "0.8",
@@ -58,7 +63,7 @@ VALUES = {
 
 def record(number: int, kv: float = 0.95) -> DecisionRecord:
     """A decision of one decode worker, whose step was carried out if there was one."""
-    fleet = Fleet(None, Pool("VllmWorker", 1, ready=1, gpus_held=1))
+    fleet = WorkerPools(None, Pool("VllmWorker", 1, ready=1, gpus_held=1))
     reading = Reading(9.0, None, {"dynamo_VllmWorker": Load(gpu_cache_usage_perc=kv)})
     observation = Observation(10.0, 0.0, (reading,), fleet)
     decision = LoadPolicy(LoadOptions()).on_tick(observation)
@@ -101,10 +106,24 @@ def test_start_takes_every_option_in_either_spelling(
     ((command, asked),) = arbiter.asked
     assert command == "dynamo_planner_start"
     options = asked["options"]
-    assert set(options) == set(PlannerConfig.model_fields) - {"enabled", "namespace"}
+    assert set(options) == set(options_of("load")) - {"enabled", "namespace", "scheduling", "plugin_registration"}
     assert options["served_model_name"] == "7", "a name that looks like a number stays one"
     assert (options["adjustment_interval"], options["decode_kv_scale_up_threshold"]) == (5, 0.8)
     assert options["no_operation"] is True
+
+
+def test_start_takes_the_options_of_any_policy_by_any_name(
+    monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter
+) -> None:
+    """The arbiter says whether they belong together; what is on by itself can be switched off."""
+    words = ("--policy=throughput-load", "--ttft", "300", "--load-adjustment-interval=2")
+    assert dynamo(monkeypatch, "planner", "start", *words, "--enable-throughput-scaling=false") == EXIT_OK
+    assert arbiter.asked[0][1]["options"] == {
+        "policy": "throughput-load",
+        "ttft_ms": 300,
+        "load_adjustment_interval_seconds": 2,
+        "enable_throughput_scaling": False,
+    }
 
 
 def test_start_without_options_sends_none(monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter) -> None:
@@ -119,6 +138,18 @@ def test_a_relative_log_dir_is_one_of_the_callers(
     monkeypatch.chdir(tmp_path)
     dynamo(monkeypatch, "planner", "start", "--log-dir", "boards")
     assert arbiter.asked[0][1]["options"] == {"log_dir": str(tmp_path / "boards")}
+
+
+def test_a_relative_profile_is_one_of_the_callers_unless_it_ships(
+    monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dynamo(monkeypatch, "planner", "set", "profile-results-dir=mine", "load-predictor-warmup-trace=past.jsonl")
+    dynamo(monkeypatch, "planner", "set", f"profile-results-dir={DEFAULT_PROFILE}")
+    assert [asked[1]["options"] for asked in arbiter.asked] == [
+        {"profile_results_dir": str(tmp_path / "mine"), "load_predictor_warmup_trace": str(tmp_path / "past.jsonl")},
+        {"profile_results_dir": DEFAULT_PROFILE},
+    ]
 
 
 def test_set_sends_all_settings_at_once(monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter) -> None:
@@ -269,3 +300,17 @@ def test_dynamo_status_has_one_line_of_it() -> None:
         "running, every 30 s: holds: etcd does not answer"
     )
     assert status_line({**STATUS, "state": "paused"}) == "paused"
+
+
+def test_a_report_is_written_from_the_log_and_none_without_a_decision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: DecisionLog, tmp_path: Path
+) -> None:
+    to = tmp_path / "report.html"
+    assert dynamo(monkeypatch, "planner", "report", "-o", str(to)) == EXIT_NOT_RUNNING
+    log.append(as_json(record(number)) for number in (1, 2))
+    assert dynamo(monkeypatch, "planner", "report", "-o", str(to), "--json") == EXIT_OK
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"report": str(to), "decisions": 2, "bytes": to.stat().st_size}
+    assert "Planner of dynamo" in to.read_text()
+    assert dynamo(monkeypatch, "planner", "report", "--since", "yesterday-ish") == EXIT_BAD_INPUT
+    assert dynamo(monkeypatch, "planner", "report", "-o", str(tmp_path / "no" / "r.html")) == EXIT_BAD_INPUT

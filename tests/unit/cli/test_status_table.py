@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
 
-from dynamo_local.cli.status import drain_note, duration, render
+from dynamo_local.cli.views.status import drain_note, duration, render
+
+
+def note(count: int) -> dict[str, Any]:
+    """Told so often, first a minute and last a second before that midnight."""
+    midnight = datetime(2026, 3, 2).astimezone().timestamp()
+    text = "dynamo_VllmWorker was killed by SIGKILL"
+    return {"text": text, "count": count, "first_at": midnight - 60.0, "last_at": midnight - 1.0}
+
 
 GRAPH = {
     "namespace": "dynamo",
@@ -15,7 +24,7 @@ GRAPH = {
     "frontend_url": "http://127.0.0.1:8000",
     "etcd_endpoints": "http://127.0.0.1:2379",
     "nats_server": "nats://127.0.0.1:4222",
-    "notes": ["dynamo_VllmWorker: was killed by SIGKILL"],
+    "notes": [note(3)],
     "workers": [
         {
             "watcher_name": "dynamo_VllmWorker",
@@ -51,13 +60,36 @@ GRAPH = {
 }
 
 
+def test_what_is_missing_stands_below_the_state() -> None:
+    """And how a shell reaches an etcd that answers nobody else."""
+    missing = "VllmWorker: no worker serves (dynamo_VllmWorker is crashed)"
+    graph = {**GRAPH, "state": "degraded", "missing": [missing], "etcd_shell_file": "/run/etcd.env"}
+    lines = render(graph).splitlines()
+    assert lines[0].endswith("state degraded")
+    assert lines[1] == f"missing   {missing}"
+    assert "          for etcdctl: . /run/etcd.env" in lines
+
+
 def test_a_worker_without_load_shows_a_dash_and_not_zero() -> None:
     """Missing is not zero."""
     lines = render(GRAPH).splitlines()
     ready, crashed = lines[-2].split(), lines[-1]
     assert " ".join(ready) == "dynamo_VllmWorker VllmWorker ready 4711 0,1 694d967da694ea1a 3m07s 3/16 2 42%"
     assert " ".join(crashed.split()[2:]) == "crashed - - - - - - - was killed by SIGKILL"
-    assert "note      dynamo_VllmWorker: was killed by SIGKILL" in lines
+
+
+@pytest.mark.parametrize(
+    ("count", "times"),
+    [(1, "2026-03-01 23:59:59"), (3, "3 times, 2026-03-01 23:59:00 to 2026-03-01 23:59:59")],
+)
+def test_a_note_is_one_line_with_its_times(count: int, times: str) -> None:
+    """The date is said where it is not today's."""
+    lines = render({**GRAPH, "notes": [note(count)]}).splitlines()
+    assert f"note      dynamo_VllmWorker was killed by SIGKILL ({times})" in lines
+
+
+def test_a_note_of_an_arbiter_from_before_an_upgrade_is_its_text() -> None:
+    assert "note      W was killed" in render({**GRAPH, "notes": ["W was killed"]}).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -103,3 +135,88 @@ def test_the_note_joins_reason_drain_and_restarts() -> None:
 def test_the_metrics_address_is_shown_where_there_is_one() -> None:
     assert "metrics" not in render(GRAPH)
     assert "metrics   http://127.0.0.1:9/metrics" in render({**GRAPH, "metrics_url": "http://127.0.0.1:9/metrics"})
+
+
+SERVER = {
+    "watcher_name": "dynamo_etcd",
+    "kind": "etcd",
+    "state": "running",
+    "pid": 7,
+    "failures": 0,
+    "next_try_s": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (
+            {"state": "restarting", "failures": 3, "next_try_s": 4.2, "reason": "could not be started: No memory"},
+            "etcd      is down and started again in 4s; it failed 3 times, last it could not be started: No memory",
+        ),
+        (
+            {"state": "restarting", "failures": 1, "reason": "was killed by SIGKILL"},
+            "etcd      is down and started again now; it failed 1 time, last it was killed by SIGKILL",
+        ),
+        (
+            {"failures": 2, "reason": "was killed by SIGKILL"},
+            "etcd      runs again; it failed 2 times, last it was killed by SIGKILL",
+        ),
+    ],
+)
+def test_an_embedded_server_that_failed_has_a_line(more: dict[str, Any], line: str) -> None:
+    """Without it no worker is found: a person must see that it is being started again, and when."""
+    assert line in render({**GRAPH, "servers": [{**SERVER, **more}]}).splitlines()
+
+
+def test_an_embedded_server_that_runs_well_has_none() -> None:
+    """What is as it should be takes no room."""
+    assert render({**GRAPH, "servers": [{**SERVER, "reason": None}]}) == render(GRAPH)
+
+
+def test_a_stale_gpu_inventory_is_said() -> None:
+    """Scaling goes by an old look at the devices, as long as the driver does not answer."""
+    stale = {"age_s": 187.0, "stale": "the GPU driver has not returned within 5 s"}
+    line = "GPUs      last seen 3m07s ago, decisions go by that: the GPU driver has not returned within 5 s"
+    assert line in render({**GRAPH, "gpu_inventory": stale}).splitlines()
+    assert render({**GRAPH, "gpu_inventory": {"age_s": 187.0, "stale": None}}) == render(GRAPH)
+
+
+TASK = {"task": "load sampling", "running": False, "deaths": 3, "why": "RuntimeError: boom", "again_s": 4.2}
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (
+            {},
+            "arbiter   its load sampling is down and started again in 4s; it died 3 times, last of RuntimeError: boom",
+        ),
+        (
+            {"deaths": 1, "again_s": 0.3},
+            "arbiter   its load sampling is down and started again now; it died 1 time, last of RuntimeError: boom",
+        ),
+        (
+            {"why": "ValueError: two\nlines"},
+            "arbiter   its load sampling is down and started again in 4s; it died 3 times, last of ValueError: two",
+        ),
+    ],
+)
+def test_a_task_of_the_arbiter_that_does_not_run_has_a_line(more: dict[str, Any], line: str) -> None:
+    """What the table shows may be old then: a person must see why, and when it goes on."""
+    assert line in render({**GRAPH, "tasks": [{**TASK, **more}]}).splitlines()
+
+
+def test_a_task_of_the_arbiter_that_runs_has_none() -> None:
+    """Also one that died before: /metrics counts that."""
+    runs = {**TASK, "running": True, "why": None, "again_s": None}
+    assert render({**GRAPH, "tasks": [runs]}) == render(GRAPH)
+
+
+def test_what_an_apply_has_still_to_come_to_is_shown() -> None:
+    """And who runs with what was there before."""
+    change = {"stimulus_id": "apply:1", "left": ["dynamo_VllmWorker"], "done": [], "substitutes": {}}
+    worker = {**GRAPH["workers"][0], "outdated": True}
+    lines = render({**GRAPH, "workers": [worker], "changes": [change]}).splitlines()
+    assert "change    apply:1 is under way, and has still to come to dynamo_VllmWorker" in lines
+    assert lines[-1].endswith("its old configuration")

@@ -18,15 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.cli import top
-from dynamo_local.cli.top import Keys, Watch, last_decision
+from dynamo_local.cli.views import top
+from dynamo_local.cli.views.top import Keys, Watch, last_decision
 from dynamo_local.errors import NotRunning
-from dynamo_local.planner.record import DecisionRecord, Inputs
-from dynamo_local.planner.values import Decision, Fleet, Pool, Reason, Rule
-from dynamo_local.serve import decisions
-from dynamo_local.serve.paths import Paths
-from tests.fakes.scripted_arbiter import dynamo
-from tests.fakes.supervisor import FakeSupervisor
+from dynamo_local.planner.records import decision_log as decisions
+from dynamo_local.planner.records.record import DecisionRecord, Inputs
+from dynamo_local.planner.values.decisions import Decision, Reason, Rule
+from dynamo_local.planner.values.pools import Pool, WorkerPools
+from dynamo_local.system.paths import Paths
+from tests.fakes.arbiter.scripted_arbiter import dynamo
+from tests.fakes.arbiter.supervisor import FakeSupervisor
 
 GRAPH = {**FakeSupervisor(["dynamo_VllmWorker"]).status(), "gpus": [], "prefill_queue": None}
 
@@ -97,7 +98,7 @@ def test_an_arbiter_that_goes_away_leaves_its_picture_and_one_that_comes_back_is
 
 
 def _record() -> DecisionRecord:
-    fleet = Fleet(Pool("PrefillWorker", 1, ready=1, gpus_held=1), Pool("VllmWorker", 1, ready=1, gpus_held=1))
+    fleet = WorkerPools(Pool("PrefillWorker", 1, ready=1, gpus_held=1), Pool("VllmWorker", 1, ready=1, gpus_held=1))
     reason = Reason("VllmWorker", 0, Rule.MISSING, {"gpus_counted": 2, "max_gpu_budget": 8})
     inputs, decision = Inputs(0.0, 0, None, None, None, fleet), Decision(9.0, {}, (reason,), 39.0)
     return DecisionRecord(1.8e9, "planner:17", inputs, decision)

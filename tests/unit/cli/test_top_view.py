@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dynamo_local.cli.top_view import Frame, Histories, as_json, render, shorten, sparkline
-from tests.fakes.supervisor import status_row
+from dynamo_local.cli.views.top_view import Frame, Histories, as_json, render, shorten, sparkline
+from tests.fakes.arbiter.supervisor import status_row
 
 LOAD = {
     "request_active_slots": 12,
@@ -130,9 +130,21 @@ def test_a_drain_tells_what_is_left_and_when_it_ends() -> None:
     assert "drain  VllmWorker_1: 3 requests left (4120 tokens), about 12s, at most 9m48s" in lines
 
 
+def test_notes_are_told_with_their_times() -> None:
+    note = {"text": "no room on the disk", "count": 2, "first_at": 0.0, "last_at": 60.0}
+    lines = _shown(Frame(_graph([], _worker("A"), notes=[note])))
+    assert _row(lines, "note").startswith("note no room on the disk (2 times, 19")
+
+
 def test_a_worker_that_failed_tells_why() -> None:
     lines = _shown(Frame(_graph([], _worker("VllmWorker", "faulted", None, reason="was killed by SIGKILL"))))
     assert "trouble  VllmWorker is faulted: was killed by SIGKILL" in lines
+
+
+def test_what_a_degraded_graph_lacks_is_told_first() -> None:
+    graph = {**_graph([], _worker("VllmWorker", "exited", None)), "missing": ["VllmWorker: no worker serves"]}
+    lines = _shown(Frame(graph))
+    assert "missing  VllmWorker: no worker serves" in lines
 
 
 def test_the_queue_has_a_history_and_dead_letters_are_told() -> None:

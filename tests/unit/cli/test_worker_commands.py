@@ -17,8 +17,8 @@ from dynamo_local.errors import (
     EXIT_OK,
     EXIT_TIMED_OUT,
 )
-from tests.fakes.scripted_arbiter import ScriptedArbiter, dynamo
-from tests.fakes.supervisor import status_row
+from tests.fakes.arbiter.scripted_arbiter import ScriptedArbiter, dynamo
+from tests.fakes.arbiter.supervisor import status_row
 
 NAME = "dynamo_VllmWorker"
 SPAWNED = {
@@ -89,7 +89,7 @@ def test_targets_parse_without_a_double_dash(monkeypatch: pytest.MonkeyPatch, ta
         (["VllmWorker"], "Missing argument 'TARGET'"),
         (["-1"], "Missing argument 'TARGET'"),
         (["VllmWorker", "-1", "--victim-policy", "oldest"], "'oldest' is not one of 'highest-suffix'"),
-        (["VllmWorker", "-1", "--wait", "--timeout", "0"], "0.0 is not in the range x>0"),
+        (["VllmWorker", "-1", "--wait", "--timeout", "0"], "0.0 is not in the range 0<x<="),
     ],
 )
 def test_what_is_no_target_is_told_and_nothing_is_asked(
@@ -307,6 +307,31 @@ def test_a_rolling_restart_is_waited_for_through_every_worker(
         f"{a}: ready",
         f"{b}: ready",
     ]
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "told"),
+    [
+        ([status_row(f"{NAME}_1", "ready", pid=2)], EXIT_OK, f"{NAME}: gone"),
+        ([status_row(NAME, "ready", pid=1)], EXIT_FAILED, f"{NAME} still has its old process: {NAME}_1 failed first"),
+    ],
+)
+def test_the_only_worker_goes_when_its_substitute_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    last: list[dict[str, Any]],
+    code: int,
+    told: str,
+) -> None:
+    """Until then it serves, which is no failure; where the substitute fails it stays."""
+    old, new = status_row(NAME, "ready", pid=1), status_row(f"{NAME}_1", "starting", pid=2)
+    leaving = [status_row(NAME, "draining", pid=1), status_row(f"{NAME}_1", "ready", pid=2)]
+    looks = [[old], [old, new], *([leaving] if code == EXIT_OK else []), last]
+    ScriptedArbiter({"workers": [NAME], "substitutes": {NAME: f"{NAME}_1"}}, looks).install(monkeypatch)
+    assert dynamo(monkeypatch, "restart", NAME, "--wait") == code
+    out, err = capsys.readouterr()
+    assert f"{NAME}_1 is started first, and takes the place of {NAME}" in out
+    assert told in out + err
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.components.model import TINY_TOKENS
 from dynamo_local.components.prefill_worker import PrefillWorker, PrefillWorkerConfig
 from dynamo_local.components.processor import Processor, ProcessorConfig
-from dynamo_local.components.tokenizer import load_tokenizer
+from dynamo_local.components.text.model import TINY_TOKENS
+from dynamo_local.components.text.tokenizer import load_tokenizer
 from dynamo_local.components.vllm_worker import VllmWorker, VllmWorkerConfig
 from dynamo_local.engines.sim.tokens import expected_output
-from dynamo_local.errors import InvalidRequest, NoWorkers, WorkerBusy, WorkerLost
-from tests.fakes.worker_context import FakeCluster, FakeWorker
+from dynamo_local.engines.sim.transport import LoopbackTransport
+from dynamo_local.errors import InvalidRequest, KvTransferError, NoWorkers, WorkerBusy, WorkerLost
+from tests.fakes.data_plane.worker_context import FakeCluster, FakeWorker
 
 TINY = load_tokenizer(None)
 FAST = {"speed": 50.0, "num_gpu_blocks": 4096, "block_size": 16}
@@ -119,7 +120,7 @@ async def test_200_concurrent_disaggregated_requests_are_all_right(cluster: Fake
     await start_decode(cluster, remote=True)
     await start_processor(cluster)
     await ask_many(cluster, 200)
-    assert prefill.instance._prefiller.counts.done == 200
+    assert (await prefill.instance.status())["done"] == 200
     await prefill.drain()  # what is acked last is acked after the reply
     assert not cluster.queue_server.entries
 
@@ -129,16 +130,15 @@ async def test_conditional_disagg_sends_only_long_prompts_away(cluster: FakeClus
     prefill = await start_prefill(cluster)
     await start_decode(cluster, remote=True, conditional_disagg=True, max_local_prefill_length=50)
     await start_processor(cluster)
-    counts = prefill.instance._prefiller.counts
     for length, remote in ((50, 0), (51, 1)):
         prompt = [length, *range(300, 299 + length)]
         assert answer(await ask(cluster, prompt=prompt, max_tokens=5)) == expected(prompt, 5)
-        assert counts.done == remote
+        assert (await prefill.instance.status())["done"] == remote
     await cluster.kv.put("dynamo/disagg_router/sim-tiny", b'{"max_local_prefill_length": 200}')
     await asyncio.sleep(0.05)
     prompt = [7, *range(400, 499)]
     assert answer(await ask(cluster, prompt=prompt, max_tokens=5)) == expected(prompt, 5)
-    assert counts.done == 1
+    assert (await prefill.instance.status())["done"] == 1
 
 
 async def test_prefill_worker_death_is_a_pause_not_an_error(cluster: FakeCluster) -> None:
@@ -147,12 +147,12 @@ async def test_prefill_worker_death_is_a_pause_not_an_error(cluster: FakeCluster
     await start_decode(cluster, remote=True)
     await start_processor(cluster)
     asked = asyncio.create_task(ask_many(cluster, 20, prompt_tokens=400, max_tokens=8))
-    while not slow.instance._prefiller.computing:
+    while not (await slow.instance.status())["computing"]:
         await asyncio.sleep(0.01)
     await slow.kill()
     healthy = await start_prefill(cluster)
     await asked
-    assert healthy.instance._prefiller.counts.done > 0
+    assert (await healthy.instance.status())["done"] > 0
 
 
 async def test_past_its_deadline_a_prefill_is_local(cluster: FakeCluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,18 +194,21 @@ async def test_without_nats_the_prefill_is_local(cluster: FakeCluster) -> None:
     cluster.queue_server.available = False
     await ask_many(cluster, 10)
     cluster.queue_server.available = True
-    assert prefill.instance._prefiller.counts.done == 0
+    assert (await prefill.instance.status())["done"] == 0
 
 
 async def test_kv_that_cannot_be_pulled_is_computed_locally(
-    cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefill worker that dies between reply and pull: the decode side computes the prompt itself."""
     prefill = await start_prefill(cluster)
     await start_decode(cluster, remote=True)
     await start_processor(cluster)
-    # The reply arrives, but nobody listens on the engine's side channel any more.
-    await prefill.instance._engine._listener.close()
+
+    async def gone(*_where: object) -> None:
+        raise KvTransferError("the connection broke")
+
+    monkeypatch.setattr(LoopbackTransport, "pull", gone)
     prompt = list(range(300, 400))
     assert answer(await ask(cluster, prompt=prompt, max_tokens=6)) == expected(prompt, 6)
     assert "its KV did not arrive" in caplog.text
@@ -221,13 +224,12 @@ async def test_client_that_leaves_cancels_its_entry_and_its_request(cluster: Fak
     streams = [
         await client.call({"prompt": list(range(300 + n, 900 + n)), "max_tokens": 50}, timeout_s=20) for n in range(4)
     ]
-    while len(cluster.queue_server.entries) < 4 or not prefill.instance._prefiller.computing:
+    while len(cluster.queue_server.entries) < 4 or not (await prefill.instance.status())["computing"]:
         await asyncio.sleep(0.01)
     for stream in streams:
         await stream.aclose()
     await decode.drain()
     assert not cluster.queue_server.entries
-    assert decode.instance._remote.waiting == 0
     await prefill.kill()
 
 
@@ -255,11 +257,11 @@ async def test_a_drain_lets_everything_finish(cluster: FakeCluster) -> None:
     decode = await start_decode(cluster, remote=True)
     await start_processor(cluster)
     asked = asyncio.create_task(ask_many(cluster, 40, prompt_tokens=300, max_tokens=40))
-    while not prefill.instance._prefiller.computing:
+    while not (await prefill.instance.status())["computing"]:
         await asyncio.sleep(0)
     await asyncio.gather(prefill.drain(), decode.drain())
     await asked
-    assert spare.instance._prefiller.counts.done > 0
+    assert (await spare.instance.status())["done"] > 0
 
 
 async def test_full_workers_are_busy_with_a_hint(cluster: FakeCluster) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT, ConfigError, GraphError
-from tests.fakes.bad_inputs import BAD_INPUTS, CONFIGS, GRAPHS, BadInput
-from tests.fakes.clean_imports import clean_imports
+from tests.tools.bad_inputs import BAD_INPUTS, CONFIGS, GRAPHS, BadInput
+from tests.tools.clean_imports import clean_imports
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,8 @@ from dynamo_local.errors import ConfigError
 from dynamo_local.sdk import depends, endpoint, service
 from dynamo_local.sdk.loader import LoadedGraph, build_graph
 from dynamo_local.sdk.settings import validate_section
-from tests.fakes.bad_inputs import BadInput
-from tests.fakes.clean_imports import clean_imports
+from tests.tools.bad_inputs import BadInput
+from tests.tools.clean_imports import clean_imports
 
 
 class EngineOptions(BaseModel):

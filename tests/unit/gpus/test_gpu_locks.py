@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +18,8 @@ import pytest
 from filelock import FileLock, Timeout
 
 from dynamo_local.errors import GpuError
-from dynamo_local.serve.gpu_locks import GpuLocks, LockHolder, lock_folder
+from dynamo_local.gpus.locks import GpuLocked, GpuLocks, LockHolder, lock_folders
+from dynamo_local.system.paths import Paths
 
 A, B = "GPU-aaaaaaaa-0000", "GPU-bbbbbbbb-0000"
 MINE = LockHolder("dynamo", "dynamo_VllmWorker", os.getpid())
@@ -79,6 +83,21 @@ def test_all_or_none(locks: GpuLocks, rivals: GpuLocks) -> None:
     assert locks.holder_of(A) is None
 
 
+@pytest.mark.timing
+def test_an_event_loop_is_refused_at_once(locks: GpuLocks, rivals: GpuLocks) -> None:
+    """`try_acquire` waits for nobody; the refusal says which device it was and who has it, all or none."""
+    locks.acquire([B], MINE)
+    before_s = time.monotonic()
+    for _ in range(40):
+        with pytest.raises(GpuLocked) as refused:
+            rivals.try_acquire([A, B], THEIRS)
+        assert (refused.value.uuid, refused.value.who) == (B, str(MINE))
+    assert time.monotonic() - before_s < 40 * 0.05 / 2, "each of them waited its grace"
+    assert rivals.held() == frozenset()
+    rivals.try_acquire([A], THEIRS)
+    assert rivals.held() == {A}
+
+
 def test_one_process_cannot_give_one_gpu_to_two_workers(locks: GpuLocks) -> None:
     """Never one GPU with two holders, not even under one arbiter."""
     locks.acquire([A], MINE)
@@ -140,9 +159,9 @@ def test_descriptors_are_inheritable_inside_the_block_only(locks: GpuLocks, riva
     locks.acquire([A], MINE)
     with locks.inheritable([A]) as fds:
         worker = subprocess.Popen(SLEEPER, close_fds=False)
-        assert [os.get_inheritable(fd) for fd in fds] == [True]
+        assert [os.get_inheritable(fd) for fd in fds] == [True, True]
     try:
-        assert [os.get_inheritable(fd) for fd in fds] == [False]
+        assert [os.get_inheritable(fd) for fd in fds] == [False, False]
         locks.release([A])
         assert rivals.holder_of(A) == MINE
     finally:
@@ -154,7 +173,7 @@ def test_descriptors_are_inheritable_inside_the_block_only(locks: GpuLocks, riva
 ARBITER = """
 import os, subprocess, sys
 from pathlib import Path
-from dynamo_local.serve.gpu_locks import GpuLocks, LockHolder
+from dynamo_local.gpus.locks import GpuLocks, LockHolder
 locks = GpuLocks(Path(sys.argv[1]))
 locks.acquire([sys.argv[2]], LockHolder("dynamo", "dynamo_VllmWorker", os.getpid()))
 code = "import signal; signal.pause()"
@@ -199,7 +218,7 @@ def test_a_folder_of_somebody_else_is_refused(locks: GpuLocks, folder: Path, mon
     """The owner is checked before anything is written there."""
     folder.mkdir(parents=True)
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    with pytest.raises(GpuError, match="not to you; set XDG_RUNTIME_DIR"):
+    with pytest.raises(GpuError, match="not to you"):
         locks.acquire([A], MINE)
     assert list(folder.iterdir()) == []
 
@@ -218,18 +237,89 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         GpuLocks(tmp_path / "file" / "gpus").acquire([A], MINE)
 
 
-def test_where_the_locks_live() -> None:
-    """An own variable first, then the runtime folder, then one per user; simulated devices apart."""
-    assert lock_folder({"DYN_GPU_LOCK_DIR": "/x", "XDG_RUNTIME_DIR": "/run/user/1"}) == Path("/x")
-    assert lock_folder({"XDG_RUNTIME_DIR": "/run/user/1"}) == Path("/run/user/1/dynamo/gpus")
-    assert lock_folder({"TMPDIR": "/t"}) == Path(f"/t/dynamo-{os.getuid()}/gpus")
-    assert lock_folder({"DYN_GPU_LOCK_DIR": "/x"}, simulated_for="ns") == Path("/x/sim-ns")
+def test_the_locks_of_a_host_lie_in_one_place_for_every_shell(tmp_path: Path) -> None:
+    """A run that is started by cron must not take the GPU of one that was started in a terminal."""
+    one = tmp_path / f"dynamo-{os.getuid()}" / "gpus"
+    for env in ({}, {"XDG_RUNTIME_DIR": "/nowhere/1"}, {"HOME": "/nowhere/2", "TMPDIR": "/nowhere/3"}):
+        assert lock_folders(env, temporary=[tmp_path])[0] == one
+    assert lock_folders({"DYN_GPU_LOCK_DIR": "/x"}, temporary=[tmp_path])[:2] == (one, Path("/x"))
+
+
+def test_a_host_without_a_place_for_locks_says_what_to_set(tmp_path: Path) -> None:
+    """Nothing may be written where all hosts have a place."""
+    with pytest.raises(GpuError, match="set DYN_GPU_LOCK_DIR"):
+        lock_folders({"TMPDIR": "/nowhere"}, temporary=[tmp_path / "none"])
+    assert lock_folders({"DYN_GPU_LOCK_DIR": "/x"}, temporary=[tmp_path / "none"])[0] == Path("/x")
+
+
+def test_where_earlier_releases_lock_is_locked_too(tmp_path: Path) -> None:
+    """One of them may still run, and looks nowhere else."""
+    earlier = tmp_path / "run" / "dynamo" / "gpus"
+    earlier.mkdir(parents=True)
+    env = {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+    assert earlier in lock_folders(env, temporary=[tmp_path])
+
+
+def test_a_lock_is_taken_in_all_places_or_in_none(tmp_path: Path) -> None:
+    """Whoever looks in one of them sees it; where one is taken, nothing is left locked in the others."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    both, one, other = GpuLocks(here, there), GpuLocks(here), GpuLocks(there)
+    try:
+        both.acquire([A], MINE)
+        assert (one.holder_of(A), other.holder_of(A)) == (MINE, MINE)
+        both.release([A])
+        other.acquire([A], THEIRS)
+        with pytest.raises(GpuError, match="is held by"):
+            both.acquire([A], MINE)
+        assert one.holder_of(A) is None
+        assert both.holder_of(A) == THEIRS
+    finally:
+        for locks in (both, one, other):
+            locks.close()
+
+
+def test_a_worker_of_an_earlier_release_gets_the_locks_that_it_lacks(tmp_path: Path) -> None:
+    """It was adopted: its own lock stays its own, and the new place is locked for it."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    arbiter, worker, rival = GpuLocks(new, old), GpuLocks(old), GpuLocks(new)
+    try:
+        worker.acquire([A], MINE)
+        arbiter.take_free([A], MINE)
+        with pytest.raises(GpuError):
+            rival.acquire([A], THEIRS)
+        worker.release([A])
+        arbiter.release([A])
+        rival.acquire([A], THEIRS)
+    finally:
+        for locks in (arbiter, worker, rival):
+            locks.close()
+
+
+def test_the_folder_is_locked_against_those_who_clear_temporary_files(locks: GpuLocks, folder: Path) -> None:
+    """systemd-tmpfiles leaves a folder alone that it cannot lock."""
+    locks.acquire([A], MINE)
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.close()
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)
+
+
+def test_a_folder_that_was_removed_is_made_again(locks: GpuLocks, rivals: GpuLocks, folder: Path) -> None:
+    """Somebody cleared it under a live run, which has more workers to start."""
+    locks.acquire([A], MINE)
+    shutil.rmtree(folder)
+    locks.acquire([B], MINE)
+    assert rivals.holder_of(B) == MINE
 
 
 def test_two_namespaces_may_both_have_all_simulated_devices(tmp_path: Path) -> None:
     """Simulated devices are private to a namespace, though their UUIDs are the same."""
-    env = {"DYN_GPU_LOCK_DIR": str(tmp_path / "gpus")}
-    one, two = (GpuLocks(lock_folder(env, simulated_for=name)) for name in ("one", "two"))
+    env = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    one, two = (GpuLocks(Paths.of(name, env).simulated_gpu_locks) for name in ("one", "two"))
     try:
         one.acquire([A], MINE)
         two.acquire([A], THEIRS)

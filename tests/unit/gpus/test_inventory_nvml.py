@@ -9,8 +9,8 @@ from dynamo_local.core.gpus import GpuProcess, link_score, occupant
 from dynamo_local.core.topology import LINK_NODE, LINK_NVLINK, LINK_SINGLE, LINK_SYSTEM
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import GpuError
-from dynamo_local.serve.inventory import NvmlInventory, open_inventory
-from tests.fakes.nvml import GIB, FakeGpu, install
+from dynamo_local.gpus.inventory import NvmlInventory, open_inventory
+from tests.fakes.arbiter.nvml import GIB, FakeGpu, install
 
 
 def uuids(*letters: str) -> list[FakeGpu]:

@@ -7,7 +7,7 @@ import pytest
 from dynamo_local.core.gpus import cuda_visible_devices, link_score, occupant
 from dynamo_local.core.topology import LINK_NVLINK, LINK_SYSTEM
 from dynamo_local.errors import GpuError
-from dynamo_local.serve.inventory import SimInventory, open_inventory, pinning_disabled
+from dynamo_local.gpus.inventory import SimInventory, open_inventory, pinning_disabled
 
 
 def test_sim_devices_have_memory_and_a_topology() -> None:

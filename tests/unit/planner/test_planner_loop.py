@@ -9,10 +9,10 @@ import pytest
 
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import NatsUnavailable
-from dynamo_local.planner.local_connector import Refused
+from dynamo_local.planner.connectors.local_connector import Refused
 from dynamo_local.planner.loop import PlannerState
-from dynamo_local.planner.record import Outcome
-from tests.fakes.planner_loop import DECODE, OPTIONS, PREFILL, Rig, failing, on_virtual_time, taking
+from dynamo_local.planner.records.record import Outcome
+from tests.fakes.planner.planner_loop import DECODE, OPTIONS, PREFILL, Rig, failing, on_virtual_time, taking
 
 FIRST = f"dynamo_{DECODE}_0"
 
@@ -123,7 +123,7 @@ async def test_a_load_stands_for_three_pulls_and_is_missing_then() -> None:
 async def test_a_failing_tick_is_counted_told_once_and_tried_again() -> None:
     """Lesson 15: the predecessor's autoscaling ended with its first exception, in silence."""
     rig = Rig()
-    rig.fleet_fails = [ValueError("no fleet"), ValueError("no fleet"), ValueError("no fleet")]
+    rig.pools_fail = [ValueError("no fleet"), ValueError("no fleet"), ValueError("no fleet")]
     rig.start()
     await rig.until(30.5)
     assert rig.loop.counts.failed_ticks == 3
@@ -136,7 +136,7 @@ async def test_a_failing_tick_is_counted_told_once_and_tried_again() -> None:
 @on_virtual_time
 async def test_an_observer_that_fails_costs_nobody_anything() -> None:
     class Broken:
-        def on_reading(self, reading: object, fleet: object) -> None:
+        def on_pull(self, pull: object) -> None:
             raise RuntimeError("no disk")
 
         def on_decision(self, record: object) -> None:
@@ -242,7 +242,7 @@ async def test_new_options_wake_a_loop_that_sleeps_for_long() -> None:
     rig.kv = 0.8
     rig.start(replace(OPTIONS, adjustment_interval_s=600.0, metric_pulling_interval_s=300.0))
     await rig.until(5.0)
-    rig.loop.change(replace(OPTIONS, decode_kv_scale_up_threshold=0.75), no_operation=False)
+    rig.change(replace(OPTIONS, decode_kv_scale_up_threshold=0.75))
     await rig.until(10.5)
     assert [(component, step) for component, step, *_ in rig.acts] == [(DECODE, 1)]
     await rig.loop.stop()
@@ -310,7 +310,7 @@ async def test_a_loop_that_fails_is_stopped_at_once() -> None:
     """Also where pulls are minutes apart."""
     rig = Rig()
     rig.start(replace(OPTIONS, adjustment_interval_s=600.0, metric_pulling_interval_s=300.0))
-    rig.fleet_fails = [ValueError("no fleet")]
+    rig.pools_fail = [ValueError("no fleet")]
     await rig.until(310.0)
     await rig.loop.stop()
     assert rig.clock.now_s() == pytest.approx(310.0)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import GraphError
+from dynamo_local.sdk.graph_files import FILE_BYTES_MAX, FILES_MAX, graphs_below
 from dynamo_local.sdk.loader import load_graph
-from tests.fakes.clean_imports import clean_imports
+from tests.tools.clean_imports import clean_imports
 
 COMPONENTS = """\
 from dynamo_local.sdk import depends, service
@@ -168,3 +169,32 @@ def test_dependency_on_a_twin_of_what_runs_is_two_services_of_one_name(folder: P
     )
     with pytest.raises(GraphError, match=r"two services are named 'VllmWorker'.*twin\.py:5"):
         load_graph("graphs.twin:Frontend", base_dir=folder)
+
+
+@pytest.mark.parametrize("target", ["graphs.disag:Frontend", "disagg:Frontend", "disag", "nothing.like.it:Frontend"])
+def test_whoever_mistypes_a_graph_is_told_which_there_are(folder: Path, target: str) -> None:
+    """By their source alone: one that cannot be imported, or does harm when it is, is not run for that."""
+    (folder / "graphs" / "broken.py").write_text("def (")
+    (folder / "graphs" / "harmful.py").write_text("raise SystemExit\n")
+    (folder / "top.py").write_text(DISAGG)
+    with pytest.raises(GraphError, match=r"graphs here: graphs\.agg:Frontend, graphs\.disagg:Frontend, .*top:Frontend"):
+        load_graph(target, base_dir=folder)
+
+
+def test_the_nearest_graph_is_suggested(folder: Path) -> None:
+    with pytest.raises(GraphError, match=r"did you mean 'graphs\.disagg:Frontend'\?"):
+        load_graph("graphs.disag:Frontend", base_dir=folder)
+
+
+def test_a_large_folder_costs_a_mistyped_graph_little(tmp_path: Path) -> None:
+    """Neither too many files, nor large ones, nor links in a circle."""
+    for number in range(FILES_MAX + 50):
+        (tmp_path / f"module{number:04}.py").write_text("A.link(B)\n")
+    (tmp_path / "a_large_one.py").write_text("A.link(B)\n" + "#" * FILE_BYTES_MAX)
+    (tmp_path / "around").symlink_to(tmp_path)
+    found = graphs_below(tmp_path)
+    assert len(found) == FILES_MAX - 1
+    assert "a_large_one:A" not in found
+    with pytest.raises(GraphError) as told:
+        load_graph("module:A", base_dir=tmp_path)
+    assert len(str(told.value)) < 600

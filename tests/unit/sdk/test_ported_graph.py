@@ -12,7 +12,7 @@ from dynamo_local.config import load_config, resolve
 from dynamo_local.core.types import Resources, Role
 from dynamo_local.sdk import ServiceConfig, dynamo_context
 from dynamo_local.sdk.loader import LoadedGraph, load_graph
-from tests.fakes.clean_imports import clean_imports
+from tests.tools.clean_imports import clean_imports
 
 WORKERS = """\
 from pydantic import BaseModel

@@ -14,6 +14,7 @@ from dynamo_local.errors import StateError
 from dynamo_local.state import ComponentEntry, EntryResources, State, StateMissing, load, new_run_id, read_raw
 from dynamo_local.state.migrations import NOBODY
 from dynamo_local.state.raw import statefile_path
+from dynamo_local.state.run_id import began_at
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "statefile"
 SECRET_CONFIG = '{"W": {"ServiceArgs": {"envs": {"HF_TOKEN": "hush"}}}}'
@@ -215,7 +216,7 @@ def test_where_the_statefile_lives() -> None:
     """`$DYN_LOCAL_STATE_DIR`, else under the home; a namespace cannot lead elsewhere."""
     assert statefile_path("ns", {"DYN_LOCAL_STATE_DIR": "/x", "HOME": "/h"}) == Path("/x/ns.json")
     assert statefile_path("ns", {"HOME": "/h"}) == Path("/h/.dynamo/state/ns.json")
-    with pytest.raises(StateError, match="only letters, digits"):
+    with pytest.raises(StateError, match="begin with a letter"):
         statefile_path("../ns", {})
 
 
@@ -228,6 +229,8 @@ def test_run_ids_sort_by_time_and_differ() -> None:
     assert new_run_id(2**48 - 1).startswith("7ZZZZZZZZZ")
     assert new_run_id(5) != new_run_id(5)
     assert not set(early) & set("ILOU")
+    assert began_at(late) == 1_700_000_000.001
+    assert [began_at(other) for other in ("", "None", early[1:], "U" * 26)] == [None] * 4
 
 
 def test_entries_do_not_share_their_defaults() -> None:

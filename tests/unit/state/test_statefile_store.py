@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -18,7 +17,6 @@ from filelock import FileLock
 
 from dynamo_local.errors import StateError
 from dynamo_local.state import ComponentEntry, EntryResources, Removal, State, StateMissing, StateStore, read_raw
-from dynamo_local.state import store as store_module
 
 RUN, OTHER_RUN = "01JD3YQZ8E6W4T1V0K2M5N7P9R", "01JD3YQZ8E6W4T1V0K2M5N7P9S"
 NAME = "dynamo_VllmWorker"
@@ -79,14 +77,11 @@ def test_an_invalid_change_is_refused_before_it_is_written(store: StateStore) ->
     assert store.path.read_bytes() == before
 
 
-def test_a_transaction_that_changes_nothing_writes_nothing(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading under the lock costs no fsync."""
-
-    def no_write(path: Path, data: bytes) -> None:
-        raise AssertionError("written")
-
-    monkeypatch.setattr(store_module, "_write_durably", no_write)
+def test_a_transaction_that_changes_nothing_writes_nothing(store: StateStore) -> None:
+    """Reading under the lock costs no fsync: each write would be another file of that name."""
+    before = store.path.stat()
     assert store.update(lambda current: current.components[NAME].component) == "VllmWorker"
+    assert (store.path.stat().st_ino, store.path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 async def test_an_update_from_the_loop_runs_in_a_thread(store: StateStore) -> None:
@@ -148,14 +143,15 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from dynamo_local.state import StateStore
-from dynamo_local.state import store as module
 
-def die(*args): os.kill(os.getpid(), signal.SIGKILL)
+replace = Path.replace
 
-if sys.argv[2] == "before replace":
-    Path.replace = die
-else:
-    module._fsync_folder = die
+def die(source, target):
+    if sys.argv[2] == "after replace":
+        replace(source, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Path.replace = die
 with StateStore(Path(sys.argv[1])).transaction() as state:
     state.components["dynamo_VllmWorker"].restarts = 7
 """
@@ -252,6 +248,26 @@ def test_a_worker_never_repairs_a_broken_file(store: StateStore) -> None:
     assert visible(store) == ["dynamo.json"]
 
 
+def test_a_file_that_cannot_be_read_now_is_not_set_aside(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without descriptors the lock may be had, and the file not: it was taken for a broken one, twice at once."""
+    before = store.path.read_bytes()
+
+    really = os.open
+
+    def no_descriptor(path: str, flags: int, *more: int) -> int:
+        if os.fspath(path) == str(store.path):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return really(path, flags, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", no_descriptor)
+        with pytest.raises(StateError, match="cannot be read"):
+            store.rewrite(state())
+
+    assert store.path.read_bytes() == before
+    assert list(store.path.parent.glob("*.corrupt-*")) == []
+
+
 def test_the_arbiter_sets_a_broken_file_aside_and_writes_its_own_view(store: StateStore) -> None:
     """Kept as `.corrupt-<time>`, and a second one beside it: neither overwrites the other."""
     kept = []
@@ -301,35 +317,6 @@ def test_a_missing_file_is_not_made_by_a_transaction(tmp_path: Path) -> None:
     with pytest.raises(StateMissing), store.transaction():
         pass
     assert visible(store) == []
-
-
-def test_folder_and_file_are_private(tmp_path: Path) -> None:
-    """0700 and 0600 under any umask, also where the folder was wider before."""
-    folder = tmp_path / "state"
-    folder.mkdir(mode=0o755)
-    old = os.umask(0)
-    try:
-        store = StateStore(folder / "dynamo.json")
-        store.create(state())
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
-
-
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner is checked before anything is written there."""
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(StateError, match="not to you; set DYN_LOCAL_STATE_DIR"):
-        StateStore(tmp_path / "dynamo.json").create(state())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """The error says which folder and why."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StateError, match="cannot be used for statefiles"):
-        StateStore(tmp_path / "file" / "dynamo.json").create(state())
 
 
 def test_a_token_in_the_environment_reaches_no_file(tmp_path: Path) -> None:

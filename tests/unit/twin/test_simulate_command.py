@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_local.twin import report as report_module
+from dynamo_local.system.pages import check_plots
+from dynamo_local.twin.generator import generate, parse_generated
+from dynamo_local.twin.trace import read_trace
 
 TRACE = Path(__file__).parents[3] / "examples" / "llm" / "traces" / "sin_5-20.jsonl.gz"
 KEYS = [
@@ -65,6 +69,20 @@ def test_json_of_one_run_has_the_promised_keys(command: Any) -> None:
     for spread in (row["ttft_ms"], row["itl_ms"]):
         assert list(spread) == ["mean", "p50", "p95", "p99"]
         assert 0 < spread["p50"] <= spread["p95"] <= spread["p99"]
+
+
+def test_what_was_dropped_is_explained_with_the_option_that_changes_it(command: Any) -> None:
+    """Each bound is told, and which one was met."""
+    words = (*SMALL, "--trace-speed", "1000", "--static", "0,1", "--sim.max-num-seqs=1")
+    _, queued, _ = command(*words)
+    assert "max-inflight 8192, max-num-waiting 8192 for each worker, request-timeout 600 s" in " ".join(queued.split())
+    assert "dropped:" not in queued
+    for bound, status in (("--max-inflight", "429"), ("--max-num-waiting", "429"), ("--request-timeout-s", "504")):
+        _, out, _ = command(*words, bound, "1")
+        told = " ".join(out.split())
+        assert " dropped: " in told
+        assert bound in told
+        assert status in told
 
 
 def test_static_alone_is_one_run_and_with_the_planner_two(command: Any) -> None:
@@ -123,11 +141,11 @@ def test_the_page_is_self_contained_and_the_same_every_time(command: Any, tmp_pa
 
 def test_a_report_without_matplotlib_is_refused_before_the_run(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(Exception, match=r"dynamo-local\[report\]"):
-        report_module.check_report()
+    with pytest.raises(Exception, match=r"\.\[report\]"):
+        check_plots()
     code, _, error = command("--trace", "nowhere", "--report", "page.html")
     assert code == 2
-    assert "dynamo-local[report]" in error
+    assert "pip install '.[report]'" in error
 
 
 @pytest.mark.parametrize(
@@ -168,6 +186,62 @@ def test_a_bad_trace_names_file_line_and_field(command: Any, tmp_path: Path) -> 
     assert f"{path}, line 2: output_length is missing" in error
 
 
+def test_a_generated_trace_is_kept_and_replayed(command: Any, tmp_path: Path) -> None:
+    """The file gives what the word gave, and the same command the same file."""
+    files = [tmp_path / "one.jsonl.gz", tmp_path / "two.jsonl.gz", tmp_path / "plain.jsonl"]
+    words = ("--trace-speed", "2", "--static", "1,1", "--json")
+    made = [command("--generate", "chat,duration=20,seed=3", "-o", str(file), *words) for file in files]
+    replayed = [command("--trace", str(file), *words) for file in files]
+    assert made[0][0] == 0
+    assert json.loads(made[0][1])["requests"] > 20
+    assert {out for _, out, _ in [*made, *replayed]} == {made[0][1]}
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(file.name for file in files)
+
+
+def test_the_limit_is_in_the_file_and_the_speed_is_not(command: Any, tmp_path: Path) -> None:
+    """Else a replay with the same options would apply the speed twice."""
+    file = tmp_path / "trace.jsonl"
+    command("--generate", "sin", "--limit", "7", "--trace-speed", "3", "-o", str(file), "--json")
+    assert read_trace(file) == list(islice(generate(parse_generated("sin").options), 7))
+
+
+def test_the_table_names_what_was_generated(command: Any) -> None:
+    """By the word that makes it again."""
+    _, out, _ = command("--generate", "sin,seed=4,rate=12.5", "--limit", "60", "--static", "1,1")
+    assert out.startswith("generated: sin,seed=4; ")
+    _, out, _ = command(*SMALL, "--static", "1,1")
+    assert out.startswith("trace: sin_5-20.jsonl.gz; ")
+
+
+def test_the_example_trace_is_the_generators() -> None:
+    """`examples/llm/README.md` says how it was made; it is nobody's recorded data."""
+    assert read_trace(TRACE) == list(generate(parse_generated("sin,duration=150").options))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "neither is given"),
+        (("--generate", "sin", "--trace", str(TRACE)), "both are given"),
+        (("--trace", str(TRACE), "-o", "kept.jsonl"), "--write-trace kept.jsonl keeps what --generate made"),
+        (("--generate", "sinus"), "did you mean 'sin'?"),
+        (("--generate", "sin,rate=0"), "--generate: rate: must be greater than 0"),
+        (("--generate", "sin", "--limit", "2", "-o", "no/such/folder/t.jsonl"), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_generated_is_told_without_a_traceback(
+    words: tuple[str, ...], told: str, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 2, the option's name, and no file."""
+    monkeypatch.chdir(tmp_path)
+    code, _, error = command(*words)
+    assert code == 2
+    assert told in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_options_take_dash_and_underscore(command: Any) -> None:
     one = command(*SMALL, "--planner.adjustment-interval=10", "--planner.max-gpu-budget=4", "--json")
     other = command(*SMALL, "--planner.adjustment_interval", "10", "--planner.max_gpu_budget=4", "--json")
@@ -182,3 +256,39 @@ def test_no_operation_decides_and_changes_nothing(command: Any) -> None:
     assert json.loads(acts)["scale_actions"] > 0
     assert json.loads(looks)["scale_actions"] == 0
     assert json.loads(looks)["gpus_mean"] == 4.0
+
+
+def test_several_policies_stand_side_by_side(command: Any) -> None:
+    """Options go to those policies that have them; targets and profile are the run's."""
+    words = (
+        *SMALL,
+        "--ttft",
+        "300",
+        "--itl",
+        "20",
+        "--policy",
+        "load,sla,throughput-load",
+        "--static",
+        "3,3",
+        "--json",
+    )
+    code, out, err = command(*words, "--planner.max-gpu-budget=6", "--planner.prefill-queue-scale-up-threshold=1")
+    assert (code, err) == (0, "")
+    rows = json.loads(out)
+    names = ["load from 1P1D", "sla from 1P1D", "throughput-load from 1P1D", "static 3P3D"]
+    assert [row["name"] for row in rows] == names
+    assert [row["completed"] for row in rows] == [60] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--policy", "sl"), "'sl' is none.*did you mean 'sla'"),
+        (("--policy", "sla", "--planner.prefill-queue-scale-up-threshold=1"), "no option of sla"),
+        (("--planner.policy=load", "--planner.ttft=3"), "ttft.*load"),
+    ],
+)
+def test_a_policy_without_that_option_is_named(command: Any, words: tuple[str, ...], told: str) -> None:
+    code, _, err = command(*SMALL, *words)
+    assert code == 2
+    assert re.search(told, " ".join(err.split()))

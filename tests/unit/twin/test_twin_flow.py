@@ -11,14 +11,14 @@ import dynamo_local.engines.sim.engine as process_engine
 import dynamo_local.twin.flow as twin_flow
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.types import Role, WorkerState
-from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
 from dynamo_local.errors import ConfigError
-from dynamo_local.planner.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.rounds import Rounds
+from dynamo_local.planner.policies.load import LoadOptions
 from dynamo_local.twin.options import DECODE, PREFILL
+from dynamo_local.twin.process import Dropped, Job
 from dynamo_local.twin.report import decision_rows
 from dynamo_local.twin.simulation import Simulation
-from tests.fakes.twins import PERF, options, requests, run
+from tests.fakes.planner.twins import PERF, driven, options, requests, run
 
 QUICK = LoadOptions(adjustment_interval_s=1.0, metric_pulling_interval_s=0.1)
 
@@ -29,7 +29,8 @@ def test_process_and_twin_run_the_same_engine_class() -> None:
 
 
 def test_process_and_twin_decide_by_the_same_functions() -> None:
-    """Routing, the conditional decision, reconcile, ledger, lifecycle, policy and intervals have no second copy."""
+    """Routing, the conditional decision, the machine and its shell, the ledger, policy and intervals have no second
+    copy."""
     twin = {path.name: ast.parse(path.read_text()) for path in Path(twin_flow.__file__).parent.glob("*.py")}
     imported = {
         alias.name
@@ -41,12 +42,12 @@ def test_process_and_twin_decide_by_the_same_functions() -> None:
     assert {
         "decide_prefill",
         "LeastLoaded",
-        "scaling",
+        "Shell",
+        "decide_scale",
         "GpuLedger",
-        "apply",
-        "LoadPolicy",
-        "Rounds",
-        "fleet_of",
+        "policy_of",
+        "PolicyDriver",
+        "pools_of",
     } <= imported
 
 
@@ -88,16 +89,37 @@ def test_a_lease_that_ends_before_the_pull_is_no_error_of_the_client() -> None:
     assert jobs[1].first_s > jobs[0].last_s
 
 
+def test_an_overload_queues_until_the_clients_deadline() -> None:
+    """At the defaults: 4,000 at once, of which 256 run, and nobody is told to go away."""
+    jobs = run(options(0, 1, request_timeout_s=1.0), requests(*[(0.0, 10, 10)] * 4000)).jobs
+    assert {job.dropped for job in jobs} == {None, Dropped.DEADLINE}
+    assert [job.dropped for job in jobs[:20]] == [None] * 20
+
+
+def test_a_request_past_its_deadline_leaves_room_for_others() -> None:
+    """Wherever it is: in the engine, or in the prefill queue."""
+    slow, quick = (0.0, 100, 1000), (2.0, 100, 2)
+    for twin in (options(0, 1, request_timeout_s=1.0, sim={"max_num_seqs": 1}), options(1, 1, request_timeout_s=1.0)):
+        assert [job.dropped for job in run(twin, requests(slow, quick)).jobs] == [Dropped.DEADLINE, None]
+    queued = options(1, 1, conditional=False, request_timeout_s=0.25)
+    assert [job.dropped for job in run(queued, requests(*[(0.0, 1000, 1)] * 4)).jobs][2:] == [Dropped.DEADLINE] * 2
+
+
+def test_a_full_frontend_refuses() -> None:
+    """Waiting requests count."""
+    jobs = run(options(0, 1, max_inflight=2), requests(*[(0.0, 100, 1)] * 3)).jobs
+    assert [job.dropped for job in jobs] == [None, None, Dropped.FRONTEND_FULL]
+
+
 def test_full_workers_refuse() -> None:
     """One runs, two wait; the fourth is dropped, and why is told."""
     twin = options(0, 1, max_num_waiting=2, sim={"max_num_seqs": 1})
     jobs = run(twin, requests((0.0, 100, 5), (0.01, 100, 5), (0.01, 100, 5), (0.01, 100, 5))).jobs
-    assert [job.dropped for job in jobs] == [None, None, None, "every worker was full"]
+    assert [job.dropped for job in jobs] == [None, None, None, Dropped.WORKERS_FULL]
 
 
 def simulation(prefill: int, decode: int, trace: list, planner: LoadOptions = QUICK, **more) -> Simulation:
-    rounds = Rounds(LoadPolicy(planner), planner, 0.0)
-    return Simulation(options(prefill, decode, **more), trace, planner=rounds, perf=PERF)
+    return Simulation(options(prefill, decode, **more), trace, planner=driven(planner), perf=PERF)
 
 
 def test_idle_workers_drain_down_to_the_floor_and_requests_go_on() -> None:
@@ -142,17 +164,18 @@ def test_an_up_on_a_host_without_a_free_gpu_is_refused_and_told() -> None:
 
 
 def test_a_drain_is_taken_back_by_the_same_process() -> None:
-    twin = simulation(0, 2, requests((0.0, 100, 500), (0.0, 100, 500)))
+    trace = requests((0.0, 100, 500), (0.0, 100, 500))
+    twin = simulation(0, 2, trace)
     fleet = twin.fleet
-    twin.flow.arrive(twin._run.jobs[0], 0.0)
-    twin.flow.arrive(twin._run.jobs[1], 0.0)
-    before = fleet.entries["dynamo_VllmWorker_1"].process
+    for number, request in enumerate(trace):
+        twin.flow.arrive(Job(number, request), 0.0)
+    before = fleet.processes["dynamo_VllmWorker_1"]
     assert fleet.scale(DECODE, -1, 0.1, "test").refused is None
-    assert fleet.entries["dynamo_VllmWorker_1"].state is WorkerState.DRAINING
+    assert fleet.view().workers["dynamo_VllmWorker_1"].state is WorkerState.DRAINING
     assert [process.name for process in fleet.serving(Role.AGGREGATED)] == ["dynamo_VllmWorker"]
     assert fleet.scale(DECODE, 1, 0.2, "test").refused is None
-    assert fleet.entries["dynamo_VllmWorker_1"].state is WorkerState.READY
-    assert fleet.entries["dynamo_VllmWorker_1"].process is before
+    assert fleet.view().workers["dynamo_VllmWorker_1"].state is WorkerState.READY
+    assert fleet.processes["dynamo_VllmWorker_1"] is before
     assert len(fleet.serving(Role.AGGREGATED)) == 2
 
 
@@ -170,9 +193,9 @@ def test_an_entry_that_was_never_ready_is_taken_back() -> None:
     twin = simulation(1, 1, requests((0.0, 10, 1)))
     fleet = twin.fleet
     fleet.scale(PREFILL, 1, 0.0, "test")
-    assert fleet.entries["dynamo_PrefillWorker_1"].state is WorkerState.STARTING
+    assert fleet.view().workers["dynamo_PrefillWorker_1"].state is WorkerState.STARTING
     fleet.scale(PREFILL, -1, 1.0, "test")
-    assert "dynamo_PrefillWorker_1" not in fleet.entries
+    assert "dynamo_PrefillWorker_1" not in fleet.view().workers
     assert fleet.points[-1].gpus_held == 2
 
 

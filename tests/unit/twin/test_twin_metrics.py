@@ -7,7 +7,7 @@ import pytest
 from dynamo_local.twin.fleet import FleetPoint, RoleCount
 from dynamo_local.twin.metrics import gpu_seconds, measure, percentile, spread
 from dynamo_local.twin.options import Slo
-from tests.fakes.twins import options, requests, run
+from tests.fakes.planner.twins import options, requests, run
 
 
 def test_one_request_on_an_aggregated_worker() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dynamo_local.twin.trace import BadTrace, TraceRequest, block_keys, read_trace
+from dynamo_local.traces.lines import BadTrace
+from dynamo_local.twin.trace import TraceRequest, block_keys, read_trace, write_trace
 
 GOOD = {"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}
 
@@ -83,6 +85,40 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     broken.write_bytes(gzip.compress(b"x" * 1000)[:-20])
     with pytest.raises(BadTrace, match="cannot be read"):
         read_trace(broken)
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_what_is_written_is_read_back_and_has_the_same_bytes_again(tmp_path: Path, name: str) -> None:
+    """Fractions of a millisecond and requests without ids included; an iterator will do."""
+    rows = [TraceRequest(0.0, 1, 1), TraceRequest(1.5005, 1100, 5, (7, 8, 9)), TraceRequest(1.5005, 3, 2, (7,))]
+    files = [tmp_path / "one" / name, tmp_path / "two" / name]
+    for file in files:
+        file.parent.mkdir()
+        assert write_trace(file, iter(rows)) == 3
+        assert read_trace(file) == rows
+        assert [path.name for path in file.parent.iterdir()] == [name]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_an_old_trace_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    """Whatever interrupts the writing leaves no half of a file, and nothing beside it."""
+    path = written(tmp_path, GOOD)
+
+    def interrupted() -> Iterator[TraceRequest]:
+        yield TraceRequest(0.0, 1, 1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_trace(path, interrupted())
+    assert len(read_trace(path)) == 1
+    assert read_trace(path)[0].input_length == GOOD["input_length"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_trace_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """By its own name, not by that of the file beside it."""
+    with pytest.raises(BadTrace, match=r"nowhere/t\.jsonl cannot be written: No such file"):
+        write_trace(tmp_path / "nowhere" / "t.jsonl", [])
 
 
 def test_block_keys_are_those_of_full_blocks_within_the_prompt() -> None:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from dynamo_local.errors import DrainNotCancellable, EtcdUnavailable
-from dynamo_local.serve import worker_drain
-from dynamo_local.serve.worker_drain import LINGER_S, Drain, Phase
+from dynamo_local.worker import drain as worker_drain
+from dynamo_local.worker.drain import LINGER_S, Drain, Phase
 
 
 class HandSteps:

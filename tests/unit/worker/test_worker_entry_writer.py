@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.core.types import WorkerState
-from dynamo_local.serve import worker_entry
-from dynamo_local.serve.worker_entry import Entry, EntryWriter
 from dynamo_local.state import ComponentEntry, State, StateStore
+from dynamo_local.worker import statefile_entry as worker_entry
+from dynamo_local.worker.statefile_entry import Entry, EntryWriter
 
 NAME = "dynamo_W"
 READY = Entry(pid=7, lease="ab", endpoints=("dynamo/components/W/e:ab",), draining=None, frontend_url=None)

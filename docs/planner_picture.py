@@ -1,0 +1,53 @@
+"""Draw docs/planner-report.svg: `python docs/planner_picture.py`. The same bytes each time.
+
+An hour of a load that rises and falls, in the twin, planned by `sla`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.predictors.options import PredictorOptions
+from dynamo_local.planner.records.decision_log import DecisionLog, as_json
+from dynamo_local.telemetry.planner_report.writing import write_report
+from dynamo_local.twin.cases import Case
+from dynamo_local.twin.generator import generate, parse_generated
+from dynamo_local.twin.options import FleetShape, TwinOptions
+from dynamo_local.twin.records import recorded
+
+PICTURE = Path(__file__).with_name("planner-report.svg")
+BEGAN_S = 1_767_268_800.0
+"""2026-01-01 12:00 UTC."""
+LOAD = "sin,rate=9,amplitude=0.85,period=1500,duration=3000,isl=3000,osl=300,seed=7"
+SIM = SimOptions()
+OPTIONS = SlaOptions(
+    SIM.profile,
+    ttft_ms=400.0,
+    itl_ms=12.0,
+    adjustment_interval_s=60.0,
+    predictor=PredictorOptions(load_predictor="kalman"),
+    max_gpu_budget=8,
+)
+
+
+def drawn(folder: Path) -> bytes:
+    """The picture, made in that folder."""
+    case = Case("sla", TwinOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), planner=OPTIONS)
+    trace = list(generate(parse_generated(LOAD).options))
+    log, picture = folder / "decisions.jsonl", folder / PICTURE.name
+    DecisionLog(log).append(as_json(record) for record in recorded(trace, case, began_s=BEGAN_S))
+    write_report(log, picture, title="")
+    return picture.read_bytes()
+
+
+def main() -> None:
+    """Write it."""
+    with tempfile.TemporaryDirectory() as folder:
+        PICTURE.write_bytes(drawn(Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

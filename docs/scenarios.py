@@ -1,0 +1,302 @@
+"""Five episodes of a fleet's life, as scripts of stimuli; `docs/generate.py` runs them and draws what the machine did.
+
+Nothing here is a stand-in: `step` is the machine that runs in the arbiter, the fleet is checked after each step, and
+time passes as in the arbiter (whatever is due before the next stimulus of a script happens first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from dynamo_local.core.gpus import GpuDevice, GpuLedger
+from dynamo_local.core.life.decisions.scaling import Change
+from dynamo_local.core.life.fleet import Fleet, Template, Worker
+from dynamo_local.core.life.instructions import Commit, Instruction, words
+from dynamo_local.core.life.invariants import validate
+from dynamo_local.core.life.machine import next_due_s, step
+from dynamo_local.core.life.stimuli import (
+    Drain,
+    GpusSeen,
+    KeyGone,
+    KeyPut,
+    ProcessGone,
+    ProcessMade,
+    Restart,
+    Resume,
+    Scale,
+    StartAll,
+    Stimulus,
+    Swept,
+    Tick,
+)
+from dynamo_local.core.types import Role
+
+GIB = 1024**3
+ROLES = {"VllmWorker": Role.DECODE, "PrefillWorker": Role.PREFILL}
+FIRST_PID = 101
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step: when, what came in, which states changed (`worker: before -> after, by which event`), what came out."""
+
+    at_s: float
+    stimulus: str
+    transitions: tuple[str, ...]
+    instructions: tuple[str, ...]
+
+
+class Play:
+    """A fleet of one namespace, on a host that has one GPU for each of its first workers and `spare` more.
+
+    A method feeds the machine what the world would say next, and notes the step. Processes are numbered from 101 in
+    the order in which they are made, and their leases after them; workers are named without the namespace.
+    """
+
+    def __init__(self, workers: Mapping[str, int], *, spare: int = 0) -> None:
+        """A fleet in which all workers serve: `{"VllmWorker": 2}`."""
+        self.rows: list[Row] = []
+        self.now_s = 0.0
+        self._pids: Iterator[int] = iter(range(FIRST_PID, 1000))
+        self._fleet = self._pending(workers, spare)
+        self.do(0.0, StartAll(stimulus_id="serve"))
+        for name in map(_short, list(self._fleet.workers)):
+            self.made(0.0, name)
+            self.registers(0.0, name)
+        self.rows = []
+
+    def _pending(self, workers: Mapping[str, int], spare: int) -> Fleet:
+        entries = {}
+        for component, count in workers.items():
+            for n in range(count):
+                name = f"dynamo_{component}" + (f"_{n}" if n else "")
+                entries[name] = Worker(name, component, ROLES[component], n)
+        devices = [GpuDevice(i, f"GPU-{i}", "simulated", 80 * GIB, 0) for i in range(len(entries) + spare)]
+        templates = tuple(Template(component, ROLES[component], gpus_per_worker=1) for component in workers)
+        return Fleet("dynamo", templates, entries, GpuLedger.of(devices))
+
+    # --- stimuli -------------------------------------------------------------------------------
+
+    def do(self, at_s: float, stimulus: Stimulus) -> None:
+        """Feed the machine; whatever was due before then happens first."""
+        while (due_s := next_due_s(self._fleet)) is not None and due_s <= at_s:
+            self._step(due_s, Tick())
+        self._step(at_s, stimulus)
+
+    def until(self, at_s: float) -> None:
+        """Nothing but time comes in until then."""
+        while (due_s := next_due_s(self._fleet)) is not None and due_s <= at_s:
+            self._step(due_s, Tick())
+
+    def made(self, at_s: float, name: str) -> None:
+        """The process that was asked for exists."""
+        pid = next(self._pids)
+        made = ProcessMade(stimulus_id=f"spawn:{pid}", name=_full(name), pid=pid, start_time=None, started_at=0.0)
+        self.do(at_s, made)
+
+    def registers(self, at_s: float, name: str) -> None:
+        """Its keys are in etcd."""
+        pid = self._pid(name)
+        self.do(at_s, KeyPut(stimulus_id=f"etcd:{_lease(pid)}", name=_full(name), pid=pid, lease=_lease(pid)))
+
+    def deregisters(self, at_s: float, name: str) -> None:
+        """Its keys have gone."""
+        lease = _lease(self._pid(name))
+        self.do(at_s, KeyGone(stimulus_id=f"etcd:{lease}", name=_full(name), lease=lease))
+
+    def exits(self, at_s: float, name: str, code: int) -> None:
+        """Its process ends."""
+        pid = self._pid(name)
+        self.do(at_s, ProcessGone(stimulus_id=f"exit:{pid}", name=_full(name), pid=pid, code=code))
+
+    def swept(self, at_s: float, name: str) -> None:
+        """Nothing is left of what the process had started."""
+        self.do(at_s, Swept(stimulus_id=f"sweep:{_full(name)}", name=_full(name)))
+
+    def gpus_seen(self, at_s: float, *, busy: tuple[int, ...] = ()) -> None:
+        """The devices were looked at; those in `busy` still hold somebody's memory."""
+        devices = tuple(
+            replace(device, memory_used_bytes=70 * GIB if device.index in busy else 0)
+            for device in self._fleet.gpus.devices
+        )
+        self.do(at_s, GpusSeen(stimulus_id="gpus", devices=devices))
+
+    def succeeded(self, *, gone: tuple[str, ...]) -> dict[str, int]:
+        """The arbiter was killed; its successor has read the statefile and the registry, and knows who has ended.
+
+        Returns the pids of those that have: watcher name to pid.
+        """
+        pids = {_full(name): self._pid(name) for name in gone}
+        self._fleet = self._fleet.with_workers(
+            {name: _adopted(worker, name in pids) for name, worker in self._fleet.workers.items()}
+        )
+        self.rows = []
+        return pids
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def _pid(self, name: str) -> int:
+        pid = self._fleet.workers[_full(name)].pid
+        if pid is None:
+            raise ValueError(f"{name} has no process at {self.now_s} s: the script is wrong")
+        return pid
+
+    def _step(self, at_s: float, stimulus: Stimulus) -> None:
+        if at_s < self.now_s:
+            raise ValueError(f"{stimulus} comes at {at_s} s, after {self.now_s} s: the script is wrong")
+        self._fleet, instructions = step(self._fleet, stimulus, at_s)
+        validate(self._fleet)
+        self.now_s = at_s
+        self.rows.append(_row(at_s, stimulus, instructions))
+
+
+def _full(name: str) -> str:
+    return f"dynamo_{name}"
+
+
+def _lease(pid: int) -> str:
+    return f"l{pid}"
+
+
+def _adopted(worker: Worker, gone: bool) -> Worker:
+    """The worker as `succession` reads it from the statefile: what only the old arbiter had in mind is lost."""
+    entry = Worker(worker.name, worker.component, worker.role, worker.n, worker.state, worker.since_s, worker.gpus)
+    kept = {"course", "reason", "starts", "history", "lease"}
+    kept |= set() if gone else {"process", "served", "ready_s", "asked_s"}
+    return replace(entry, **{name: getattr(worker, name) for name in kept})
+
+
+def _row(at_s: float, stimulus: Stimulus, instructions: tuple[Instruction, ...]) -> Row:
+    what = type(stimulus).__name__
+    name = getattr(stimulus, "name", None) or getattr(stimulus, "target", None) or getattr(stimulus, "component", None)
+    details = f"{stimulus.change}" if isinstance(stimulus, Scale) else ""
+    said = " ".join(word for word in (f"`{what}`", _short(name or ""), details) if word)
+    transitions = [change for each in instructions if isinstance(each, Commit) for change in each.transitions]
+    moved = tuple(
+        f"{_short(t.name)}: {t.before} → {t.after} (`{type(t.event).__name__}`, {_short(t.event.stimulus_id)})"
+        for t in transitions
+    )
+    shown = tuple(_short(_said(each)) for each in instructions if not _only_logged(each))
+    return Row(at_s, f"{said} ({_short(stimulus.stimulus_id)})", moved, shown)
+
+
+def _only_logged(instruction: Instruction) -> bool:
+    return isinstance(instruction, Commit) and not (instruction.names or instruction.head)
+
+
+def _said(instruction: Instruction) -> str:
+    """As `dynamo events --story` says it, and which worker is meant."""
+    if isinstance(instruction, Commit):
+        return f"commit {', '.join(instruction.names)}" + (" and the restart" if instruction.head else "")
+    said, name = words(instruction), getattr(instruction, "name", "")
+    if not name:
+        return said
+    return f"{said} ({name})" if " " in said else f"{said} {name}"
+
+
+def _short(text: str) -> str:
+    return text.replace("dynamo_", "")
+
+
+# --- the episodes ----------------------------------------------------------------------------------
+
+
+def drain() -> Play:
+    """`dynamo drain VllmWorker_1`: its lease is revoked, it finishes what it streams, exits, and its GPU comes back.
+
+    The GPU is looked at twice: at first the driver has not given the memory back yet.
+    """
+    play = Play({"VllmWorker": 2})
+    play.do(1.0, Drain(stimulus_id="command:7", name="VllmWorker_1"))
+    play.deregisters(1.01, "VllmWorker_1")
+    play.exits(4.2, "VllmWorker_1", code=0)
+    play.swept(4.25, "VllmWorker_1")
+    play.gpus_seen(4.3, busy=(1,))
+    play.until(4.4)
+    play.gpus_seen(4.45)
+    return play
+
+
+def crash() -> Play:
+    """A decode worker segfaults, comes back after its back-off, and serves.
+
+    Its GPU stays promised to it, is seen to be empty first, and the second failure would wait longer.
+    """
+    play = Play({"VllmWorker": 1})
+    play.exits(5.0, "VllmWorker", code=-11)
+    play.swept(5.05, "VllmWorker")
+    play.until(6.5)
+    play.gpus_seen(6.6)
+    play.made(6.65, "VllmWorker")
+    play.registers(9.0, "VllmWorker")
+    return play
+
+
+def adoption() -> Play:
+    """The arbiter was killed; its successor finds one worker that serves, one that ended unseen, one that drains.
+
+    It reads the registry first and then resumes: the worker that serves is not touched, the one that has ended is a
+    crash like any other, and the drain goes on by its old deadline.
+    """
+    play = Play({"VllmWorker": 3})
+    play.do(1.0, Drain(stimulus_id="command:7", name="VllmWorker_2"))
+    play.deregisters(1.01, "VllmWorker_2")
+    gone = play.succeeded(gone=("VllmWorker_1",))
+    play.do(8.0, Resume(stimulus_id="adopt", gone=gone))
+    play.swept(8.05, "VllmWorker_1")
+    play.exits(8.6, "VllmWorker_2", code=0)
+    play.swept(8.65, "VllmWorker_2")
+    play.gpus_seen(8.7)
+    play.until(9.2)
+    play.gpus_seen(9.25)
+    play.made(9.3, "VllmWorker_1")
+    play.registers(12.0, "VllmWorker_1")
+    return play
+
+
+def rolling_restart() -> Play:
+    """`dynamo restart VllmWorker --rolling`: one after the other, never without a worker that serves."""
+    play = Play({"VllmWorker": 2})
+    play.do(1.0, Restart(stimulus_id="command:8", target="VllmWorker"))
+    at_s = 1.0
+    for name in ("VllmWorker_1", "VllmWorker"):
+        play.deregisters(at_s + 0.01, name)
+        play.exits(at_s + 2.0, name, code=0)
+        play.swept(at_s + 2.05, name)
+        play.gpus_seen(at_s + 2.1)
+        play.made(at_s + 2.2, name)
+        play.registers(at_s + 5.0, name)
+        at_s += 5.0
+    return play
+
+
+def swap() -> Play:
+    """A planner wants one prefill worker less and one decode worker more, on a host whose GPUs are all held.
+
+    The new decode worker is committed at once and waits for the GPU of the prefill worker, which first finishes.
+    """
+    play = Play({"VllmWorker": 1, "PrefillWorker": 2})
+    less, more = Change(-1, relative=True), Change(1, relative=True)
+    why = "planner:17"
+    play.do(1.0, Scale(stimulus_id=why, component="PrefillWorker", change=less, by_person=False))
+    up = Scale(stimulus_id=why, component="VllmWorker", change=more, by_person=False, wait_for_gpus=True)
+    play.do(1.0, up)
+    play.deregisters(1.2, "PrefillWorker_1")
+    play.until(1.5)
+    play.gpus_seen(1.6)
+    play.exits(1.9, "PrefillWorker_1", code=0)
+    play.swept(1.95, "PrefillWorker_1")
+    play.gpus_seen(2.0)
+    play.made(2.1, "VllmWorker_1")
+    play.registers(5.0, "VllmWorker_1")
+    return play
+
+
+EPISODES: Mapping[str, Callable[[], Play]] = {
+    "drain": drain,
+    "crash": crash,
+    "adoption": adoption,
+    "rolling-restart": rolling_restart,
+    "swap": swap,
+}

@@ -1,0 +1,1 @@
+"""The planner, joined to the arbiter."""

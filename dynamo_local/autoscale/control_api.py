@@ -1,0 +1,112 @@
+"""Dynamo's control API of a planner, on a socket that only this user can open: GET and PATCH `/v1/min-endpoints`.
+
+A PATCH is checked as the configuration is, and is done whole or not at all; it is the same as `dynamo planner set`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynamo_local.autoscale.min_endpoints import BadRequest, checked, read_change, state_of
+from dynamo_local.autoscale.planning import Planning
+from dynamo_local.control.tasks import Tasks
+from dynamo_local.core.api_keys import parse_source
+from dynamo_local.errors import BadInput, ConfigError, DynamoError
+from dynamo_local.system.key_files import ApiKeys
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from dynamo_local.components.openai.server import HttpServer
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/min-endpoints"
+BODY_MAX = 16 * 1024
+DEADLINE_S = 10.0
+"""A change that cannot begin by then (another one is under way) is refused, and nothing is changed."""
+
+
+class ControlApi:
+    """Serves from `start` to `stop`. `ready` raises `DynamoError` while the graph is not; with `api_key` a request must
+    show a key, as a scrape of the metrics must."""
+
+    def __init__(
+        self, planning: Planning, socket: Path, *, ready: Callable[[], None], api_key: str | None, tasks: Tasks
+    ) -> None:
+        self._planning = planning
+        self._socket = socket
+        self._ready = ready
+        self._api_key = api_key
+        self._tasks = tasks
+        self._server: HttpServer | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` where socket or keys cannot be had."""
+        from dynamo_local.components.openai.access import ApiKeyMiddleware
+        from dynamo_local.components.openai.server import HttpServer, bind_private_socket
+
+        app: Any = self
+        if self._api_key is not None:
+            source = parse_source(self._api_key)
+            keys = ApiKeys.load(source, os.environ, option="Host.metrics-api-key")
+            app = ApiKeyMiddleware(app, keys)
+            if source.kind == "file":
+                self._tasks.keep("API keys of the control API", keys.follow)
+        self._server = HttpServer(app, bind_private_socket(self._socket), idle=True)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Stop listening; the socket goes."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+            self._socket.unlink(missing_ok=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        from dynamo_local.components.openai.errors import ApiError
+        from dynamo_local.components.openai.http_io import ClientGone, Reply, Whole, read_body
+
+        headers = {}
+        try:
+            if scope["path"] != PATH:
+                status, answer = 404, _error(f"there is only {PATH}")
+            elif scope["method"] == "GET":
+                status, answer = await self._answered(None)
+            elif scope["method"] == "PATCH":
+                status, answer = await self._answered(await read_body(scope, receive, BODY_MAX, lambda size: None))
+            else:
+                status, answer, headers = 405, _error("there are only GET and PATCH"), {"allow": "GET, PATCH"}
+        except ClientGone:
+            return
+        except ApiError as error:
+            told = f"the body has more than {BODY_MAX} bytes" if error.status == 413 else error.message
+            status, answer = error.status, _error(told)
+        await Reply(send).whole(Whole(status, json.dumps(answer).encode(), headers))
+
+    async def _answered(self, body: bytes | None) -> tuple[int, dict[str, Any]]:
+        planning = self._planning
+        try:
+            self._ready()
+            if body is not None:
+                change = checked(read_change(body), planning.options, planning.graph)
+                await planning.set(change, within_s=DEADLINE_S)
+            return 200, state_of(planning.options, planning.graph)
+        except BadRequest as error:
+            return 400, _error(str(error))
+        except (BadInput, ConfigError) as error:
+            return 422, _error(str(error))
+        except DynamoError as error:
+            return 503, _error(str(error))
+        except TimeoutError:
+            return 503, _error(f"another change is under way for {DEADLINE_S:g} s; nothing is changed, try again")
+
+
+def _error(text: str) -> dict[str, Any]:
+    return {"error": text}

@@ -1,0 +1,188 @@
+"""What a planner observes of its arbiter's workers beyond their loads: requests, and forward passes.
+
+All of it is asked for (`runtime.observation`), nothing is sent by itself: requests are counted every five seconds while
+a policy runs that goes by them, passes are asked for when they are wanted. Otherwise nobody is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from dynamo_local.autoscale.planner_options import prometheus_options
+from dynamo_local.clock import Clock
+from dynamo_local.commands.launching import DYNAMO_1X
+from dynamo_local.config import PlannerConfig, planned_components
+from dynamo_local.control.links import Links
+from dynamo_local.control.shell import Shell
+from dynamo_local.core.life.fleet import Worker
+from dynamo_local.core.types import GraphSpec, Missing, Role
+from dynamo_local.errors import DynamoError
+from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S, Counted, CounterHistory
+from dynamo_local.planner.sources.passes import PassTracker, ReadyWorker
+from dynamo_local.planner.sources.prometheus import PrometheusTraffic
+from dynamo_local.planner.values.passes import Capabilities, Engines
+from dynamo_local.planner.values.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+ENGINES = frozenset({Role.PREFILL, Role.DECODE, Role.AGGREGATED})
+ANSWER = frozenset({None, DYNAMO_1X})
+"""The runtimes whose frontends and engines tell (None: our own components)."""
+
+
+class Observing:
+    """`TrafficSource` and `PassSource` of one graph. `follow` says for what kind of planner, `close` that there is none
+    any more. `background` runs what nobody waits for."""
+
+    def __init__(
+        self,
+        graph: Callable[[], GraphSpec],
+        shell: Shell,
+        links: Links,
+        clock: Clock,
+        background: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._graph = graph
+        self._shell = shell
+        self._links = links
+        self._clock = clock
+        self._background = background
+        self._history = CounterHistory()
+        self._tracker = PassTracker()
+        self._observer: Any = None
+        self._counting: asyncio.Task[None] | None = None
+        self._asking = asyncio.Lock()
+        self._elsewhere: PrometheusTraffic | None = None
+
+    # --- what is wanted ----------------------------------------------------------------------------
+
+    def follow(self, options: PlannerConfig) -> None:
+        """Be ready for what a planner with these options will ask: a window can only be told of what was counted."""
+        prometheus = prometheus_options(options, self._graph().namespace)
+        if self._elsewhere is not None and prometheus != self._elsewhere.options:
+            self._leave_elsewhere()
+        if prometheus is not None and self._elsewhere is None:
+            self._elsewhere = PrometheusTraffic(prometheus, self._clock)
+        if options.policy == "load" or prometheus is not None:
+            self._stop_counting()
+            return
+        self._history.keep_s = options.throughput_adjustment_interval_seconds
+        if self._counting is None:
+            self._counting = asyncio.create_task(self._count(), name="counting requests")
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        self._stop_counting()
+        self._leave_elsewhere()
+
+    def _stop_counting(self) -> None:
+        task, self._counting = self._counting, None
+        if task is not None:
+            task.cancel()
+
+    def _leave_elsewhere(self) -> None:
+        elsewhere, self._elsewhere = self._elsewhere, None
+        if elsewhere is not None:
+            self._background(elsewhere.close())
+
+    # --- the sources ---------------------------------------------------------------------------------
+
+    async def traffic(self, window_s: float) -> Traffic | Missing:
+        """See `TrafficSource`."""
+        if self._elsewhere is not None:
+            return await self._elsewhere.traffic(window_s)
+        await self._scrape()
+        return self._history.traffic(window_s, self._clock.now_s())
+
+    async def passes(self) -> Engines:
+        """See `PassSource`."""
+        ready = [worker for worker in self._shell.fleet.workers.values() if worker.ready and self._has_engine(worker)]
+        await self._ask_passes(frozenset(worker.name for worker in ready))
+        serving = (ReadyWorker(worker.name, worker.component, _worker_id(worker)) for worker in ready)
+        return self._tracker.take(serving, self._clock.now_s())
+
+    def capabilities(self) -> Mapping[str, Capabilities]:
+        """See `PassSource`."""
+        return self._tracker.capabilities()
+
+    # --- asking --------------------------------------------------------------------------------------
+
+    async def _count(self) -> None:
+        next_s = self._clock.now_s()
+        while True:
+            await self._clock.sleep_until(next_s)
+            try:
+                await self._scrape()
+            except Exception:  # a bug must not end the counting in silence
+                log.exception("counting the requests failed; it is tried again")
+            next_s = max(next_s + SCRAPE_EVERY_S, self._clock.now_s())
+
+    async def _scrape(self) -> None:
+        """Read all counters once; who comes while that is done waits for it."""
+        from dynamo_local.runtime.observation import Question
+
+        async with self._asking:
+            ready = [worker for worker in self._shell.fleet.workers.values() if worker.ready and self._counts(worker)]
+            expected = frozenset(worker.name for worker in ready)
+            try:
+                heard = await self._ask(Question(counters=True), expected)
+            except DynamoError as error:
+                self._history.failed(str(error))
+                return
+            counted = [self._counted(name, one) for name, one in heard.items() if one.counters is not None]
+            told = {one.name for one in counted}
+            absent = [w.name for w in ready if w.role is Role.FRONTEND and w.name not in told]
+            self._history.add(self._clock.now_s(), counted, absent=absent)
+
+    def _counted(self, name: str, one: Any) -> Counted:
+        """Of a frontend that drains, too: its requests are the clients'."""
+        frontends = {spec.name for spec in self._graph().services if spec.role is Role.FRONTEND}
+        prefills = next(filter(None, planned_components(self._graph())))  # in an aggregated graph there is one kind
+        return Counted(
+            frontend=one.component in frontends,
+            prefills=one.component == prefills,
+            name=name,
+            epoch=one.epoch,
+            up_since_s=one.up_since_s,
+            counters=one.counters,
+        )
+
+    async def _ask_passes(self, expected: frozenset[str]) -> None:
+        from dynamo_local.runtime.observation import Question
+
+        try:
+            heard = await self._ask(Question(passes=True, after=self._tracker.after()), expected)
+        except DynamoError as error:
+            log.debug("no passes: %s", error)
+            return
+        for name, one in heard.items():
+            if name not in expected:
+                continue
+            can = Capabilities(**{limit: value for limit, value in one.limits.items() if value is not None})
+            self._tracker.can(one.component, can)
+            self._tracker.heard(name, one.passes, ranks=can.dp_size, missed=one.missed)
+
+    async def _ask(self, question: Any, expected: frozenset[str]) -> Mapping[str, Any]:
+        from dynamo_local.runtime.observation import Observer
+
+        if self._observer is None:
+            self._observer = Observer(self._links.nats, self._graph().namespace, self._clock)
+        return await self._observer.ask(question, expected)
+
+    def _counts(self, worker: Worker) -> bool:
+        return worker.role in ENGINES | {Role.FRONTEND} and self._runtime(worker) in ANSWER
+
+    def _has_engine(self, worker: Worker) -> bool:
+        return worker.component in planned_components(self._graph()) and worker.role in ENGINES and self._counts(worker)
+
+    def _runtime(self, worker: Worker) -> str | None:
+        return next((spec.runtime for spec in self._graph().services if spec.name == worker.component), None)
+
+
+def _worker_id(worker: Worker) -> str:
+    """What its engine calls itself: a command's own lease, else the worker's."""
+    lease = next(iter(worker.other_leases), worker.lease)
+    return "" if lease is None else str(int(lease, 16))

@@ -1,0 +1,1 @@
+"""Dynamo 1.x's own workers as components."""

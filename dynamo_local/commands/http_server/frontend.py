@@ -1,0 +1,59 @@
+"""The `Frontend` of a graph of HTTP servers (`runtime: http`): OpenAI's API, passed on to them.
+
+It finds them by the models that their workers have registered, so it depends on no service, and new ones need no
+configuration here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from dynamo_local.components.models_view import ModelsView, prefill_models_prefix
+from dynamo_local.components.openai import access
+from dynamo_local.components.openai.serving import Serving
+from dynamo_local.components.proxy.app import ProxyDeps, create_app
+from dynamo_local.components.proxy.pool import DispatcherFactory, ModelDispatchers
+from dynamo_local.components.proxy.settings import HttpFrontendConfig
+from dynamo_local.sdk import async_on_start, on_shutdown, service
+from dynamo_local.sdk.context import current_context
+
+
+@service(name="Frontend", dynamo={"role": "frontend"}, config=HttpFrontendConfig)
+class ProxyFrontend:
+    """Serves HTTP itself; it has no endpoints of its own on the data plane."""
+
+    max_workers = 1
+    """At most one: a second worker could not listen on the same port."""
+
+    def __init__(self) -> None:
+        self._serving = Serving()
+        self._stack = contextlib.AsyncExitStack()
+
+    @async_on_start
+    async def start(self) -> None:
+        """Bind, listen, announce the URL. Raises `ConfigError` where port, keys or certificate cannot be had."""
+        context = current_context()
+        settings: HttpFrontendConfig = context.settings or HttpFrontendConfig()
+        keys = access.take_keys(settings, os.environ)
+        sock = access.listening_socket(settings)
+        maker = DispatcherFactory(context, settings.router, settings.max_tries)
+        self._stack.push_async_callback(maker.close)
+        models = ModelsView(context.namespace, expected=settings.served_model_name)
+        prefilling = ModelsView(context.namespace, prefix=prefill_models_prefix(context.namespace))
+        deps = ProxyDeps(
+            servers=ModelDispatchers(models, maker.make),
+            prefill=ModelDispatchers(prefilling, maker.make),
+            options=settings,
+            models=models,
+            settings=settings,
+            keys=keys,
+            draining=context.draining,
+        )
+        await self._serving.start(context, deps, create_app(deps), sock, prefilling)
+
+    @on_shutdown
+    async def stop(self) -> None:
+        """Stop listening, and end the connections that are idle."""
+        await self._serving.stop()
+        await self._stack.aclose()

@@ -1,0 +1,37 @@
+"""Where a large request is parsed, rendered and tokenised: in one thread beside the event loop, which carries
+everybody's tokens. One after the other, so that several large requests take no more of the loop's time than one."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+from typing import Final, ParamSpec, TypeVar
+
+from dynamo_local.components.limits import LARGE_BYTES
+from dynamo_local.system.executors import DaemonExecutor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TRIM_BYTES: Final = 4 * LARGE_BYTES
+"""After a request of this size the C library is asked to give free memory back: by itself it keeps what lies below
+anything that is still used, up to a hundred megabytes after a few bodies of eight."""
+
+TRIM_AFTER_S: Final = 1.0
+"""By then what was made of the request is gone, too."""
+
+_LARGE: Final = DaemonExecutor("large request", threads=1)
+_malloc_trim: Final = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # glibc's; others need none
+
+
+async def run_by_size(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(...)`: at once for what is small (bytes or characters), in the thread for what is not."""
+    if size <= LARGE_BYTES:
+        return work(*args, **kwargs)
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(_LARGE, lambda: work(*args, **kwargs))
+    finally:
+        if size >= TRIM_BYTES:
+            loop.call_later(TRIM_AFTER_S, _LARGE.submit, _malloc_trim, 0)

@@ -1,0 +1,182 @@
+"""What Processor, VllmWorker and PrefillWorker send to each other. Plain dicts: the data plane packs them as they are.
+
+Requests are checked by msgspec when they arrive (once per request); response items are built and read
+without it (once per frame of tokens, on the hot path).
+
+    generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}, "prefix_hit_rate"?: 0..1}
+    generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int}
+    prefill entry     {"token_ids", "sampling", "reply_subject"}
+    prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int}; a failure travels as PrefillReplies' error
+    route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
+    route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
+    response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo_local.components import limits
+from dynamo_local.errors import InvalidRequest, KvTransferError
+from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
+from dynamo_local.runtime.requests.frames import RequestId, invalid_payload
+
+_StopText = Annotated[str, Meta(max_length=limits.MAX_STOP_LENGTH)]
+
+
+class ChatMessage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One message as the Frontend passes it on."""
+
+    role: str
+    content: str | None = None
+    name: str | None = None
+
+
+class TextRequest(msgspec.Struct, frozen=True):
+    """What a Frontend sends: the validated body, with a `request_id`. None means that the client did not say.
+
+    It is read from the wire as this, so that whatever else somebody may send is skipped, not made.
+    """
+
+    request_id: RequestId = ""
+    model: Annotated[str, Meta(max_length=512)] = ""
+    messages: Annotated[list[ChatMessage], Meta(max_length=limits.MAX_MESSAGES)] | None = None
+    prompt: str | Annotated[list[int], Meta(max_length=limits.MAX_PROMPT_IDS)] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Annotated[list[_StopText], Meta(max_length=limits.MAX_STOP_STRINGS)] | _StopText | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """What `VllmWorker.generate` takes."""
+
+    request_id: RequestId
+    token_ids: list[int]
+    sampling: SamplingParams
+    prefix_hit_rate: float | None = None
+    """The share of this prompt's blocks that the Router says this worker has cached; None: no Router was asked."""
+
+
+class RouteRequest(msgspec.Struct, frozen=True):
+    """What `Router.generate` takes. `avoid` are workers that have failed this request already."""
+
+    token_ids: list[int]
+    request_id: RequestId = ""
+    max_tokens: int = 0
+    avoid: list[int] = []
+    lora_id: int = 0
+
+
+class RouteAnswer(msgspec.Struct, frozen=True):
+    """What `Router.generate` answers: the worker, the share of the prompt that it has cached, and by which policy."""
+
+    worker_id: int
+    prefix_hit_rate: float
+    router: str
+
+
+class PrefillEntry(msgspec.Struct, frozen=True):
+    """The payload of a prefill queue entry; its request id is the queue's own field."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    reply_subject: str
+
+
+class PrefillReply(msgspec.Struct, frozen=True):
+    """What a prefill worker answers: the KV's identity."""
+
+    kv_transfer_params: dict[str, Any]
+    num_cached_tokens: int | None = None
+
+
+def parse_text_request(payload: Any) -> TextRequest:
+    """Raises `InvalidRequest` that names the parameter."""
+    try:
+        return msgspec.convert(payload, TextRequest)
+    except msgspec.ValidationError as error:
+        raise invalid_payload(error) from error
+
+
+def size_of(request: TextRequest) -> int:
+    """About how many characters are to be rendered and tokenised."""
+    return len(request.prompt or ()) + sum(len(message.content or "") + 16 for message in request.messages or ())
+
+
+def generate_request(request_id: str, token_ids: list[int], sampling: SamplingParams) -> dict[str, Any]:
+    """The request as it travels."""
+    return {"request_id": request_id, "token_ids": token_ids, "sampling": asdict(sampling)}
+
+
+def parse_generate_request(payload: Any) -> GenerateRequest:
+    """Raises `InvalidRequest` that names the field."""
+    try:
+        return msgspec.convert(payload, GenerateRequest)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"generate request: {error}") from error
+
+
+def parse_route_request(payload: Any) -> RouteRequest:
+    """Raises `InvalidRequest` that names the field."""
+    try:
+        return msgspec.convert(payload, RouteRequest)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"route request: {error}") from error
+
+
+def generate_item(output: EngineOutput) -> dict[str, Any]:
+    """An engine's output as it travels; what is None is left out."""
+    item: dict[str, Any] = {"token_ids": output.token_ids}
+    if output.finish_reason is not None:
+        item["finish_reason"] = output.finish_reason
+    if output.num_cached_tokens is not None:
+        item["num_cached_tokens"] = output.num_cached_tokens
+    return item
+
+
+def prefill_entry(request: EngineRequest, reply_subject: str) -> dict[str, Any]:
+    """The queue entry for a request; the prefill worker answers on `reply_subject`."""
+    return {
+        "token_ids": list(request.prompt_token_ids),
+        "sampling": asdict(request.sampling),
+        "reply_subject": reply_subject,
+    }
+
+
+def parse_prefill_entry(payload: Mapping[str, Any]) -> PrefillEntry:
+    """Raises `InvalidRequest` that names the field."""
+    try:
+        return msgspec.convert(payload, PrefillEntry)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"prefill entry: {error}") from error
+
+
+def prefill_reply(output: EngineOutput) -> dict[str, Any]:
+    """A finished prefill's answer. Raises `KvTransferError` when the engine gave no identity of the KV."""
+    if output.kv_transfer_params is None:
+        raise KvTransferError("the prefill engine finished without kv_transfer_params; nothing can be handed over")
+    reply: dict[str, Any] = {"kv_transfer_params": dict(output.kv_transfer_params)}
+    if output.num_cached_tokens is not None:
+        reply["num_cached_tokens"] = output.num_cached_tokens
+    return reply
+
+
+def parse_prefill_reply(payload: Any) -> dict[str, Any]:
+    """The `kv_transfer_params`, unchanged. Raises `KvTransferError` for an answer without them."""
+    try:
+        return msgspec.convert(payload, PrefillReply).kv_transfer_params
+    except msgspec.ValidationError as error:
+        raise KvTransferError(f"the prefill worker's answer cannot be read: {error}") from error

@@ -1,0 +1,163 @@
+"""One HTTP exchange: the body in, the answer out, and noticing that the client went away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from dynamo_local.components.limits import shortened
+from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.responses import error_event
+
+BODY_TIMEOUT_S = 30.0
+"""A client that has not sent its body by then gets 408; without a bound it could hold up a drain for ever."""
+
+ERROR_SEND_TIMEOUT_S = 5.0
+"""How long sending an error to a client that does not read may take."""
+
+JSON = "application/json"
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+def require_json(scope: Scope) -> None:
+    """Raises `ApiError` 415 unless the client says that it sends JSON.
+
+    A web page in somebody's browser may send any other kind of body to any address without asking first (CORS calls
+    it a simple request): it must not be able to start generations.
+    """
+    given = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
+    if given.partition(";")[0].strip().lower() != JSON:
+        said = f"not {shortened(given)!r}" if given else "and the request has none"
+        raise ApiError(415, f"The Content-Type must be {JSON}, {said}.", code="unsupported_media_type")
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, take: Callable[[int], None]) -> bytes:
+    """The whole body. Raises `ApiError` 413 or 408, what `take` raises for the size of a part, or `ClientGone`.
+
+    What a client still sends after a 413 is read and dropped by uvicorn: closing at once would reset the
+    connection before the client has seen the answer.
+    """
+    declared = dict(scope["headers"]).get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                take(len(part))
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"The request's body did not arrive within {BODY_TIMEOUT_S:g} s.",
+            code="request_timeout",
+            headers={"Connection": "close"},  # what is missing of the body would be taken for the next request
+        ) from error
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The request's body is larger than {max_bytes} bytes, this Frontend's `max_body_bytes`.",
+        code="request_too_large",
+    )
+
+
+async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`; `ClientGone` if the client leaves first, after `work` was cancelled and has ended.
+
+    Starlette's StreamingResponse would notice at the next write at the earliest, its JSONResponse never; an
+    engine would go on computing for nobody.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        gone.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer that is given at once. Without a `content-type` of its own it is JSON."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Reply:
+    """The response of one HTTP exchange."""
+
+    __slots__ = ("_send", "_started")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = False
+
+    async def event(self, data: bytes) -> None:
+        """Server-sent events, in one write; the first brings the status line with it."""
+        if not self._started:
+            self._started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),  # a buffering nginx in between would hold tokens back
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """The end of a stream of events."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def whole(self, answer: Whole) -> None:
+        """All of it."""
+        self._started = True
+        headers = {"content-type": "application/json", **{name.lower(): v for name, v in answer.headers.items()}}
+        headers["content-length"] = str(len(answer.body))
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": answer.body, "more_body": False})
+
+    async def fail(self, error: ApiError) -> None:
+        """The error as the answer; or, in a stream that has begun, as its last event, with no `[DONE]` after it.
+
+        Raises TimeoutError where the client does not read.
+        """
+        async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
+            if self._started:
+                await self.event(error_event(error))
+                await self.end()
+            else:
+                await self.whole(Whole(error.status, error.body(), error.headers))

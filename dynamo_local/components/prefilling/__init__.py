@@ -1,0 +1,1 @@
+"""Prefills: on prefill workers, and decode workers' use of them."""

@@ -1,0 +1,155 @@
+"""The decode side of a remote prefill: decide, enqueue, wait for the KV's identity, else go on alone.
+
+Nothing that goes wrong here is the client's error: past the deadline, without NATS, without a prefill worker,
+the request is prefilled locally and the client sees a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components import messages
+from dynamo_local.core.disagg import DisaggSettings, SampledDepth, decide_prefill
+from dynamo_local.core.types import Missing
+from dynamo_local.errors import DynamoError, InfraUnavailable
+from dynamo_local.ports import EngineRequest, PrefillQueue
+from dynamo_local.sdk.context import PrefillReplies
+
+log = logging.getLogger(__name__)
+
+DEPTH_TIMEOUT_S = 0.5
+
+
+class QueueGauge:
+    """The prefill queue's `pending`, asked at most every `DEPTH_MAX_AGE_S` and by one request at a time."""
+
+    def __init__(self, queue: PrefillQueue, clock: Clock) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._depth = SampledDepth()
+        self._refresh: asyncio.Task[None] | None = None
+
+    def enqueued(self) -> None:
+        """Count one entry more, until the next sample."""
+        self._depth.enqueued()
+
+    async def pending(self) -> int | Missing:
+        """Entries waiting, at most `DEPTH_MAX_AGE_S` old; `Missing` where the queue does not answer."""
+        if self._depth.due(self._clock.now_s()):
+            if self._refresh is None or self._refresh.done():
+                self._refresh = asyncio.create_task(self._sample(), name="prefill queue depth")
+            # Shielded: one caller's cancellation must not take the sample from the others.
+            await asyncio.shield(self._refresh)
+        return self._depth.pending
+
+    async def close(self) -> None:
+        """End a sample that is under way."""
+        if self._refresh is not None:
+            self._refresh.cancel()
+            await asyncio.wait([self._refresh])
+
+    async def _sample(self) -> None:
+        self._depth.asked()
+        value: int | Missing
+        try:
+            async with asyncio.timeout(DEPTH_TIMEOUT_S):
+                value = (await self._queue.depth()).pending
+        except TimeoutError:
+            value = Missing(f"no answer within {DEPTH_TIMEOUT_S} s")
+        except InfraUnavailable as error:
+            value = Missing(str(error))
+        self._depth.sampled(value, self._clock.now_s())
+
+
+class RemotePrefill:
+    """Has prompts prefilled by prefill workers, where that pays. One per decode worker.
+
+    `settings` gives the current thresholds, `prefill_workers` how many are registered, `timeout_s` bounds how
+    long a request waits for its KV. `conditional=False` sends every prefill away. `check` raises `KvTransferError`
+    for KV that cannot be used here.
+    """
+
+    def __init__(
+        self,
+        queue: PrefillQueue,
+        replies: PrefillReplies,
+        *,
+        settings: Callable[[], DisaggSettings],
+        prefill_workers: Callable[[], int],
+        conditional: bool,
+        timeout_s: float,
+        check: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._queue = queue
+        self._replies = replies
+        self._settings = settings
+        self._prefill_workers = prefill_workers
+        self._conditional = conditional
+        self._timeout_s = timeout_s
+        self._check = check
+        self._clock = clock or AsyncioClock()
+        self._gauge = QueueGauge(queue, self._clock)
+        self._cancels: set[asyncio.Task[None]] = set()
+        self.waiting = 0
+        """Requests that wait for a remote prefill now."""
+
+    async def prefill(self, request: EngineRequest, prefix_hit_rate: float) -> Mapping[str, Any] | None:
+        """The `kv_transfer_params` for the decode engine, or None: prefill locally. Raises nothing of its own."""
+        decision = decide_prefill(
+            prompt_length=len(request.prompt_token_ids),
+            prefix_hit_rate=prefix_hit_rate,
+            queue_size=await self._gauge.pending(),
+            prefill_workers=self._prefill_workers(),
+            settings=self._settings(),
+            conditional=self._conditional,
+        )
+        log.info("request %s: %s", request.request_id, decision.reason)
+        if not decision.remote:
+            return None
+        self.waiting += 1
+        settled = False
+        try:
+            params = await self._away(request)
+            settled = True
+            return params
+        except DynamoError as error:
+            log.warning("request %s is prefilled locally: %s", request.request_id, error)
+            return None
+        finally:
+            self.waiting -= 1
+            if not settled:  # also when the client went away
+                self.abandon(request.request_id)
+
+    async def _away(self, request: EngineRequest) -> Mapping[str, Any]:
+        deadline_s = self._clock.now_s() + self._timeout_s
+        with self._replies.expect(request.request_id) as expected:
+            entry = messages.prefill_entry(request, self._replies.reply_subject)
+            await self._queue.enqueue(request.request_id, entry, deadline_s=self._timeout_s)
+            self._gauge.enqueued()
+            params = messages.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
+        if self._check is not None:
+            await self._check(params)
+        return params
+
+    def abandon(self, request_id: str) -> None:
+        """Take the entry out of the queue, in the background: the request must not wait for that."""
+        task = asyncio.create_task(self._cancel(request_id), name=f"cancel prefill {request_id}")
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
+
+    async def _cancel(self, request_id: str) -> None:
+        try:
+            await self._queue.cancel(request_id)
+        except InfraUnavailable as error:
+            log.warning("the prefill entry of %s stays until its deadline: %s", request_id, error)
+
+    async def finish(self) -> None:
+        """Return when no cancellation is under way; each is bounded by the queue's own deadline."""
+        while self._cancels:
+            await asyncio.wait(tuple(self._cancels))
+        await self._gauge.close()

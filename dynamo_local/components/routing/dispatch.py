@@ -1,0 +1,159 @@
+"""Sending a request to a worker, and to another one where the first gave nothing.
+
+The picker is pure; here are the calls. A request that has produced no token can be repeated anywhere without
+the client noticing; one that has cannot, and its error is the client's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components.routing.router_client import Routed
+from dynamo_local.core.routing import Picker, Sample
+from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy, WorkerDraining
+from dynamo_local.ports import EndpointClient, ResponseStream
+from dynamo_local.runtime.requests.client import late_news_s
+
+log = logging.getLogger(__name__)
+
+Batch = list[Any]
+
+
+def has_tokens(batch: Batch) -> bool:
+    """Whether a batch of a worker's items holds something that a client may have seen."""
+    return any(item["token_ids"] for item in batch)
+
+
+class Chooser(Protocol):
+    """Chooses a worker ahead of the picker: a Router."""
+
+    async def choose(
+        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int]
+    ) -> Routed | None:
+        """The worker, or None if there is no answer in time. Raises nothing of its own."""
+        ...
+
+
+class Dispatcher:
+    """Chooses among a component's workers and repeats what failed before its first token.
+
+    `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
+    request (a full or leaving worker only refuses, which costs nothing, so all of them may be asked). If all known
+    workers are leaving, it waits for others: a scale-down fails no request. A `router` is asked first; the picker
+    decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the client
+    may have got a part of a batch.
+    """
+
+    def __init__(
+        self,
+        client: EndpointClient,
+        picker: Picker,
+        loads: Callable[[Sequence[int]], Mapping[int, Sample]],
+        max_tries: int = 3,
+        clock: Clock | None = None,
+        router: Chooser | None = None,
+        produced: Callable[[Batch], bool] = has_tokens,
+    ) -> None:
+        self._router = router
+        self._produced = produced
+        self._client = client
+        self._picker = picker
+        self._loads = loads
+        self._max_tries = max_tries
+        self._clock = clock or AsyncioClock()
+
+    async def send(
+        self,
+        payload: Mapping[str, Any],
+        *,
+        request_id: str,
+        tokens: int,
+        timeout_s: float | None,
+        max_tries: int | None = None,
+    ) -> AsyncGenerator[Batch, None]:
+        """The worker's items as they arrived together. `tokens` bounds what the request may generate, `max_tries` is
+        for this request alone.
+
+        Raises `NoWorkers`, `WorkerBusy` (every worker refused; `details["retry_after_s"]` is the shortest that
+        one of them named) or what the last worker failed with. Close the generator to cancel the request.
+        """
+        max_tries = self._max_tries if max_tries is None else max_tries
+        deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
+        failures: dict[int, DynamoError] = {}
+        while _failed(failures) < max_tries:
+            routed = await self._choose(payload, request_id, tokens, failures)
+            if routed is None:
+                break
+            worker = routed.worker
+            known = {} if routed.prefix_hit_rate is None else {"prefix_hit_rate": routed.prefix_hit_rate}
+            left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
+            self._picker.routed(worker, request_id, tokens, self._clock.now_s())
+            produced = False
+            try:
+                stream = await self._client.call(
+                    {**payload, **known}, instance_id=worker, request_id=request_id, timeout_s=left_s
+                )
+                async with _batches(stream) as batches:
+                    async for batch in batches:
+                        produced = produced or self._produced(batch)
+                        yield batch
+                return
+            except DynamoError as error:
+                if produced or not error.retryable or isinstance(error, InfraUnavailable):
+                    raise
+                failures[worker] = error
+                log.info("request %s: worker %x gave nothing: %s", request_id, worker, error)
+            finally:
+                self._picker.finished(worker, request_id, self._clock.now_s())
+            if isinstance(failures[worker], WorkerDraining):
+                await self._client.wait_for_others(failures, late_news_s(deadline_s, self._clock.now_s()))
+        raise _verdict(failures, self._client)
+
+    async def _choose(
+        self, payload: Mapping[str, Any], request_id: str, tokens: int, failures: Mapping[int, DynamoError]
+    ) -> Routed | None:
+        """The next worker, or None when nobody is left."""
+        untried = self._untried(failures)
+        if self._router is not None and untried:
+            routed = await self._router.choose(payload["token_ids"], request_id, tokens, tuple(failures))
+            untried = self._untried(failures)
+            if routed is not None and routed.worker in untried:
+                return routed
+        return Routed(self._picker.pick(untried, self._loads(untried))) if untried else None
+
+    def _untried(self, failures: Mapping[int, DynamoError]) -> list[int]:
+        return [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
+
+
+@contextlib.asynccontextmanager
+async def _batches(stream: ResponseStream) -> AsyncIterator[AsyncIterator[Batch]]:
+    """The stream's batches; leaving the block closes both, which cancels the handler if it still runs."""
+    batches = cast(AsyncGenerator[Batch, None], stream.batches())
+    try:
+        async with contextlib.aclosing(batches):
+            yield batches
+    finally:
+        await stream.aclose()
+
+
+def _failed(failures: Mapping[int, DynamoError]) -> int:
+    """How many workers have failed the request; refusals do not count."""
+    return sum(not isinstance(error, WorkerBusy | WorkerDraining) for error in failures.values())
+
+
+def _verdict(failures: Mapping[int, DynamoError], client: EndpointClient) -> DynamoError:
+    """The error after the last worker: "busy" if a worker was, otherwise the last failure."""
+    if not failures:
+        return NoWorkers("no worker is registered that could take the request; `dynamo status` shows the workers")
+    busy = [error for error in failures.values() if isinstance(error, WorkerBusy)]
+    if not busy:
+        return list(failures.values())[-1]
+    waits = [float(error.details["retry_after_s"]) for error in busy if "retry_after_s" in error.details]
+    return WorkerBusy(
+        f"all {len(client.instances())} workers are full or unable; try again shortly",
+        **{**busy[-1].details, "retry_after_s": min(waits, default=1.0)},
+    )

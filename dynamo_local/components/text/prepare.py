@@ -1,0 +1,108 @@
+"""From an OpenAI body (as the Frontend validated it) to what a worker is asked. Pure, apart from the tokenizer.
+
+Everything that can be known to be wrong is refused here, before any worker is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from dynamo_local.components.messages import TextRequest
+from dynamo_local.components.text.tokenizer import Tokenizer
+from dynamo_local.errors import InvalidRequest
+from dynamo_local.ports import SamplingParams
+
+Kind = Literal["chat", "completion"]
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions; a chat may use what is left of the context."""
+
+PROMPT_PARAM: Mapping[Kind, str] = {"chat": "messages", "completion": "prompt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One request, ready to be sent. `stop` are strings for the detokenizer, ids are in `sampling`."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+
+
+def prepare(kind: Kind, request: TextRequest, tokenizer: Tokenizer, max_model_len: int) -> Prepared:
+    """Tokens, sampling parameters and stop strings of a request.
+
+    Raises `InvalidRequest`, naming the parameter: messages or prompt that cannot be used or are too long
+    (`prompt + 1 > max_model_len`), `max_tokens` that does not fit behind the prompt.
+    """
+    token_ids = _token_ids(kind, request, tokenizer, max_model_len)
+    max_tokens = _max_tokens(kind, request.max_tokens, len(token_ids), max_model_len)
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return Prepared(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        sampling=_sampling(request, max_tokens, tokenizer.eos_token_ids),
+        stop=tuple(text for text in stop if text),
+    )
+
+
+def _token_ids(kind: Kind, request: TextRequest, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+    if kind == "chat":
+        text = tokenizer.render(msgspec.to_builtins(request.messages))
+        if tokenizer.surely_exceeds(text, max_model_len):
+            raise _no_room(kind, f"more than {max_model_len}", max_model_len)
+        return tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
+    prompt = request.prompt
+    if isinstance(prompt, list) and len(prompt) >= max_model_len:
+        raise _no_room(kind, str(len(prompt)), max_model_len)
+    if isinstance(prompt, str) and tokenizer.surely_exceeds(prompt, max_model_len):
+        raise _no_room(kind, f"more than {max_model_len}", max_model_len)
+    return tokenizer.encode_prompt(prompt)
+
+
+def _no_room(kind: Kind, tokens: str, max_model_len: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt is {tokens} tokens long and leaves no room for an answer: the model's context is "
+        f"{max_model_len} tokens, prompt and answer together; shorten the prompt",
+        param=PROMPT_PARAM[kind],
+        code="context_length_exceeded",
+    )
+
+
+def _max_tokens(kind: Kind, asked: int | None, prompt_tokens: int, max_model_len: int) -> int:
+    left = max_model_len - prompt_tokens
+    if left < 1:
+        raise _no_room(kind, str(prompt_tokens), max_model_len)
+    if asked is None:
+        return left if kind == "chat" else min(COMPLETION_MAX_TOKENS, left)
+    if asked < 1:
+        raise InvalidRequest(f"max_tokens must be 1 or more, not {asked}", param="max_tokens")
+    if asked > left:
+        raise InvalidRequest(
+            f"max_tokens {asked} and a prompt of {prompt_tokens} tokens exceed the model's context of {max_model_len} "
+            f"tokens; ask for at most {left}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def _sampling(options: TextRequest, max_tokens: int, eos_token_ids: tuple[int, ...]) -> SamplingParams:
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "ignore_eos")
+        if (value := getattr(options, name)) is not None
+    }
+    eos = () if options.ignore_eos else eos_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        top_k=options.top_k or -1,  # 0 means "all" in OpenAI-like clients, which vLLM writes as -1
+        stop_token_ids=tuple(dict.fromkeys([*(options.stop_token_ids or ()), *eos])),
+        min_tokens=options.min_tokens or 0,
+        **given,
+    )

@@ -1,0 +1,1 @@
+"""The arbiter: what it knows of its workers, and what it does with them."""

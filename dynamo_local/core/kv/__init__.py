@@ -1,0 +1,1 @@
+"""Decisions about KV blocks: who has which, and who should be asked."""

@@ -1,0 +1,1 @@
+"""The life of a worker, and of a fleet of them."""

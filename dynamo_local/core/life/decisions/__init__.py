@@ -1,0 +1,1 @@
+"""Decisions about workers: a fleet in, moves or a typed refusal out."""

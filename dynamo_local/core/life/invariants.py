@@ -1,0 +1,82 @@
+"""What is true of every fleet, whatever happened: tests and the simulation check it after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dynamo_local.core.life.fleet import Course, Fleet, Worker
+from dynamo_local.core.life.states import TRAITS, HasProcess
+from dynamo_local.core.types import WorkerState as S
+from dynamo_local.core.types import watcher_name
+
+
+class Violated(AssertionError):
+    """A fleet that cannot be."""
+
+
+def validate(fleet: Fleet) -> None:
+    """Raises `Violated` that names every broken rule; returns nothing for a fleet that can be."""
+    broken = [*_of_gpus(fleet), *(why for worker in fleet.workers.values() for why in _of_worker(fleet, worker))]
+    if broken:
+        raise Violated("; ".join(broken))
+
+
+def _of_gpus(fleet: Fleet) -> Iterator[str]:
+    """No device with two holders; the ledger and the workers say the same; every device is in one place."""
+    ledger = fleet.gpus
+    booked = {name: uuids for name, uuids in ledger.held_uuids.items() if uuids}
+    mine = {worker.name: worker.gpus for worker in fleet.workers.values() if worker.gpus}
+    if booked != mine:
+        yield f"the ledger says {booked}, the workers {mine}"
+    held = [uuid for uuids in booked.values() for uuid in uuids]
+    parts = [*held, *ledger.quarantined, *ledger.taken, *(device.uuid for device in ledger.free)]
+    if sorted(parts) != sorted(device.uuid for device in ledger.devices):
+        yield f"devices are counted as {sorted(parts)}, there are {[device.uuid for device in ledger.devices]}"
+
+
+def _of_worker(fleet: Fleet, worker: Worker) -> Iterator[str]:
+    who, traits = f"{worker.name} ({worker.state}/{worker.course})", TRAITS[worker.state]
+    if worker.name != watcher_name(fleet.namespace, worker.component, worker.n):
+        yield f"{who} is not called as its component and suffix say"
+    has = worker.runs or worker.spawning
+    if traits.process is HasProcess.NO and has:
+        yield f"{who} has a process, or one that is being made"
+    if traits.process is HasProcess.YES and not has:
+        yield f"{who} has no process, and none is being made"
+    if worker.runs and worker.spawning:
+        yield f"{who} has a process and another one is being made"
+    if worker.spawn_begun and not worker.spawning:
+        yield f"{who} has a process begun that was not to be made"
+    if has and (worker.sweeping or worker.returning is not None):
+        yield f"{who} has a process while the last one's remains are cleared"
+    if traits.serves and not worker.served:
+        yield f"{who} serves and never was ready"
+    if has and not fleet.outdated(worker) and len(worker.gpus) < fleet.template_of(worker).gpus_per_worker:
+        yield f"{who} runs on {len(worker.gpus)} GPUs, fewer than it needs"
+    if worker.state is S.FAULTED and worker.gpus and worker.returning is None:
+        yield f"{who} holds GPUs that it does not give back"
+    if worker.course is Course.RETURNING and worker.state not in (S.DRAINING, S.DRAIN_TIMED_OUT, S.EXITED):
+        yield f"{who} is called back from no drain"
+    if worker.course is Course.LEAVING and traits.process is not HasProcess.ENDING:
+        yield f"{who} is waited for, though nothing of it is being ended"
+    if fleet.leaving is None and (why := _forgotten(fleet, worker)):
+        yield f"{who} is forgotten: {why}"
+
+
+def _forgotten(fleet: Fleet, worker: Worker) -> str | None:
+    """Whoever is on its way, or leaves by our order, has something that will move it on."""
+    clearing = worker.sweeping or worker.returning is not None
+    looks = fleet.look_s is not None or fleet.looking
+    if worker.returning is not None and not looks:
+        return "nobody looks whether its GPUs come back"
+    if worker.held_back and fleet.infra_ok:
+        return "it waits for etcd and NATS, which answer"
+    if worker.state is S.STARTING and worker.runs and worker.due_s is None:
+        return "no deadline for its start"
+    if worker.state is S.DRAINING and worker.runs and worker.asked_s is not None:
+        return None if worker.due_s is not None or worker.counting else "no deadline for its drain"
+    if TRAITS[worker.state].waits and not (clearing or worker.held_back or worker.due_s is not None or looks):
+        return "nothing starts it"
+    if TRAITS[worker.state].process is HasProcess.ENDING and not (worker.runs or clearing):
+        return "its process is gone and nothing follows"
+    return None

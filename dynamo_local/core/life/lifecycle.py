@@ -1,0 +1,231 @@
+"""The life of a managed worker, as one table.
+
+The rules, in prose:
+
+* An entry begins *pending*: it exists, its process does not; it may wait for a GPU to be returned.
+* `SpawnRequested` is committed before the process is made, so *starting* means "there may be a process".
+  `Spawned` then only adds the pid.
+* *ready* is observed (`Registered`: its keys are in etcd and it publishes load), never assumed.
+* Leaving politely is *draining*, whoever began it: `DrainRequested` by us, `LeaseRevoked` from outside.
+  A drain that is taken back ends in `DrainCancelled` once the worker has registered again.
+  Whatever the exit code, a draining worker that is gone has *exited*: it was leaving and is not restarted.
+* A process that goes unasked has *crashed*, exit code 0 included; so has one that hangs (`HealthFailed`), also
+  where its lease has expired of that first, which looked like a drain; and so has one that was silent when its lease
+  ended, was not asked to leave by us, and ended by a signal or with another code than 0.
+* A crash, and a start past its deadline, end in *backing off* (then *starting* again) or *faulted*.
+  `BackoffStarted`, `Faulted` and `Removed` are given only when no process is left: the GPU goes with the
+  process, not with the state.
+* Past its deadline a drain is *drain timed out* until the killed session is gone, then *exited*.
+* `RestartRequested` by a person clears a fault, skips a back-off, and brings an exited entry back.
+* Observations that may arrive late (`Spawned`, `Registered`, `LeaseRevoked`, `ProcessExited`) are legal
+  wherever a race can bring them; a command that makes no sense is illegal.
+
+Illegal events raise `IllegalTransition` and change nothing. Each event carries the `stimulus_id` of what caused it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dynamo_local.core.types import Missing
+from dynamo_local.core.types import WorkerState as S
+from dynamo_local.errors import DynamoError
+
+
+class IllegalTransition(DynamoError):
+    """The event makes no sense in this state; nothing was changed."""
+
+    code: ClassVar[str] = "illegal_transition"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events. `stimulus_id` names the cause: a command, a planner tick, an observation."""
+
+    stimulus_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnRequested(Event):
+    """We are about to make the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawned(Event):
+    """The process exists."""
+
+    pid: int
+    pid_start_time: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnFailed(Event):
+    """The process could not be made (no such program, no memory), or was called off before it was begun."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered(Event):
+    """All its endpoints are in etcd under `lease` (hex) and it publishes load."""
+
+    lease: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested(Event):
+    """We ask it to leave: take nothing new, finish what streams, exit."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRevoked(Event):
+    """Its lease is gone because somebody revoked it (ours included), not because etcd lost it."""
+
+    lease: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainCancelled(Event):
+    """The drain was taken back, and the worker has registered again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExited(Event):
+    """The process is gone. `exit_code` is negative for a signal, None where nobody could collect it."""
+
+    exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthFailed(Event):
+    """It lives and does not answer: treated as crashed, its session is being ended. Or it has died like that."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartDeadlinePassed(Event):
+    """Not ready within its start deadline; its session is being ended."""
+
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainDeadlinePassed(Event):
+    """Not gone within its drain deadline; its session is being ended."""
+
+    deadline_s: float
+    requests_cut: int | Missing = Missing("not counted")  # noqa: RUF009 - frozen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackoffStarted(Event):
+    """It will be started again after `delay_s`."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackoffElapsed(Event):
+    """The back-off is over; we are about to make the process again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faulted(Event):
+    """It failed too often; only a person restarts it now."""
+
+    reason: str
+
+
+STARTS = (SpawnRequested, BackoffElapsed)
+"""The events that commit that a process is about to be made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRequested(Event):
+    """A person (or `scale +1`) wants it again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed(Event):
+    """It is wanted no more and has no process to wait for."""
+
+
+NEXT: dict[tuple[S, type[Event]], S] = {
+    (S.PENDING, SpawnRequested): S.STARTING,
+    (S.PENDING, StartDeadlinePassed): S.START_TIMED_OUT,
+    (S.PENDING, Removed): S.EXITED,
+    (S.STARTING, Spawned): S.STARTING,
+    (S.STARTING, SpawnFailed): S.CRASHED,
+    (S.STARTING, Registered): S.READY,
+    (S.STARTING, DrainRequested): S.DRAINING,
+    (S.STARTING, LeaseRevoked): S.DRAINING,
+    (S.STARTING, ProcessExited): S.CRASHED,
+    (S.STARTING, StartDeadlinePassed): S.START_TIMED_OUT,
+    (S.READY, Registered): S.READY,
+    (S.READY, DrainRequested): S.DRAINING,
+    (S.READY, LeaseRevoked): S.DRAINING,
+    (S.READY, ProcessExited): S.CRASHED,
+    (S.READY, HealthFailed): S.CRASHED,
+    (S.DRAINING, Spawned): S.DRAINING,
+    (S.DRAINING, Registered): S.DRAINING,
+    (S.DRAINING, LeaseRevoked): S.DRAINING,
+    (S.DRAINING, DrainCancelled): S.READY,
+    (S.DRAINING, ProcessExited): S.EXITED,
+    (S.DRAINING, SpawnFailed): S.EXITED,
+    (S.DRAINING, DrainDeadlinePassed): S.DRAIN_TIMED_OUT,
+    (S.DRAINING, HealthFailed): S.CRASHED,
+    (S.DRAIN_TIMED_OUT, LeaseRevoked): S.DRAIN_TIMED_OUT,
+    (S.DRAIN_TIMED_OUT, ProcessExited): S.EXITED,
+    (S.CRASHED, LeaseRevoked): S.CRASHED,
+    (S.CRASHED, ProcessExited): S.CRASHED,
+    (S.CRASHED, BackoffStarted): S.BACKING_OFF,
+    (S.CRASHED, Faulted): S.FAULTED,
+    (S.CRASHED, Removed): S.EXITED,
+    (S.START_TIMED_OUT, LeaseRevoked): S.START_TIMED_OUT,
+    (S.START_TIMED_OUT, ProcessExited): S.START_TIMED_OUT,
+    (S.START_TIMED_OUT, BackoffStarted): S.BACKING_OFF,
+    (S.START_TIMED_OUT, Faulted): S.FAULTED,
+    (S.START_TIMED_OUT, RestartRequested): S.PENDING,
+    (S.START_TIMED_OUT, Removed): S.EXITED,
+    (S.BACKING_OFF, BackoffElapsed): S.STARTING,
+    (S.BACKING_OFF, RestartRequested): S.PENDING,
+    (S.BACKING_OFF, Removed): S.EXITED,
+    (S.FAULTED, RestartRequested): S.PENDING,
+    (S.FAULTED, Removed): S.EXITED,
+    (S.EXITED, RestartRequested): S.PENDING,
+}
+
+
+def apply(state: S, event: Event) -> S:
+    """The state after the event. Raises `IllegalTransition`, which names both and what would be legal."""
+    try:
+        return NEXT[state, type(event)]
+    except KeyError:
+        legal = ", ".join(kind.__name__ for kind in legal_events(state))
+        raise IllegalTransition(
+            f"{type(event).__name__} (cause {event.stimulus_id}) is not possible for a worker that is "
+            f"{state.value}; possible are: {legal}",
+            state=state.value,
+            event=type(event).__name__,
+        ) from None
+
+
+def legal_events(state: S) -> tuple[type[Event], ...]:
+    """What may happen in this state, in the table's order."""
+    return tuple(kind for (source, kind) in NEXT if source is state)
+
+
+def mermaid() -> str:
+    """The table as a mermaid state diagram, for the docs; events that lead to the same state are joined."""
+    arrows: dict[tuple[S, S], list[str]] = {}
+    for (source, kind), target in NEXT.items():
+        arrows.setdefault((source, target), []).append(kind.__name__)
+    lines = ["stateDiagram-v2", f"    [*] --> {S.PENDING.value}"]
+    for (source, target), kinds in arrows.items():
+        lines.append(f"    {source.value} --> {target.value}: {', '.join(kinds)}")
+    lines.append(f"    {S.EXITED.value} --> [*]")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,113 @@
+"""What each engine on a host must have for itself: ports, a folder for its sockets, a cache.
+
+Each is leased for the life of the process (`host_leases`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dynamo_local.errors import EngineError
+from dynamo_local.system.host_leases import is_free, lease
+
+PORTS = range(20_000, 28_000)
+"""Below 32768, where the kernel takes ports for outgoing connections: a port that is free now stays free."""
+PORTS_PER_ENGINE = 16
+"""NIXL listens on the first plus the rank."""
+IPC_PATH_MAX = 107
+_IPC_NAME_BYTES = 40
+"""Room for the names of vLLM's sockets (UUIDs), which are in the folder that we give."""
+
+
+@dataclass(slots=True)
+class EngineResources:
+    """The resources of one engine. `environment` is for vLLM; `close` gives everything back."""
+
+    host: str
+    port: int
+    environment: dict[str, str]
+    folder: Path
+    _leases: list[socket.socket] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Remove the folder of sockets and let go of the leases. The cache stays: it makes the next start faster."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for held in self._leases:
+            held.close()
+        self._leases.clear()
+
+
+def take(name: str, environ: Mapping[str, str]) -> EngineResources:
+    """Ports and folders for the engine of the worker `name`. Raises `EngineError` where no port is left."""
+    leases: list[socket.socket] = []
+    try:
+        port = _port_block(name, leases)
+        cache = _cache_folder(name, environ, leases)
+        folder = _socket_folder(environ)
+    except BaseException:
+        for held in leases:
+            held.close()
+        raise
+    host = environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or "127.0.0.1"
+    environment = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_RPC_BASE_PATH": str(folder),
+        "VLLM_CACHE_ROOT": str(cache),
+    }
+    return EngineResources(host, port, environment, folder, leases)
+
+
+def _port_block(name: str, leases: list[socket.socket]) -> int:
+    """The first of `PORTS_PER_ENGINE` free ports. Each worker starts its search at another place."""
+    blocks = len(PORTS) // PORTS_PER_ENGINE
+    first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    for n in range(blocks):
+        port = PORTS.start + (first + n) % blocks * PORTS_PER_ENGINE
+        held = lease(f"ports/{port}")
+        if held is None:
+            continue
+        if all(is_free(port + offset) for offset in range(PORTS_PER_ENGINE)):
+            leases.append(held)
+            return port
+        held.close()
+    raise EngineError(f"no {PORTS_PER_ENGINE} free ports in a row between {PORTS.start} and {PORTS.stop} on this host")
+
+
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """Our folder in vLLM's cache. Not created here."""
+    configured = environ.get("VLLM_CACHE_ROOT")
+    vllm = Path(configured) if configured else Path(environ.get("HOME") or Path.home()) / ".cache" / "vllm"
+    return vllm / "dynamo-local"
+
+
+def _cache_folder(name: str, environ: Mapping[str, str], leases: list[socket.socket]) -> Path:
+    """The worker's own, run after run: compiled graphs are found again. Of two of one name, the second has `NAME.1`."""
+    root = cache_root(environ)
+    n = 0
+    while True:
+        folder = root / (name if n == 0 else f"{name}.{n}")
+        held = lease(f"cache/{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}")
+        if held is not None:
+            leases.append(held)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return folder
+        n += 1
+
+
+def _socket_folder(environ: Mapping[str, str]) -> Path:
+    """In the run's folder, which is removed with the run; elsewhere if the sockets' paths would be too long there."""
+    given = environ.get("DYN_WORKER_FOLDER")
+    if given and len(os.fsencode(given)) + _IPC_NAME_BYTES <= IPC_PATH_MAX:
+        folder = Path(given)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700, parents=True)
+        return folder
+    return Path(tempfile.mkdtemp(prefix="dyn-vllm-"))

@@ -1,0 +1,164 @@
+"""Drives a policy: holds its state, and runs one tick through PREDICT, PROPOSE, merge and settle.
+
+The arbiter's loop, the twin and a replay of recorded pulls drive the same object; only what takes time differs. In the
+arbiter forecasts are made in another process, and plugins of others are asked; in the twin both answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from dynamo_local.planner.pipeline.merging import merge
+from dynamo_local.planner.policies.protocol import Policy
+from dynamo_local.planner.sources import Forecaster, NoForecaster
+from dynamo_local.planner.values.decisions import Decision
+from dynamo_local.planner.values.forecasts import Prediction
+from dynamo_local.planner.values.proposals import ComponentTarget, Proposal
+from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.standing import Standing
+
+T = TypeVar("T")
+
+FORECAST_DEADLINE_S = 30.0
+"""A forecast that takes longer is missing; the policy then goes by what it knows."""
+
+
+SLACK_S = 1e-3
+"""A pull this much before a decision is due is still that decision's (rounding)."""
+
+
+class Pipeline(Protocol):
+    """Who else has a say between the policy's own stages. Each call has a deadline of its own, and never raises."""
+
+    def wants(self, wants: Wants) -> Wants:
+        """What a pull must bring for the policy, and for everybody else."""
+        ...
+
+    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+        """The prediction of the policy (None: it has none), with what others say."""
+        ...
+
+    async def targets(
+        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+    ) -> tuple[ComponentTarget, ...]:
+        """The policy's proposals, merged with those of others, reconciled and constrained."""
+        ...
+
+
+class BuiltIns:
+    """Nobody else."""
+
+    def wants(self, wants: Wants) -> Wants:
+        """See `Pipeline`."""
+        return wants
+
+    async def predict(self, pull: Pull, own: Prediction | None) -> Prediction | None:
+        """See `Pipeline`."""
+        return own
+
+    async def targets(
+        self, pull: Pull, prediction: Prediction | None, proposals: tuple[Proposal, ...]
+    ) -> tuple[ComponentTarget, ...]:
+        """See `Pipeline`."""
+        return merge(proposals, baseline_of(pull)).targets
+
+
+def baseline_of(pull: Pull) -> dict[str, int]:
+    """What bounds are held against where nobody sets a number: the workers that serve, and those that will.
+
+    A floor that counted only the first would take back workers that are on their way (lesson 16)."""
+    return {role: pool.capacity for role, pool in pull.pools.by_role.items()}
+
+
+class PolicyDriver:
+    """A policy and its state, from `now_s` on."""
+
+    def __init__(
+        self,
+        policy: Policy[Any],
+        now_s: float,
+        *,
+        forecaster: Forecaster | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        self._policy = policy
+        self._state = policy.first(now_s)
+        self._began_s = now_s
+        self._forecaster = forecaster or NoForecaster()
+        self._pipeline = pipeline or BuiltIns()
+        self._changes = 0
+        self.prediction: Prediction | None = None
+        """What the last tick went by."""
+
+    @property
+    def next_at_s(self) -> float:
+        """When the next pull is due."""
+        return self._policy.next_at_s(self._state)
+
+    @property
+    def wants(self) -> Wants:
+        """What that pull must bring: for plugins, too, where it decides something."""
+        own = self._policy.wants(self._state)
+        return self._pipeline.wants(own) if _decides(self.standing, self.next_at_s) else own
+
+    @property
+    def standing(self) -> Standing:
+        """Where the policy stands."""
+        return self._policy.standing(self._state)
+
+    def manual(self, now_s: float) -> None:
+        """A person has changed the number of workers."""
+        self._state, self._began_s = self._policy.manual(self._state, now_s), now_s
+        self._changes += 1
+
+    def change(self, policy: Policy[Any], now_s: float) -> None:
+        """Go on with other options, or begin with another policy."""
+        if type(policy) is type(self._policy):
+            self._state = policy.taking_over(self._state)
+        else:
+            self._state, self._began_s = policy.first(now_s), now_s
+        self._policy = policy
+        self._changes += 1
+
+    async def tick(self, pull: Pull) -> Decision | None:
+        """A decision, where the pull led to one.
+
+        None, too, where the pull is older than a person's change, or where something was changed while forecasts and
+        plugins were waited for: that decision was made for another world. What the policy raises passes through, and
+        its state is then that of before.
+        """
+        if pull.at_s < self._began_s:
+            return None
+        changes, policy, state = self._changes, self._policy, self._state
+        # Plugins have turns: one that is asked at a pull which decides nothing would miss that of the decision.
+        pipeline = self._pipeline if _decides(self.standing, pull.at_s) else BuiltIns()
+        task = policy.forecasting(state, pull)
+        forecasts = None if task is None else await self._forecaster.run(task, FORECAST_DEADLINE_S)
+        state, own = policy.predicted(state, pull, forecasts)
+        prediction = await pipeline.predict(pull, own)
+        state, proposals = policy.propose(state, pull, prediction)
+        targets = await pipeline.targets(pull, prediction, proposals)
+        state, decision = policy.settle(state, pull, targets)
+        if changes != self._changes:
+            return None
+        self._state, self.prediction = state, prediction
+        return decision
+
+    def tick_now(self, pull: Pull) -> Decision | None:
+        """As `tick`, where forecaster and pipeline answer at once. RuntimeError where one of them waits."""
+        return _at_once(self.tick(pull))
+
+
+def _decides(standing: Standing, at_s: float) -> bool:
+    return standing.next_tick_at is not None and at_s >= standing.next_tick_at - SLACK_S
+
+
+def _at_once(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        work.send(None)
+    except StopIteration as done:
+        answer: T = done.value
+        return answer
+    work.close()
+    raise RuntimeError("a forecaster or a pipeline waits, where time does not pass")

@@ -1,0 +1,1 @@
+"""What runs a `ForecastTask` where it holds nobody up: `runners.Forecaster`, and the process behind it."""

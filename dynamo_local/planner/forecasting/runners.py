@@ -1,0 +1,50 @@
+"""Who runs a forecast: the arbiter off its loop, the twin here and now."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.forecasting.process import ForecastProcess
+from dynamo_local.planner.predictors.answering import answer
+from dynamo_local.planner.predictors.options import is_light
+from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
+
+DEADLINE_S = 60.0
+"""For one forecast, where the windows are not shorter: the first one of a process has seconds of imports before it."""
+
+
+class Forecaster(Protocol):
+    """Runs forecasts."""
+
+    async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
+        """The answer, or the reason why there is none within `deadline_s` seconds. Never raises for a task."""
+        ...
+
+    async def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+class InlineForecaster:
+    """In the caller's thread, whatever it takes: for the twin, whose time stands still meanwhile. The same task has the
+    same answer as elsewhere."""
+
+    async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
+        return answer(task)
+
+    async def close(self) -> None:
+        return
+
+
+class ArbiterForecaster:
+    """For the arbiter's loop: fits in a process of their own, and what takes a millisecond at most at once."""
+
+    def __init__(self) -> None:
+        self._process = ForecastProcess()
+
+    async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
+        return answer(task) if is_light(task.predictor) else await self._process.run(task, deadline_s)
+
+    async def close(self) -> None:
+        await self._process.close()

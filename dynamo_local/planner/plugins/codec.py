@@ -1,0 +1,185 @@
+"""The pipeline's values as messages of `dynamo.planner.plugin.v1`, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.pipeline.answers import TARGETS_MAX, Unusable, usable
+from dynamo_local.planner.pipeline.context import Fpm, Observations, PipelineContext
+from dynamo_local.planner.pipeline.predicting import FIELDS
+from dynamo_local.planner.pipeline.registering import Registering
+from dynamo_local.planner.pipeline.stages import Answer, Nothing, Predicted, Stage
+from dynamo_local.planner.plugins import wire
+from dynamo_local.planner.values.forecasts import Prediction
+from dynamo_local.planner.values.proposals import Accept, ComponentTarget, Override, OverrideType, Proposal, Reject
+from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.runtime.passes.fpm import encode_pass
+
+METHODS = {stage: wire.methods(f"{stage.title()}Plugin")[stage.title()] for stage in Stage}
+"""Of each stage: the path of its method, and the classes of its request and response."""
+
+WORKER_FIELDS = (
+    "ready_prefill",
+    "ready_decode",
+    "expected_prefill",
+    "expected_decode",
+    "prefill_scaling_in_progress",
+    "decode_scaling_in_progress",
+)
+
+
+# --- what a plugin is shown ----------------------------------------------------------------------
+
+
+def request(stage: Stage, context: PipelineContext, proposals: Sequence[Proposal] = ()) -> bytes:
+    """The request of that stage. `proposals` are for RECONCILE."""
+    _, made, _ = METHODS[stage]
+    asked = made()
+    _fill_context(asked.context, context)
+    if stage is Stage.RECONCILE:
+        for proposal in proposals:
+            _fill_proposal(asked.proposals.add(), proposal)
+    encoded: bytes = asked.SerializeToString()
+    return encoded
+
+
+def _fill_context(made: Any, context: PipelineContext) -> None:
+    made.request_id, made.decision_id = context.request_id, context.decision_id
+    made.observations.SetInParent()
+    _fill_observations(made.observations, context.observations)
+    if context.predictions is not None:
+        fill_prediction(made.predictions, context.predictions)
+    for field in ("proposal", "constrained"):
+        targets = getattr(context, field)
+        if targets is not None:
+            getattr(made, field).SetInParent()
+            _fill_targets(getattr(made, field), targets)
+
+
+def fill_prediction(made: Any, prediction: Prediction) -> None:
+    """Into a `PredictionData`."""
+    made.SetInParent()
+    made.source = prediction.source
+    for name in FIELDS:
+        if (value := getattr(prediction, name)) is not None:
+            setattr(made, f"predicted_{name}", value)
+
+
+def _fill_observations(made: Any, seen: Observations) -> None:
+    if seen.traffic is not None:
+        _fill_traffic(made.traffic, seen.traffic)
+    if seen.fpm is not None:
+        _fill_fpm(made.fpm, seen.fpm)
+    if seen.workers is not None:
+        made.workers.SetInParent()
+        for name in WORKER_FIELDS:
+            if (value := getattr(seen.workers, name)) is not None:
+                setattr(made.workers, name, value)
+
+
+def _fill_traffic(made: Any, traffic: Traffic) -> None:
+    made.SetInParent()
+    for name in ("duration_s", "num_req", "isl", "osl", "kv_hit_rate", "accept_length"):
+        value = getattr(traffic, name)
+        if not isinstance(value, Missing):
+            setattr(made, name, value)
+
+
+def _fill_fpm(made: Any, fpm: Fpm) -> None:
+    made.SetInParent()
+    for engines, target in ((fpm.prefill_engines, made.prefill_engines), (fpm.decode_engines, made.decode_engines)):
+        for engine, last in engines.items():
+            target[f"{engine.worker_id}/{engine.dp_rank}"] = encode_pass(last)
+
+
+def _fill_targets(made: Any, targets: Iterable[ComponentTarget]) -> None:
+    for target in targets:
+        added = made.targets.add()
+        added.sub_component_type, added.replicas, added.type = target.sub_component_type, target.replicas, target.type
+
+
+def _fill_proposal(made: Any, proposal: Proposal) -> None:
+    made.plugin_id, made.priority = proposal.plugin_id, proposal.priority
+    fill_result(made, proposal.result)
+
+
+def fill_result(made: Any, result: Answer) -> None:
+    """Into the oneof of a `ProposeResult` or of a stage's response."""
+    match result:
+        case Accept():
+            made.accept.SetInParent()
+        case Reject(reason=reason):
+            made.reject.SetInParent()
+            made.reject.reason = reason
+        case Override(targets=targets, reason=reason):
+            made.override.SetInParent()
+            made.override.reason = reason
+            _fill_targets(made.override, targets)
+
+
+# --- what it answers -----------------------------------------------------------------------------
+
+
+def answer(stage: Stage, raw: bytes) -> Answer:
+    """What a plugin answered. Raises `Unusable`."""
+    said = parsed(METHODS[stage][2], raw)
+    return usable(stage, _predicted(said) if stage is Stage.PREDICT else _RESULTS[said.WhichOneof("result")](said))
+
+
+def parsed(made: Any, raw: bytes) -> Any:
+    """The message. Raises `Unusable` for bytes that are none."""
+    try:
+        return made.FromString(raw)
+    except DecodeError:
+        raise Unusable(f"its {len(raw)} bytes are no {made.DESCRIPTOR.name}") from None
+
+
+def _predicted(said: Any) -> Predicted:
+    if not said.HasField("predictions"):
+        return Predicted(None, said.final)
+    found = said.predictions
+    values = {name: getattr(found, f"predicted_{name}") for name in FIELDS if found.HasField(f"predicted_{name}")}
+    return Predicted(Prediction(**values, source=found.source), said.final)
+
+
+def _override(said: Any) -> Override:
+    """A target without replicas is no opinion."""
+    targets = said.override.targets
+    if len(targets) > TARGETS_MAX:
+        raise Unusable(f"it has {len(targets)} targets, at most {TARGETS_MAX} are read")
+    found = []
+    for target in targets:
+        if target.type not in list(OverrideType):
+            raise Unusable(f"type is {target.type}, and must be SET, AT_LEAST or AT_MOST")
+        if target.HasField("replicas"):
+            found.append(ComponentTarget(target.sub_component_type, target.replicas, OverrideType(target.type)))
+    return Override(tuple(found), said.override.reason, said.final)
+
+
+_RESULTS: dict[str | None, Callable[[Any], Accept | Override | Reject | Nothing]] = {
+    "accept": lambda _: Accept(),
+    "override": _override,
+    "reject": lambda said: Reject(said.reject.reason),
+    None: lambda _: Nothing(),
+}
+
+
+def registering(said: Any) -> Registering:
+    """A `RegisterRequest`, without its token."""
+    return Registering(
+        plugin_id=said.plugin_id,
+        plugin_type=said.plugin_type,
+        priority=said.priority,
+        endpoint=said.endpoint,
+        version=said.version,
+        execution_interval_seconds=said.execution_interval_seconds,
+        hold_policy=said.hold_policy,
+        needs=tuple(said.needs),
+        protocol_version=said.protocol_version,
+        requires_produced_fields=tuple(said.requires_produced_fields),
+        observation_window_seconds=said.observation_window_seconds,
+    )

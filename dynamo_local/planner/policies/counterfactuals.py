@@ -1,0 +1,207 @@
+"""The nearest change of one number that would have decided otherwise.
+
+Candidates are numbers that were measured or counted, and the budgets; not the thresholds (a threshold moved to the
+mean says the same as the mean moved to the threshold):
+
+* `prefill_queue_size`, `average_kv_load`: every sample of the interval has this value (a queue that stands still);
+* `prefill_queue_last`: the last sample alone, which says where the queue is heading;
+* `workers`: of the component, with their GPUs; `workers_waiting`: that have not begun to start;
+* `since_added_s`: from the last decode worker's coming to the interval's beginning;
+* `max_gpu_budget`, `min_gpu_budget`.
+
+*Nearest* is the smallest change relative to the larger of both values, `|needed - value| / max(|needed|, |value|)`;
+of equal ones the first of this list. Each is checked before it is reported: judged again with `needed` the component's
+step differs, and one step short of it (the next float, or one less of what is counted) it is still the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from dynamo_local.planner.policies.rules import (
+    NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD,
+    Facts,
+    Side,
+    Verdict,
+    floor_workers,
+    judge,
+)
+from dynamo_local.planner.values.decisions import Counterfactual, Rule
+
+
+class _Change(NamedTuple):
+    """`name` from `value` to `needed`; `short` is one step short of that. `apply` gives the facts with it."""
+
+    name: str
+    value: float
+    needed: float
+    short: float
+    apply: Callable[[float], Facts]
+
+
+def _size(change: _Change) -> float:
+    value, needed = change[1:3]
+    return 0.0 if needed == value else abs(needed - value) / max(abs(needed), abs(value))
+
+
+def nearest(facts: Facts, index: int, verdict: Verdict) -> Counterfactual | None:
+    """For the side of that index. None where no single number would have changed its step."""
+    if verdict.rule in (Rule.ADJUSTING, Rule.MISSING):
+        return None
+    for change in sorted(_changes(facts, index, verdict), key=_size):
+        step = judge(change.apply(change.needed))[index].step
+        if step != verdict.step and judge(change.apply(change.short))[index].step == verdict.step:
+            return Counterfactual(change.name, change.value, change.needed, step)
+    return None
+
+
+WithSide = Callable[[Side], Facts]
+
+
+_MORE = (Rule.SCALE_UP, Rule.BELOW_FLOOR, Rule.TAKE_BACK, Rule.QUEUE_EMPTYING, Rule.BUDGET, Rule.COMING)
+"""Whether more was wanted: then the budget and the queue's trend mattered, otherwise the floor and grace."""
+
+
+def _changes(facts: Facts, index: int, verdict: Verdict) -> Iterator[_Change]:
+    side = facts.sides[index]
+
+    def with_side(changed: Side) -> Facts:
+        return facts._replace(sides=(*facts.sides[:index], changed, *facts.sides[index + 1 :]))
+
+    if side.mean is not None:
+        yield from _means(side, side.mean, with_side)
+    if verdict.rule in _MORE:
+        if side.mean is not None and side.ends is not None and side.samples > 1:
+            yield from _last(side, side.mean, side.ends, with_side)
+        yield from _room(facts, index, verdict, with_side)
+        if side.waiting:
+            yield _Change("workers_waiting", side.waiting, 0, 1, lambda n: with_side(_with_waiting(side, int(n))))
+    elif side.since_added_s is not None:
+        yield from _ages(facts, side, side.since_added_s, with_side)
+    yield from _floors(facts, side, with_side)
+
+
+def mean_name(side: Side) -> str:
+    """The name of the mean that is compared with the thresholds, as in TensorBoard."""
+    return "average_kv_load" if side.ends is None else "prefill_queue_size"
+
+
+def _means(side: Side, mean: float, with_side: WithSide) -> Iterator[_Change]:
+    """To just beyond a threshold, or back onto it."""
+
+    def apply(value: float) -> Facts:
+        return with_side(side._replace(mean=value, ends=None if side.ends is None else (value, value)))
+
+    name = mean_name(side)
+    above, below = math.nextafter(side.up, math.inf), math.nextafter(side.down, -math.inf)
+    if mean > side.up:
+        yield _Change(name, mean, side.up, above, apply)
+    else:
+        yield _Change(name, mean, above, side.up, apply)
+    if mean < side.down:
+        yield _Change(name, mean, side.down, below, apply)
+    elif below >= 0:
+        yield _Change(name, mean, below, side.down, apply)
+
+
+def _last(side: Side, mean: float, ends: tuple[float, float], with_side: WithSide) -> Iterator[_Change]:
+    """To where the trend leads just above the threshold, or onto it: `last + buffer * (last - first) = up`."""
+    first, last = ends
+
+    def apply(value: float) -> Facts:
+        return with_side(side._replace(ends=(first, value), mean=mean + (value - last) / side.samples))
+
+    def expected(value: float) -> float:
+        return value + buffer * (value - first)
+
+    buffer = NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD
+    emptied = (side.up + buffer * first) / (buffer + 1)
+    while expected(emptied) > side.up:
+        emptied = math.nextafter(emptied, -math.inf)
+    while expected(grows := math.nextafter(emptied, math.inf)) <= side.up:
+        emptied = grows
+    if expected(last) > side.up:
+        yield _Change("prefill_queue_last", last, emptied, grows, apply)
+    else:
+        yield _Change("prefill_queue_last", last, grows, emptied, apply)
+
+
+def _room(facts: Facts, index: int, verdict: Verdict, with_side: WithSide) -> Iterator[_Change]:
+    """To where one more fits into the budget or no longer does: beside what is counted, without the GPU that the other
+    component frees, or with the one that it takes first.
+    """
+    side, budget = facts.sides[index], facts.max_gpu_budget
+    others = [other.gpus_per_worker for i, other in enumerate(facts.sides) if i != index]
+    fits = verdict.gpus_counted + side.gpus_per_worker
+    for gpus in (0, *others, *(-gpus for gpus in others)):
+        yield from _whole(
+            "max_gpu_budget",
+            budget,
+            fits + gpus - 1,
+            facts.min_gpu_budget,
+            lambda value: facts._replace(max_gpu_budget=int(value)),
+        )
+    if side.gpus_per_worker:
+        for gpus in (0, *others):
+            edge = side.capacity + (budget - fits + gpus) // side.gpus_per_worker
+            yield from _whole("workers", side.capacity, edge, side.waiting, _workers(side, with_side))
+
+
+def _floors(facts: Facts, side: Side, with_side: WithSide) -> Iterator[_Change]:
+    """To where the floor lets one go or no longer does, or wants one more: by workers, and by `min_gpu_budget`."""
+    floor = floor_workers(facts.min_gpu_budget, side.gpus_per_worker)
+    for edge in (floor - 1, floor):
+        yield from _whole("workers", side.capacity, edge, side.waiting, _workers(side, with_side))
+    for edge in ((side.capacity - 1) * side.gpus_per_worker, side.capacity * side.gpus_per_worker):
+        if edge < facts.max_gpu_budget:
+            yield from _whole(
+                "min_gpu_budget",
+                facts.min_gpu_budget,
+                edge,
+                1,
+                lambda value: facts._replace(min_gpu_budget=int(value)),
+            )
+
+
+def _workers(side: Side, with_side: WithSide) -> Callable[[float], Facts]:
+    """So many workers, with as many GPUs as they need."""
+
+    def apply(count: float) -> Facts:
+        gpus = side.gpus_spoken_for + (int(count) - side.capacity) * side.gpus_per_worker
+        return with_side(side._replace(capacity=int(count), gpus_spoken_for=gpus))
+
+    return apply
+
+
+def _with_waiting(side: Side, count: int) -> Side:
+    """With fewer waiting workers: the GPUs that they would have taken do not count."""
+    lacking = min(side.gpus_lacking, count * side.gpus_per_worker)
+    return side._replace(
+        waiting=count,
+        capacity=side.capacity - side.waiting + count,
+        deferred=min(side.deferred, count),
+        gpus_lacking=lacking,
+        gpus_spoken_for=side.gpus_spoken_for - side.gpus_lacking + lacking,
+    )
+
+
+def _ages(facts: Facts, side: Side, since_s: float, with_side: WithSide) -> Iterator[_Change]:
+    """To the end of grace, or to just before it."""
+
+    def apply(value: float) -> Facts:
+        return with_side(side._replace(since_added_s=value))
+
+    inside = math.nextafter(facts.grace_s, -math.inf)
+    if since_s < facts.grace_s:
+        yield _Change("since_added_s", since_s, facts.grace_s, inside, apply)
+    else:
+        yield _Change("since_added_s", since_s, inside, facts.grace_s, apply)
+
+
+def _whole(name: str, value: int, edge: int, least: int, apply: Callable[[float], Facts]) -> Iterator[_Change]:
+    """Across the edge between `edge` and `edge + 1`, from whichever side the value is on."""
+    needed, short = (edge + 1, edge) if value <= edge else (edge, edge + 1)
+    if needed >= least:
+        yield _Change(name, value, needed, short, apply)

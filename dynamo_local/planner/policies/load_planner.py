@@ -1,0 +1,132 @@
+"""The load planner as a policy like any other: its rules are `load`'s, its times those of `intervals`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.policies.intervals import AdjustmentIntervals
+from dynamo_local.planner.policies.load import LoadPolicy
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.policies.rules import floor_workers
+from dynamo_local.planner.values.decisions import Decision, Reason, Rule
+from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
+from dynamo_local.planner.values.pools import WorkerPools
+from dynamo_local.planner.values.proposals import ComponentTarget, Override, Proposal
+from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.standing import Standing
+
+PLUGIN_ID = "builtin_load_planner"
+PRIORITY = 10
+
+
+class LoadState(NamedTuple):
+    """The intervals, and the decision of the present tick. Whoever goes on from a state does so on a copy."""
+
+    intervals: AdjustmentIntervals
+    decision: Decision | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlanner:
+    """A `Policy`. Plugins of others are heard at the end of an interval; what they leave alone, it decides."""
+
+    options: LoadOptions
+
+    def first(self, now_s: float) -> LoadState:
+        """An interval begins."""
+        return LoadState(AdjustmentIntervals(LoadPolicy(self.options), self.options, now_s))
+
+    def taking_over(self, state: LoadState) -> LoadState:
+        """The interval keeps its beginning and its readings."""
+        intervals = state.intervals.copied()
+        intervals.with_options(LoadPolicy(self.options), self.options)
+        return LoadState(intervals)
+
+    def next_at_s(self, state: LoadState) -> float:
+        """See `Policy`."""
+        return state.intervals.next_pull_at
+
+    def wants(self, state: LoadState) -> Wants:
+        """The loads are always there."""
+        return Wants()
+
+    def forecasting(self, state: LoadState, pull: Pull) -> ForecastTask | None:
+        """It looks at the past only."""
+        return None
+
+    def predicted(
+        self, state: LoadState, pull: Pull, forecasts: Forecasts | Missing | None
+    ) -> tuple[LoadState, Prediction | None]:
+        """None."""
+        return state, None
+
+    def propose(
+        self, state: LoadState, pull: Pull, prediction: Prediction | None
+    ) -> tuple[LoadState, tuple[Proposal, ...]]:
+        """The numbers of the components with a step, at the end of an interval."""
+        intervals = state.intervals.copied()
+        decision = intervals.on_pull(pull.reading, pull.pools, pull.blind)
+        targets = () if decision is None else _targets(decision, pull.pools)
+        proposals = (Proposal(PLUGIN_ID, PRIORITY, Override(targets)),) if targets else ()
+        return LoadState(intervals, decision), proposals
+
+    def settle(
+        self, state: LoadState, pull: Pull, targets: tuple[ComponentTarget, ...]
+    ) -> tuple[LoadState, Decision | None]:
+        """Its own decision, or that of the plugins which wanted something else."""
+        own = state.decision
+        if own is None or pull.blind is not None or _numbers(targets) == _numbers(_targets(own, pull.pools)):
+            return LoadState(state.intervals), own
+        intervals = state.intervals.copied()
+        intervals.forget_deferred("a plugin wanted another number of workers")
+        return LoadState(intervals), _overridden(own, pull.pools, _numbers(targets), self.options)
+
+    def manual(self, state: LoadState, now_s: float) -> LoadState:
+        """It holds for an interval."""
+        intervals = state.intervals.copied()
+        intervals.on_manual_change(now_s)
+        return LoadState(intervals)
+
+    def standing(self, state: LoadState) -> Standing:
+        """See `Policy`."""
+        intervals = state.intervals
+        seen = intervals.observation
+        return Standing(
+            intervals.next_tick_at,
+            intervals.adjusting,
+            intervals.deferred,
+            0.0 if seen is None else seen.interval_began_s,
+            () if seen is None else seen.readings,
+        )
+
+
+def _targets(decision: Decision, pools: WorkerPools) -> tuple[ComponentTarget, ...]:
+    steps = decision.steps
+    return tuple(
+        ComponentTarget(role, decision.targets[pool.component])
+        for role, pool in pools.by_role.items()
+        if steps.get(pool.component)
+    )
+
+
+def _numbers(targets: tuple[ComponentTarget, ...]) -> dict[str, int]:
+    return {target.sub_component_type: target.replicas for target in targets}
+
+
+def _overridden(own: Decision, pools: WorkerPools, wanted: dict[str, int], options: LoadOptions) -> Decision:
+    """The numbers that were merged, above the floors; nothing at all where they do not fit under the budget."""
+    floors = {role: floor_workers(options.min_gpu_budget, pool.gpus_per_worker) for role, pool in pools.by_role.items()}
+    numbers = {role: max(floors[role], wanted.get(role, pool.capacity)) for role, pool in pools.by_role.items()}
+    gpus = sum(numbers[role] * pool.gpus_per_worker for role, pool in pools.by_role.items())
+    fits = gpus <= options.max_gpu_budget
+    reasons = []
+    for role, pool in pools.by_role.items():
+        step = numbers[role] - pool.capacity if fits else 0
+        said = {"workers_wanted": numbers[role], "gpus_wanted": gpus, "max_gpu_budget": options.max_gpu_budget}
+        why = f"plugins want {numbers[role]}, all in all {gpus} of {options.max_gpu_budget} GPUs"
+        reasons.append(Reason(pool.component, step, Rule.OVERRIDDEN, said, why=why))
+    reasons.sort(key=lambda reason: reason.step >= 0)
+    targets = {pool.component: numbers[role] if fits else pool.capacity for role, pool in pools.by_role.items()}
+    return replace(own, targets=targets, reasons=tuple(reasons), apart=False)

@@ -1,0 +1,97 @@
+"""Takes one pull in: what is due, what the engines did, what the traffic was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.models.pass_model import Features, Kind, PassModel
+from dynamo_local.planner.policies.throughput_load.engines import MAX_AGE_INTERVALS, spread, watched
+from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
+from dynamo_local.planner.policies.throughput_load.state import Role, ScalingState, SharedQueue, roles_of
+from dynamo_local.planner.values.passes import Capabilities, Engines
+from dynamo_local.planner.values.pull import Pull
+from dynamo_local.planner.values.traffic import Traffic
+
+SLACK = 1e-6
+"""A pull counts as one at the grid's point within this share of an interval (rounding)."""
+
+
+LEARNED_FROM = 16
+"""Passes of a role and tick, or one of each engine where there are more of these: a model is full in four ticks."""
+
+
+def passed(state: ScalingState, now_s: float, interval_s: float) -> int:
+    """How many of the grid's intervals have ended by then. Points are absolute: a late tick does not move the next."""
+    return math.floor((now_s - state.began_s) / interval_s + SLACK)
+
+
+def due(state: ScalingState, now_s: float, interval_s: float) -> bool:
+    """Whether an interval has ended since the last pull."""
+    return passed(state, now_s, interval_s) > passed(state, state.seen_s, interval_s)
+
+
+def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) -> ScalingState:
+    """The state after this pull, before anything is decided."""
+    now_s = pull.at_s
+    roles = roles_of(pull.pools, options)
+    told = {**state.told, **{name: _told(state.told.get(name), new) for name, new in pull.capabilities.items()}}
+    watches = watched(
+        state.watches, pull.engines, now_s=now_s, max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_s
+    )
+    learned = {role.kind: _learned(state.models[role.kind], role, pull.engines) for role in roles}
+    traffic = pull.traffic if isinstance(pull.traffic, Traffic) else None
+    counts = options.predicts and due(state, now_s, options.throughput_adjustment_interval_s)
+    series = state.series.after(traffic) if counts else state.series
+    return replace(
+        state,
+        seen_s=now_s,
+        load_due=options.loads and due(state, now_s, options.load_adjustment_interval_s),
+        throughput_due=counts,
+        told=told,
+        watches=watches,
+        models={**state.models, **learned},
+        queue=absorbed_queue(state.queue, pull.reading.queue),
+        series=series,
+        kv_hit_rate=_last(traffic.kv_hit_rate if traffic else None, state.kv_hit_rate, 0.0, 1.0),
+        accept_length=_last(traffic.accept_length if traffic else None, state.accept_length, 1.0, math.inf),
+        prediction=None,
+        why_not_predicted=None,
+        asked={},
+        cancelling=False,
+        load={},
+        throughput={},
+    )
+
+
+def absorbed_queue(before: SharedQueue, depth: float | Missing | None) -> SharedQueue:
+    """With one more look at the queue that prefill workers pull from."""
+    if isinstance(depth, Missing) or (depth is not None and not math.isfinite(depth)):
+        return SharedQueue(None, before.most, known=False)
+    return SharedQueue(depth, before.most if depth is None else max(before.most, depth))
+
+
+def _told(before: Capabilities | None, now: Capabilities) -> Capabilities:
+    """What was told last of each limit: engines of a new configuration tell others."""
+    if before is None:
+        return now
+    known = {f.name: value for f in fields(now) if (value := getattr(now, f.name)) is not None}
+    return replace(before, **known)
+
+
+def _last(value: float | Missing | None, before: float | None, low: float, high: float) -> float | None:
+    """The last valid one stands."""
+    if value is None or isinstance(value, Missing) or not math.isfinite(value) or not low <= value <= high:
+        return before
+    return value
+
+
+def _learned(model: PassModel, role: Role, engines: Engines) -> PassModel:
+    """With some passes of each engine: so a tick takes about the same time with 64 workers as with 4."""
+    own = [seen.passes for seen in engines.values() if seen.component == role.pool.component and seen.passes]
+    if not own:
+        return model
+    averaged = role.kind is Kind.AGG and model.learning.features is Features.SEED
+    each = LEARNED_FROM if averaged else max(1, LEARNED_FROM // len(own))
+    return model.observed(*(spread(passes, each) for passes in own))

@@ -1,0 +1,283 @@
+"""The throughput-load policy: seed 001 and Dynamo 1.6.1, as one pure object.
+
+In prose:
+
+* Two loops on one grid of ticks, whose length divides both intervals. The first of each fires one whole interval after
+  the start. Points of the grid are absolute times: a late tick moves no other.
+* The throughput loop sizes each role for the predicted window. Alone it sets targets; beside the load loop it sets
+  lower bounds, which hold until its next decision and are proposed at each tick, so that they need nothing from the
+  load loop to be reached.
+* The load loop moves each role by one, above the lower bound, by what its engines are loaded with now.
+* What cannot be known changes nothing: no metrics, no traffic, no model. The bound of before stands.
+* While something starts or leaves, nothing else is decided (but see `loading`); a throughput decision that comes at
+  such a time is carried out afterwards, not lost.
+* Floors and GPU budget are kept at the very end, whoever proposed (see `budget`).
+* With `adaptive-intervals` the throughput loop sizes for the most of all windows until a worker that is started now
+  serves. Its interval stays: a decision that comes during a start is not lost.
+* A person's change is respected: bounds are forgotten and both intervals begin anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.models.pass_model import Kind, PassModel
+from dynamo_local.planner.policies.adapting import steps_ahead
+from dynamo_local.planner.policies.throughput_load.absorbing import absorbed, due, passed
+from dynamo_local.planner.policies.throughput_load.budget import Fit, Granted, Wish, granted
+from dynamo_local.planner.policies.throughput_load.engines import begun_anew
+from dynamo_local.planner.policies.throughput_load.loading import loaded
+from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.policies.throughput_load.reasons import Outcome, reason_of
+from dynamo_local.planner.policies.throughput_load.state import Role, ScalingState, roles_of
+from dynamo_local.planner.policies.throughput_load.throughput import planned
+from dynamo_local.planner.values.decisions import Decision
+from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
+from dynamo_local.planner.values.proposals import ComponentTarget, Override, OverrideType, Proposal
+from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.scaling import LoadScaling, ThroughputScaling
+from dynamo_local.planner.values.series import Series, Window
+from dynamo_local.planner.values.standing import Standing
+from dynamo_local.planner.values.traffic import Traffic
+
+LOAD_PROPOSE, THROUGHPUT_PROPOSE = "builtin_load_propose", "builtin_throughput_propose"
+PRIORITIES = {LOAD_PROPOSE: 10, THROUGHPUT_PROPOSE: 20}
+
+METADATA_WINDOW_S = 60.0
+"""Hit rate and accept length for the load loop alone: several scrapes of any usual Prometheus. (Dynamo asks for the
+last 5 s, in which there is often none.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputLoadPolicy:
+    """`planner.policies.protocol.Policy` of `ScalingState`. `known`: models that were trained before there is traffic
+    (`models.bootstrap`), by kind. `warmup` are windows of a trace, as if they had been before."""
+
+    options: ThroughputLoadOptions = field(default_factory=ThroughputLoadOptions)
+    known: Mapping[Kind, PassModel] = field(default_factory=dict)
+    warmup: tuple[Window, ...] = ()
+
+    def first(self, now_s: float) -> ScalingState:
+        """Models as they were trained; both intervals begin."""
+        options = self.options
+        series = Series(options.throughput_adjustment_interval_s, windows_max=options.windows_max)
+        series = series.warmed_up(self.warmup)
+        return ScalingState(now_s, now_s, series, models=self._models({}), watched_since_s=now_s)
+
+    def taking_over(self, state: ScalingState) -> ScalingState:
+        """What was learned and seen stays; bounds were made for other options, and are forgotten. Both intervals begin
+        at the last tick."""
+        window_s = self.options.throughput_adjustment_interval_s
+        longer = window_s / state.series.window_s
+        windows = tuple(replace(window, num_req=window.num_req * longer) for window in state.series.windows)
+        series = replace(state.series, window_s=window_s, windows=windows, windows_max=self.options.windows_max)
+        return replace(self.manual(state, state.seen_s), series=series, models=self._models(state.models))
+
+    def next_at_s(self, state: ScalingState) -> float:
+        """The grid's next point; sooner where a decision waits for the end of a start."""
+        tick_s = self.options.tick_s
+        at_s = state.began_s + (passed(state, state.seen_s, tick_s) + 1) * tick_s
+        return min(at_s, state.seen_s + self.options.load_adjustment_interval_s) if state.starved else at_s
+
+    def wants(self, state: ScalingState) -> Wants:
+        """The passes always, so that none are lost; the traffic where the throughput loop is due."""
+        options, at_s = self.options, self.next_at_s(state)
+        window_s = None
+        if options.predicts and due(state, at_s, options.throughput_adjustment_interval_s):
+            window_s = options.throughput_adjustment_interval_s
+        elif options.optimization_target is Target.SLA and not options.predicts:
+            window_s = max(METADATA_WINDOW_S, options.load_adjustment_interval_s)
+        return Wants(traffic_window_s=window_s, passes=True)
+
+    def standing(self, state: ScalingState) -> Standing:
+        """It looks on while something starts; it is adjusting only where a decision waits for that."""
+        began_s, readings = state.decided_from
+        return Standing(self.next_at_s(state), state.starved, interval_began_s=began_s, readings=readings)
+
+    def forecasting(self, state: ScalingState, pull: Pull) -> ForecastTask | None:
+        """Requests, ISL and OSL of the windows to come. Nothing before the first request."""
+        options = self.options
+        if not options.predicts or not due(state, pull.at_s, options.throughput_adjustment_interval_s):
+            return None
+        series = state.series.after(pull.traffic)
+        if not _counted(pull) or not all(series.columns):
+            return None
+        return ForecastTask(
+            options.load_predictor,
+            series.columns,
+            self._lead(pull),
+            options.throughput_adjustment_interval_s,
+            options.predictor_options,
+        )
+
+    def predicted(
+        self, state: ScalingState, pull: Pull, forecasts: Forecasts | Missing | None
+    ) -> tuple[ScalingState, Prediction | None]:
+        """The whole pull is taken in here. No prediction where one of the three numbers is not known."""
+        state = absorbed(state, pull, self.options)
+        if not state.throughput_due:
+            return state, None
+        if not _counted(pull):
+            return replace(state, why_not_predicted=ThroughputScaling.NO_TRAFFIC_DATA), None
+        if not all(state.series.columns):
+            return replace(state, why_not_predicted=ThroughputScaling.MODEL_NOT_READY), None
+        asked = forecasts or Missing("nobody was asked")
+        windows = [state.series.prediction(asked, step) for step in range(1, self._lead(pull) + 1)]
+        known = [ahead for ahead in windows if _sensible(ahead)]
+        if len(known) < len(windows):
+            return replace(state, why_not_predicted=ThroughputScaling.PREDICT_FAILED), None
+        ahead = max(known, key=lambda one: one.num_req or 0.0)
+        return state, replace(ahead, kv_hit_rate=state.kv_hit_rate, accept_length=state.accept_length)
+
+    def propose(
+        self, state: ScalingState, pull: Pull, prediction: Prediction | None
+    ) -> tuple[ScalingState, tuple[Proposal, ...]]:
+        """The load loop's steps, and the throughput loop's bounds (or targets, where it is alone)."""
+        if pull.blind is not None:
+            return state, ()
+        options, roles = self.options, roles_of(pull.pools, self.options)
+        if state.throughput_due:
+            verdicts = planned(roles, prediction, state, options)
+            found = {name: one.bound for name, one in verdicts.items() if one.bound is not None}
+            state = replace(state, throughput=verdicts, bounds={**state.bounds, **found}, prediction=prediction)
+        if state.load_due:
+            load, cancel, cancelling = loaded(roles, pull.pools, state, options, pull.at_s)
+            state = replace(
+                state,
+                load=load,
+                cancel=cancel,
+                cancelling=cancelling,
+            )
+            state = self._watching_anew(state, pull.at_s)
+        return self._proposals(state, roles)
+
+    def settle(
+        self, state: ScalingState, pull: Pull, targets: tuple[ComponentTarget, ...]
+    ) -> tuple[ScalingState, Decision | None]:
+        """Within floors and budget. While something starts or leaves: only what may be done then."""
+        options, roles = self.options, roles_of(pull.pools, self.options)
+        merged = {target.sub_component_type: target.replicas for target in targets}
+        busy = pull.pools.adjusting
+        holds = pull.pools.pending or pull.blind is not None
+        wanted = {role.name: _wanted(role, merged.get(role.name), state) for role in roles}
+        changes = any(wanted[role.name] != role.pool.capacity for role in roles)
+        state = replace(state, starved=busy and changes and not options.loads)
+        if busy or holds:
+            wanted = {role.name: _taken_back(role, merged.get(role.name), state) for role in roles}
+        grants = self._granted(roles, wanted, busy=busy, holds=holds)
+        outcomes = [
+            Outcome(role, wanted[role.name], grant, busy, pull.blind, _overridden(role, merged.get(role.name), state))
+            for role, grant in zip(roles, grants, strict=True)
+        ]
+        if not state.load_due and not state.throughput_due and not any(outcome.step for outcome in outcomes):
+            return state, None
+        reasons = [reason_of(outcome, outcomes, state, options) for outcome in outcomes]
+        decision = Decision(
+            now_s=pull.at_s,
+            targets={one.role.pool.component: one.replicas for one in outcomes},
+            reasons=tuple(sorted(reasons, key=lambda reason: reason.step >= 0)),
+            next_tick_at=self.next_at_s(state),
+        )
+        looked_s = options.load_adjustment_interval_s if state.load_due else options.throughput_adjustment_interval_s
+        return replace(state, decided_from=(pull.at_s - looked_s, (pull.reading,))), decision
+
+    def manual(self, state: ScalingState, now_s: float) -> ScalingState:
+        """A whole interval of both loops from now on; what was planned is forgotten."""
+        state = replace(state, began_s=now_s, seen_s=now_s, bounds={}, starved=False, cancel=None)
+        return self._watching_anew(state, now_s)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _lead(self, pull: Pull) -> int:
+        """How many windows to look ahead: until a worker that is started now serves, or one."""
+        if not self.options.adaptive_intervals:
+            return 1
+        return steps_ahead(self.options.throughput_adjustment_interval_s, pull.pools)
+
+    def _granted(
+        self, roles: tuple[Role, ...], wanted: Mapping[str, int], *, busy: bool, holds: bool
+    ) -> tuple[Granted, ...]:
+        """Within floors and budget. While something starts or leaves, only less is granted; if all `holds`, nothing."""
+        wishes = [
+            Wish(pool.capacity, wanted[name], min(floor, pool.capacity) if busy else floor, pool.gpus_per_worker)
+            for name, _, pool, floor in roles
+        ]
+        if holds:
+            return tuple(Granted(wish.current, Fit.AS_WANTED) for wish in wishes)
+        grants = granted(wishes, gpus_max=self.options.gpus_max, gpus_min=self.options.gpus_min)
+        if not busy:
+            return grants
+        return tuple(
+            grant if grant.replicas < wish.current else Granted(wish.current, Fit.AS_WANTED)
+            for wish, grant in zip(wishes, grants, strict=True)
+        )
+
+    def _watching_anew(self, state: ScalingState, now_s: float) -> ScalingState:
+        queue = state.queue._replace(most=state.queue.now or 0.0)
+        return replace(state, watches=begun_anew(state.watches), queue=queue, watched_since_s=now_s)
+
+    def _models(self, before: Mapping[Kind, PassModel]) -> dict[Kind, PassModel]:
+        learning = self.options.learning
+        kept = {kind: model for kind, model in before.items() if model.learning == learning}
+        return {kind: kept.get(kind) or self.known.get(kind) or PassModel(kind, learning) for kind in Kind}
+
+    def _proposals(self, state: ScalingState, roles: tuple[Role, ...]) -> tuple[ScalingState, tuple[Proposal, ...]]:
+        """A fleet goes to nothing by the throughput loop alone (and by floors of 0)."""
+        bounds = {role.name: state.bounds[role.name] for role in roles if role.name in state.bounds}
+        to_zero = bool(bounds) and not any(bounds.values())
+        steps = {
+            name: max(one.wanted, bounds.get(name, 0))
+            for name, one in state.load.items()
+            if one.wanted is not None and (not to_zero or one.rule is LoadScaling.SCALE_UP)
+        }
+        if not self.options.loads or to_zero:
+            asked, kind = {**bounds, **steps}, OverrideType.SET
+        else:
+            raised = {role.name: bounds[role.name] for role in roles if bounds.get(role.name, 0) > role.pool.ready}
+            asked, kind = {**raised, **steps}, OverrideType.AT_LEAST
+        proposals = []
+        for plugin, targets, how in ((LOAD_PROPOSE, steps, OverrideType.SET), (THROUGHPUT_PROPOSE, bounds, kind)):
+            if targets:
+                said = tuple(ComponentTarget(name, count, how) for name, count in targets.items())
+                proposals.append(Proposal(plugin, PRIORITIES[plugin], Override(said)))
+        return replace(state, asked=asked), tuple(proposals)
+
+
+def _counted(pull: Pull) -> bool:
+    """Whether it is known how many requests came."""
+    return isinstance(pull.traffic, Traffic) and not isinstance(pull.traffic.num_req, Missing)
+
+
+def _sensible(ahead: Prediction | Missing) -> TypeGuard[Prediction]:
+    """Whether all of it is known, and may be."""
+    if isinstance(ahead, Missing):
+        return False
+    return all(
+        value is not None and math.isfinite(value) and value >= 0 for value in (ahead.num_req, ahead.isl, ahead.osl)
+    )
+
+
+def _wanted(role: Role, merged: int | None, state: ScalingState) -> int:
+    """In workers that serve or will. A merged target of as many as are ready is no wish, unless it is our own."""
+    own = state.asked.get(role.name)
+    if merged is None:
+        return role.pool.capacity
+    if own is not None and merged == own:
+        return own
+    return role.pool.capacity if merged == role.pool.ready else merged
+
+
+def _taken_back(role: Role, merged: int | None, state: ScalingState) -> int:
+    """While workers start: as many as there are, but for those of our own that are not needed after all."""
+    own, capacity = state.asked.get(role.name), role.pool.capacity
+    return own if state.cancelling and own is not None and own == merged and own < capacity else capacity
+
+
+def _overridden(role: Role, merged: int | None, state: ScalingState) -> bool:
+    """Whether plugins of others changed what our own stages proposed."""
+    own = state.asked.get(role.name)
+    return merged != own if own is not None else merged not in (None, role.pool.ready)

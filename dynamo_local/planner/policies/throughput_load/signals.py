@@ -1,0 +1,250 @@
+"""What the load loop compares for one role: few numbers, each with its limit. `judged` decides from these alone.
+
+The tables of Dynamo 1.6.1 (and 001's flat rule, by option). Where ours departs from them:
+
+* A target that a request could not meet on an empty engine cannot be met by more engines. Then more are wanted only
+  while requests wait, and an idle role may shrink. In Dynamo such a role grows to the budget, and never shrinks.
+* A prefill role that is busy most of the time does not shrink just because no queue was seen (consolidation).
+* A role without any decode request shrinks, whatever a first request would see.
+* Whoever takes over the answers of an aggregated engine takes over its prompts, too: the mean of these in a pass
+  rises as the answers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from dynamo_local.planner.models.estimates import Engine, itl_s, ttft_s
+from dynamo_local.planner.models.pass_model import Kind
+from dynamo_local.planner.policies.throughput_load.engines import IDLE, EngineLoad
+from dynamo_local.planner.policies.throughput_load.options import DownRule, Target, ThroughputLoadOptions
+from dynamo_local.planner.values.passes import Capabilities
+from dynamo_local.planner.values.scaling import LoadScaling
+
+
+class Compared(NamedTuple):
+    """A number and its limit. It holds where the number is above (`over`) or below it; `equal`: or at it."""
+
+    name: str
+    value: float
+    limit: float
+    over: bool
+    equal: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is so."""
+        if self.value == self.limit:
+            return self.equal
+        return (self.value > self.limit) is self.over
+
+
+class Signals(NamedTuple):
+    """Up where any of `up` holds, down where all of `down` do. `low`: what `down` says of the engines as they are;
+    where it holds and `down` does not, one engine less would have too much."""
+
+    up: tuple[Compared, ...] = ()
+    down: tuple[Compared, ...] = ()
+    low: tuple[Compared, ...] = ()
+
+
+NO_SIGNALS = Signals()
+
+
+class RoleLoad(NamedTuple):
+    """One role for a decision. `now` are the loads of the engines that run (those that hang left out), `most` the most
+    of each since the last decision. `shared`: by how much the load of an engine rises when one worker less is there.
+    `busy` is the largest share of the time (0..1) that an engine spent in passes."""
+
+    kind: Kind
+    now: Sequence[EngineLoad]
+    most: Sequence[EngineLoad]
+    hung: int
+    shared: float
+    busy: float
+    engine: Engine
+    told: Capabilities | None
+
+
+def judged(signals: Signals, *, capacity: int, floor: int) -> LoadScaling:
+    """`SCALE_UP`, `SCALE_DOWN`, or why neither. `floor`: of the endpoint, not of the throughput loop."""
+    if any(compared.holds for compared in signals.up):
+        return LoadScaling.SCALE_UP
+    if capacity <= max(1, floor) or not signals.down:
+        return LoadScaling.NO_CHANGE
+    if all(compared.holds for compared in signals.down):
+        return LoadScaling.SCALE_DOWN
+    if signals.low and all(compared.holds for compared in signals.low):
+        return LoadScaling.SCALE_DOWN_REFUSED_CONSOLIDATION
+    return LoadScaling.NO_CHANGE
+
+
+def signals_of(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+    """None where what is needed is not known: a model that is not ready, a limit that no engine tells."""
+    found = _by_models(load, options) if options.optimization_target is Target.SLA else _by_table(load, options)
+    if found is None or not load.hung:
+        return found
+    hung = Compared("engines_hung", load.hung, 0, over=False, equal=True)
+    return Signals(found.up, (*found.down, hung), (*found.low, hung))
+
+
+def worst_estimates(load: RoleLoad, options: ThroughputLoadOptions) -> dict[str, float]:
+    """TTFT and ITL (ms) of the next request on the engine where they are longest; nothing without a model."""
+    if options.optimization_target is not Target.SLA or not load.engine.model.ready or not load.now:
+        return {}
+    found = {}
+    if load.kind is not Kind.DECODE:
+        rides = load.kind is Kind.AGG
+        found["estimated_ttft_ms"] = max(_ttft_ms(load.engine, one, 1.0, rides) for one in load.now)
+    if load.kind is not Kind.PREFILL:
+        found["estimated_itl_ms"] = max(_itl_ms(load, one, 1.0) for one in load.now)
+    return found
+
+
+# --- sla -----------------------------------------------------------------------------------------
+
+
+def _by_models(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+    if not load.engine.model.ready:
+        return None
+    if load.kind is Kind.PREFILL:
+        return _prefill(load, options)
+    if load.kind is Kind.DECODE:
+        return _decode(load, options)
+    prefill, decode = _prefill(load, options), _decode(load, options)
+    if load.engine.model.isl.mean is None and not any(one.queued_prefill_tokens for one in load.most):
+        return decode  # no prompt was ever seen: nothing to say about them
+    return Signals((*prefill.up, *decode.up), (*prefill.down, *decode.down), (*prefill.low, *decode.low))
+
+
+def _prefill(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
+    engine, sla = load.engine, options.ttft_ms
+    rides = load.kind is Kind.AGG
+    alone = _ttft_ms(engine, IDLE, 1.0, rides)
+    up = _all_over("estimated_ttft_ms_min", [_ttft_ms(engine, one, 1.0, rides) for one in load.now], max(sla, alone))
+    share = options.load_scaling_down_sensitivity / 100
+    if options.down_rule is DownRule.FLAT:
+        worst = max((_ttft_ms(engine, one, 1.0, rides) for one in load.most), default=0.0)
+        return Signals(up, (Compared("estimated_ttft_ms_max", worst, sla * share, over=False),))
+
+    def waits(shared: float, name: str) -> Compared:
+        """The wait behind the queue, of the engine where least of what it may be is left."""
+        waiting, allowed = 0.0, max(0.0, sla - alone) * share
+        for one in load.most:
+            own = _ttft_ms(engine, one._replace(queued_prefill_tokens=0), shared, rides)
+            wait, may = _ttft_ms(engine, one, shared, rides) - own, max(0.0, sla - own) * share
+            if may - wait < allowed - waiting:
+                waiting, allowed = wait, may
+        return Compared(name, waiting, allowed, over=False, equal=share > 0 and alone >= sla)
+
+    def busy(shared: float, name: str) -> tuple[Compared, ...]:
+        return () if rides else (Compared(name, load.busy * shared, share, over=False),)
+
+    return Signals(
+        up,
+        (waits(load.shared, "waiting_ms_consolidated"), *busy(load.shared, "prefill_busy_consolidated")),
+        (waits(1.0, "waiting_ms_max"), *busy(1.0, "prefill_busy_max")),
+    )
+
+
+def _decode(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
+    engine, sla = load.engine, options.itl_ms
+    with_prompts = load.kind is Kind.AGG
+
+    def itl_ms(one: EngineLoad, shared: float = 1.0, *, queue: bool = False) -> float:
+        return _itl_ms(load, one, shared, queue=queue)
+
+    alone = 1000 * itl_s(engine, 0, 0)  # without the prompts of others, which more engines would take off it
+    up = _all_over("estimated_itl_ms_min", [itl_ms(one) for one in load.now], max(sla, alone))
+    share = options.load_scaling_down_sensitivity / 100
+    if options.down_rule is DownRule.FLAT:
+        worst = max((itl_ms(one) for one in load.most), default=0.0)
+        return Signals(up, (Compared("estimated_itl_ms_max", worst, sla * share, over=False),))
+    idle = all(_kv(one, with_prompts) == 0 and one.decode_requests == 0 for one in load.most)
+
+    def under(shared: float, name: str) -> tuple[Compared, ...]:
+        itl = 0.0 if idle else max(itl_ms(one, shared, queue=with_prompts) for one in load.most)
+        kv = max((_kv(one, with_prompts) * shared for one in load.most), default=0.0)
+        return (
+            Compared(f"estimated_itl_ms_{name}", itl, sla * share, over=False),
+            Compared(f"decode_kv_tokens_{name}", kv, engine.limits.max_kv_tokens, over=False),
+        )
+
+    return Signals(up, under(load.shared, "consolidated"), under(1.0, "max"))
+
+
+def _ttft_ms(engine: Engine, one: EngineLoad, shared: float, rides: bool) -> float:
+    requests, kv = (one.decode_requests * shared, one.decode_kv_tokens * shared) if rides else (0.0, 0.0)
+    return 1000 * ttft_s(engine, one.queued_prefill_tokens * shared, decode_requests=requests, decode_kv=kv)
+
+
+def _itl_ms(load: RoleLoad, one: EngineLoad, shared: float, *, queue: bool = False) -> float:
+    """With the mean prefill that rides along in an aggregated engine."""
+    prefill = (load.engine.model.prefill_tokens.mean or 0.0) * shared if load.kind is Kind.AGG else 0.0
+    return 1000 * itl_s(load.engine, one.decode_requests * shared, _kv(one, queue) * shared, prefill_tokens=prefill)
+
+
+def _all_over(name: str, values: list[float], limit: float) -> tuple[Compared, ...]:
+    """All are above the limit if the least of them is."""
+    return (Compared(name, min(values), limit, over=True),) if values else ()
+
+
+def _kv(one: EngineLoad, with_queue: bool) -> float:
+    return one.decode_kv_tokens + (one.queued_prefill_tokens if with_queue else 0)
+
+
+# --- static targets ------------------------------------------------------------------------------
+
+
+class _Row(NamedTuple):
+    """A static target's thresholds: any engine above `up` (or at it), all below `down` (or at it)."""
+
+    up: float
+    up_equal: bool
+    down: float
+    down_equal: bool
+
+
+_PREFILL_ROWS = {Target.THROUGHPUT: _Row(1.0, True, 0.1, False), Target.LATENCY: _Row(0.1, True, 0.0, True)}
+_DECODE_ROWS = {Target.THROUGHPUT: _Row(1.0, False, 0.6, False), Target.LATENCY: _Row(0.4, False, 0.1, False)}
+
+
+def _by_table(load: RoleLoad, options: ThroughputLoadOptions) -> Signals | None:
+    """Prefill: queued tokens, as a share of the context length. Decode: KV scheduled and queued, as a share of the
+    cache; an aggregated engine's queued prompts count as KV that it will need."""
+    target = options.optimization_target
+    told = load.told or Capabilities()
+    if load.kind is Kind.PREFILL:
+        own = options.prefill_scale_up_queue_tokens, options.prefill_scale_down_queue_tokens
+        whole: float | None = 1.0 if target is Target.LOAD else told.context_length
+        return _rows("prefill_queue", load, _row(_PREFILL_ROWS, target, *own), whole, _queue)
+    own = options.decode_scale_up_kv_rate, options.decode_scale_down_kv_rate
+    whole = told.max_kv_tokens
+    if target is Target.LOAD and whole is not None:
+        whole /= 100
+    return _rows(
+        "decode_kv", load, _row(_DECODE_ROWS, target, *own), whole, lambda one: _kv(one, load.kind is Kind.AGG)
+    )
+
+
+def _row(rows: dict[Target, _Row], target: Target, up: float | None, down: float | None) -> _Row | None:
+    if target is not Target.LOAD:
+        return rows[target]
+    return None if up is None or down is None else _Row(up, True, down, True)
+
+
+def _queue(one: EngineLoad) -> float:
+    return one.queued_prefill_tokens
+
+
+def _rows(
+    name: str, load: RoleLoad, row: _Row | None, whole: float | None, of: Callable[[EngineLoad], float]
+) -> Signals | None:
+    if row is None or not whole:
+        return None
+    now = max((of(one) / whole for one in load.now), default=0.0)
+    most = max((of(one) / whole for one in load.most), default=0.0)
+    low = Compared(f"{name}_max", most, row.down, over=False, equal=row.down_equal)
+    consolidated = Compared(f"{name}_consolidated", most * load.shared, row.up, over=False)
+    return Signals((Compared(f"{name}_any", now, row.up, over=True, equal=row.up_equal),), (low, consolidated), (low,))

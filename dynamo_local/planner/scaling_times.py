@@ -1,0 +1,70 @@
+"""How long scaling really takes: from a worker's start until it serves, and from its drain until it is gone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+
+from dynamo_local.core.life.fleet import Fleet, Worker
+from dynamo_local.core.life.instructions import Transition
+from dynamo_local.core.life.states import TRAITS
+from dynamo_local.core.life.stimuli import Stimulus
+from dynamo_local.core.types import WorkerState
+from dynamo_local.planner.values.pools import Pool, WorkerPools
+
+KEPT = 5
+"""So many of the last ones count, by their median: one that was slow for a reason of its own changes little."""
+
+
+class ScalingTimes:
+    """Watches a shell (`control.effects.Observer`). A drain that was taken back, or a start that failed, is none."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._began: dict[str, float] = {}
+        self._starts: dict[str, deque[float]] = {}
+        self._drains: dict[str, deque[float]] = {}
+
+    def told(self, pools: WorkerPools) -> WorkerPools:
+        """The pools with the times of their components; None where none was seen yet."""
+        prefill = None if pools.prefill is None else self._pool(pools.prefill)
+        return replace(pools, prefill=prefill, decode=self._pool(pools.decode))
+
+    def _pool(self, pool: Pool) -> Pool:
+        return replace(
+            pool,
+            start_up_s=_median(self._starts, pool.component),
+            drain_s=_median(self._drains, pool.component),
+        )
+
+    def on_stimulus(self, stimulus: Stimulus) -> None:
+        """See `Observer`."""
+
+    def on_transition(self, worker: Worker, transition: Transition) -> None:
+        """See `Observer`."""
+        before, after = transition.before, transition.after
+        if before is after:
+            return
+        name, component, now_s = transition.name, transition.component, self._now_s()
+        began_s = self._began.pop(name, None)
+        if after is WorkerState.STARTING or (after is WorkerState.DRAINING and before is WorkerState.READY):
+            self._began[name] = now_s
+        elif began_s is None:
+            return
+        elif before is WorkerState.STARTING and TRAITS[after].serves:
+            self._starts.setdefault(component, deque(maxlen=KEPT)).append(now_s - began_s)
+        elif before is WorkerState.DRAINING and after is WorkerState.EXITED:
+            self._drains.setdefault(component, deque(maxlen=KEPT)).append(now_s - began_s)
+        elif after is WorkerState.DRAIN_TIMED_OUT:
+            self._began[name] = began_s
+        elif before is WorkerState.DRAIN_TIMED_OUT:
+            self._drains.setdefault(component, deque(maxlen=KEPT)).append(now_s - began_s)
+
+    def on_fleet(self, fleet: Fleet) -> None:
+        """See `Observer`."""
+
+
+def _median(found: Mapping[str, deque[float]], component: str) -> float | None:
+    return median(found[component]) if component in found else None

@@ -1,0 +1,237 @@
+"""What a planner asks the workers, on `{ns}.observe`: counters of requests, forward passes, the engine's limits.
+
+One question to all, as for loads: 64 workers that send two hundred passes a second each would hold the arbiter's loop
+all the time; an answer brings at most `MAX_PASSES` of those since the last question, evenly spread, and its cost does
+not grow with their rate. Nothing is sent while nobody asks. A worker that does not answer is absent, never idle.
+
+A question and an answer are msgpack maps; a pass is `[age in seconds, pass in Dynamo's format (passes.fpm)]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.passes import ForwardPass
+from dynamo_local.errors import DynamoError
+from dynamo_local.runtime.decoding import UNREADABLE, decode
+from dynamo_local.runtime.nats_errors import flush, nats_call
+from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
+from dynamo_local.runtime.passes.recorder import PassRecorder
+from dynamo_local.runtime.scatter import scatter
+
+log = logging.getLogger(__name__)
+
+MAX_PASSES = 64
+"""Of each rank, in one answer: as many as a model of 64 samples takes."""
+MAX_BYTES = 512 * 1024
+MAX_RANKS = 64
+ASK_TIMEOUT_S = 0.5
+"""Below the deadline of the pull that waits for it."""
+LIMITS = ("max_num_batched_tokens", "max_num_seqs", "max_kv_tokens", "context_length", "dp_size")
+
+Counters = Mapping[str, float]
+"""Numbers that only grow while a process lives, by name: `requests`, and `{isl, osl, ttft_s, …}_{sum, count}`."""
+
+
+class Question(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`after`: the numbers of the passes that the asker has, by `worker id/rank`."""
+
+    counters: bool = False
+    passes: bool = False
+    after: dict[str, int] = {}
+
+
+class _Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    watcher: str
+    component: str
+    epoch: str
+    up_s: float
+    counters: dict[str, float] | None = None
+    passes: list[tuple[float, bytes]] | None = None
+    missed: dict[str, int] = {}
+    limits: dict[str, int | None] = {}
+
+
+_questions = msgspec.msgpack.Decoder(Question)
+_answers = msgspec.msgpack.Decoder(_Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One worker's answer. `epoch` stands for its process, which is up since `up_since_s`; `counters` and `passes` are
+    None where it has none to tell (or was not asked). Times are on the asker's clock."""
+
+    watcher: str
+    component: str
+    epoch: str
+    at_s: float
+    up_since_s: float
+    counters: Counters | None
+    passes: tuple[ForwardPass, ...] | None
+    missed: Mapping[str, int]
+    limits: Mapping[str, int | None]
+
+
+def observe_subject(namespace: str) -> str:
+    """Where questions go."""
+    return f"{namespace}.observe"
+
+
+class ObservationServer:
+    """A worker's side. `worker_id` gives the instance id of now, decimal; it is used for passes that have none."""
+
+    def __init__(
+        self,
+        nats: Client,
+        namespace: str,
+        watcher_name: str,
+        component: str,
+        worker_id: Callable[[], str],
+        *,
+        counters: Callable[[], Awaitable[Counters]] | None = None,
+        passes: PassRecorder | None = None,
+        limits: Callable[[], Mapping[str, int | None]] = dict,
+        clock: Clock | None = None,
+    ) -> None:
+        self._nats = nats
+        self._subject = observe_subject(namespace)
+        self._watcher_name = watcher_name
+        self._component = component
+        self._worker_id = worker_id
+        self._counters = counters
+        self._passes = passes
+        self._limits = limits
+        self._clock = clock or AsyncioClock()
+        self._epoch = uuid.uuid4().hex
+        self._began_s = self._clock.now_s()
+        self._subscription: Any = None
+
+    async def start(self) -> None:
+        """Raises `NatsUnavailable`."""
+        with nats_call(self._nats, "listen for a planner's questions"):
+            self._subscription = await self._nats.subscribe(self._subject, cb=self._on_question)
+            await flush(self._nats)
+
+    async def close(self) -> None:
+        """Answer no more."""
+        if self._subscription is not None and not self._nats.is_closed:
+            await self._subscription.unsubscribe()
+        self._subscription = None
+
+    async def _on_question(self, msg: Msg) -> None:
+        if not msg.reply:
+            return
+        try:
+            question = _questions.decode(msg.data[:MAX_BYTES])
+        except UNREADABLE as error:
+            log.warning("something that is no question came on %s: %s", msg.subject, error)
+            return
+        try:
+            answer = await self._answer(question)
+            with nats_call(self._nats, "answer a planner's question"):
+                await self._nats.publish(msg.reply, msgspec.msgpack.encode(answer))
+        except DynamoError as error:  # what is asked does not answer, or NATS is away: then it is missing
+            log.debug("a planner's question was not answered: %s", error)
+        except Exception:  # the engine's code; it must not end the subscription
+            log.exception("a planner's question could not be answered")
+
+    async def _answer(self, question: Question) -> _Answer:
+        counters = await self._counters() if question.counters and self._counters is not None else None
+        recorder = self._passes if question.passes else None
+        now_s, own = self._clock.now_s(), self._worker_id()
+        answer = _Answer(
+            watcher=self._watcher_name,
+            component=self._component,
+            epoch=self._epoch,
+            up_s=now_s - self._began_s,
+            counters=None if counters is None else dict(counters),
+            limits=dict(self._limits()),
+        )
+        if recorder is not None:
+            worker = recorder.worker_id or own
+            prefix = f"{worker}/"
+            after = {key.removeprefix(prefix): n for key, n in question.after.items() if key.startswith(prefix)}
+            known = {int(rank): n for rank, n in after.items() if rank.isdecimal()}
+            told = recorder.since(known, MAX_PASSES)
+            answer.passes = [(now_s - passed.at_s, encode_pass(passed, worker)) for passed in told]
+            answer.missed = {str(rank): missed for rank, missed in recorder.missed.items()}
+        return answer
+
+
+class Observer:
+    """The arbiter's side: asks all workers at once."""
+
+    def __init__(self, nats: Client, namespace: str, clock: Clock | None = None) -> None:
+        self._nats = nats
+        self._subject = observe_subject(namespace)
+        self._clock = clock or AsyncioClock()
+        self._garbage = 0
+
+    async def ask(
+        self, question: Question, expected: frozenset[str], timeout_s: float = ASK_TIMEOUT_S
+    ) -> dict[str, Observed]:
+        """Answers by watcher name: as soon as all `expected` have answered, else what came within `timeout_s`.
+
+        Raises `NatsUnavailable`.
+        """
+        heard: dict[str, Observed] = {}
+
+        def take(msg: Msg) -> bool:
+            answer = parse_answer(msg.data, self._clock.now_s())
+            if answer is not None:
+                heard[answer.watcher] = answer
+            else:
+                self._garbage += 1
+                log.log(logging.WARNING if self._garbage == 1 else logging.DEBUG, "an answer that cannot be read came")
+            return expected <= heard.keys()
+
+        if expected:
+            words = msgspec.msgpack.encode(question)
+            await scatter(
+                self._nats, self._subject, words, take, what="ask the workers what they did", timeout_s=timeout_s
+            )
+        return heard
+
+
+def parse_answer(data: bytes, now_s: float) -> Observed | None:
+    """A worker's answer that came at `now_s`; None for what is none. Passes in it that are none are left out."""
+    if len(data) > MAX_BYTES:
+        return None
+    try:
+        found = decode(_answers, data)
+    except UNREADABLE:
+        return None
+    counters: dict[str, float] | None = found.counters
+    numbers = [found.up_s, *(counters or {}).values(), *(age_s for age_s, _ in found.passes or ())]
+    if not all(0.0 <= number < math.inf for number in numbers):
+        return None
+    passes = None
+    if found.passes is not None:
+        of_ranks = found.passes[: MAX_RANKS * (MAX_PASSES + 1)]
+        read = (decode_pass(packed, now_s - age_s) for age_s, packed in of_ranks)
+        passes = tuple(passed for passed in read if passed is not None)
+    return Observed(
+        watcher=found.watcher,
+        component=found.component,
+        epoch=found.epoch,
+        at_s=now_s,
+        up_since_s=now_s - found.up_s,
+        counters=counters,
+        passes=passes,
+        missed=found.missed,
+        limits={name: _count(found.limits.get(name)) for name in LIMITS},
+    )
+
+
+def _count(value: int | None) -> int | None:
+    return value if value is not None and 0 < value < 2**53 else None

@@ -1,0 +1,159 @@
+"""One attempt: a request to one instance, and how its acceptance comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Final
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from dynamo_local import errors
+from dynamo_local.clock import Clock
+from dynamo_local.core.types import Instance, lease_hex
+from dynamo_local.runtime.nats_errors import flush, nats_call
+from dynamo_local.runtime.requests.frames import (
+    MAX_INLINE_BYTES,
+    WIRE_VERSION,
+    RequestHeader,
+    decode_error,
+    encode_header,
+)
+from dynamo_local.runtime.requests.listener import Offer, ResponseListener
+from dynamo_local.runtime.requests.stream import InboundStream
+from dynamo_local.system.logs.request_log import x_request_id
+
+ACCEPT_TIMEOUT_S: Final = 5.0
+"""A worker that has not taken a request by then counts as gone. A healthy one needs under a millisecond."""
+
+PROBE_INTERVAL_S: Final = 0.25
+"""How soon a caller that waits for acceptance notices that the worker, or NATS, went away meanwhile."""
+
+NO_RESPONDERS: Final = "503"
+
+GONE: Final = "no_responders"
+SILENT: Final = "accept_timeout"
+"""`details["reason"]` of a `WorkerLost` before the request was accepted."""
+
+
+class RequestSender:
+    """Sends requests over one NATS connection and waits for the worker's connection, or for its refusal.
+
+    All refusals come to one wildcard inbox: a subscription per request would cost two more messages.
+    """
+
+    def __init__(self, nats: Client, clock: Clock, accept_timeout_s: float = ACCEPT_TIMEOUT_S) -> None:
+        self.clock = clock
+        self.listener = ResponseListener()
+        self._nats = nats
+        self._accept_timeout_s = accept_timeout_s
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        self._waiting: dict[str, Offer] = {}
+        self._numbers = itertools.count(1)
+
+    async def start(self) -> None:
+        """Raises `NatsUnavailable`."""
+        await self.listener.start()
+        self._inbox = self._nats.new_inbox()
+        try:
+            with nats_call(self._nats, "subscribe to the inbox for refusals"):
+                self._subscription = await self._nats.subscribe(f"{self._inbox}.*", cb=self._on_reply)
+                await flush(self._nats)
+        except BaseException:
+            await self.listener.close()
+            raise
+
+    async def close(self) -> None:
+        """Calls that wait, and streams that are open, end with `RequestCancelled`."""
+        await self.listener.close()
+        if self._subscription is None:
+            return
+        subscription, self._subscription = self._subscription, None
+        try:
+            await subscription.unsubscribe()
+        except NatsError:
+            return  # the connection is closed, and the subscription with it
+
+    async def send(
+        self, instance: Instance, request_id: str, payload: bytes, deadline_s: float | None
+    ) -> InboundStream:
+        """Returns the connection on which the answer comes. `deadline_s` is absolute, of `clock.now_s()`.
+
+        Raises what the worker refused with, `WorkerLost`, `DeadlineExceeded` or `NatsUnavailable`. After any of these
+        the handler has not run and will not: it starts only when we have greeted its connection.
+        """
+        inline = len(payload) <= min(MAX_INLINE_BYTES, self._nats.max_payload // 2)
+        offer = self.listener.offer(_name(instance), b"" if inline else payload)
+        number = str(next(self._numbers))
+        self._waiting[number] = offer
+        header = RequestHeader(
+            version=WIRE_VERSION,
+            request_id=request_id,
+            remaining_s=None if deadline_s is None else deadline_s - self.clock.now_s(),
+            host=self.listener.host,
+            port=self.listener.port,
+            token=offer.token,
+            payload=payload if inline else None,
+            x_request_id=x_request_id(),
+        )
+        try:
+            with nats_call(self._nats, f"send request {request_id} to {offer.who}"):
+                reply = f"{self._inbox}.{number}"
+                reconnects = self._nats.stats["reconnects"]
+                await self._nats.publish(instance.subject, encode_header(header), reply=reply)
+            return await self._accepted(offer, instance.subject, reply, deadline_s, reconnects)
+        except BaseException:
+            self.listener.withdraw(offer)
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def _accepted(
+        self, offer: Offer, subject: str, reply: str, deadline_s: float | None, reconnects: int
+    ) -> InboundStream:
+        now_s = self.clock.now_s()
+        give_up_s = now_s + self._accept_timeout_s
+        while True:
+            wait_until_s = min(now_s + PROBE_INTERVAL_S, give_up_s, give_up_s if deadline_s is None else deadline_s)
+            await asyncio.wait((offer.answer,), timeout=max(0.0, wait_until_s - now_s))
+            if offer.answer.done():
+                return offer.answer.result()
+            now_s = self.clock.now_s()
+            if deadline_s is not None and now_s >= deadline_s:
+                raise errors.DeadlineExceeded(f"the deadline passed before {offer.who} took the request")
+            if now_s >= give_up_s:
+                raise errors.WorkerLost(
+                    f"{offer.who} did not take the request within {self._accept_timeout_s:g} s; it hangs, or is gone",
+                    reason=SILENT,
+                )
+            await self._probe(offer.who, subject, reply, reconnects)
+
+    async def _probe(self, who: str, subject: str, reply: str, reconnects: int) -> None:
+        """An empty message: servers ignore it, and NATS answers "no responders" if the worker is gone."""
+        with nats_call(self._nats, f"hear from {who}"):
+            if self._nats.stats["reconnects"] != reconnects:
+                raise errors.NatsUnavailable(
+                    f"NATS was restarted while a request to {who} was on its way; send it again"
+                )
+            await self._nats.publish(subject, b"", reply=reply)
+
+    async def _on_reply(self, message: Msg) -> None:
+        offer = self._waiting.get(message.subject.rpartition(".")[2])
+        if offer is None:
+            return  # given up meanwhile
+        if message.headers and message.headers.get("Status") == NO_RESPONDERS:
+            offer.refuse(
+                errors.WorkerLost(
+                    f"{offer.who} is gone: nobody serves its subject; it is still registered until etcd knows"
+                )
+            )
+        else:
+            offer.refuse(decode_error(message.data))
+
+
+def _name(instance: Instance) -> str:
+    return f"{instance.component}/{instance.endpoint}:{lease_hex(instance.lease_id)}"

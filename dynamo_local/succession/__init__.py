@@ -1,0 +1,1 @@
+"""What a killed arbiter leaves, and who takes it over."""

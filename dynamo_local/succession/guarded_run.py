@@ -1,0 +1,44 @@
+"""What a guardian is told of the run that it watches: a small file, which the arbiter writes before it starts one."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dynamo_local.system.paths import Paths
+
+OPTION = "guarded"
+"""The plugin's one option: the path of a `GuardedRun`'s file (circus does not quote options on the command line)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedRun:
+    """What a guardian watches: an arbiter (started so many seconds after boot), and what it would leave behind."""
+
+    namespace: str
+    run_id: str
+    runtime: str
+    statefile: str
+    logs: str
+    arbiter_pid: int
+    arbiter_start_time: float
+    keep: bool
+
+    def write(self, path: Path) -> None:
+        """Write it for the guardian to read; the file appears whole or not at all."""
+        temporary = path.with_suffix(".tmp")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(asdict(self), file)
+        temporary.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> GuardedRun:
+        """What `write` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+    @property
+    def paths(self) -> Paths:
+        """Of its namespace."""
+        return Paths(self.namespace, Path(self.runtime), Path(self.statefile), Path(self.logs))

@@ -1,0 +1,1 @@
+"""What Linux is asked for: processes, paths, locks, logs, leases of ports."""

@@ -1,0 +1,204 @@
+"""Threads for calls that may block: one executor for each thing they block on, and a deadline for each call.
+
+Python's default executor is one for everything: sixteen calls that hang in a driver leave no thread for a commit, and
+`asyncio.run` and the interpreter wait at their end for every thread of it. So the arbiter gives the GPU driver, files
+and sweeps of /proc executors of their own. Their threads are daemons: a call that never returns is left behind when
+the process ends.
+
+`await SWEEPS.run(work, deadline_s, what="...")` is the way in. A thread cannot be interrupted: past the deadline the
+caller goes on with `CallOverdue`, and the thread stays lost until its call returns. While every thread is lost, new
+calls are refused at once with `ExecutorStuck`: nobody queues behind a hung driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, Generic, TypeVar
+
+from dynamo_local.errors import DynamoError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+QUEUE_MAX = 1024
+"""How many calls may wait for a thread. Usually a handful do; at this many something is wrong: more are refused."""
+
+
+class CallOverdue(DynamoError):
+    """A blocking call did not return before its deadline. It may still finish later, unobserved."""
+
+    code = "call_overdue"
+    retryable = True
+
+
+class ExecutorStuck(CallOverdue):
+    """Refused at once: every thread that could make the call hangs in an earlier one."""
+
+    code = "executor_stuck"
+
+
+class _Call(Generic[T]):
+    """One piece of work. A result that the caller has given up on is discarded."""
+
+    def __init__(self, work: Callable[[], T], discard: Callable[[T], None] | None) -> None:
+        self._work = work
+        self._discard = discard
+        self._lock = threading.Lock()
+        self._results: list[T] = []
+        self._abandoned = False
+        self.running = False
+        self.finished = False
+
+    def __call__(self) -> T:
+        with self._lock:
+            if self._abandoned:
+                raise CallOverdue("nobody waits for it any more")
+            self.running = True
+        try:
+            result = self._work()
+        finally:
+            with self._lock:
+                self.finished = True
+        with self._lock:
+            self._results.append(result)
+            abandoned = self._abandoned
+        if abandoned:
+            self._discard_results()
+        return result
+
+    def abandon(self) -> None:
+        """The caller has given up: discard the result."""
+        with self._lock:
+            self._abandoned = True
+        self._discard_results()
+
+    def _discard_results(self) -> None:
+        with self._lock:
+            results, self._results = self._results, []
+        if self._discard is not None:
+            for result in results:
+                self._discard(result)
+
+
+class DaemonExecutor(Executor):
+    """At most `threads` daemon threads, made when they are needed. For use from one event loop, or from none."""
+
+    def __init__(self, name: str, *, threads: int) -> None:
+        self.name = name
+        self._max_threads = threads
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._idle = 0
+        self._overdue: set[_Call[Any]] = set()
+
+    @property
+    def stuck(self) -> int:
+        """How many threads hang in a call whose deadline has passed."""
+        with self._lock:
+            self._overdue = {call for call in self._overdue if not call.finished}
+            return len(self._overdue)
+
+    async def run(
+        self, work: Callable[[], T], deadline_s: float, *, what: str, discard: Callable[[T], None] | None = None
+    ) -> T:
+        """`work()` in a thread; what it returns or raises. `what` names it in errors ("a sweep of /proc").
+
+        Raises `CallOverdue` after `deadline_s` seconds, waiting for a thread included, and `ExecutorStuck` at once
+        where no thread is left. A result that comes too late, or to a cancelled caller, goes to `discard` (in that
+        thread): locks and descriptors must be given back.
+        """
+        call = _Call(work, discard)
+        deadline = asyncio.timeout(deadline_s)
+        try:
+            async with deadline:
+                # Through the loop, not our own `submit`: the simulation's loop has no threads and runs the call itself.
+                return await asyncio.get_running_loop().run_in_executor(self, call)
+        except TimeoutError as error:
+            self._give_up(call)
+            if not deadline.expired():
+                raise  # the work's own
+            state = "has not returned" if call.running else "found no free thread"
+            raise CallOverdue(f"{what} {state} within {deadline_s:g} s") from error
+        except asyncio.CancelledError:
+            self._give_up(call)
+            raise
+
+    def _give_up(self, call: _Call[Any]) -> None:
+        call.abandon()
+        if call.running and not call.finished:
+            with self._lock:
+                self._overdue.add(call)
+
+    def run_now(self, work: Callable[[], T], deadline_s: float, *, what: str) -> T:
+        """`run` for code without an event loop: the caller itself waits."""
+        call = _Call(work, None)
+        future = self.submit(call)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError as error:
+            if future.done():
+                raise  # the work's own
+            future.cancel()
+            self._give_up(call)
+            raise CallOverdue(f"{what} has not returned within {deadline_s:g} s") from error
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """See `Executor`. Raises `ExecutorStuck`."""
+        stuck = self.stuck
+        if stuck >= self._max_threads:
+            raise ExecutorStuck(f"the {self.name} calls before have not returned: nothing is asked until they do")
+        if self._queue.qsize() >= QUEUE_MAX:
+            raise ExecutorStuck(f"{QUEUE_MAX} {self.name} calls wait already, and {stuck} threads are stuck")
+        future: Future[T] = Future()
+        self._queue.put((future, lambda: fn(*args, **kwargs)))
+        with self._lock:
+            if self._idle < self._queue.qsize() and self._threads < self._max_threads:
+                self._threads += 1
+                threading.Thread(target=self._work, name=f"{self.name}-{next(_NUMBERS)}", daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See `Executor`. There is nothing to do: the threads are daemons, and wait for work at no cost."""
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            try:
+                future, work = self._queue.get()
+            finally:
+                with self._lock:
+                    self._idle -= 1
+            if future.set_running_or_notify_cancel():
+                _settle(future, work)
+            del future, work  # an idle thread must keep no objects alive
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # as concurrent.futures does: every exception goes to the caller
+        future.set_exception(error)
+        # Its traceback holds this frame, and this frame the future that holds it: what the work has read would stay in
+        # memory until the garbage collector comes by.
+        del future, work
+    else:
+        future.set_result(result)
+
+
+_NUMBERS = itertools.count()
+
+FILES = DaemonExecutor("file", threads=8)
+"""For locks, logs and the statefile."""
+SWEEPS = DaemonExecutor("process table", threads=2)
+"""For reading all of /proc: reading the command line of a process that hangs in the kernel can block."""
+SWEEP_DEADLINE_S = 60.0
+"""Longer than `leftovers.end` itself takes to give up on a process that cannot be killed."""

@@ -1,0 +1,86 @@
+"""What this host refuses us (memory, descriptors, disk space, a folder), as one line that says what to do.
+
+A traceback of an `OSError` helps nobody. Where we know what was being done, `telling` adds it to the message;
+`cli.main` explains all other such errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dynamo_local.errors import DynamoError
+
+DESCRIPTORS_MIN = 128
+"""An arbiter without workers has some 40 files and sockets open, and needs two for each worker. libzmq ends the whole
+process where it gets none."""
+DESCRIPTORS_RAISED_TO = 4096
+_ADVICE = {
+    errno.ENOMEM: "free some memory, or raise the limit of its control group",
+    errno.EAGAIN: "raise the limit of processes (`ulimit -u`), or end some",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "the whole host has run out of open files: see /proc/sys/fs/file-nr",
+    errno.ENOSPC: "free some space (`df -h`, and `df -i` for inodes)",
+    errno.EDQUOT: "your disk quota is used up (`quota`)",
+    errno.EFBIG: "raise the limit of file sizes (`ulimit -f`)",
+    errno.EIO: "the disk fails: see `dmesg`",
+    errno.ENOEXEC: "it is not a program for this machine",
+}
+_FOLDERS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP})
+FOLDER_ADVICE = "choose folders that you may write: XDG_RUNTIME_DIR, DYN_LOCAL_STATE_DIR, DYN_LOCAL_LOG_DIR"
+
+
+class HostRefused(DynamoError):
+    """The operating system refused something that we cannot do without. The message says what, and what to do."""
+
+    code = "host_refused"
+
+
+def host_refused(error: BaseException, what: str | None = None) -> HostRefused | None:
+    """The typed form of an OS error (also pyzmq's, which has an errno, too), or of a lack of memory; else None.
+
+    `what` says what could not be done ("the arbiter cannot start").
+    """
+    if isinstance(error, MemoryError):
+        number: int | None = errno.ENOMEM
+    elif isinstance(error, OSError) or type(error).__name__ == "ZMQError":
+        number = getattr(error, "errno", None)
+    else:
+        return None
+    reason = os.strerror(number) if number is not None else str(error) or type(error).__name__
+    files = [str(name) for name in (getattr(error, "filename", None), getattr(error, "filename2", None)) if name]
+    parts = [what, *files, reason]
+    advice = _ADVICE.get(number or 0) or (FOLDER_ADVICE if number in _FOLDERS else None)
+    return HostRefused(": ".join(part for part in parts if part) + (f"; {advice}" if advice else ""))
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Turn an OS error raised in the block into `HostRefused`; our own errors pass unchanged."""
+    try:
+        yield
+    except OSError as error:
+        refused = host_refused(error, what)
+        assert refused is not None
+        raise refused from error
+
+
+def ensure_descriptors() -> None:
+    """Raise our limit of open files where it is small and may be raised; `HostRefused` if we could not even start.
+
+    A worker does it, too: it inherits the arbiter's, and a frontend out of descriptors resets its clients' connections.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= DESCRIPTORS_RAISED_TO:
+        return
+    raised = DESCRIPTORS_RAISED_TO if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_RAISED_TO)
+    if raised > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    if raised < DESCRIPTORS_MIN:
+        raise HostRefused(
+            f"only {raised} files may be open at a time, {DESCRIPTORS_MIN} are needed and two more per worker; "
+            f"{_ADVICE[errno.EMFILE]}"
+        )

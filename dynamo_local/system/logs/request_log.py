@@ -1,0 +1,83 @@
+"""The `x-request-id` of the request that the running task works on, and its place in the log.
+
+It is bound once where a request enters a process: by the Frontend's middleware, by an endpoint that takes a request,
+by a prefill worker that takes an entry. Tasks that are started below inherit it (contextvars), and whatever sends the
+request on reads it here. Every log line that is written meanwhile begins with it:
+
+    2026-11-22 05:24:47,417 INFO dynamo_local.components.decode: [order-4711] request …: Remote prefill: True …
+
+Nothing here runs per token: a line that is not written costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import re
+import sys
+import uuid
+from collections.abc import Iterator
+from typing import Final
+
+HEADER: Final = "x-request-id"
+
+MAX_LENGTH: Final = 128
+MAX_TEXT: Final = 1000
+
+_FIT_FOR_LOGS = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
+"""Printable ASCII without spaces: no line breaks and no control characters, in a header or in a log line."""
+
+FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s"
+
+_bound: contextvars.ContextVar[str] = contextvars.ContextVar("dynamo_x_request_id", default="")
+
+
+def accept_or_make(given: str) -> str:
+    """The client's id where it is printable ASCII without spaces and at most `MAX_LENGTH` long, else a new one."""
+    return given if _FIT_FOR_LOGS.fullmatch(given) else uuid.uuid4().hex
+
+
+def fit_for_logs(text: str) -> str:
+    """One line of at most `MAX_TEXT` characters, whatever a client has put into it: nobody writes lines of ours."""
+    line = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:MAX_TEXT])
+    return line if len(line) <= MAX_TEXT else f"{line[:MAX_TEXT]}…"
+
+
+def x_request_id() -> str:
+    """The id of the request that this task works on; empty outside a request."""
+    return _bound.get()
+
+
+@contextlib.contextmanager
+def bound(x_request_id: str) -> Iterator[None]:
+    """Within the block, and in tasks that it starts, this is the request's id.
+
+    An id that is not fit for a log line, from whoever speaks our wire format, counts as none.
+    """
+    token = _bound.set(x_request_id if _FIT_FOR_LOGS.fullmatch(x_request_id) else "")
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+def unbound() -> contextlib.AbstractContextManager[None]:
+    """For a task that a request starts and that outlives it, such as a watch: its log lines belong to no request."""
+    return bound("")
+
+
+class RequestIdFilter(logging.Filter):
+    """Gives each record a `request`: the bound id in brackets and a space, or nothing."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        x_request_id = _bound.get()
+        record.request = f"[{x_request_id}] " if x_request_id else ""
+        return True
+
+
+def log_to_stderr(level: str) -> None:
+    """Set up a worker process's log: everything from `level` on goes to stderr in `FORMAT`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(RequestIdFilter())
+    logging.basicConfig(level=level, format=FORMAT, handlers=[handler])

@@ -1,0 +1,87 @@
+"""What the supervisor needs of the host that runs its processes: our own arbiter, or somebody's stock circusd."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+ExitCallback = Callable[[str, int, int | None], None]
+"""`(watcher name, pid, exit code)`; a negative code is a signal, None where nobody could collect it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """A process to start: in a session of its own, writing to its own log file.
+
+    `death_signal` is sent by the kernel when the host dies (None: the process outlives it); `asks_itself` says that
+    the program is an entry point of ours, which asks the kernel for it (`prctl.die_as_asked`): then the host can use a
+    cheap vfork; `inherited_fds` stay open in the process (the GPUs' locks).
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    log_file: Path
+    graceful_timeout_s: float = 30.0
+    death_signal: int | None = None
+    asks_itself: bool = False
+    inherited_fds: tuple[int, ...] = field(default=())
+
+
+class ProcessHost(Protocol):
+    """Starts processes as watchers and tells of their exits. The supervisor ends them, by pid and session."""
+
+    on_exit: ExitCallback | None
+
+    async def start_process(self, spec: ProcessSpec) -> int:
+        """A watcher of that name with its one process; the pid. OSError says why it could not be started.
+
+        A watcher of that name whose process is gone is replaced.
+        """
+        ...
+
+    async def forget(self, name: str) -> None:
+        """Drop the watcher of a process that is gone; an unknown name is no error."""
+        ...
+
+
+class SupervisedHost(ProcessHost, Protocol):
+    """A host with a control endpoint: our own arbiter, or the plugin under somebody's stock circusd.
+
+    `supervisor` is whoever answers the commands (`circus_plugins.commands.Commanded`).
+    """
+
+    supervisor: Any
+
+    def start(self) -> Awaitable[Any]:
+        """Make everything ready to start processes and to answer commands."""
+        ...
+
+    @property
+    def socket_files(self) -> tuple[Path, ...]:
+        """The files of the sockets that it listens on."""
+        ...
+
+    async def renew_sockets(self) -> None:
+        """Listen again where such a file is missing. OSError or `DynamoError` says why that cannot be."""
+        ...
+
+    async def close(self) -> None:
+        """Close the endpoint. All processes must be gone."""
+        ...
+
+    def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
+        """Why a deployment made of that file and those words would not outlive this host's next start; none, where
+        it would."""
+        ...
+
+
+class AdoptingHost(SupervisedHost, Protocol):
+    """A host that can take over processes which a killed predecessor started."""
+
+    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+        """A watcher for a process that runs already; `ProcessLookupError` if it has just ended."""
+        ...

@@ -1,0 +1,1 @@
+"""What others may see: metrics, events, scalars, progress."""

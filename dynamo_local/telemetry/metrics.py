@@ -1,0 +1,209 @@
+"""`/metrics` of the arbiter: what it knows of workers, GPUs and its planner, for Prometheus.
+
+Gauges are read when somebody asks: an arbiter that nobody scrapes spends nothing on them. Counters are counted where
+things happen. What is not known (a queue that could not be asked) has no sample: it is never 0.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dynamo_local.core.gpus import GpuLedger
+from dynamo_local.core.life.fleet import Worker
+from dynamo_local.core.life.instructions import Transition
+from dynamo_local.core.life.lifecycle import STARTS, DrainDeadlinePassed
+from dynamo_local.core.life.states import TRAITS
+from dynamo_local.core.types import WorkerState
+
+PREFIX = "dynamo_arbiter"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class GpuState(enum.StrEnum):
+    """The four places of the ledger (`core.gpus`)."""
+
+    FREE = "free"
+    HELD = "held"
+    QUARANTINED = "quarantined"
+    TAKEN = "taken"
+
+
+def gpus_by_state(gpus: GpuLedger) -> dict[GpuState, int]:
+    """How many devices are in each place; a device that a process outside of our graphs uses is not free."""
+    return {
+        GpuState.FREE: len(gpus.free),
+        GpuState.HELD: sum(len(held) for held in gpus.held.values()),
+        GpuState.QUARANTINED: len(gpus.quarantined),
+        GpuState.TAKEN: len(gpus.taken),
+    }
+
+
+class GpuSeconds:
+    """GPU-seconds by component, settled whenever what is held may have changed."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._held: dict[str, int] = {}
+        self._since_s = 0.0
+
+    def settle(self, now_s: float, held: Mapping[str, int]) -> None:
+        """Add what was held until now; from now on `held` is (GPUs by component)."""
+        for component, count in self._held.items():
+            self._totals[component] += count * (now_s - self._since_s)
+        self._since_s, self._held = now_s, dict(held)
+        for component in held:
+            self._totals.setdefault(component, 0.0)
+
+    def totals(self) -> dict[str, float]:
+        """As of the last `settle`; a component that never held a GPU has no entry."""
+        return dict(self._totals)
+
+
+def gpus_held(workers: Iterable[Worker]) -> dict[str, int]:
+    """GPUs by component, of all workers that hold any: starting, ready and draining ones alike."""
+    held: Tally[str] = Tally()
+    for worker in workers:
+        if worker.gpus:
+            held[worker.component] += len(worker.gpus)
+    return dict(held)
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """What the gauges are made of. `queue` has only what is known: `pending`, `outstanding`, `dead_letters`."""
+
+    state: str
+    workers: Mapping[tuple[str, WorkerState], int]
+    """By component and state; components without a worker have no entry."""
+    gpus: Mapping[GpuState, int]
+    gpu_seconds: Mapping[str, float]
+    queue: Mapping[str, int] = field(default_factory=dict)
+    task_deaths: Mapping[str, int] = field(default_factory=dict)
+    """How often each task that the arbiter keeps alive has died."""
+    lacking: frozenset[str] = frozenset()
+    """Components that lack what they should have; see `core.life.lacking`."""
+
+
+NOTHING = Now("", {}, {}, {})
+STATES = ("starting", "adopting", "ready", "degraded", "leaving")
+
+
+class _Gauges(Collector):
+    def __init__(self, now: Callable[[], Now]) -> None:
+        self._now = now
+
+    def describe(self) -> Iterator[Metric]:
+        return _families(NOTHING)
+
+    def collect(self) -> Iterator[Metric]:
+        return _families(self._now())
+
+
+def _families(now: Now) -> Iterator[Metric]:
+    state = GaugeMetricFamily(f"{PREFIX}_state", "1 for the state that the graph is in", labels=["state"])
+    for name in STATES if now.state else ():
+        state.add_metric([name], float(name == now.state))
+    yield state
+    workers = GaugeMetricFamily(f"{PREFIX}_workers", "Workers in each state", labels=["component", "state"])
+    for component in dict.fromkeys(component for component, _ in now.workers):
+        for each in WorkerState:  # all of them: a count that falls to 0 must be seen to be 0
+            workers.add_metric([component, each], now.workers.get((component, each), 0))
+    yield workers
+    lacking = GaugeMetricFamily(
+        f"{PREFIX}_lacking",
+        "1 for a component that lacks workers, which makes the graph degraded",
+        labels=["component"],
+    )
+    for component in dict.fromkeys(component for component, _ in now.workers):
+        lacking.add_metric([component], float(component in now.lacking))
+    yield lacking
+    gpus = GaugeMetricFamily(
+        f"{PREFIX}_gpus", "GPUs that this graph may use, by who has them (taken: somebody else)", labels=["state"]
+    )
+    for place, count in now.gpus.items():
+        gpus.add_metric([place], count)
+    yield gpus
+    seconds = CounterMetricFamily(
+        f"{PREFIX}_gpu_held_seconds", "GPU-seconds held by workers, from start to exit", labels=["component"]
+    )
+    for component, total in now.gpu_seconds.items():
+        seconds.add_metric([component], total)
+    yield seconds
+    queue = GaugeMetricFamily(
+        f"{PREFIX}_prefill_queue_requests",
+        "Requests in the prefill queue, as last seen",
+        labels=["of"],
+    )
+    for of, requests in now.queue.items():
+        queue.add_metric([of], requests)
+    yield queue
+    deaths = CounterMetricFamily(
+        f"{PREFIX}_task_deaths", "How often a task of the arbiter died, and was started again", labels=["task"]
+    )
+    for name, count in now.task_deaths.items():
+        deaths.add_metric([name], count)
+    yield deaths
+
+
+class ArbiterMetrics:
+    """The arbiter's metrics, in a registry of their own. `now` is called at each scrape.
+
+    The counters of `components` begin at 0: Prometheus sees no increase in a series that appears with its first value.
+    """
+
+    def __init__(self, now: Callable[[], Now] = lambda: NOTHING, components: Iterable[str] = ()) -> None:
+        # `…_created` gauges double the exposition, as in the Frontend.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.registry.register(_Gauges(now))
+        self.restarts = Counter(
+            f"{PREFIX}_restarts",
+            "Processes started under a name that had one before",
+            ["component"],
+            registry=self.registry,
+        )
+        self.drains = Counter(
+            f"{PREFIX}_drains",
+            "Drains that ended: finished, timed_out, taken_back or failed (it hung)",
+            ["component", "outcome"],
+            registry=self.registry,
+        )
+        self.requests_cut = Counter(
+            f"{PREFIX}_requests_cut",
+            "Requests cut because a drain passed its deadline, as far as they could be counted",
+            ["component"],
+            registry=self.registry,
+        )
+        for component in components:
+            self.restarts.labels(component)
+            self.requests_cut.labels(component)
+            for outcome in filter(None, (traits.drain_outcome for traits in TRAITS.values())):
+                self.drains.labels(component, outcome)
+
+    def on_transition(self, worker: Worker, transition: Transition) -> None:
+        """A change of a worker's state, just applied; `worker` as it is after the whole step."""
+        component, event = transition.component, transition.event
+        if isinstance(event, STARTS) and worker.starts > 1:
+            self.restarts.labels(component).inc()
+        if isinstance(event, DrainDeadlinePassed) and isinstance(event.requests_cut, int):
+            self.requests_cut.labels(component).inc(event.requests_cut)
+        outcome = TRAITS[transition.after].drain_outcome if TRAITS[transition.before].drains else None
+        if outcome is not None:
+            self.drains.labels(component, outcome).inc()
+
+    def exposition(self) -> bytes:
+        """The text format, for `CONTENT_TYPE`."""
+        return generate_latest(self.registry)

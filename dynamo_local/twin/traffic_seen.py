@@ -1,0 +1,70 @@
+"""What clients and engines did in the twin, by time: the windows of traffic that a planner is shown."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.twin.process import Job
+
+NO_REQUEST = Missing("no request in this window")
+
+Events = list[tuple[float, ...]]
+"""Each begins with its time, in seconds."""
+
+
+class TrafficSeen:
+    """Events in the order of their times. As Frontends count: a request when it begins, its first token and its end
+    when they come."""
+
+    def __init__(self) -> None:
+        self._began: Events = []
+        self._first: Events = []
+        self._ended: Events = []
+        self._looked_up: Events = []
+
+    def began(self, job: Job, now_s: float) -> None:
+        """A client asks."""
+        insort(self._began, (now_s, job.request.input_length))
+
+    def first_token(self, job: Job, at_s: float) -> None:
+        """Its first token has come."""
+        insort(self._first, (at_s, at_s - job.request.at_s))
+
+    def ended(self, job: Job, at_s: float) -> None:
+        """It is answered."""
+        decoding_s = 0.0 if job.first_s is None else at_s - job.first_s
+        insort(self._ended, (at_s, job.request.output_length, decoding_s, at_s - job.request.at_s))
+
+    def looked_up(self, at_s: float, cached: int, tokens: int) -> None:
+        """An engine has begun a prompt of so many tokens, of which so many were cached."""
+        insort(self._looked_up, (at_s, cached, tokens))
+
+    def window(self, now_s: float, length_s: float) -> Traffic:
+        """The window of so many seconds that ends now; of one that began before the run, what there was of it."""
+        length_s = min(length_s, now_s) or length_s
+
+        began, first, ended, looked_up = (
+            events[bisect_left(events, (now_s - length_s,)) : bisect_left(events, (now_s,))]
+            for events in (self._began, self._first, self._ended, self._looked_up)
+        )
+        gaps = sum(each[1] - 1 for each in ended)
+        tokens = sum(each[2] for each in looked_up)
+        return Traffic(
+            at_s=now_s,
+            duration_s=length_s,
+            num_req=len(began),
+            isl=_mean([each[1] for each in began]),
+            osl=_mean([each[1] for each in ended]),
+            ttft_ms=_mean([each[1] * 1000 for each in first]),
+            itl_ms=math.fsum(each[2] for each in ended) * 1000 / gaps if gaps else NO_REQUEST,
+            request_duration_s=_mean([each[3] for each in ended]),
+            kv_hit_rate=sum(each[1] for each in looked_up) / tokens if tokens else NO_REQUEST,
+            accept_length=1.0,
+        )
+
+
+def _mean(values: list[float]) -> float | Missing:
+    return math.fsum(values) / len(values) if values else NO_REQUEST

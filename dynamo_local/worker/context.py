@@ -1,0 +1,275 @@
+"""A worker's identity, and what its component can call (`sdk.context.WorkerContext`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamo_local.core.types import Load, lease_hex
+from dynamo_local.errors import ConfigError
+from dynamo_local.infra.access import EtcdAccess, NatsAccess
+from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
+from dynamo_local.runtime.kv_publisher import NatsKvEventPublisher
+from dynamo_local.runtime.lease import LeaseKeeper
+from dynamo_local.runtime.observation import ObservationServer
+from dynamo_local.runtime.passes.events import PassEvents
+from dynamo_local.runtime.passes.recorder import PassRecorder
+from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
+from dynamo_local.runtime.prefill_queue.replies import PrefillReplies
+from dynamo_local.runtime.requests import RequestPlane
+from dynamo_local.sdk.context import KvEvents, Work
+
+log = logging.getLogger("dynamo_local.worker")
+
+Callback = Callable[[], Awaitable[None]]
+KeyOf = Callable[[int], str]
+"""The key under a lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start."""
+
+    namespace: str
+    component: str
+    watcher_name: str
+    run_id: str
+    statefile: Path
+    etcd_endpoints: str
+    nats_server: str
+    etcd_access: EtcdAccess
+    nats_access: NatsAccess
+    lease_ttl_s: int
+    start_deadline_s: float
+    gpus: int = 0
+
+    @classmethod
+    def of(cls, env: Mapping[str, str], component: str) -> Identity:
+        """Raises `ConfigError` naming the first variable that is missing: workers are started by `dynamo serve`.
+
+        Likewise for one by which etcd or NATS cannot be reached (`infra.access`).
+        """
+
+        def need(name: str) -> str:
+            try:
+                return env[name]
+            except KeyError:
+                raise ConfigError(f"{name} is not set; workers are started by `dynamo serve`") from None
+
+        return cls(
+            namespace=need("DYN_NAMESPACE"),
+            component=component,
+            watcher_name=need("DYN_WATCHER_NAME"),
+            run_id=need("DYN_RUN_ID"),
+            statefile=Path(need("DYN_STATEFILE")),
+            etcd_endpoints=need("ETCD_ENDPOINTS"),
+            nats_server=need("NATS_SERVER"),
+            etcd_access=EtcdAccess.of(env),
+            nats_access=NatsAccess.of(env),
+            lease_ttl_s=int(env.get("DYN_LEASE_TTL_S", "10")),
+            start_deadline_s=float(env.get("DYN_START_DEADLINE_S", "300")),
+            gpus=int(env.get("DYN_WORKER_GPUS", "0")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """What a worker is connected to, once it is."""
+
+    kv: KeyValueStore
+    nats: Any
+    plane: RequestPlane
+    lease: LeaseKeeper
+
+
+class Context:
+    """The component's context. Keeps what the component registered (callbacks, sources, keys, facts).
+
+    `stack` closes what the component opened, before the connections are closed. `on_fatal` is called with
+    the reason when the worker has become useless. `on_facts` is called when `facts` has changed, `on_wait` with what
+    the start waits for.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        connections: Connections,
+        settings: Any,
+        *,
+        draining: asyncio.Event,
+        stack: contextlib.AsyncExitStack,
+        on_fatal: Callable[[str, BaseException], None],
+        on_facts: Callable[[], None],
+        on_wait: Callable[[str], None],
+    ) -> None:
+        self.namespace = identity.namespace
+        self.component = identity.component
+        self.watcher_name = identity.watcher_name
+        self.run_id = identity.run_id
+        self.gpus = identity.gpus
+        self.settings = settings
+        self.kv = connections.kv
+        self.nats = connections.nats
+        self.draining = draining
+        self.facts: dict[str, str] = {}
+        self.load_source: Callable[[], Load] | None = None
+        self.load_changed: Callback = _never
+        self.work_source: Callable[[], Work] = Work
+        self._counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None
+        self._limits: Callable[[], Mapping[str, int | None]] = dict
+        self._passes: PassRecorder | None = None
+        self._observed = False
+        self._plane = connections.plane
+        self._lease = connections.lease
+        self._stack = stack
+        self._on_fatal = on_fatal
+        self._on_facts = on_facts
+        self._on_wait = on_wait
+        self._on_drain: list[Callback] = []
+        self._on_resume: list[Callback] = []
+        self._waiting_keys: list[tuple[KeyOf, bytes]] | None = []
+
+    # --- for the component (sdk.context.WorkerContext) -------------------------------------------
+
+    @property
+    def lease_id(self) -> int:
+        return self._lease.lease_id
+
+    def on_drain(self, callback: Callback) -> None:
+        self._on_drain.append(callback)
+
+    def on_resume(self, callback: Callback) -> None:
+        self._on_resume.append(callback)
+
+    def set_load_source(self, source: Callable[[], Load], changed: Callback | None = None) -> None:
+        self.load_source, self.load_changed = source, changed or _never
+
+    def set_work_source(self, source: Callable[[], Work]) -> None:
+        self.work_source = source
+
+    def vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._vital_ended)
+        return task
+
+    def _vital_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_fatal(task.get_name(), error)
+
+    def wait_for(self, what: str) -> None:
+        self._on_wait(what)
+
+    async def register_key(self, prefix: str, value: bytes) -> None:
+        await self._register_soon(lambda lease: f"{prefix}:{lease_hex(lease)}", value)
+
+    async def register_whole_key(self, key: str, value: bytes) -> None:
+        await self._register_soon(lambda _lease: key, value)
+
+    async def announce(self, **facts: str) -> None:
+        self.facts.update(facts)
+        self._on_facts()
+
+    async def endpoint_client(self, component: str, endpoint: str) -> EndpointClient:
+        return await self._plane.client(self.kv, self.namespace, component, endpoint)
+
+    async def prefill_queue(self) -> PrefillQueue:
+        queue = JetStreamPrefillQueue(self.nats, self.namespace, self.run_id)
+        self._stack.push_async_callback(queue.close)
+        await queue.start()
+        return queue
+
+    async def prefill_replies(self) -> PrefillReplies:
+        replies = PrefillReplies(self.nats, self.namespace)
+        self._stack.push_async_callback(replies.close)
+        await replies.start()
+        return replies
+
+    async def kv_events(self) -> KvEvents:
+        events = NatsKvEventPublisher(self.nats, self.namespace, self.component, lambda: self.lease_id)
+        self._stack.push_async_callback(events.close)
+        await events.start()
+        return events
+
+    async def passes(self, *, publish: bool) -> PassRecorder:
+        recorder = self._passes = PassRecorder()
+        if publish:
+            events = PassEvents(self.nats, self.namespace, self.component, lambda: str(self.lease_id))
+            self._stack.push_async_callback(events.close)
+            events.start()
+            recorder.listeners.append(events.publish)
+        return recorder
+
+    def observe(
+        self,
+        counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
+        limits: Callable[[], Mapping[str, int | None]] = dict,
+    ) -> None:
+        self._counters, self._limits, self._observed = counters, limits, True
+
+    # --- for the process -------------------------------------------------------------------------
+
+    def close_with_worker(self, close: Callback) -> None:
+        """Await `close` when the worker shuts down, before its connections are closed."""
+        self._stack.push_async_callback(close)
+
+    async def register_waiting_keys(self) -> None:
+        """The worker takes requests now: put the component's keys, and put later ones at once."""
+        waiting, self._waiting_keys = self._waiting_keys or [], None
+        for key_of, value in waiting:
+            await self._register(key_of, value)
+
+    async def _register_soon(self, key_of: KeyOf, value: bytes) -> None:
+        """Before the worker is ready the key waits: a model must not be listed before it can be asked."""
+        if self._waiting_keys is not None:
+            self._waiting_keys.append((key_of, value))
+        else:
+            await self._register(key_of, value)
+
+    async def _register(self, key_of: KeyOf, value: bytes) -> None:
+        await self._lease.register(key_of, lambda _lease: value)
+
+    async def answer_planners(self) -> None:
+        """Answer what planners ask, if the component has something to tell. Raises `NatsUnavailable`."""
+        if not self._observed:
+            return
+        server = ObservationServer(
+            self.nats,
+            self.namespace,
+            self.watcher_name,
+            self.component,
+            lambda: str(self.lease_id),
+            counters=self._counters,
+            passes=self._passes,
+            limits=self._limits,
+        )
+        self._stack.push_async_callback(server.close)
+        await server.start()
+
+    def drain_callbacks(self) -> list[Callback]:
+        """The component's callbacks, in its order."""
+        return list(self._on_drain)
+
+    async def resume(self) -> None:
+        """Run the component's resume callbacks side by side."""
+        await run_all("taking the drain back", self._on_resume)
+
+
+async def run_all(what: str, callbacks: Iterable[Callback]) -> None:
+    """Run them side by side to their ends. Errors of the component's code are logged."""
+    results = await asyncio.gather(*(_call(callback) for callback in callbacks), return_exceptions=True)
+    for error in results:
+        if isinstance(error, BaseException):
+            log.error("a callback for %s failed", what, exc_info=error)
+
+
+async def _call(callback: Callback) -> None:
+    await callback()
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()

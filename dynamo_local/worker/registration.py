@@ -1,0 +1,198 @@
+"""A worker's lease in etcd, and the keys that it holds there: from the grant until it is given back.
+
+grant -> the key with the worker's name (whoever wants to revoke the lease finds it there)
+-> endpoints -> the component's own keys -> the key that tells the arbiter: ready
+-> (a drain) revoked: all keys go with it -> (the drain is taken back) a new lease, and the same keys under it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from dynamo_local.core.types import lease_hex, lease_key, ready_key
+from dynamo_local.errors import EtcdUnavailable
+from dynamo_local.ports import KeyValueStore
+from dynamo_local.runtime.lease import LeaseKeeper
+from dynamo_local.worker.context import Identity
+from dynamo_local.worker.endpoints import Endpoints
+
+log = logging.getLogger("dynamo_local.worker")
+
+REVOKE_TIMEOUT_S = 5.0
+RESUME_TIMEOUT_S = 5.0
+
+
+class Touch(Protocol):
+    """`EntryWriter.touch`, called when the statefile's entry is out of date."""
+
+    def __call__(self, *, resumed: bool | None = None) -> None: ...
+
+
+class Registration:
+    """What etcd knows of this worker. `on_change` is called whenever that has changed.
+
+    `facts` go into the ready key's value; `on_revoked` is called when somebody has revoked the lease; `serves` says
+    whether the worker is ready and does not drain.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        endpoints: Endpoints,
+        *,
+        facts: Callable[[], Mapping[str, str]],
+        on_change: Touch,
+        on_revoked: Callable[[], None],
+        serves: Callable[[], bool],
+    ) -> None:
+        self._identity = identity
+        self._endpoints = endpoints
+        self._facts = facts
+        self._on_change = on_change
+        self._on_revoked = on_revoked
+        self._serves = serves
+        self._lease: LeaseKeeper | None = None
+        self._given_back = False
+        self._watch: asyncio.Task[None] | None = None
+        self.ready = False
+        """All keys of a ready worker are in etcd, as far as we know."""
+
+    # --- what one may ask ------------------------------------------------------------------------
+
+    @property
+    def lease(self) -> LeaseKeeper | None:
+        """None before `take_lease`."""
+        return self._lease
+
+    @property
+    def revoked(self) -> bool:
+        """Somebody has revoked the lease."""
+        return self._lease is not None and self._lease.revoked.is_set()
+
+    @property
+    def holds_lease(self) -> bool:
+        """A lease was granted and has not been given back."""
+        return self._lease is not None and bool(self._lease.lease_id) and not self._given_back
+
+    def held_lease(self) -> str | None:
+        """The lease in hex; None before it is granted, and once it was given back."""
+        return lease_hex(self._lease.lease_id) if self._lease is not None and self.holds_lease else None
+
+    def endpoint_keys(self) -> tuple[str, ...]:
+        """The endpoint keys that are registered now."""
+        if self._lease is None or not self.holds_lease or not self.ready:
+            return ()
+        return tuple(self._endpoints.keys(self._lease.lease_id))
+
+    # --- coming ------------------------------------------------------------------------------------
+
+    async def take_lease(self, kv: KeyValueStore, is_draining: Callable[[], Awaitable[bool]]) -> LeaseKeeper:
+        """Grant the lease, keep it alive, and put its first key. Raises `EtcdUnavailable`, `LeaseNotFound`."""
+        identity = self._identity
+        self._lease = lease = LeaseKeeper(
+            kv, ttl_s=identity.lease_ttl_s, is_draining=is_draining, on_regrant=self._on_regrant
+        )
+        await lease.start()
+        self._follow()
+        # The first key is watched, so that a revoke is seen at once also during a long start; and whoever wants
+        # to revoke it finds the lease by the worker's name.
+        about = json.dumps({"pid": os.getpid(), "run_id": identity.run_id}).encode()
+        await lease.register(partial(lease_key, identity.namespace, identity.watcher_name), lambda _lease: about)
+        self._on_change()
+        return lease
+
+    async def register_endpoints(self) -> None:
+        """Whoever sees these keys may send a request at once. Raises as `LeaseKeeper.register`."""
+        assert self._lease is not None
+        for key, value in self._endpoints.registrations():
+            await self._lease.register(key, value)
+
+    async def register_ready(self, flush: Callable[[], Awaitable[object]]) -> None:
+        """Put the last key after `flush`: the endpoints are in the statefile before the worker is seen as ready."""
+        assert self._lease is not None
+        self.ready = True
+        self._on_change()
+        await flush()
+        await self._lease.register(self._ready_key, self._ready_value)
+
+    def _ready_key(self, lease_id: int) -> str:
+        return ready_key(self._identity.namespace, self._identity.watcher_name, lease_id)
+
+    def _ready_value(self, lease_id: int) -> bytes:
+        about = {"pid": os.getpid(), "endpoints": self._endpoints.keys(lease_id), **self._facts()}
+        return json.dumps(about).encode()
+
+    # --- going, and coming back ----------------------------------------------------------------------
+
+    async def deregister(self) -> None:
+        """Return when no key of ours is in etcd any more; tried for ever. May be cancelled."""
+        self.ready = False
+        self._on_change(resumed=False)
+        while True:
+            try:
+                await self.give_back(REVOKE_TIMEOUT_S)
+            except EtcdUnavailable as error:
+                log.warning("the lease cannot be revoked, trying again: %s", error)
+            else:
+                return
+
+    async def give_back(self, timeout_s: float) -> None:
+        """Return once etcd has none of our keys any more. Raises `EtcdUnavailable`; it then expires by itself."""
+        assert self._lease is not None
+        await self._lease.revoke(timeout_s)
+        self._given_back, self.ready = True, False
+        self._on_change()
+
+    async def give_back_failed(self, timeout_s: float) -> None:
+        """Give the lease back, and record first that this is a failure.
+
+        To the arbiter a lease that is given back looks like a drain, and a worker that was drained is not started again
+        (its exit came 15 ms after its key's end).
+        """
+        assert self._lease is not None
+        if self.ready:
+            failed = json.dumps({"pid": os.getpid(), "failed": True}).encode()
+            await self._lease.register(self._ready_key, lambda _lease: failed, timeout_s)
+        await self.give_back(timeout_s)
+
+    async def restore(self) -> None:
+        """Take a new lease and put all keys under it. Raises `EtcdUnavailable`."""
+        assert self._lease is not None
+        # The drain may have been stopped halfway: remove the old keys, whose subjects nobody serves.
+        await self.give_back(RESUME_TIMEOUT_S)
+        await self._lease.reinstate(RESUME_TIMEOUT_S)
+        self._given_back, self.ready = False, True
+        self._on_change(resumed=True)
+        self._follow()
+
+    async def close(self) -> None:
+        """Stop watching and keeping the lease alive; if it was not given back it expires by itself."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+        if self._lease is not None:
+            await self._lease.close()
+
+    # --- the lease ---------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._until_revoked(), name="lease watch")
+
+    async def _until_revoked(self) -> None:
+        assert self._lease is not None
+        await self._lease.revoked.wait()
+        self._on_revoked()
+
+    async def _on_regrant(self, lease_id: int) -> None:
+        """There is a new lease. Serve its subjects before its keys are put."""
+        if self._serves():
+            log.warning("etcd lost the lease; registering again under %s", lease_hex(lease_id))
+        await self._endpoints.rebind(lease_id)
+        self._on_change()

@@ -1,0 +1,99 @@
+"""A worker's entry point: `python -m dynamo_local.worker.serve_dynamo graphs.disagg:Frontend --service-name X`.
+
+Everything else comes through the environment (`control.deployment`), nothing secret through argv.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
+from dynamo_local.system.host_errors import ensure_descriptors
+from dynamo_local.system.logs.request_log import log_to_stderr
+from dynamo_local.system.prctl import die_as_asked
+
+if TYPE_CHECKING:
+    from dynamo_local.worker.process import WorkerProcess
+
+log = logging.getLogger("dynamo_local.worker")
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:SERVICE")
+@click.option("--service-name", required=True)
+def main(target: str, service_name: str) -> None:
+    """Run one worker of a graph's service until it is asked to leave."""
+    run_as_worker(lambda: _worker(target, service_name))
+
+
+def run_as_worker(make: Callable[[], WorkerProcess]) -> NoReturn:
+    """Make the worker and run it; ends the process with its exit code. Failures are logged."""
+    die_as_asked(os.environ)
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    log_to_stderr(os.environ.get("DYN_LOG", "INFO").upper())
+    try:
+        ensure_descriptors()
+        code = _run(make)
+    except DynamoError as error:
+        log.error("%s", error)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except Exception:
+        # Anything that is not one of our errors is a bug, ours or the user's: its traceback belongs in the log.
+        log.exception("the worker failed")
+        code = EXIT_FAILED
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _worker(target: str, service_name: str) -> WorkerProcess:
+    from dynamo_local.sdk.loader import load_graph
+    from dynamo_local.worker.context import Identity
+    from dynamo_local.worker.process import WorkerProcess
+
+    graph = load_graph(target, base_dir=Path.cwd())
+    service = graph.services.get(service_name)
+    if service is None:
+        raise ConfigError(f"{target} has no service {service_name!r}; it has: {', '.join(graph.services)}")
+    return WorkerProcess(graph, service, Identity.of(os.environ, service_name))
+
+
+def _run(make: Callable[[], WorkerProcess]) -> int:
+    import uvloop
+
+    worker = make()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            code = runner.run(worker.run())
+        except DynamoError as error:
+            log.error("%s", error)
+            code = error.exit_code
+        except Exception:
+            log.exception("the worker failed")  # the user's code or ours: its traceback belongs in the log
+            code = EXIT_FAILED
+        # vLLM's threads and sockets outlive its shutdown, and Python waits for them: seen for half a minute, until the
+        # worker that had left in order was taken for hung.
+        if worker.hurried or "vllm" in sys.modules:
+            _end_now(code)
+        return code
+
+
+def _end_now(code: int) -> None:
+    """End without waiting for threads, as Python would even for one that is still reading a model."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

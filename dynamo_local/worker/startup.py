@@ -1,0 +1,84 @@
+"""What a worker needs before its component can start: connections, and clients of what it depends on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from dynamo_local.runtime.control import ControlServer
+from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.runtime.requests import DependencyClient, RequestPlane
+from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.sdk.service import DynamoService
+from dynamo_local.worker.context import Connections, Context, Identity
+from dynamo_local.worker.registration import Registration
+
+CONNECT_TIMEOUT_S = 60.0
+
+Operation = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+
+
+async def connect(
+    identity: Identity,
+    stack: contextlib.AsyncExitStack,
+    registration: Registration,
+    operations: Mapping[str, Operation],
+    *,
+    is_draining: Callable[[], Awaitable[bool]],
+    on_nats_closed: Callable[[], Awaitable[None]],
+    waiting_for: Callable[[str], None],
+) -> Connections:
+    """NATS first: from then on the control endpoint answers. Then etcd, and the worker's lease there.
+
+    `stack` closes each in the reverse order. `waiting_for` is called with what this waits for, in words. Raises
+    `NatsUnavailable`, `EtcdUnavailable`, `LeaseNotFound` (somebody has revoked the lease meanwhile).
+    """
+    push = stack.push_async_callback
+    waiting_for("NATS")
+    nats = await connect_nats(
+        identity.nats_server,
+        identity.nats_access,
+        name=identity.watcher_name,
+        timeout_s=CONNECT_TIMEOUT_S,
+        on_closed=on_nats_closed,
+    )
+    push(close_quietly, nats)
+    control = ControlServer(nats, identity.namespace, identity.watcher_name, dict(operations))
+    push(control.close)
+    await control.start()
+    waiting_for(f"etcd at {identity.etcd_endpoints}")
+    kv = await EtcdStore.connect_when_up(identity.etcd_endpoints, CONNECT_TIMEOUT_S, access=identity.etcd_access)
+    push(kv.close)
+    plane = RequestPlane(nats)
+    push(plane.close)
+    await plane.start()
+    push(registration.close)
+    lease = await registration.take_lease(kv, is_draining)
+    return Connections(kv, nats, plane, lease)
+
+
+def dependency_clients(
+    graph: LoadedGraph, service: DynamoService[Any], identity: Identity, connections: Connections
+) -> dict[str, DependencyClient | None]:
+    """Clients for the component's `depends(...)`, by attribute; None for an optional one that does not run."""
+
+    def client_of(other: DynamoService[Any]) -> DependencyClient:
+        methods = {declared.method: name for name, declared in other.endpoints.items()}
+        return DependencyClient(connections.plane, connections.kv, identity.namespace, other.name, methods)
+
+    bindings = graph.bindings(service.name)
+    return {attribute: None if other is None else client_of(other) for attribute, other in bindings.items()}
+
+
+def dynamo_context_of(context: Context, service: DynamoService[Any], connections: Connections) -> dict[str, Any]:
+    """What Dynamo's graphs expect to find in `dynamo_context`."""
+    return {
+        "runtime": context,
+        "component": context.component,
+        "namespace": context.namespace,
+        "service_name": service.name,
+        "endpoints": list(service.endpoints),
+        "lease": connections.lease,
+    }

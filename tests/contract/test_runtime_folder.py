@@ -1,0 +1,100 @@
+"""A runtime folder that is removed while its arbiter lives: what lay in it is made again, by the real arbiter."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dynamo_local.circus_plugins.arbiter import DynamoArbiter
+from dynamo_local.cli.common import ask_arbiter
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.infra.binaries import ServerBinary
+from dynamo_local.infra.embedded import EmbeddedServers
+from dynamo_local.infra.specs import NatsSpec, prepare
+from dynamo_local.serve.runtime_folder import RuntimeFolder
+from dynamo_local.system.host_errors import HostRefused
+from dynamo_local.system.paths import Paths
+from tests.drivers.served import auntil
+
+TOKEN = "0123456789abcdef"
+
+
+class Kept:
+    """An arbiter, a NATS that runs as far as it knows, and what keeps their folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = Paths("ns", folder / "dynamo" / "ns", folder / "state" / "ns.json", folder / "logs")
+        self.paths.prepare()
+        pub = f"ipc://{self.paths.events_socket}"
+        self.arbiter = DynamoArbiter(endpoint=self.paths.circus_endpoint, pubsub_endpoint=pub)
+        servers = EmbeddedServers(self.arbiter, self.paths, AsyncioClock(), lambda _: {})
+        self.nats = NatsSpec(
+            ServerBinary("nats-server", Path("/x"), "PATH", None), self.paths.runtime / "nats", 1, TOKEN, None
+        )
+        prepare(self.nats)
+        servers.adopt("ns_nats", self.nats, pid=1)
+        self.told: list[str] = []
+        self.folder = RuntimeFolder(self.paths, self.arbiter, servers, AsyncioClock(), self.told.append)
+
+    async def answers(self) -> bool:
+        """As `dynamo ctl` asks."""
+        return bool((await asyncio.to_thread(ask_arbiter, self.paths, "numwatchers"))["status"] == "ok")
+
+
+@pytest.fixture
+async def kept(short_folder: Path) -> AsyncIterator[Kept]:
+    kept = Kept(short_folder)
+    await kept.arbiter.start()
+    yield kept
+    await kept.arbiter.close()
+
+
+async def test_nothing_is_done_while_nothing_is_missing(kept: Kept) -> None:
+    before = {path: path.stat().st_ino for path in kept.arbiter.socket_files}
+    await kept.folder.look()
+    assert {path: path.stat().st_ino for path in kept.arbiter.socket_files} == before
+    assert kept.told == []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_removed_folder_is_made_again_with_sockets_and_tokens(kept: Kept, times: int) -> None:
+    """Also its parent's parent, and as often as it goes."""
+    for _ in range(times):
+        shutil.rmtree(kept.paths.runtime.parent)
+        await kept.folder.look()
+        assert await kept.answers()
+    assert kept.nats.token_file.read_text() == f"{TOKEN}\n"
+    assert kept.nats.token_file.stat().st_mode & 0o777 == 0o600
+    assert kept.told == [f"{kept.paths.runtime} was removed while the run goes on; made again"] * times
+
+
+async def test_a_removed_socket_is_bound_again(kept: Kept) -> None:
+    """Alone: what else lies there is left as it is."""
+    token = kept.nats.token_file.stat().st_ino
+    kept.paths.control_socket.unlink()
+    await kept.folder.look()
+    assert await kept.answers()
+    assert kept.nats.token_file.stat().st_ino == token
+
+
+async def test_what_cannot_be_made_is_told_once_and_tried_again(kept: Kept) -> None:
+    """Until there is room for it."""
+    shutil.rmtree(kept.paths.runtime.parent)
+    kept.paths.runtime.parent.write_text("in the way")
+    with pytest.raises(HostRefused, match="a folder of ours cannot be made"):
+        await kept.folder.look()
+    task = asyncio.ensure_future(kept.folder.run())
+    try:
+        await auntil(lambda: kept.told)
+        kept.paths.runtime.parent.unlink()
+        await auntil(kept.paths.control_socket.exists)
+        assert await kept.answers()
+        assert kept.told[0].startswith(f"what is missing of {kept.paths.runtime} cannot be made again: ")
+        assert len(kept.told) == 2
+    finally:
+        task.cancel()
+        await asyncio.wait({task})

@@ -1,0 +1,66 @@
+"""What a planner in the arbiter would observe of a graph that runs, seen from a test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from dynamo_local.autoscale.observing import Observing
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.config import PlannerConfig
+from dynamo_local.core.life.fleet import Fleet, Worker
+from dynamo_local.core.types import GraphSpec, Role, ServiceSpec, WorkerState
+from dynamo_local.infra.access import NatsAccess
+from dynamo_local.runtime.nats import close_quietly, connect_nats
+from tests.drivers.served import Served
+
+NATIVE = {"Frontend": Role.FRONTEND, "VllmWorker": Role.DECODE, "PrefillWorker": Role.PREFILL}
+
+
+class SeenFleet:
+    """The ready workers of a graph; `look` brings them up to date."""
+
+    def __init__(self, served: Served, roles: dict[str, Role]) -> None:
+        self._served = served
+        self._roles = roles
+        self.fleet = Fleet(served.namespace, ())
+        self.look()
+
+    def look(self) -> None:
+        """By `dynamo status`."""
+        workers = [w for w in self._served.status()["workers"] if w["component"] in self._roles]
+        self.fleet = Fleet(self._served.namespace, (), {w["watcher_name"]: self._worker(w) for w in workers})
+
+    def _worker(self, shown: dict[str, Any]) -> Worker:
+        component = shown["component"]
+        state = WorkerState(shown["state"])
+        return Worker(shown["watcher_name"], component, self._roles[component], 0, state, lease=shown["lease"])
+
+
+@asynccontextmanager
+async def observing(
+    served: Served, roles: dict[str, Role] | None = None, *, runtime: str | None = None, counting: bool = False
+) -> AsyncIterator[tuple[Observing, SeenFleet]]:
+    """`Observing` over the graph's own NATS. `counting`: as for a policy that goes by the traffic."""
+    env = served.environment()
+    nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="a planner")
+    roles = roles or NATIVE
+    fleet = SeenFleet(served, roles)
+    graph = GraphSpec(
+        served.namespace, "graph.yaml", tuple(ServiceSpec(name, role, runtime=runtime) for name, role in roles.items())
+    )
+
+    def background(work: Coroutine[Any, Any, None]) -> None:
+        work.close()
+
+    links: Any = SimpleNamespace(nats=nats)
+    shell: Any = fleet
+    made = Observing(lambda: graph, shell, links, AsyncioClock(), background)
+    made.follow(PlannerConfig(policy="throughput-load" if counting else "load"))
+    try:
+        yield made, fleet
+    finally:
+        made.close()
+        await close_quietly(nats)

@@ -1,0 +1,91 @@
+"""What a planner observes of Dynamo's own frontend and mockers: requests, every engine's passes, their cards."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_local.autoscale.observing import Observing
+from dynamo_local.core.types import Missing, Role
+from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S
+from dynamo_local.planner.values.passes import Engines
+from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
+from tests.drivers.observed import observing
+from tests.dynamo1x.dynamo_graphs import WAIT_S, ask, graph, instances, listed
+from tests.fakes.data_plane.passes import WORKER, passed
+
+pytestmark = [pytest.mark.timeout(500)]
+
+ROLES = {"Frontend": Role.FRONTEND, "Mocker": Role.AGGREGATED}
+REQUESTS, TOKENS = 8, 20
+
+
+async def all_seen(observed: Observing, engines: int) -> Engines:
+    """The engines, once something is known of each."""
+    found: Engines = {}
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while len(found) < engines or any(isinstance(seen.last, Missing) for seen in found.values()):
+                await asyncio.sleep(0.2)
+                found = await observed.passes()
+    except TimeoutError:
+        raise AssertionError(found) from None
+    return found
+
+
+async def counted(observed: Observing, since_s: float) -> Traffic:
+    """A window that began then at the latest."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            window_s = max(0.1, asyncio.get_running_loop().time() - since_s) + SCRAPE_EVERY_S / 2
+            traffic = await observed.traffic(window_s)
+            if isinstance(traffic, Traffic):
+                return traffic
+            await asyncio.sleep(0.2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plane", ["nats", "zmq"])
+async def test_requests_passes_and_cards_of_dynamos_workers(plane: str) -> None:
+    words = ("--Mocker.ServiceArgs.workers=2", f"--Mocker.ServiceArgs.envs.DYN_EVENT_PLANE={plane}")
+    with graph("agg", *words, f"--Frontend.ServiceArgs.envs.DYN_EVENT_PLANE={plane}") as served:
+        served.start()
+        await listed(served)
+        async with observing(served, ROLES, runtime="dynamo-1x", counting=True) as (observed, _):
+            await all_seen(observed, 2)
+            quiet = await counted(observed, asyncio.get_running_loop().time() + 1.0)
+            async with served.client() as http:
+                for n in range(REQUESTS):
+                    assert await ask(http, f"the {n}th question", TOKENS) == TOKENS
+            traffic = await counted(observed, quiet.at_s)
+            assert (traffic.num_req, traffic.osl) == (REQUESTS, TOKENS)
+            assert isinstance(traffic.ttft_ms, float)
+            found = await all_seen(observed, 2)
+            passes = [one for seen in found.values() for one in seen.passes]
+            assert sum(one.scheduled.num_decode_requests for one in passes) > 0
+            assert {engine.worker_id for engine in found} == {
+                str(int(key, 16)) for key in map(lease, instances(served))
+            }
+            can = observed.capabilities()["Mocker"]
+            assert can.max_num_seqs is not None
+            assert can.max_kv_tokens is not None
+
+
+def test_the_format_of_a_pass_is_dynamos_own() -> None:
+    """Written by us and read by them, and the other way round; the bytes are the same."""
+    from dynamo.common import forward_pass_metrics as theirs
+
+    ours = passed(4711, rank=1)
+    read = theirs.decode(encode_pass(ours))
+    assert (read.worker_id, read.dp_rank, read.counter_id, read.wall_time) == (WORKER, 1, 4711, ours.wall_time_s)
+    assert read.scheduled_requests.sum_prefill_kv_tokens == ours.scheduled.sum_prefill_kv_tokens
+    assert read.queued_requests.var_decode_kv_tokens == ours.queued.var_decode_kv_tokens
+    assert theirs.encode(read) == encode_pass(ours)
+    assert decode_pass(theirs.encode(read)) == ours
+
+
+def lease(instance: object) -> str:
+    """Of an instance's key."""
+    return str(instance).rpartition("/")[2]

@@ -1,0 +1,173 @@
+"""The machine with somebody to turn it: one stimulus at a time, every fleet validated, every instruction kept.
+
+`Life` is one fleet and its time. Nothing happens in it by itself: a test says what is seen of the world, and reads what
+the machine wants done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from dynamo_local.core.gpus import GpuDevice
+from dynamo_local.core.life import instructions as ins
+from dynamo_local.core.life import stimuli as st
+from dynamo_local.core.life.fleet import Fleet, Worker
+from dynamo_local.core.life.instructions import Instruction
+from dynamo_local.core.life.invariants import validate
+from dynamo_local.core.life.machine import next_due_s, step
+from dynamo_local.core.life.stimuli import Stimulus
+from dynamo_local.core.types import Load
+from tests.fakes.arbiter.fleet_views import lease_of, name, pid_of
+
+I = TypeVar("I")  # noqa: E741
+CAUSE = "test"
+
+
+def story(instructions: tuple[Instruction, ...]) -> list[str]:
+    """What is done to the world, in words, each with its worker: `revoke 3e8 VllmWorker_1`. Without commits."""
+    found = []
+    for each in instructions:
+        if isinstance(each, ins.Commit | ins.WaitUntil | ins.Lock | ins.Unlock):
+            continue
+        who = getattr(each, "name", "").removeprefix("dynamo_")
+        found.append(f"{ins.words(each)} {who}".strip())
+    return found
+
+
+class Life:
+    """A fleet, turned by hand. `last` are the instructions of the last step, `told` all that a person was told."""
+
+    def __init__(self, fleet: Fleet, now_s: float = 100.0) -> None:
+        validate(fleet)
+        self.fleet = fleet
+        self.now_s = now_s
+        self.last: tuple[Instruction, ...] = ()
+        self.told: list[str] = []
+
+    # --- turning it ----------------------------------------------------------------------------
+
+    def feed(self, stimulus: Stimulus) -> list[str]:
+        """One step. Returns `story` of what follows."""
+        self.fleet, self.last = step(self.fleet, stimulus, self.now_s)
+        validate(self.fleet)
+        self.told += [each.text for each in self.last if isinstance(each, ins.Tell)]
+        return story(self.last)
+
+    def after(self, seconds: float) -> list[str]:
+        """So much later the clock ticks."""
+        self.now_s += seconds
+        return self.feed(st.Tick())
+
+    def until_due(self) -> list[str]:
+        """The clock ticks when the next thing is due."""
+        due_s = next_due_s(self.fleet)
+        assert due_s is not None, "nothing is due"
+        self.now_s = max(self.now_s, due_s)
+        return self.feed(st.Tick())
+
+    # --- what is seen --------------------------------------------------------------------------
+
+    def begun(self, n: int = 0) -> list[str]:
+        """Its process is being made."""
+        return self.feed(st.SpawnBegun(stimulus_id="spawn", name=name(n)))
+
+    def made(self, n: int = 0, pid: int | None = None) -> list[str]:
+        """The process that was to be made is there."""
+        pid = pid_of(n) if pid is None else pid
+        return self.feed(st.ProcessMade(stimulus_id="spawn", name=name(n), pid=pid, start_time=1.0, started_at=1.8e9))
+
+    def refused(self, n: int = 0, why: str = "no memory") -> list[str]:
+        """It could not be made."""
+        return self.feed(st.ProcessRefused(stimulus_id="spawn", name=name(n), why=why, unit=0.0))
+
+    def gone(self, n: int = 0, code: int | None = 0, *, unit: float = 0.0, pid: int | None = None) -> list[str]:
+        """Its process has ended."""
+        pid = self.worker(n).pid if pid is None else pid
+        assert pid is not None, f"{name(n)} has no process"
+        return self.feed(st.ProcessGone(stimulus_id=f"exit:{pid}", name=name(n), pid=pid, code=code, unit=unit))
+
+    def looked_up(self, n: int = 0, *, removed: bool) -> list[str]:
+        """Whether its key was removed before its process ended."""
+        worker = self.worker(n)
+        lease = worker.lease or lease_of(n)
+        seen = st.KeyLookedUp(stimulus_id="etcd", name=name(n), pid=worker.pid or 0, lease=lease, removed=removed)
+        return self.feed(seen)
+
+    def swept(self, n: int = 0) -> list[str]:
+        """What it left behind is ended."""
+        return self.feed(st.Swept(stimulus_id="sweep", name=name(n)))
+
+    def registered(self, n: int = 0, lease: str | None = None, **more: Any) -> list[str]:
+        """Its key is in etcd."""
+        pid = self.worker(n).pid or 0
+        lease = lease_of(n) if lease is None else lease
+        return self.feed(
+            st.KeyPut(stimulus_id=f"etcd:{lease}", **{"name": name(n), "pid": pid, "lease": lease, **more})
+        )
+
+    def key_gone(self, n: int = 0, lease: str | None = None) -> list[str]:
+        """Its key was removed."""
+        lease = lease_of(n) if lease is None else lease
+        return self.feed(st.KeyGone(stimulus_id=f"etcd:{lease}", name=name(n), lease=lease))
+
+    def listed(self, *ns: int) -> list[str]:
+        """The registry, after etcd could not be watched: these have their keys in it."""
+        keys = frozenset((name(n), self.worker(n).lease or "") for n in ns)
+        return self.feed(st.RegistryListed(stimulus_id="registry", keys=keys))
+
+    def infra(self, ok: bool) -> list[str]:
+        """etcd and NATS answer, or do not."""
+        return self.feed(st.InfraSeen(stimulus_id="links", ok=ok))
+
+    def heard(self, loads: Mapping[int, Load], *, blameless: bool = False) -> list[str]:
+        """These answered."""
+        answers = {name(n): load for n, load in loads.items()}
+        return self.feed(st.LoadsHeard(stimulus_id="sample", loads=answers, blameless=blameless))
+
+    def called_back(self, n: int = 0, error: str | None = None, *, asked_by: str | None = None) -> list[str]:
+        """What it answered when its drain was taken back."""
+        pid = self.worker(n).pid or 0
+        seen = st.CalledBack(stimulus_id="control", name=name(n), pid=pid, error=error, asked_by=asked_by)
+        return self.feed(seen)
+
+    def gpus(self, **more: Any) -> list[str]:
+        """A look at the devices: as they were, unless `devices`, `elsewhere` or `stale` say otherwise."""
+        return self.feed(st.GpusSeen(**{"stimulus_id": "gpus", "devices": self.fleet.gpus.devices, **more}))
+
+    def up(self, n: int = 0, pid: int | None = None) -> list[str]:
+        """It is made, and registers."""
+        return [*self.made(n, pid), *self.registered(n, f"{self.worker(n).pid:x}")]
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def worker(self, n: int = 0) -> Worker:
+        """The decode worker of that suffix."""
+        return self.fleet.workers[name(n)]
+
+    def state(self, n: int = 0) -> str:
+        """`ready`, `draining/returning`; `gone` where there is no entry."""
+        found = self.fleet.workers.get(name(n))
+        if found is None:
+            return "gone"
+        return str(found.state) if found.course == "steady" else f"{found.state}/{found.course}"
+
+    def states(self) -> list[str]:
+        """Of all."""
+        return [self.state(worker.n) for worker in self.fleet.of("VllmWorker")]
+
+    def free(self) -> list[int]:
+        """Indices of the devices that can be had."""
+        return [device.index for device in self.fleet.gpus.free]
+
+    def device(self, index: int) -> GpuDevice:
+        """That one."""
+        return self.fleet.gpus.devices[index]
+
+    def did(self, kind: type[I]) -> list[I]:
+        """The last step's instructions of that kind."""
+        return [each for each in self.last if isinstance(each, kind)]
+
+    def events(self) -> list[str]:
+        """Names of the transitions that the last step commits."""
+        return [type(each.event).__name__ for commit in self.did(ins.Commit) for each in commit.transitions]

@@ -1,0 +1,101 @@
+"""An arbiter of numbers for the planner in it: a fleet that never changes, sources that answer, orders kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from dynamo_local.autoscale.planning import Planning
+from dynamo_local.autoscale.plugins import PlannerPlugins
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.config import PlannerConfig
+from dynamo_local.control.sampling import LoadsSample
+from dynamo_local.core.types import GraphSpec, Load, Missing, Resources, Role, ServiceSpec
+from dynamo_local.planner.records.decision_log import decision_log_path, read
+from dynamo_local.ports import QueueDepth
+from dynamo_local.state import PlannerEntry
+from tests.fakes.arbiter.effects import shell_of
+from tests.fakes.arbiter.fleet_views import PREFILL, fleet, name, on_ledger, worker
+from tests.fakes.arbiter.kept_fleet import KeptFleet
+from tests.fakes.arbiter.told import Told
+from tests.fakes.infra.etcd import FakeEtcd
+
+ONE = Resources(gpu=1)
+GRAPH = GraphSpec(
+    "dynamo",
+    "graphs.disagg:Frontend",
+    (
+        ServiceSpec("Frontend", Role.FRONTEND, config={"served_model_name": "sim-tiny"}),
+        ServiceSpec("VllmWorker", Role.DECODE, resources=ONE),
+        ServiceSpec("PrefillWorker", Role.PREFILL, resources=ONE),
+    ),
+)
+QUICK = {"adjustment_interval": 0.4, "metric_pulling_interval": 0.2}
+
+
+class Arbiter:
+    """What the planner needs of one: a fleet of 1P1D that never changes, sources that answer, a scaler that records."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = KeptFleet()
+        self.statefile = self.file.statefile
+        self.shell = shell_of(on_ledger([*fleet("ready").workers.values(), worker(0, "ready", PREFILL)], 8))
+        self.folder = folder
+        self.kv = 0.7
+        self.scaled: list[tuple[str, str | int]] = []
+        self.told = Told()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.etcd = FakeEtcd()
+        self.links = SimpleNamespace(etcd_answers=True, answer=True, kv=self.etcd)
+        self.on_manual: list[Callable[[str], None]] = []
+        self.planning = self.made(PlannerConfig())
+
+    def made(self, options: PlannerConfig, plugins: PlannerPlugins | None = None) -> Planning:
+        """The planner of an arbiter on this statefile."""
+        return Planning(
+            GRAPH,
+            options,
+            orders=self,  # type: ignore[arg-type]
+            shell=self.shell,
+            statefile=self.statefile,
+            sampling=self,  # type: ignore[arg-type]
+            links=self.links,  # type: ignore[arg-type]
+            clock=AsyncioClock(),
+            logs=self.folder,
+            background=self.background,
+            tell=self.told,
+            plugins=plugins,
+        )
+
+    def background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def scale(self, component: str, target: str, **_: Any) -> dict[str, Any]:
+        self.scaled.append((component, target))
+        return {"instructions": [{"watcher_name": name(1, component)}]}
+
+    async def scale_all(self, targets: Mapping[str, int], **_: Any) -> dict[str, Any]:
+        self.scaled.extend(targets.items())
+        return {component: {"instructions": [{"watcher_name": name(1, component)}]} for component in targets}
+
+    async def loads(self) -> LoadsSample:
+        return LoadsSample({name(): (Load(gpu_cache_usage_perc=self.kv), AsyncioClock().now_s())})
+
+    async def depth(self) -> QueueDepth | Missing:
+        return QueueDepth(0, 0)
+
+    def kept(self) -> PlannerEntry | None:
+        """What the statefile says of the planner."""
+        return self.file.store.read().planner
+
+    async def decisions(self, count: int) -> list[Any]:
+        """The log, once it has so many."""
+        async with asyncio.timeout(10.0):
+            while len(found := read(decision_log_path(self.folder))) < count:
+                await asyncio.sleep(0.01)
+        return found

@@ -1,0 +1,80 @@
+"""The SLA planner in a test: traffic of a window, a pull, one whole tick."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.sla.policy import SlaPolicy, SlaState
+from dynamo_local.planner.values.decisions import Decision, Reason
+from dynamo_local.planner.values.forecasts import Forecasts
+from dynamo_local.planner.values.proposals import ComponentTarget, Override
+from dynamo_local.planner.values.pull import Pull
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.profiles import DEFAULT_PROFILE, interpolators
+from tests.fakes.planner.observations import DECODE, PREFILL, worker_pools
+
+INTERVAL_S = 180.0
+H200 = interpolators(DEFAULT_PROFILE)
+
+
+def policy(**options: Any) -> SlaPolicy:
+    """On the H200's profile, with an ITL target of 10 ms and a budget that does not bind."""
+    return SlaPolicy(SlaOptions(**{"profile": DEFAULT_PROFILE, "itl_ms": 10.0, "max_gpu_budget": 64} | options), *H200)
+
+
+def traffic(num_req: float | Missing = 7200.0, **more: Any) -> Traffic:
+    """The worked case of planning-facts: prompts of 3000 tokens, answers of 300. Latencies are not known."""
+    usual = {"at_s": INTERVAL_S, "duration_s": INTERVAL_S, "num_req": num_req, "isl": 3000.0, "osl": 300.0}
+    return Traffic(**usual | more)
+
+
+def pull(
+    seen: Traffic | Missing | None, pools: tuple[Any, Any] = (1, 1), at_s: float = INTERVAL_S, **more: Any
+) -> Pull:
+    """At the end of an interval. `pools` are ready workers, or pools."""
+    gpus = {name: more.pop(name) for name in ("prefill_gpus", "decode_gpus") if name in more}
+    return Pull(Reading(at_s, None, {}), worker_pools(*pools, **gpus), seen, **more)
+
+
+def constant(one: SlaPolicy, state: SlaState, seen: Pull) -> Forecasts | None:
+    """The last window again; None where nothing is to be forecast."""
+    task = one.forecasting(state, seen)
+    return None if task is None else Forecasts(tuple((series[-1],) * task.steps for series in task.series))
+
+
+def tick(
+    one: SlaPolicy,
+    state: SlaState,
+    seen: Pull,
+    forecasts: Forecasts | Missing | None = None,
+    plugin: tuple[ComponentTarget, ...] | None = None,
+) -> tuple[SlaState, Decision | None]:
+    """PREDICT, PROPOSE and settle. `plugin`: what others make of the proposal."""
+    task = constant(one, state, seen)
+    state, prediction = one.predicted(state, seen, forecasts or task)
+    state, proposals = one.propose(state, seen, prediction)
+    targets: tuple[ComponentTarget, ...] = ()
+    for proposal in proposals:
+        assert isinstance(proposal.result, Override)
+        targets = proposal.result.targets
+    return one.settle(state, seen, targets if plugin is None else plugin)
+
+
+def decided(one: SlaPolicy, seen: Pull, **more: Any) -> Decision:
+    """The decision of the first interval."""
+    decision = tick(one, one.first(0.0), seen, **more)[1]
+    assert decision is not None
+    return decision
+
+
+def reason_of(decision: Decision, component: str) -> Reason:
+    """That component's."""
+    return next(reason for reason in decision.reasons if reason.component == component)
+
+
+def targets_of(decision: Decision) -> tuple[int, int]:
+    """Prefill and decode."""
+    return decision.targets[PREFILL], decision.targets[DECODE]

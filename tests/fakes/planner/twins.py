@@ -1,0 +1,42 @@
+"""Small runs of the twin, with an engine whose times can be added up by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.forecasting.runners import InlineForecaster
+from dynamo_local.planner.policies.options import PolicyOptions
+from dynamo_local.profiles import FixedModel
+from dynamo_local.twin.options import FleetShape, TwinOptions
+from dynamo_local.twin.simulation import Run, Simulation
+from dynamo_local.twin.trace import TraceRequest
+
+PERF = FixedModel(prefill_ms_per_token=0.1, decode_ms=10.0)
+"""A prompt of 100 tokens takes 10 ms, and so does each token after the first."""
+
+
+def requests(*rows: tuple[float, int, int]) -> list[TraceRequest]:
+    """`(at_s, input_length, output_length)` each."""
+    return [TraceRequest(*row) for row in rows]
+
+
+def options(prefill: int, decode: int, **more: Any) -> TwinOptions:
+    """A fleet; a hand-over takes no time unless said otherwise."""
+    sim = {"kv_transfer_latency_s": 0.0, "kv_transfer_bytes_per_s": 1e30, **more.pop("sim", {})}
+    return TwinOptions(shape=FleetShape(prefill, decode), sim=SimOptions(**sim), **more)
+
+
+def run(twin: TwinOptions, trace: Sequence[TraceRequest], planner: PolicyOptions | None = None) -> Run:
+    """One run on `PERF`."""
+    return Simulation(twin, trace, planner=driven(planner), perf=PERF).run()
+
+
+def driven(planner: PolicyOptions | None) -> PolicyDriver | None:
+    """A policy with these options, from second 0 on."""
+    if planner is None:
+        return None
+    return PolicyDriver(policy_of(planner), 0.0, forecaster=InlineForecaster())

@@ -1,0 +1,162 @@
+"""What a planner observes of a real graph on the simulated engine: all requests, and every engine's passes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from dynamo_local.autoscale.observing import Observing
+from dynamo_local.core.types import Missing
+from dynamo_local.infra.access import NatsAccess
+from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S
+from dynamo_local.planner.sources.passes import STALE_AFTER_S
+from dynamo_local.planner.values.passes import Capabilities, Engines, EngineSeen, ForwardPass
+from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.runtime.passes.event_plane import subject, unseal
+from dynamo_local.runtime.passes.fpm import decode_pass
+from tests.drivers.observed import observing
+from tests.drivers.served import DISAGG, Served, messages, stream_chat, tokenizer
+
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
+
+WORDS = (
+    "--VllmWorker.ServiceArgs.workers=2",
+    "--PrefillWorker.ServiceArgs.workers=2",
+    "--VllmWorker.conditional-disagg=false",
+    "--VllmWorker.fpm-events=true",
+)
+REQUESTS, TOKENS = 12, 30
+WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(*WORDS, target=DISAGG) as graph:
+        graph.start()
+        yield graph
+
+
+def prompt(n: int) -> str:
+    return f"Number {n}: " + "the same words again " * 20
+
+
+async def ask_all(served: Served, count: int = REQUESTS) -> None:
+    async with served.client() as http, asyncio.TaskGroup() as group:
+        for n in range(count):
+            group.create_task(stream_chat(http, prompt(n), TOKENS, ignore_eos=True))
+
+
+async def counted(observed: Observing, since_s: float) -> Traffic:
+    """The traffic of a window that began then at the latest."""
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            window_s = max(0.1, asyncio.get_running_loop().time() - since_s) + SCRAPE_EVERY_S / 2
+            traffic = await observed.traffic(window_s)
+            if isinstance(traffic, Traffic):
+                return traffic
+            await asyncio.sleep(0.2)
+
+
+async def all_seen(observed: Observing, engines: int) -> Engines:
+    """The engines, once there are so many of which something is known."""
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            found = await observed.passes()
+            if len(found) == engines and not any(isinstance(seen.last, Missing) for seen in found.values()):
+                return found
+            await asyncio.sleep(0.2)
+
+
+def computed(seen: EngineSeen) -> int:
+    return sum(one.scheduled.sum_prefill_tokens + one.scheduled.num_decode_requests for one in seen.passes)
+
+
+async def test_the_traffic_is_what_was_sent(served: Served) -> None:
+    async with observing(served, counting=True) as (observed, _):
+        quiet = await counted(observed, asyncio.get_running_loop().time() + 1.0)
+        assert quiet.num_req == 0.0
+        await ask_all(served)
+        traffic = await counted(observed, quiet.at_s)
+        assert traffic.num_req == REQUESTS
+        sizes = [len(tokenizer().encode_chat(messages(prompt(n)))) for n in range(REQUESTS)]
+        assert traffic.isl == pytest.approx(sum(sizes) / REQUESTS)
+        assert traffic.osl == TOKENS
+        assert isinstance(traffic.ttft_ms, float)
+        assert traffic.ttft_ms > 0.0
+        assert isinstance(traffic.request_duration_s, float)
+        assert traffic.request_duration_s < 30.0
+        assert isinstance(traffic.kv_hit_rate, float)
+        assert 0.0 <= traffic.kv_hit_rate < 1.0
+        assert traffic.accept_length == 1.0
+
+
+async def test_every_engines_passes_arrive(served: Served) -> None:
+    async with observing(served) as (observed, _):
+        await all_seen(observed, 4)
+        await ask_all(served)
+        found = await all_seen(observed, 4)
+        prefilled = sum(computed(seen) for seen in found.values() if seen.component == "PrefillWorker")
+        decoded = sum(computed(seen) for seen in found.values() if seen.component == "VllmWorker")
+        assert prefilled > 0
+        assert decoded > 0
+        passes = [one for seen in found.values() for one in seen.passes]
+        assert all(0.0 < one.wall_time_s < 5.0 for one in passes)
+        assert observed.capabilities()["VllmWorker"] == Capabilities(
+            max_num_batched_tokens=8192,
+            max_num_seqs=256,
+            max_kv_tokens=observed.capabilities()["VllmWorker"].max_kv_tokens,
+            context_length=observed.capabilities()["VllmWorker"].context_length,
+        )
+
+
+async def test_a_stopped_engine_is_missing_not_idle(served: Served) -> None:
+    """The others are idle meanwhile, and say so."""
+    async with observing(served) as (observed, fleet):
+        await all_seen(observed, 4)
+        pid = served.pids()["VllmWorker_1"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                while not (
+                    stale := [seen for seen in (await observed.passes()).values() if isinstance(seen.last, Missing)]
+                ):
+                    await asyncio.sleep(0.2)
+            assert [seen.component for seen in stale] == ["VllmWorker"]
+            assert isinstance(stale[0].last, Missing)
+            assert "VllmWorker_1" in stale[0].last.reason
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        found = await all_seen(observed, 4)
+        now_s = asyncio.get_running_loop().time()
+        assert all(isinstance(s.last, ForwardPass) and now_s - s.last.at_s < STALE_AFTER_S for s in found.values())
+        fleet.look()
+
+
+async def test_planners_of_dynamos_can_hear_each_pass(served: Served) -> None:
+    """On the event plane's subject, in its envelope: `fpm-events` of the decode workers."""
+    env = served.environment()
+    nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="Dynamo's planner")
+    heard: list[ForwardPass] = []
+
+    async def on_message(message: object) -> None:
+        data = message.data  # type: ignore[attr-defined]
+        assert set(msgspec.msgpack.decode(data)) >= {"publisher_id", "sequence", "published_at", "topic", "payload"}
+        passed = decode_pass(unseal(data) or b"")
+        assert passed is not None
+        heard.append(passed)
+
+    await nats.subscribe(subject(served.namespace, "VllmWorker"), cb=on_message)
+    await nats.flush()
+    await ask_all(served)
+    async with asyncio.timeout(WITHIN_S):
+        while len({one.engine for one in heard}) < 2 or sum(o.scheduled.num_decode_requests for o in heard) < REQUESTS:
+            await asyncio.sleep(0.1)
+    await close_quietly(nats)
+    leases = {str(int(served.worker(name)["lease"], 16)) for name in ("VllmWorker", "VllmWorker_1")}
+    assert {one.engine.worker_id for one in heard} == leases

@@ -1,0 +1,122 @@
+"""The connection helper against a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+from nats.aio.client import Client
+
+from dynamo_local.errors import ConfigError, NatsUnavailable
+from dynamo_local.infra.access import NatsAccess
+from dynamo_local.infra.port_lease import PortLease
+from dynamo_local.runtime.nats import close_quietly, connect_nats, show_url
+from tests.drivers.servers import RealNats
+
+pytestmark = pytest.mark.infra
+
+
+async def echo_roundtrip(client: Client) -> bytes:
+    """One request to ourselves."""
+
+    async def answer(message: object) -> None:
+        await message.respond(b"back")  # type: ignore[attr-defined]
+
+    subscription = await client.subscribe("echo", cb=answer)
+    try:
+        return (await client.request("echo", b"", timeout=5)).data
+    finally:
+        await subscription.unsubscribe()
+
+
+async def test_connects_with_the_token_file(nats_server: RealNats) -> None:
+    """The token comes from the 0600 file; closing twice is no error."""
+    client = await connect_nats(nats_server.url, nats_server.access, name="test")
+    assert await echo_roundtrip(client) == b"back"
+    await close_quietly(client)
+    await close_quietly(client)
+    assert client.is_closed
+
+
+async def test_connects_with_the_token_in_the_url(nats_server: RealNats) -> None:
+    """NATS_SERVER may carry the credentials itself."""
+    host = nats_server.url.removeprefix("nats://")
+    client = await connect_nats(f"nats://{nats_server.token}@{host}")
+    assert await echo_roundtrip(client) == b"back"
+    await close_quietly(client)
+
+
+async def test_the_first_connect_has_a_deadline() -> None:
+    """lesson 12: nobody there is a named outcome, with the address and the reason."""
+    with PortLease() as nobody, pytest.raises(NatsUnavailable) as caught:
+        await connect_nats(f"nats://127.0.0.1:{nobody.port}", timeout_s=0.2)
+    assert f"0.2 s at nats://127.0.0.1:{nobody.port} (Connection refused)" in str(caught.value)
+
+
+async def test_a_silent_server_is_given_up_at_the_deadline(own_nats: RealNats) -> None:
+    """It accepts the connection and says nothing."""
+    own_nats.pause()
+    with pytest.raises(NatsUnavailable, match=r"0\.2 s"):
+        await connect_nats(own_nats.url, own_nats.access, timeout_s=0.2)
+
+
+async def test_refused_credentials_fail_at_once(nats_server: RealNats, caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong token is not tried until the deadline, and is shown nowhere."""
+    caplog.set_level(logging.DEBUG)
+    host = nats_server.url.removeprefix("nats://")
+    async with asyncio.timeout(5):
+        with pytest.raises(NatsUnavailable, match="refused our credentials") as caught:
+            await connect_nats(f"nats://wrong-secret@{host}", timeout_s=60)
+        with pytest.raises(NatsUnavailable, match="refused our credentials"):
+            await connect_nats(nats_server.url, timeout_s=60)
+    assert "wrong-secret" not in str(caught.value) + caplog.text
+
+
+def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Missing or empty: the message has the path."""
+    (tmp_path / "empty").touch()
+    for name in ("missing", "empty"):
+        with pytest.raises(ConfigError, match=str(tmp_path / name)):
+            NatsAccess.of({"DYN_NATS_TOKEN_FILE": str(tmp_path / name)})
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_reconnects_after_a_restart(own_nats: RealNats, how: str) -> None:
+    """The server ends politely or not, and the same client works again within a second of its return."""
+    client = await connect_nats(own_nats.url, own_nats.access)
+    try:
+        await (own_nats.stop() if how == "stop" else own_nats.kill())
+        while client.is_connected:
+            await asyncio.sleep(0.005)
+        await own_nats.start()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        while not client.is_connected:
+            await asyncio.sleep(0.005)
+        assert loop.time() - began_s < 1.0
+        assert await echo_roundtrip(client) == b"back"
+    finally:
+        await close_quietly(client)
+
+
+async def test_closing_while_the_server_is_away_is_quick(own_nats: RealNats) -> None:
+    """Leaving does not wait for a server that is gone; the owner is told that it ended."""
+    ended = asyncio.Event()
+
+    async def on_closed() -> None:
+        ended.set()
+
+    client = await connect_nats(own_nats.url, own_nats.access, on_closed=on_closed)
+    await own_nats.kill()
+    await asyncio.wait_for(close_quietly(client), 1.0)
+    assert ended.is_set()
+    assert client.is_closed
+
+
+def test_urls_are_shown_without_credentials() -> None:
+    """lesson 11: what is logged holds no secret."""
+    assert show_url("nats://user:pa@ss@127.0.0.1:4222") == "nats://127.0.0.1:4222"
+    assert show_url("127.0.0.1:4222") == "nats://127.0.0.1:4222"

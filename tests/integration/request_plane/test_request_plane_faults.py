@@ -1,0 +1,378 @@
+"""Requests over a real NATS when something goes wrong: death, silence, restarts, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from nats.aio.msg import Msg
+
+from dynamo_local import errors
+from dynamo_local.runtime.requests import RequestContext
+from dynamo_local.runtime.requests.frames import (
+    FrameKind,
+    RequestHeader,
+    encode_header,
+    encode_value,
+    frame,
+)
+from tests.drivers.servers import RealNats
+from tests.drivers.without_arbiter.request_plane import Bench, eventually, request_bench
+
+pytestmark = pytest.mark.infra
+ROOT = Path(__file__).parents[3]
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+async def bench(nats_server: RealNats, namespace: str) -> AsyncIterator[Bench]:
+    """A caller over the shared NATS, and servers as the test wants them."""
+    async with request_bench(nats_server, namespace) as made:
+        yield made
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Worker processes; those still alive are killed."""
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+async def start_worker(
+    bench: Bench, server: RealNats, instance_id: int, processes: list[subprocess.Popen[bytes]]
+) -> subprocess.Popen[bytes]:
+    """A worker in a process of its own, serving and registered."""
+    argv = [sys.executable, "-m", "tests.drivers.without_arbiter.request_worker"]
+    argv += [server.url, str(server.token_file), bench.subject(instance_id)]
+    process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    processes.append(process)
+    assert process.stdout is not None
+    assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
+    bench.register(instance_id)
+    return process
+
+
+async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    for n in range(payload):
+        yield n
+
+
+async def wait_for_ever(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    yield "first"
+    await asyncio.Event().wait()
+
+
+# --- workers that go ---------------------------------------------------------------------------
+
+
+@pytest.mark.timing
+async def test_a_killed_worker_ends_its_streams_at_once(
+    bench: Bench, nats_server: RealNats, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    """kill -9 in mid-stream: `WorkerLost` within half a second, and no item out of order."""
+    worker = await start_worker(bench, nats_server, 1, processes)
+    stream = await bench.client.call({})
+    items = aiter(stream)
+    found = [await anext(items) for _ in range(3)]
+    worker.kill()
+    killed = time.monotonic()
+
+    async def read_on() -> None:
+        async for item in items:
+            found.append(item)
+
+    with pytest.raises(errors.WorkerLost) as raised:
+        await read_on()
+    assert time.monotonic() - killed < 0.5
+    assert raised.value.retryable
+    assert found == list(range(len(found)))
+
+
+@pytest.mark.timing
+async def test_a_dead_worker_is_found_out_and_passed_over(
+    bench: Bench, nats_server: RealNats, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    """Still registered (its lease lives), nobody on its subject: asked for by name an error at once, else the next."""
+    worker = await start_worker(bench, nats_server, 1, processes)
+    await bench.serve(count, 2)
+    worker.kill()
+    await asyncio.to_thread(worker.wait)
+    start = time.monotonic()
+    for _ in range(4):
+        stream = await bench.client.call(1)
+        assert (stream.instance_id, [item async for item in stream]) == (2, [0])
+    with pytest.raises(errors.WorkerLost, match="nobody serves"):
+        await bench.client.call(1, instance_id=1)
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.timing
+async def test_a_hanging_worker_is_given_up_and_then_avoided(
+    nats_server: RealNats, namespace: str, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    """SIGSTOP: its subject is served and nothing happens. One accept timeout, not one per request."""
+    async with request_bench(nats_server, namespace, accept_timeout_s=0.6) as bench:
+        worker = await start_worker(bench, nats_server, 1, processes)
+        await bench.serve(count, 2)
+        os.kill(worker.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        for _ in range(6):
+            stream = await bench.client.call(2)
+            assert (stream.instance_id, [item async for item in stream]) == (2, [0, 1])
+        assert 0.6 <= time.monotonic() - start < 1.5
+        with pytest.raises(errors.WorkerLost, match="did not take the request"):
+            await bench.client.call(1, instance_id=1)
+        assert bench.dispatcher.listener.rejected == 0
+        os.kill(worker.pid, signal.SIGCONT)
+        # It now comes for requests that were given up. Their tokens are worth nothing, so no handler runs.
+        await eventually(lambda: bench.dispatcher.listener.rejected == 2)
+
+
+@pytest.mark.timing
+async def test_a_worker_that_dies_holding_a_request_is_noticed(bench: Bench) -> None:
+    """It took the message and was gone before it connected back: found out by a probe, not by the accept timeout."""
+    connection = await bench.connect()
+    taken = asyncio.Event()
+
+    async def swallow(message: Msg) -> None:
+        taken.set()
+
+    await connection.subscribe(bench.subject(1), cb=swallow)
+    await connection.flush()
+    await connection.flush()
+    bench.register(1)
+    calling = asyncio.create_task(bench.client.call(None))
+    await asyncio.wait_for(taken.wait(), 2.0)
+    await connection.close()
+    start = time.monotonic()
+    with pytest.raises(errors.WorkerLost, match="nobody serves"):
+        await calling
+    assert time.monotonic() - start < 1.0
+
+
+async def test_a_closing_endpoint_tells_its_callers(bench: Bench) -> None:
+    """`close` aborts what is left with `WorkerLost`; handlers' `finally` has run; nothing is in flight."""
+    ended = asyncio.Event()
+
+    async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            yield "first"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    server = await bench.serve(guarded)
+    stream = await bench.client.call(None, request_id="r-1")
+    assert await anext(stream) == "first"
+    assert server.in_flight_ids() == ("r-1",)
+    await server.close()
+    assert ended.is_set()
+    assert server.in_flight == 0
+    with pytest.raises(errors.WorkerLost, match="closed endpoint generate"):
+        await anext(stream)
+
+
+@pytest.mark.timing
+async def test_a_handler_that_ignores_its_cancellation_cannot_hold_the_caller(bench: Bench) -> None:
+    """The caller hears of the deadline at once; the handler ends when it next yields."""
+    stubborn_done = asyncio.Event()
+
+    async def stubborn(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            yield "first"
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.3)
+            yield "nobody reads this"
+        finally:
+            stubborn_done.set()
+
+    server = await bench.serve(stubborn)
+    stream = await bench.client.call(None, timeout_s=0.1)
+    start = time.monotonic()
+    with pytest.raises(errors.DeadlineExceeded):
+        [item async for item in stream]
+    assert time.monotonic() - start < 0.25
+    await asyncio.wait_for(stubborn_done.wait(), 2.0)
+    assert await server.wait_idle(2.0)
+
+
+async def test_a_caller_that_vanishes_cancels_the_handler(bench: Bench) -> None:
+    """Its connection breaks: `finally` runs within 100 ms although nobody said goodbye."""
+    ended = asyncio.Event()
+
+    async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            yield "first"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    server = await bench.serve(guarded)
+    stream = await bench.client.call(None)
+    assert await anext(stream) == "first"
+    await bench.dispatcher.listener.close()
+    await asyncio.wait_for(ended.wait(), 0.1)
+    assert await server.wait_idle(1.0)
+
+
+async def test_the_worker_enforces_the_deadline_by_itself(bench: Bench) -> None:
+    """A caller that only reads: the worker's ERROR frame says `deadline_exceeded`."""
+    await bench.serve(wait_for_ever)
+    connection = await bench.connect()
+    received = asyncio.get_running_loop().create_future()
+
+    async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frame(FrameKind.GO, 0, b""))
+        received.set_result(await reader.readuntil(b"deadline_exceeded"))
+        writer.close()
+
+    listener = await asyncio.start_server(read, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    header = RequestHeader(1, "raw", 0.1, "127.0.0.1", port, b"t" * 16, encode_value(None))
+    await connection.publish(bench.subject(1), encode_header(header))
+    assert b"first" in await asyncio.wait_for(received, 2.0)
+    listener.close()
+    await listener.wait_closed()
+
+
+# --- size and speed ----------------------------------------------------------------------------
+
+
+async def test_a_slow_reader_loses_nothing_and_grows_nothing(bench: Bench) -> None:
+    """Lesson of core NATS (3,999 of 5,000 lost): 5,000 items, 50 MB, all arrive while memory stays flat."""
+
+    async def bulky(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        for n in range(5000):
+            yield [n, "x" * 10_000]
+
+    server = await bench.serve(bulky)
+    stream = await bench.client.call(None)
+    process, most_bytes, most_rss, received = psutil.Process(), 0, 0, []
+    before_rss = process.memory_info().rss
+    async for n, _ in stream:
+        received.append(n)
+        if n % 25 == 0:
+            await asyncio.sleep(0.002)
+            most_bytes = max(most_bytes, server.pending_bytes + stream.unread_bytes)
+            most_rss = max(most_rss, process.memory_info().rss - before_rss)
+    assert received == list(range(5000))
+    assert most_bytes < 1 * MIB
+    assert most_rss < 16 * MIB
+
+
+@pytest.mark.parametrize("tokens", [1000, 100_000, 2_000_000])
+async def test_prompts_of_any_length_arrive(bench: Bench, tokens: int) -> None:
+    """Small ones by NATS, long ones over the return connection: beyond any `max_payload` of NATS."""
+
+    async def measure(payload: Any, context: RequestContext) -> list[int]:
+        return [len(payload), sum(payload)]
+
+    await bench.serve(measure)
+    prompt = [n % 50_000 for n in range(tokens)]
+    stream = await bench.client.call(prompt)
+    assert await stream.single() == [tokens, sum(prompt)]
+
+
+async def test_a_payload_beyond_the_limit_is_refused_before_it_is_sent(bench: Bench) -> None:
+    """64 MiB; the message says how much it was."""
+    await bench.serve(count)
+    with pytest.raises(errors.InvalidRequest, match="exceeds the frame limit"):
+        await bench.client.call(bytes(65 * MIB))
+
+
+async def test_a_payload_that_cannot_travel_is_refused(bench: Bench) -> None:
+    """Before anything is sent, naming the type."""
+    await bench.serve(count)
+    with pytest.raises(errors.InvalidRequest, match="object"):
+        await bench.client.call(object())
+
+
+async def test_a_full_endpoint_is_busy_and_the_next_one_is_asked(bench: Bench) -> None:
+    """`max_inflight` counts running handlers; all full: `WorkerBusy` with a hint when to come back."""
+    server = await bench.serve(wait_for_ever, 1, max_inflight=2)
+    first, second = await bench.client.call(None), await bench.client.call(None)
+    with pytest.raises(errors.WorkerBusy) as raised:
+        await bench.client.call(None)
+    assert raised.value.details["retry_after_s"] > 0
+    await bench.serve(count, 2)
+    for _ in range(3):
+        other = await bench.client.call(1)
+        assert (other.instance_id, [item async for item in other]) == (2, [0])
+    await first.aclose()
+    await eventually(lambda: server.in_flight == 1)
+    third = await bench.client.call(None, instance_id=1)
+    assert await anext(third) == "first"
+    await second.aclose()
+    await third.aclose()
+
+
+# --- NATS goes and comes -----------------------------------------------------------------------
+
+
+@pytest.mark.timing
+async def test_nats_away_fails_fast_and_back_works_again(own_nats: RealNats, namespace: str) -> None:
+    """Streams go on without NATS (they are TCP); new requests fail at once; after the restart they work."""
+
+    async def paced(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        for n in range(payload):
+            yield n
+            await asyncio.sleep(0.01)
+
+    async with request_bench(own_nats, namespace) as bench:
+        await bench.serve(paced)
+        stream = await bench.client.call(60)
+        items = aiter(stream)
+        found = [await anext(items)]
+        await own_nats.kill()
+        await eventually(lambda: not any(connection.is_connected for connection in bench.connections))
+        start = time.monotonic()
+        with pytest.raises(errors.NatsUnavailable):
+            await bench.client.call(1)
+        assert time.monotonic() - start < 0.1
+        await own_nats.start()
+        found += [item async for item in items]
+        assert found == list(range(60))
+        await eventually(lambda: all(connection.is_connected for connection in bench.connections), 5.0)
+        again = await bench.client.call(2)
+        assert [item async for item in again] == [0, 1]
+
+
+@pytest.mark.timing
+async def test_a_request_on_its_way_while_nats_dies_is_told(own_nats: RealNats, namespace: str) -> None:
+    """No five seconds of waiting: `NatsUnavailable` as soon as the loss is seen."""
+    async with request_bench(own_nats, namespace) as bench:
+        connection = await bench.connect()
+        taken = asyncio.Event()
+
+        async def swallow(message: Msg) -> None:
+            taken.set()
+
+        await connection.subscribe(bench.subject(1), cb=swallow)
+        await connection.flush()
+        await connection.flush()
+        bench.register(1)
+        calling = asyncio.create_task(bench.client.call(None))
+        await asyncio.wait_for(taken.wait(), 2.0)
+        await own_nats.kill()
+        start = time.monotonic()
+        with pytest.raises(errors.NatsUnavailable):
+            await calling
+        assert time.monotonic() - start < 1.0
+        await own_nats.start()

@@ -1,0 +1,125 @@
+"""Who else may send to the ports and subjects of the request plane, and what becomes of damaged streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+from dynamo_local import errors
+from dynamo_local.runtime.requests import RequestContext
+from dynamo_local.runtime.requests.frames import (
+    FrameKind,
+    RequestHeader,
+    data_frame,
+    decode_header,
+    encode_header,
+    encode_value,
+    frame,
+)
+from tests.drivers.servers import RealNats
+from tests.drivers.without_arbiter.request_plane import Bench, eventually, request_bench
+
+pytestmark = pytest.mark.infra
+
+
+@pytest.fixture
+async def bench(nats_server: RealNats, namespace: str) -> AsyncIterator[Bench]:
+    """A caller over the shared NATS, and servers as the test wants them."""
+    async with request_bench(nats_server, namespace) as made:
+        yield made
+
+
+async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    for n in range(payload):
+        yield n
+
+
+async def hello(port: int, token: bytes, *frames: bytes) -> bytes:
+    """Connect to the response port, show the token, send the frames; all that came back until it closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(frame(FrameKind.HELLO, 0, token) + b"".join(frames))
+    try:
+        return await asyncio.wait_for(reader.read(), 2.0)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            await writer.wait_closed()
+
+
+async def test_unknown_and_used_tokens_are_dropped(bench: Bench) -> None:
+    """A connection to the response port gets nothing without a token that is good, once."""
+    listener = bench.dispatcher.listener
+    assert await hello(listener.port, b"x" * 16) == b""
+    offer = listener.offer("a worker", b"secret payload")
+    first = asyncio.create_task(hello(listener.port, offer.token))
+    inbound = await offer.answer
+    assert await hello(listener.port, offer.token) == b""
+    assert listener.rejected == 2
+    inbound.discard()
+    assert b"secret payload" in await first
+
+
+async def test_noise_on_the_response_port_is_dropped(bench: Bench) -> None:
+    """Neither a long announcement nor something that is no HELLO reaches anybody."""
+    listener = bench.dispatcher.listener
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", frame(FrameKind.DATA, 0, b"x"), frame(FrameKind.HELLO, 0, b"x" * 100)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(noise)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 2.0) == b""
+        writer.close()
+        with contextlib.suppress(ConnectionResetError):
+            await writer.wait_closed()
+    assert listener.rejected == 3
+
+
+async def test_an_injected_gap_in_a_real_stream_is_typed(bench: Bench) -> None:
+    """Lesson of core NATS: a worker whose third item never left gives two items and `StreamGap`, no short answer."""
+    connection = await bench.connect()
+    tasks: set[asyncio.Task[bytes]] = set()
+
+    async def leaves_one_out(message: Msg) -> None:
+        header = decode_header(message.data)
+        encoded = [encode_value(item) for item in ("a", "b", "d")]
+        gap = data_frame(0, encoded[:2]) + data_frame(3, encoded[2:]) + frame(FrameKind.END, 4)
+        tasks.add(asyncio.create_task(hello(header.port, header.token, gap)))
+
+    await connection.subscribe(bench.subject(1), cb=leaves_one_out)
+    await connection.flush()
+    await connection.flush()
+    bench.register(1)
+    stream = await bench.client.call(None)
+    assert [await anext(stream), await anext(stream)] == ["a", "b"]
+    with pytest.raises(errors.StreamGap):
+        await anext(stream)
+    await asyncio.gather(*tasks)
+
+
+async def test_nonsense_on_a_subject_is_refused(bench: Bench) -> None:
+    """The endpoint answers `invalid_request` and goes on."""
+    await bench.serve(count)
+    connection = await bench.connect()
+    reply = await connection.request(bench.subject(1), b"hello", timeout=2)
+    assert msgspec.msgpack.decode(reply.data)["code"] == "invalid_request"
+    assert [item async for item in await bench.client.call(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "localhost.example"])
+async def test_an_answer_goes_nowhere_but_to_loopback(
+    bench: Bench, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    """A header that names another host makes the worker connect to nobody."""
+    server = await bench.serve(count)
+    connection = await bench.connect()
+    header = RequestHeader(1, "r-far", None, host, 9, b"t" * 16, encode_value(1))
+    await connection.publish(bench.subject(1), encode_header(header))
+    await eventually(lambda: "not loopback" in caplog.text)
+    assert await server.wait_idle(1.0)

@@ -1,0 +1,69 @@
+"""What was leaving when the arbiter died goes on leaving: drains, rolling restarts, a `down` without an arbiter."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_local.system.processes import is_alive
+from tests.drivers.scaled import streaming
+from tests.drivers.served import Served, auntil, expected
+
+pytestmark = pytest.mark.infra
+
+KEEP = ("--on-arbiter-death", "keep")
+PATIENCE_S = 15.0
+TOKENS = 2500
+
+
+async def test_a_drain_goes_on_after_the_adoption() -> None:
+    """Committed by the old arbiter, finished under the new one: the stream is whole, the worker is removed."""
+    with Served(*KEEP) as served:
+        served.start()
+        assert served.cli("scale", "VllmWorker", "+1", "--wait").returncode == 0
+        async with streaming(served, *(f"Drain {n}." for n in range(4)), tokens=TOKENS) as streams:
+            assert (await asyncio.to_thread(served.cli, "drain", "dynamo_VllmWorker_1")).returncode == 0
+            await asyncio.to_thread(served.kill_arbiter)
+            await asyncio.to_thread(served.adopt)
+
+            answers = await asyncio.gather(*streams)
+            await auntil(lambda: "VllmWorker_1" not in served.states(), PATIENCE_S, what=served.status)
+
+        assert answers == [expected(f"Drain {n}.", TOKENS, ignore_eos=True) for n in range(4)]
+        assert served.states()["VllmWorker"] == "ready"
+
+
+async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
+    """The arbiter dies while the first of two workers drains: its successor restarts that one, and then the other."""
+    with Served("--VllmWorker.ServiceArgs.workers=2", *KEEP) as served:
+        served.start()
+        before = served.pids()
+        async with streaming(served, *(f"Roll {n}." for n in range(4)), tokens=TOKENS) as streams:
+            assert (await asyncio.to_thread(served.cli, "restart", "--rolling", "VllmWorker")).returncode == 0
+            assert served.statefile()["restarts"][0]["todo"].keys() == {"dynamo_VllmWorker", "dynamo_VllmWorker_1"}
+            await auntil(lambda: "draining" in served.states().values(), what=served.states)
+            await asyncio.to_thread(served.kill_arbiter)
+            assert {name: is_alive(pid) for name, pid in before.items()} == dict.fromkeys(before, True)
+            await asyncio.to_thread(served.adopt)
+            answers = await asyncio.gather(*streams)
+        assert answers == [expected(f"Roll {n}.", TOKENS, ignore_eos=True) for n in range(4)]
+        await auntil(lambda: "restarts" not in served.statefile(), 40.0, what=served.status)
+        after = served.pids()
+        assert set(served.states().values()) == {"ready"}
+        changed = {name for name in before if after[name] != before[name]}
+        assert changed == {"VllmWorker", "VllmWorker_1"}
+
+
+async def test_down_without_an_arbiter_lets_streams_finish() -> None:
+    """The same three stages, by the command itself; then nothing is left."""
+    with Served(*KEEP) as served:
+        served.start()
+        async with streaming(served, "A last one.", tokens=TOKENS) as (stream,):
+            await asyncio.to_thread(served.kill_arbiter)
+
+            done = await asyncio.to_thread(served.down)
+
+            assert await stream == expected("A last one.", TOKENS, ignore_eos=True)
+        assert "its arbiter is dead" in done.stdout
+        assert served.leftovers() == []

@@ -1,0 +1,389 @@
+"""The shell of the arbiter, composed as `serve.composition` does it, on a simulated host; which workers are wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dynamo_local.control.deployment import Launcher, gpu_asks
+from dynamo_local.control.executor.arbiter_effects import ArbiterEffects
+from dynamo_local.control.links import Links
+from dynamo_local.control.orders import Orders
+from dynamo_local.control.registrations import Registrations
+from dynamo_local.control.sampling import Sampling
+from dynamo_local.control.shell import PULSE_EVERY_S
+from dynamo_local.control.statefile import Statefile
+from dynamo_local.control.waiting import Waiting
+from dynamo_local.core.gpus import GpuLedger, plan_on
+from dynamo_local.core.life import leaving
+from dynamo_local.core.life.decisions.moves import Move
+from dynamo_local.core.life.fleet import Course, Fleet, Worker
+from dynamo_local.core.life.instructions import Transition
+from dynamo_local.core.life.lifecycle import (
+    DrainRequested,
+    Faulted,
+    IllegalTransition,
+    ProcessExited,
+    Removed,
+    RestartRequested,
+    SpawnRequested,
+)
+from dynamo_local.core.life.restart_plan import RestartPlan
+from dynamo_local.core.life.stimuli import Apply, InfraSeen, Leave, StartAll, Stimulus
+from dynamo_local.core.notes import About
+from dynamo_local.core.types import GraphSpec, WorkerState, suffix_of
+from dynamo_local.errors import DynamoError
+from dynamo_local.gpus.locks import GpuLocks
+from dynamo_local.gpus.pool import GpuPool
+from dynamo_local.state import State
+from tests.fakes.arbiter.memory_store import MemoryStore
+from tests.simulation.watched_shell import WatchedShell
+from tests.simulation.world import (
+    NAMESPACE,
+    Broken,
+    Crash,
+    MemoryEvents,
+    NoLocks,
+    SimHost,
+    SimSystem,
+    World,
+    factory_for,
+)
+
+HEALTH_EVERY_S = 2.0
+BY_COMMAND = (DrainRequested, RestartRequested, SpawnRequested)
+LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
+
+
+class Arbiter:
+    """One arbiter's life. `crash_at` is the write, counted from 1, before or after which it dies."""
+
+    failure: BaseException | None = None
+    left = False
+
+    def __init__(
+        self,
+        world: World,
+        spec: GraphSpec,
+        run_id: str,
+        *,
+        crash_at: int | None = None,
+        crash_when: str = "before",
+        locks: GpuLocks | None = None,
+    ) -> None:
+        self.world = world
+        self.graph = spec
+        self.factory = factory_for(spec, run_id)
+        self.dead = False
+        self.writes = 0
+        self.crash_at, self.crash_when = crash_at, crash_when
+        self.wanted: set[str] = set()
+        self.unforced: set[str] = set()
+        self.restarts: set[str] = set()
+        self._wanted_before: set[str] = set()
+        self._plans: tuple[RestartPlan, ...] = ()
+        self._cancelling: set[str] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.host = SimHost(world)
+        world.host, world.loop.on_crash = self.host, self.died
+        clock, tell = world.clock, self._tell
+        head = State(namespace=NAMESPACE, run_id=run_id, circus_endpoint="ipc:///simulated/ctl.sock")
+        store = MemoryStore(world.file, on_write=self._on_write)
+        self.statefile = Statefile(head, store, self.factory.launch_of, tell)  # type: ignore[arg-type]
+        self.pool = GpuPool(NAMESPACE, world.gpus, locks or NoLocks(), now_s=clock.now_s)  # type: ignore[arg-type]
+        self.links = Links(NAMESPACE, run_id)
+        self.links.attach(world.etcd, world.nats.client())  # type: ignore[arg-type]
+        self.effects = ArbiterEffects(
+            host=self.host,
+            system=SimSystem(world),
+            pool=self.pool,
+            launcher=Launcher(self.factory),
+            links=self.links,
+            statefile=self.statefile,
+            events=MemoryEvents(),
+            clock=clock,
+            tell=tell,
+            report=lambda worker, reason: tell(f"{worker.name} {reason}"),
+            rng=world.rng,
+        )
+        self.shell = WatchedShell(self._nobody(), self.effects, clock, observers=[self], validates=True)
+        self.shell.on_moves = self._on_moves  # type: ignore[method-assign]
+        self.shell.on_refused = self._on_refused  # type: ignore[method-assign]
+        self.shell.on_apply = self._on_apply  # type: ignore[method-assign]
+        self.orders = Orders(self.shell, self.pool.look)
+        self.effects.connect(self._feed, self._ticked, lambda: self.shell.fleet)
+        self.links.on_answer = lambda answer: self._feed(InfraSeen(stimulus_id="links", ok=answer))
+        self.registrations = Registrations(NAMESPACE, self._feed, self.links)
+        self.sampling = Sampling(NAMESPACE, self.shell, self.links, clock)
+        self.waiting = Waiting(self.shell, clock.now_s)
+        self.host.on_exit = self._guarded(self.effects.exited)
+
+    def _nobody(self) -> Fleet:
+        """The fleet before its first worker."""
+        return Fleet(
+            NAMESPACE,
+            self.factory.templates(),
+            policy=self.factory.settings.restart,
+            restart_revoked=self.world.restart_revoked,
+            infra_ok=True,
+        )
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """By watcher name."""
+        return dict(self.shell.fleet.workers)
+
+    # --- its life ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """As `dynamo serve`: everything is spawned; nobody waits for it."""
+        sample = await self.pool.look()
+        await self.statefile.create()
+        ledger = plan_on(GpuLedger.of(sample.devices, elsewhere=sample.elsewhere), gpu_asks(self.graph))
+        workers = {
+            plan.name: Worker(
+                plan.name,
+                plan.component,
+                plan.role,
+                suffix_of(plan.name, NAMESPACE, plan.component),
+                gpus=ledger.held_uuids.get(plan.name, ()),
+            )
+            for plan in self.factory.plan_all(ledger.held)
+        }
+        self.shell.fleet = replace(self.shell.fleet, workers=workers, gpus=ledger)
+        self.wanted = set(workers)
+        self._feed(StartAll(stimulus_id="serve"))
+        self._background(self.registrations.follow())
+        self._background(self.sampling.run())
+        self._background(self._heal())
+        self._background(self._beat())
+
+    async def _heal(self) -> None:
+        while True:
+            await self.world.clock.sleep_until(self.world.clock.now_s() + HEALTH_EVERY_S)
+            await self.statefile.heal(lambda: self.shell.fleet)
+            if not self.statefile.unwritten:
+                self.world.file.edited = False
+
+    async def _beat(self) -> None:
+        while True:
+            await self.world.clock.sleep_until(self.world.clock.now_s() + PULSE_EVERY_S)
+            self._guarded(self.shell.pulse)()
+
+    def _feed(self, seen: Stimulus) -> None:
+        self._guarded(self.shell.feed)(seen)
+
+    def _ticked(self) -> None:
+        self._guarded(self.shell.tick)()
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., None]:
+        """What is raised out of the shell breaks the run; a dead arbiter does nothing."""
+
+        def guarded(*args: Any) -> None:
+            if self.dead:
+                return
+            try:
+                call(*args)
+            except Exception as error:
+                self._broke(error)
+
+        return guarded
+
+    async def foreground(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await what the arbiter does; returns when it is done, or the arbiter is dead."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        await asyncio.wait({task})
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> None:
+        """A command, beside whatever else runs."""
+        self._background(work)
+
+    def _background(self, work: Coroutine[Any, Any, Any]) -> None:
+        if self.dead:
+            work.close()
+            return
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.dead:
+            self._broke(error)
+
+    def _broke(self, error: BaseException) -> None:
+        self.world.note(f"BROKEN: {type(error).__name__}: {error}")
+        self.failure = self.failure or error
+
+    def _tell(self, message: str, about: About = None) -> None:
+        self.world.note(f"told: {message.splitlines()[0]}")
+        if message.startswith("arbiter: "):
+            self._broke(Broken(message))
+
+    def _on_write(self, when: str) -> None:
+        if self.dead:
+            raise Crash
+        if when == "before":
+            self.writes += 1
+        if self.writes == self.crash_at and when == self.crash_when:
+            raise Crash
+
+    def died(self) -> None:
+        """`kill -9` of the arbiter: nothing of it runs any more; its workers and the statefile are still there."""
+        if self.dead:
+            return
+        self.world.note(f"the arbiter dies {self.crash_when} write {self.writes}")
+        self.dead = self.host.dead = self.shell.stopped = True
+        self.links.nats.close_now()
+        self.effects.abandon()
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def leave(self) -> None:
+        """As `dynamo down`."""
+        self._feed(Leave(stimulus_id="down"))
+        await self.waiting.until(lambda: leaving.has_left(self.shell.fleet))
+        await self.effects.written()
+        self.dead = self.host.dead = self.left = self.shell.stopped = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.effects.close()
+        if self.failure is not None:
+            raise Broken("something was raised out of the shell while it left") from self.failure
+
+    # --- commands ----------------------------------------------------------------------------------
+
+    async def scale(self, component: str, target: str, *, force: bool, policy: str | None, stimulus_id: str) -> None:
+        """`dynamo scale`; refusals are answers."""
+        if not force:
+            self.unforced.add(stimulus_id)
+        await self._command(
+            f"scale {component} {target}{' --force' * force}",
+            self.orders.scale(component, target, force=force, victim_policy=policy, stimulus_id=stimulus_id),
+        )
+
+    async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> None:
+        """`dynamo drain`."""
+        if not force:
+            self.unforced.add(stimulus_id)
+        words = f"drain {name}{' --cancel' * cancel}{' --force' * force}"
+        work = self.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
+        answered = await self._command(words, work)
+        worker = self.workers.get(name)
+        # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
+        goes = worker is None or (worker.state in LEAVES and worker.course is Course.STEADY)
+        if cancel and not answered and stimulus_id in self._cancelling and goes:
+            self.wanted.discard(name)
+
+    async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
+        """`dynamo restart`."""
+        self.restarts.add(stimulus_id)
+        await self._command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
+
+    async def apply(
+        self, renewed: Collection[str], counts: Mapping[str, int], *, force: bool, stimulus_id: str
+    ) -> None:
+        """`dynamo apply`: these components start otherwise from now on, and have so many workers."""
+        self.restarts.add(stimulus_id)
+        templates = tuple(
+            replace(each, fingerprint=stimulus_id) if each.component in renewed else each
+            for each in self.shell.fleet.templates
+        )
+        order = Apply(
+            stimulus_id=stimulus_id, templates=templates, counts=counts, policy=self.shell.fleet.policy, force=force
+        )
+        words = f"apply {sorted(renewed)} {dict(counts)}{' --force' * force}"
+        await self._command(words, self._applied(order))
+
+    async def _applied(self, order: Apply) -> dict[str, Any]:
+        await self.orders.committed(order)
+        return {}
+
+    async def _command(self, words: str, work: Coroutine[Any, Any, dict[str, Any]]) -> bool:
+        self.world.note(f"$ dynamo {words}")
+        try:
+            answer = await work
+        except IllegalTransition:
+            raise  # a command may be refused, but never by the table
+        except DynamoError as error:
+            self.world.note(f"  {words}: {type(error).__name__}: {str(error)[:100]}")
+            return False
+        done = [f"{each['kind']} {each['watcher_name']}" for each in answer.get("instructions", ())]
+        self.world.note(f"  {words}: {done}")
+        return True
+
+    # --- who is wanted -------------------------------------------------------------------------------
+
+    def _on_moves(self, order: Stimulus, before: Fleet, moves: tuple[Move, ...]) -> None:
+        """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
+        self._wanted_before = set(self.wanted)
+        going = {each.name for each in moves if type(each).__name__ == "BeginDrain"}
+        for component in {before.workers[name].component for name in going if before.workers[name].ready}:
+            left = [worker for worker in before.ready(component) if worker.name not in going]
+            if order.stimulus_id in self.unforced and not left:
+                raise Broken(f"the last ready {component} was taken without --force")
+        for each in moves:
+            kind = type(each).__name__
+            if kind in ("SpawnWorker", "Revive", "CancelDrain"):
+                self.wanted.add(each.name)
+                if kind == "CancelDrain":
+                    self._cancelling.add(order.stimulus_id)
+            else:
+                self.wanted.discard(each.name)
+
+    def _on_refused(self) -> None:
+        self.wanted = self._wanted_before
+
+    def _on_apply(self, before: Fleet) -> None:
+        """Who counts now and did not, is wanted; who did and does not, is not."""
+        for name, worker in self.shell.fleet.workers.items():
+            was = name in before.workers and before.workers[name].counts
+            if worker.counts and not was:
+                self.wanted.add(name)
+        for name, worker in before.workers.items():
+            after = self.shell.fleet.workers.get(name)
+            if worker.counts and (after is None or not after.counts):
+                self.wanted.discard(name)
+
+    def on_fleet(self, fleet: Fleet) -> None:
+        """See `control.effects.Observer`. A worker whose substitute serves is not wanted any more."""
+        for plan in self._plans:
+            for name in plan.substitutes:
+                worker = fleet.workers.get(name)
+                if plan not in fleet.restarts and (worker is None or not worker.counts):
+                    self.wanted.discard(name)
+        self._plans = fleet.restarts
+
+    def on_stimulus(self, stimulus: Stimulus) -> None:
+        """See `control.effects.Observer`."""
+
+    def on_transition(self, worker: Worker, transition: Transition) -> None:
+        """Keep the books of what is wanted."""
+        event, name, before = transition.event, transition.name, transition.before
+        self.world.note(
+            f"    {name}: {before} -> {transition.after}/{worker.course}, {type(event).__name__} ({event.stimulus_id})"
+        )
+        comes = isinstance(event, RestartRequested | SpawnRequested) or worker.course is Course.RESTARTING
+        if isinstance(event, Faulted | Removed):
+            self.wanted.discard(name)
+        elif (
+            isinstance(event, DrainRequested | RestartRequested | SpawnRequested) and event.stimulus_id in self.restarts
+        ):
+            (self.wanted.add if comes else self.wanted.discard)(name)
+        elif isinstance(event, ProcessExited) and before in (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT):
+            self._left(worker, event)
+
+    def _left(self, worker: Worker, event: ProcessExited) -> None:
+        """A lease revoked from outside is an order to leave: however it ends then, it is not started again, unless its
+        course says so."""
+        pid = int(event.stimulus_id.partition(":")[2])
+        if pid in self.world.revoked_outside and worker.course is Course.STEADY:
+            self.wanted.discard(worker.name)

@@ -1,0 +1,53 @@
+"""The shell of the simulation: it tells of the moves of each decision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from dynamo_local.control.shell import Shell
+from dynamo_local.core.life.deciding import decide_scale, decide_scale_all
+from dynamo_local.core.life.decisions import scaling
+from dynamo_local.core.life.decisions.moves import Move
+from dynamo_local.core.life.fleet import Fleet
+from dynamo_local.core.life.instructions import Instruction
+from dynamo_local.core.life.stimuli import Apply, CancelDrain, Drain, Scale, ScaleAll, Stimulus
+from dynamo_local.errors import DynamoError
+
+
+class WatchedShell(Shell):
+    """The shell, which tells of the moves of each decision as it is made."""
+
+    on_moves: Callable[[Stimulus, Fleet, tuple[Move, ...]], None] = staticmethod(lambda order, before, moves: None)
+    """Before anything follows from them: what one step begins, the same step may end."""
+
+    on_refused: Callable[[], None] = staticmethod(lambda: None)
+    """Nothing came of the moves after all."""
+
+    on_apply: Callable[[Fleet], None] = staticmethod(lambda before: None)
+
+    def feed(self, stimulus: Stimulus, *, committed: Callable[[], None] | None = None) -> tuple[Instruction, ...]:
+        before = self.fleet
+        with contextlib.suppress(DynamoError):  # refused: the step says so
+            self.on_moves(stimulus, before, _moves(before, stimulus))
+        try:
+            instructions = super().feed(stimulus, committed=committed)
+        except DynamoError:
+            self.on_refused()
+            raise
+        if isinstance(stimulus, Apply):
+            self.on_apply(before)
+        return instructions
+
+
+def _moves(fleet: Fleet, stimulus: Stimulus) -> tuple[Move, ...]:
+    match stimulus:
+        case Scale():
+            return decide_scale(fleet, stimulus)
+        case ScaleAll():
+            return tuple(move for moves in decide_scale_all(fleet, stimulus).values() for move in moves)
+        case Drain():
+            return scaling.decide_drain(fleet, stimulus.name, stimulus_id="seen", force=stimulus.force).moves
+        case CancelDrain():
+            return scaling.decide_cancel(fleet, stimulus.name, stimulus_id="seen").moves
+    return ()

@@ -1,0 +1,315 @@
+"""Over a real socket: server-sent events, the `openai` client, clients that leave, and a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from dynamo_local import errors
+from tests.fakes.data_plane.processor import FakeEndpoint, answer, last, prompt, text, usage
+
+Make = Callable[..., Any]
+MODEL = "sim-Model"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+STREAM = {**CHAT, "stream": True}
+CHAT_URL = "/v1/chat/completions"
+HEADERS = [(b"content-type", b"application/json")]
+JSON = "Content-Type: application/json\r\n"
+SOON_S = 5.0
+
+
+def events(raw: str) -> list[Any]:
+    """The `data:` of each event; `[DONE]` as the string it is."""
+    blocks = raw.split("\n\n")
+    assert blocks.pop() == ""
+    data = [block.removeprefix("data: ") for block in blocks]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+def openai_client(url: str, **options: Any) -> openai.AsyncOpenAI:
+    """The real client, without its retries unless asked for."""
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", **{"max_retries": 0, **options})
+
+
+async def test_a_stream_is_made_of_events(house: Make):
+    """Role, one chunk per item, the reason, `[DONE]`; usage only where asked for."""
+    made = house(FakeEndpoint([[prompt(7)], [text("Hel"), text("lo")], [text("!"), last(reason="length")]]))
+    async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
+        response = await client.post(CHAT_URL, json=STREAM)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
+        *chunks, done = events(response.text)
+        assert done == "[DONE]"
+        assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+            {"role": "assistant", "content": ""},
+            {"content": "Hel"},
+            {"content": "lo"},
+            {"content": "!"},
+            {},
+        ]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
+        assert all("usage" not in chunk for chunk in chunks)
+        assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+
+        response = await client.post(CHAT_URL, json={**STREAM, "stream_options": {"include_usage": True}})
+        *chunks, counted, _ = events(response.text)
+        assert (counted["choices"], counted["usage"]) == ([], usage())
+        assert all(chunk["usage"] is None for chunk in chunks)
+
+
+async def test_a_completion_streams_too(house: Make):
+    """Text in the choice, no role."""
+    async with house().served() as server, httpx.AsyncClient(base_url=server.url) as client:
+        body = {"model": MODEL, "prompt": "Hi", "stream": True}
+        *chunks, _ = events((await client.post("/v1/completions", json=body)).text)
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Hello", " world", ""]
+        assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+
+
+async def test_tokens_are_sent_as_they_come(house: Make):
+    """The first is with the client while the second does not exist yet."""
+    gate = asyncio.Event()
+    made = house(FakeEndpoint([[text("a")], gate, [text("b")], [last()]]))
+    async with (
+        asyncio.timeout(SOON_S),
+        made.served() as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+        client.stream("POST", CHAT_URL, json=STREAM) as response,
+    ):
+        lines = response.aiter_lines()
+        seen = ""
+        while '"content":"a"' not in seen:
+            seen = await anext(lines)
+        gate.set()
+        assert '"content":"b"' in "".join([line async for line in lines])
+
+
+async def test_items_that_come_together_are_written_together(house: Make):
+    """One ASGI message, hence one write, for a frame of many tokens: what makes 5,000 tokens/s cheap."""
+    made = house(FakeEndpoint([[text(str(n)) for n in range(50)], [last()]]))
+    sent: list[dict[str, Any]] = []
+    body = json.dumps(STREAM).encode()
+    inbox = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        if inbox:
+            return inbox.pop()
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT_URL, "headers": HEADERS}
+    scope |= {"query_string": b"", "root_path": ""}
+    await made.app(scope, receive, send)
+    bodies = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    assert [item.count(b"data: ") for item in bodies] == [51, 2, 0]
+
+
+async def test_an_error_in_mid_stream_is_the_last_event(house: Make):
+    """And no `[DONE]` after it: a client that has not seen that has not seen everything."""
+    made = house(FakeEndpoint([[text("Hel")], errors.WorkerLost("the decode worker died")]))
+    async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
+        response = await client.post(CHAT_URL, json=STREAM)
+        assert response.status_code == 200
+        *_, end = events(response.text)
+        assert end == {
+            "error": {
+                "message": "the decode worker died",
+                "type": "server_error",
+                "param": None,
+                "code": "worker_lost",
+            }
+        }
+        assert (await client.get("/live")).status_code == 200
+
+
+async def test_the_deadline_in_mid_stream_is_an_error_event(house: Make):
+    """lesson 12: a stream that stalls does not hang its client."""
+    made = house(FakeEndpoint([[text("Hel")], asyncio.Event()]), request_timeout_s=0.1)
+    async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
+        *_, end = events((await client.post(CHAT_URL, json=STREAM)).text)
+        assert end["error"]["code"] == "deadline_exceeded"
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_leaves_cancels_its_request_at_once(house: Make, stream: bool, begun: bool):
+    """Streaming or not, before the first token or after it: nobody computes for nobody."""
+    made = house(FakeEndpoint([*([[text("a")]] if begun else []), asyncio.Event()]))
+    body = json.dumps({**CHAT, "stream": stream}).encode()
+    async with made.served() as server, asyncio.timeout(SOON_S):
+        port = int(server.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST {CHAT_URL} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await made.endpoint.called.wait()
+        if stream and begun:
+            await reader.readuntil(b'"content":"a"')
+        writer.close()
+        await writer.wait_closed()
+        left_s = asyncio.get_running_loop().time()
+        await made.endpoint.streams[0].closed.wait()
+        assert asyncio.get_running_loop().time() - left_s < 1.0
+        await made.deps.activity.wait_idle()
+    assert b"dynamo_frontend_disconnected_clients 1.0" in made.deps.metrics.exposition()
+
+
+async def test_a_slow_reader_holds_its_own_stream_back(house: Make):
+    """Back-pressure: what the client does not read is not pulled from the Processor into memory."""
+    taken = 0
+
+    def endless(_: Any) -> Any:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield [text("x" * 10_000)]
+
+    made = house(FakeEndpoint(endless), request_timeout_s=60)
+    body = json.dumps(STREAM).encode()
+    async with made.served() as server, asyncio.timeout(30):
+        port = int(server.url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(
+            f"POST {CHAT_URL} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+        await made.endpoint.called.wait()
+        before = -1
+        while taken != before:
+            before = taken
+            await asyncio.sleep(0.1)
+        assert 0 < taken * 10_000 < 32 * 1024 * 1024
+        writer.transport.abort()
+        await made.endpoint.streams[0].closed.wait()
+
+
+async def test_the_openai_client_gets_an_answer(house: Make):
+    """Chat and completion, not streamed, and the list of models."""
+    async with house().served() as server, openai_client(server.url) as client:
+        chat = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hi"}],
+            temperature=0.0,
+            max_completion_tokens=5,
+            stop=["x"],
+            user="me",
+            extra_body={"ignore_eos": True, "nvext": {"top_k": 3}},
+        )
+        assert chat.choices[0].message.content == "Hello world"
+        assert chat.choices[0].finish_reason == "stop"
+        assert chat.usage is not None
+        assert chat.usage.total_tokens == 9
+        assert chat.usage.prompt_tokens_details is not None
+        completion = await client.completions.create(model=MODEL, prompt="Hi")
+        assert completion.choices[0].text == "Hello world"
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).owned_by == "dynamo"
+
+
+async def test_the_openai_client_streams(house: Make):
+    """With usage at the end."""
+    async with house().served() as server, openai_client(server.url) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hi"}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Hello world"
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 2
+        parts = await client.completions.create(model=MODEL, prompt="Hi", stream=True)
+        assert "".join([part.choices[0].text async for part in parts]) == "Hello world"
+
+
+async def test_the_openai_client_raises_its_own_errors(house: Make):
+    """By status, with the parameter; also for an error in mid-stream."""
+    made = house(
+        FakeEndpoint(
+            errors.WorkerBusy("full"), errors.NoWorkers("none"), [[text("a")], errors.StreamGap("frames are missing")]
+        )
+    )
+    async with made.served() as server, openai_client(server.url) as client:
+        create = client.chat.completions.create
+        message: Any = [{"role": "user", "content": "Hi"}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(model=MODEL, messages=message, n=2)
+        assert refused.value.param == "n"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await create(model="other", messages=message)
+        assert unknown.value.code == "model_not_found"
+        with pytest.raises(openai.RateLimitError):
+            await create(model=MODEL, messages=message)
+        with pytest.raises(openai.InternalServerError):
+            await create(model=MODEL, messages=message)
+        cut = aiter(await create(model=MODEL, messages=message, stream=True))
+        assert [(await anext(cut)).choices[0].delta.content for _ in range(2)] == ["", "a"]
+        with pytest.raises(openai.APIError, match="frames are missing"):
+            await anext(cut)
+
+
+async def test_the_openai_client_comes_back_after_retry_after(house: Make):
+    """A full server costs a client that retries one second, not an error."""
+    made = house(FakeEndpoint(errors.WorkerBusy("full"), answer("Hello")))
+    async with made.served() as server, openai_client(server.url, max_retries=1) as client:
+        chat = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
+        assert chat.choices[0].message.content == "Hello"
+
+
+async def test_many_streams_at_once_are_all_right(house: Make):
+    """200 of them, each with its own text."""
+
+    def script(payload: dict[str, Any]) -> Any:
+        said = payload["messages"][0]["content"]
+        return [[prompt()], *([text(f"{said}:{n} ")] for n in range(5)), [last()]]
+
+    made = house(FakeEndpoint(script))
+    limits = httpx.Limits(max_connections=200)
+    async with made.served() as server, httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30) as client:
+
+        async def one(n: int) -> str:
+            body = {**STREAM, "messages": [{"role": "user", "content": f"r{n}"}]}
+            *chunks, done = events((await client.post(CHAT_URL, json=body)).text)
+            assert done == "[DONE]"
+            return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+        texts = await asyncio.gather(*(one(n) for n in range(200)))
+    assert texts == ["".join(f"r{n}:{k} " for k in range(5)) for n in range(200)]
+
+
+async def test_a_drain_lets_streams_finish_and_refuses_what_is_new(house: Make):
+    """lesson 1: then the socket is closed, and with it the connections that idle."""
+    gate = asyncio.Event()
+    made = house(FakeEndpoint([[text("a")], gate, [text("b")], [last()]]))
+    async with (
+        asyncio.timeout(SOON_S),
+        made.served() as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url) as other,
+    ):
+        running = asyncio.create_task(client.post(CHAT_URL, json=STREAM))
+        await made.endpoint.called.wait()
+        made.deps.draining.set()
+        refused = await other.post(CHAT_URL, json=STREAM)
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert (await other.get("/health")).json()["status"] == "draining"
+        idle = asyncio.create_task(made.deps.activity.wait_idle())
+        await asyncio.sleep(0)
+        assert not idle.done()
+        gate.set()
+        *_, done = events((await running).text)
+        assert done == "[DONE]"
+        await idle
+        await server.stop()
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/live")

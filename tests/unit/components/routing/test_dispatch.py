@@ -1,0 +1,220 @@
+"""A request that gave nothing goes to another worker; one that gave something does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from dynamo_local.components.routing.dispatch import Dispatcher
+from dynamo_local.components.routing.router_client import Routed
+from dynamo_local.core.routing import LeastLoaded, RoundRobin
+from dynamo_local.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineError,
+    NatsUnavailable,
+    NoWorkers,
+    WorkerBusy,
+    WorkerDraining,
+    WorkerLost,
+)
+from tests.fakes.data_plane.endpoints import FakeEndpointClient
+
+
+async def good(payload: Any, _context: Any) -> AsyncIterator[Any]:
+    """Accepts, then two tokens."""
+    yield {"token_ids": []}
+    yield {"token_ids": [1, 2], "finish_reason": "length"}
+
+
+def failing(error: DynamoError, after: list[Any] | None = None) -> Any:
+    """A handler that yields `after` and then fails."""
+
+    async def handle(payload: Any, _context: Any) -> AsyncIterator[Any]:
+        for item in after or []:
+            yield item
+        raise error
+
+    return handle
+
+
+def dispatcher(client: FakeEndpointClient, max_tries: int = 3) -> Dispatcher:
+    return Dispatcher(client, RoundRobin(), lambda ids: {}, max_tries=max_tries)
+
+
+async def collect(subject: Dispatcher, timeout_s: float | None = 5) -> list[int]:
+    """All tokens of one request."""
+    tokens: list[int] = []
+    async with contextlib.aclosing(subject.send({}, request_id="r", tokens=9, timeout_s=timeout_s)) as batches:
+        async for batch in batches:
+            for item in batch:
+                tokens += item["token_ids"]
+    return tokens
+
+
+@pytest.mark.parametrize("error", [WorkerDraining("leaving"), WorkerLost("gone"), WorkerBusy("full")])
+async def test_refused_call_goes_to_another_worker(error: DynamoError) -> None:
+    """A refusal of the call itself costs the client nothing."""
+    client = FakeEndpointClient({1: good, 2: good})
+    client.refuse(1, error)
+    assert await collect(dispatcher(client)) == [1, 2]
+    assert [call.instance_id for call in client.calls] == [1, 2]
+
+
+async def test_failure_after_acceptance_but_before_tokens_is_retried() -> None:
+    """An accepted request without tokens may still be repeated elsewhere."""
+    client = FakeEndpointClient({1: failing(WorkerLost("gone"), [{"token_ids": []}]), 2: good})
+    assert await collect(dispatcher(client)) == [1, 2]
+
+
+async def test_failure_after_tokens_is_the_clients() -> None:
+    """A repeated request would send the same text twice."""
+    client = FakeEndpointClient({1: failing(WorkerLost("gone"), [{"token_ids": [1]}]), 2: good})
+    with pytest.raises(WorkerLost):
+        await collect(dispatcher(client))
+    assert len(client.calls) == 1
+
+
+@pytest.mark.parametrize("error", [EngineError("broken"), DeadlineExceeded("late"), NatsUnavailable("away")])
+async def test_errors_that_no_other_worker_can_mend_are_not_retried(error: DynamoError) -> None:
+    """Not retryable, or an outage that all workers share: raised at once."""
+    client = FakeEndpointClient({1: failing(error), 2: good})
+    with pytest.raises(type(error)):
+        await collect(dispatcher(client))
+    assert len(client.calls) == 1
+
+
+async def test_all_busy_is_busy_with_the_shortest_wait() -> None:
+    """Every worker is asked once, however many tries are allowed; the shortest wait is the answer's."""
+    client = FakeEndpointClient({n: failing(WorkerBusy("full", retry_after_s=n)) for n in (2, 3, 4, 5)})
+    with pytest.raises(WorkerBusy) as caught:
+        await collect(dispatcher(client, max_tries=1))
+    assert caught.value.details["retry_after_s"] == 2
+    assert sorted(call.instance_id for call in client.calls) == [2, 3, 4, 5]
+
+
+async def test_tries_are_bounded() -> None:
+    """Past `max_tries` failing workers the last failure is raised, the rest is not asked."""
+    client = FakeEndpointClient({n: failing(WorkerLost(f"gone {n}")) for n in range(1, 6)})
+    with pytest.raises(WorkerLost, match="gone 2"):
+        await collect(dispatcher(client, max_tries=2))
+    assert len(client.calls) == 2
+
+
+async def test_workers_that_leave_refuse_however_many_they_are() -> None:
+    """Four of five drain at once and the news of it is late: no request pays for that (seen on a starved host)."""
+    client = FakeEndpointClient(dict.fromkeys(range(1, 6), good))
+    for leaving in (1, 2, 3, 4):
+        client.refuse(leaving, WorkerDraining("leaving"))
+    assert await collect(dispatcher(client, max_tries=1)) == [1, 2]
+    assert [call.instance_id for call in client.calls] == [1, 2, 3, 4, 5]
+
+
+async def test_a_request_that_all_refuse_as_leaving_waits_for_the_next_worker() -> None:
+    """A worker that is up already, only not yet in this list."""
+    client = FakeEndpointClient({1: good})
+    client.refuse(1, WorkerDraining("leaving"))
+    sent = asyncio.ensure_future(collect(dispatcher(client)))
+    while not client.calls:
+        await asyncio.sleep(0)
+    client.add_instance(2, good)
+    assert await sent == [1, 2]
+
+
+async def test_that_wait_ends_with_the_requests_deadline() -> None:
+    """Nobody else comes: the refusal is the client's, which is typed and can be repeated."""
+    client = FakeEndpointClient({1: good})
+    client.refuse(1, WorkerDraining("leaving"))
+    with pytest.raises(WorkerDraining):
+        await collect(dispatcher(client), timeout_s=0.05)
+
+
+async def test_no_worker_is_said_at_once() -> None:
+    """An empty registry is NoWorkers, without waiting."""
+    with pytest.raises(NoWorkers):
+        await collect(dispatcher(FakeEndpointClient({})))
+
+
+async def test_deadline_reaches_the_worker_and_shrinks() -> None:
+    """The timeout of the second call is what the first left of it."""
+    client = FakeEndpointClient({1: failing(WorkerLost("gone")), 2: good})
+    await collect(dispatcher(client), timeout_s=5)
+    first, second = (call.timeout_s for call in client.calls)
+    assert first is not None
+    assert second is not None
+    assert 0 < second <= first <= 5
+
+
+async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
+    """A client that leaves ends the worker's handler, and the picker forgets the request."""
+    ended = asyncio.Event()
+
+    async def endless(payload: Any, _context: Any) -> AsyncIterator[Any]:
+        try:
+            while True:
+                yield {"token_ids": [1]}
+                await asyncio.sleep(0.001)
+        finally:
+            ended.set()
+
+    client, picker = FakeEndpointClient({1: endless}), LeastLoaded()
+    subject = Dispatcher(client, picker, lambda ids: {})
+    batches = subject.send({}, request_id="r", tokens=9, timeout_s=None)
+    assert await anext(batches)
+    assert picker.in_flight(1) == (1, 9)
+    await batches.aclose()
+    assert ended.is_set()
+    assert picker.in_flight(1) == (0, 0)
+
+
+class Noted:
+    """A Router that gives these answers, in turn."""
+
+    def __init__(self, *answers: Routed | None) -> None:
+        self.answers = list(answers)
+        self.avoided: list[tuple[int, ...]] = []
+
+    async def choose(self, token_ids: Any, request_id: str, tokens: int, avoid: Any) -> Routed | None:
+        self.avoided.append(tuple(avoid))
+        return self.answers.pop(0)
+
+
+async def routed(client: FakeEndpointClient, router: Noted) -> list[int]:
+    """Tokens of one request through a dispatcher with that Router."""
+    subject = Dispatcher(client, RoundRobin(), lambda ids: {}, router=router)
+    sending = subject.send({"token_ids": [1]}, request_id="r", tokens=9, timeout_s=5)
+    async with contextlib.aclosing(sending) as batches:
+        return [token for batch in [b async for b in batches] for item in batch for token in item["token_ids"]]
+
+
+async def test_the_routers_worker_gets_the_request_with_its_hit_rate() -> None:
+    """What the Router knows goes on to the worker's local-or-remote rule."""
+    client = FakeEndpointClient({1: good, 2: good})
+
+    assert await routed(client, Noted(Routed(2, 0.75))) == [1, 2]
+    (call,) = client.calls
+    assert (call.instance_id, call.payload) == (2, {"token_ids": [1], "prefix_hit_rate": 0.75})
+
+
+@pytest.mark.parametrize("answer", [None, Routed(9, 0.75)])
+async def test_without_a_usable_answer_the_picker_decides(answer: Routed | None) -> None:
+    """The Router is away, or names a worker that is not there: nothing is said of a hit rate."""
+    client = FakeEndpointClient({1: good, 2: good})
+
+    assert await routed(client, Noted(answer)) == [1, 2]
+    assert client.calls[0].payload == {"token_ids": [1]}
+
+
+async def test_the_router_is_told_who_has_failed_the_request() -> None:
+    """The second question names the first worker; a hit rate holds for its own worker only."""
+    client = FakeEndpointClient({1: good, 2: good})
+    client.refuse(2, WorkerLost("gone"))
+    router = Noted(Routed(2, 0.75), Routed(1, 0.0))
+
+    assert await routed(client, router) == [1, 2]
+    assert router.avoided == [(), (2,)]
+    assert [call.payload["prefix_hit_rate"] for call in client.calls] == [0.75, 0.0]

@@ -1,0 +1,56 @@
+"""The `Planner` section: one policy, its own options, under any of their names."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_local.config.planner import POLICIES, known_names, planner_section
+from dynamo_local.config.planner.options import options_of
+from dynamo_local.config.planner_words import parse_settings
+from dynamo_local.errors import BadInput, ConfigError
+
+
+def test_load_is_what_plans_unless_something_else_is_named() -> None:
+    assert planner_section("Planner", {}).policy == "load"
+    assert planner_section("Planner", {"policy": "sla"}).named["ttft_ms"] == 500
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"ttft_ms": 300}, "ttft_ms is an option of the policy sla and throughput-load, and the policy is load"),
+        ({"policy": "sla", "prefill-queue-scale-up-threshold": 1}, "prefill_queue_scale_up_threshold.*load"),
+        ({"policy": "throughput"}, "'load', 'sla' or 'throughput-load'"),
+        ({"policy": "sla", "ttft": 300, "ttft_ms": 300}, "'ttft_ms' and another spelling"),
+        ({"policy": "sla", "ttft-ms": 0}, "ttft_ms: must be greater than 0"),
+        ({"policy": "sla", "metric_pulling_interval": 200}, "must not exceed throughput_adjustment_interval_seconds"),
+        ({"policy": ["sla"]}, "policy"),
+        ({"polici": "sla"}, "policy"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(values: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        planner_section("Planner", values)
+
+
+def test_the_names_of_the_seeds_and_of_dynamo_are_the_same_options() -> None:
+    """`adjustment_interval` is the load planner's own, and the SLA planner's name for the other one."""
+    by_seed = planner_section("", {"policy": "sla", "ttft": 300, "itl": 20, "adjustment-interval": 60})
+    by_dynamo = {"policy": "sla", "ttft_ms": 300, "itl_ms": 20, "throughput_adjustment_interval": 60}
+    assert by_seed == planner_section("", by_dynamo)
+    assert by_seed.throughput_adjustment_interval_seconds == 60
+    assert planner_section("", {"adjustment_interval": 60}).adjustment_interval == 60
+
+
+def test_every_option_belongs_to_a_policy_and_to_each_of_its_names() -> None:
+    fields = set(known_names().values())
+    assert fields == {name for policy in POLICIES for name in options_of(policy)}
+    for policy in POLICIES:
+        assert len(set(options_of(policy))) == len(options_of(policy))
+
+
+def test_settings_of_the_command_line_are_read_by_any_name() -> None:
+    found = parse_settings(["policy=throughput-load", "ttft=300", "load-predictor=kalman", "profile-results-dir=none"])
+    assert found == {"policy": "throughput-load", "ttft": 300, "load_predictor": "kalman", "profile_results_dir": None}
+    with pytest.raises(BadInput, match="ttft-ms"):
+        parse_settings(["ttft-m=3"])

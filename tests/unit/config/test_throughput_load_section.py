@@ -1,0 +1,127 @@
+"""The options of `policy: throughput-load`, checked as a whole and against the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamo_local.autoscale.planner_options import policy_options
+from dynamo_local.config import PlannerConfig, check_planner, planner_section
+from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
+from dynamo_local.errors import ConfigError
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.models.pass_model import Kind
+from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
+from dynamo_local.profiles import DEFAULT_PROFILE
+
+
+def section(**values: Any) -> PlannerConfig:
+    return planner_section("Planner", {"policy": "throughput-load", **values})
+
+
+def options(**values: Any) -> ThroughputLoadOptions:
+    found = policy_options(section(**values))
+    assert isinstance(found, ThroughputLoadOptions)
+    return found
+
+
+def test_the_defaults_are_those_of_the_value_but_for_the_predictor() -> None:
+    """`arima`, Dynamo's, needs an extra."""
+    found = options()
+    defaults = ThroughputLoadOptions(load_predictor="constant", predictor_options=found.predictor_options)
+    assert found == defaults
+
+
+def test_the_grid_of_ticks_is_that_of_the_plugins() -> None:
+    assert options(scheduling={"scale_interval_seconds": 2.5}).tick_s == 2.5
+
+
+def test_names_of_dynamo_and_of_the_seed() -> None:
+    seed = options(ttft=300, itl=20, adjustment_interval=60, optimization_target="sla", advisory=True)
+    dynamo = options(
+        ttft_ms=300, itl_ms=20, throughput_adjustment_interval_seconds=60, optimization_target="sla", no_operation=True
+    )
+    assert seed == dynamo
+    assert (seed.ttft_ms, seed.throughput_adjustment_interval_s, seed.optimization_target) == (300, 60, Target.SLA)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (
+            {"optimization-target": "sla", "enable-throughput-scaling": False},
+            "enable_throughput_scaling and enable_load_scaling are both off",
+        ),
+        (
+            {"optimization-target": "sla", "enable-load-scaling": True, "load-adjustment-interval-seconds": 180},
+            "must be below throughput_adjustment_interval_seconds",
+        ),
+        ({"scheduling": {"scale_interval_seconds": 7}}, "must divide load_adjustment_interval_seconds"),
+        ({"fpm-sample-bucket-size": 15}, "perfect square"),
+        ({"max-num-fpm-samples": 4}, "must not be below load_min_observations"),
+        ({"optimization-target": "load"}, "prefill_scale_up_queue_tokens and prefill_scale_down_queue_tokens"),
+        (
+            {
+                "optimization-target": "load",
+                "mode": "agg",
+                "decode-scale-up-kv-rate": 5,
+                "decode-scale-down-kv-rate": 5,
+            },
+            "decode_scale_down_kv_rate .5. must be below",
+        ),
+        ({"mode": "agg", "decode-min-endpoint": 1}, "has no effect: the mode is agg"),
+        ({"load-scaling-down-sensitivity": 101}, "load_scaling_down_sensitivity"),
+        ({"min-gpu-budget": -2}, "min_gpu_budget"),
+        ({"decode_kv_scale_up_threshold": 0.8}, "option of the policy load"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(values: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        section(**values)
+
+
+def graph(*roles: Role, gpu: int = 1) -> GraphSpec:
+    services = tuple(ServiceSpec(role.value.title(), role, resources=Resources(gpu)) for role in roles)
+    return GraphSpec("dynamo", "graphs:Graph", services)
+
+
+DISAGG, AGG = graph(Role.PREFILL, Role.DECODE), graph(Role.AGGREGATED)
+
+
+@pytest.mark.parametrize(
+    ("values", "served", "told"),
+    [
+        ({"mode": "agg"}, DISAGG, "mode is agg, but the graph has a prefill component"),
+        ({"mode": "disagg"}, AGG, "mode is disagg, but the graph is aggregated"),
+        ({"min-endpoint": 5}, DISAGG, "need 10 GPUs"),
+        ({"prefill-min-endpoint": 8}, DISAGG, "need 9 GPUs"),
+        ({"min-endpoint": 3}, graph(Role.PREFILL, Role.DECODE, gpu=2), "need 12 GPUs"),
+    ],
+)
+def test_what_the_graph_cannot_be_or_afford_is_refused(values: dict[str, Any], served: GraphSpec, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_planner(section(**values), served)
+
+
+def test_what_fits_the_graph_is_taken() -> None:
+    check_planner(section(), DISAGG)
+    check_planner(section(mode="agg", min_endpoint=8), AGG)
+    check_planner(section(mode="prefill", prefill_min_endpoint=8), DISAGG)
+
+
+def test_models_begin_with_a_profile() -> None:
+    """Each kind's, so that the first window can be sized."""
+    policy = policy_of(options(optimization_target="sla", profile_results_dir=DEFAULT_PROFILE))
+    assert isinstance(policy, ThroughputLoadPolicy)
+    models = policy.first(0.0).models
+    assert {kind: (model.ready, model.source) for kind, model in models.items()} == dict.fromkeys(
+        Kind, (True, "profile")
+    )
+    assert models[Kind.PREFILL].pass_s(prefill_tokens=4000) == pytest.approx(0.1, rel=0.5)
+
+
+def test_a_profile_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no engine profile"):
+        policy_of(options(optimization_target="sla", profile_results_dir="/nowhere"))

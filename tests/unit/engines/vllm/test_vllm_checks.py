@@ -1,0 +1,101 @@
+"""Before anything starts: what vLLM says about a section, and that it is there at all. Its parser is a fake here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_local.config import load_config, resolve
+from dynamo_local.engines.vllm import checking
+from dynamo_local.engines.vllm.checking import VllmSection
+from dynamo_local.errors import ConfigError
+from dynamo_local.sdk.loader import load_graph
+from dynamo_local.serve.engine_checks import check_engines
+from tests.drivers.served import EXAMPLE
+
+
+def check(*overrides: str, only_plan: bool = False) -> tuple[str, ...]:
+    """The shipped disaggregated graph with overrides."""
+    graph = load_graph("graphs.disagg:Frontend", base_dir=EXAMPLE)
+    config = load_config(None, env={}, overrides=overrides)
+    return check_engines(graph, resolve(graph, config, namespace=None), config, only_plan=only_plan)
+
+
+WORDS = ("--VllmWorker.model=/models/llama", "--VllmWorker.block-size=32", "--PrefillWorker.model=/models/llama")
+
+
+def test_the_simulation_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process, no import, on any host."""
+    monkeypatch.setattr(checking, "what_is_wrong", lambda sections: pytest.fail("vLLM was asked"))
+    assert check() == ()
+
+
+def test_a_host_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is printed all the same; a start is refused, with what to do."""
+    monkeypatch.setattr(checking, "is_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"VllmWorker, PrefillWorker: the engine is vllm, which is not installed"):
+        check(*WORDS)
+    (note,) = check(*WORDS, only_plan=True)
+    assert "its options were not checked" in note
+
+
+def test_what_vllm_refuses_is_named_with_its_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sections in one question, each with its words and with our own options, for a better guess."""
+    asked: dict[str, VllmSection] = {}
+
+    def refuse(sections: Mapping[str, VllmSection]) -> dict[str, str]:
+        asked.update(sections)
+        return {"VllmWorker": "unknown key 'block-sizee'"}
+
+    monkeypatch.setattr(checking, "is_installed", lambda: True)
+    monkeypatch.setattr(checking, "what_is_wrong", refuse)
+    with pytest.raises(ConfigError, match=r": VllmWorker: unknown key 'block-sizee'"):
+        check(*WORDS)
+    assert set(asked) == {"VllmWorker", "PrefillWorker"}
+    assert "--tensor-parallel-size=1" in asked["VllmWorker"].words
+    assert "remote_prefill" in asked["VllmWorker"].own_options
+
+
+def test_gpus_that_do_not_fit_are_refused_before_vllm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`resources.gpu` is known only with the whole configuration."""
+    monkeypatch.setattr(checking, "is_installed", lambda: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=r"VllmWorker: tensor-parallel-size 2 needs 2 GPUs"):
+        check(*WORDS, "--VllmWorker.tensor-parallel-size=2")
+
+
+def test_what_passed_once_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ten seconds of importing torch; a refusal is asked again, and so is another section."""
+    runs: list[list[Any]] = []
+    answers: list[str | None] = []
+
+    def run(_words: Any, *, input: str, **_more: Any) -> Any:
+        runs.append(json.loads(input))
+        return SimpleNamespace(returncode=0, stdout=f"noise\n{checking.MARK}{json.dumps(answers)}\n", stderr="")
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(checking.importlib.metadata, "version", lambda name: "0.32.0")
+    section = VllmSection(("--block-size=32",), ())
+    answers[:] = ["wrong"]
+    assert checking.what_is_wrong({"A": section}) == checking.what_is_wrong({"A": section}) == {"A": "wrong"}
+    answers[:] = [None]
+    assert checking.what_is_wrong({"A": section}) == checking.what_is_wrong({"A": section}) == {}
+    assert len(runs) == 3
+    checking.what_is_wrong({"A": VllmSection(("--block-size=16",), ())})
+    assert len(runs) == 4
+
+
+def test_a_vllm_that_cannot_be_imported_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The last line of its traceback, not all of it."""
+    done = SimpleNamespace(returncode=1, stdout="", stderr="Traceback …\nImportError: libcudart.so.13: cannot open\n")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda *_words, **_more: done)
+    monkeypatch.setattr(checking.importlib.metadata, "version", lambda name: "0.32.0")
+    with pytest.raises(ConfigError, match=r"cannot be imported: ImportError: libcudart.so.13"):
+        checking.what_is_wrong({"A": VllmSection((), ())})

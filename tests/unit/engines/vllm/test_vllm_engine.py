@@ -1,0 +1,171 @@
+"""The shell around AsyncLLM, with an AsyncLLM that plays from a script; no vLLM needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncGenerator, Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dynamo_local.core.kv.handover import ASK_PREFILL
+from dynamo_local.engines.vllm import VllmEngine, VllmOptions
+from dynamo_local.engines.vllm.stats import Statistics
+from dynamo_local.errors import EngineDead, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, SamplingParams
+
+PULL = {"do_remote_prefill": True, "remote_engine_id": "p1", "remote_host": "127.0.0.1", "remote_port": 20000}
+
+
+class EngineDeadError(Exception):
+    """vLLM's."""
+
+
+class EngineGenerateError(Exception):
+    """vLLM's."""
+
+
+class FakeLlm:
+    """Yields what its script says; a `None` waits for ever, an exception is raised."""
+
+    def __init__(self, script: list[Any]) -> None:
+        self.script = script
+        self.asked: list[tuple[Any, Any, str]] = []
+        self.aborted: list[str] = []
+
+    async def generate(self, prompt: Any, sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        self.asked.append((prompt, sampling, request_id))
+        try:
+            for step in self.script:
+                if step is None:
+                    await asyncio.Event().wait()
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.append(request_id)
+            raise
+
+    def shutdown(self, timeout: float) -> None:
+        """Nothing runs."""
+
+
+def output(*tokens: int, reason: str | None = None, params: dict[str, Any] | None = None) -> Any:
+    completion = SimpleNamespace(token_ids=list(tokens), finish_reason=reason)
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=0, kv_transfer_params=params)
+
+
+@pytest.fixture
+def engine_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VllmEngine, FakeLlm]]:
+    """A started engine over a script."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    exceptions = SimpleNamespace(EngineDeadError=EngineDeadError, EngineGenerateError=EngineGenerateError)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", cast(ModuleType, exceptions))
+
+    def make(*script: Any, timeout_s: float = 5.0) -> tuple[VllmEngine, FakeLlm]:
+        llm = FakeLlm(list(script))
+        engine = VllmEngine(VllmOptions("m", transfer="consumer", kv_pull_timeout_s=timeout_s), name="unit")
+        engine._llm, engine._sampling, engine._delta = llm, SimpleNamespace, "delta"
+        engine._info = EngineInfo("vllm", "me", "m", 100, 16, 10, 4)
+        engine._statistics = Statistics(4, 10)
+        return engine, llm
+
+    return make
+
+
+async def collect(engine: VllmEngine, params: dict[str, Any] | None = None, **sampling: Any) -> list[EngineOutput]:
+    asked = EngineRequest("r", (1, 2, 3), SamplingParams(5, **sampling), params)
+    async with asyncio.timeout(5.0):
+        return [item async for item in engine.generate(asked)]
+
+
+async def test_outputs_are_passed_on_as_they_come(engine_of: Any) -> None:
+    """vLLM's deltas are ours; two requests of one id have different ids inside."""
+    engine, llm = engine_of(output(7), output(8, 9, reason="length"))
+    assert [(o.token_ids, o.finish_reason) for o in await collect(engine)] == [((7,), None), ((8, 9), "length")]
+    await collect(engine)
+    assert llm.asked[0][0] == {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    assert len({request_id for _, _, request_id in llm.asked}) == 2
+    assert engine.load().num_requests_waiting == engine.load().remaining_tokens == 0
+
+
+async def test_kv_that_does_not_come_ends_at_the_deadline(engine_of: Any) -> None:
+    """The request is aborted, so that vLLM gives its blocks back, and tells the other side to."""
+    engine, llm = engine_of(None, timeout_s=0.05)
+    with pytest.raises(KvTransferError, match=r"r was not pulled from engine p1 at 127.0.0.1:20000: .* within 0.05 s"):
+        await collect(engine, PULL)
+    assert len(llm.aborted) == 1
+
+
+async def test_the_deadline_is_over_with_the_first_token(engine_of: Any) -> None:
+    """A slow decode is no failed transfer."""
+    engine, llm = engine_of(output(7), None, timeout_s=0.05)
+    asked = EngineRequest("r", (1, 2, 3), SamplingParams(5), PULL)
+    async with contextlib.aclosing(cast(AsyncGenerator[EngineOutput, None], engine.generate(asked))) as stream:
+        await anext(stream)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await anext(stream)
+    assert len(llm.aborted) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "script", "error"),
+    [
+        (PULL, [output(reason="error")], KvTransferError),
+        (PULL, [output(7), output(reason="error")], EngineError),
+        (None, [output(reason="error")], EngineError),
+        (None, [ValueError("temperature is wrong")], InvalidRequest),
+        (None, [EngineDeadError("died")], EngineDead),
+        (None, [RuntimeError("boom")], EngineError),
+    ],
+    ids=["KV not loaded", "later", "any", "bad value", "dead", "boom"],
+)
+async def test_each_failure_has_its_error(
+    engine_of: Any, params: Any, script: list[Any], error: type[Exception]
+) -> None:
+    """Only what may be tried again elsewhere, or here without the transfer, says so."""
+    engine, _ = engine_of(*script)
+    with pytest.raises(error) as caught:
+        await collect(engine, params)
+    assert type(caught.value) is error
+
+
+async def test_an_engine_that_died_is_told_to_whoever_waits(engine_of: Any) -> None:
+    """The worker ends by it; a request after that is refused."""
+    engine, _ = engine_of(EngineDeadError("EngineCore is dead"))
+    waiting = asyncio.ensure_future(engine.wait_failed())
+    with pytest.raises(EngineDead):
+        await collect(engine)
+    with pytest.raises(EngineDead, match="EngineCore is dead"):
+        await waiting
+    with pytest.raises(EngineDead):
+        await collect(engine)
+
+
+async def test_a_prefill_for_another_engine_runs_to_its_length(engine_of: Any) -> None:
+    """KV is handed over only by a request that did not stop by itself; until it is pulled it counts as held."""
+    engine, llm = engine_of(output(7, reason="length", params={"do_remote_prefill": True}))
+    (answer,) = await collect(engine, dict(ASK_PREFILL), stop_token_ids=(7,))
+    assert answer.kv_transfer_params == {"do_remote_prefill": True}
+    sampling = llm.asked[0][1]
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == ([], True)
+    assert sampling.extra_args == {"kv_transfer_params": ASK_PREFILL}
+    waiting = asyncio.ensure_future(engine.wait_handoffs())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    engine._recorded(SimpleNamespace(num_running_reqs=0, kv_cache_usage=0.0, prefix_cache_stats=None), None)
+    async with asyncio.timeout(5.0):
+        await waiting
+
+
+async def test_closed_it_takes_nothing(engine_of: Any) -> None:
+    engine, _ = engine_of(output(7, reason="stop"))
+    await engine.close()
+    await engine.wait_failed()
+    with pytest.raises(EngineError, match="closed"):
+        await collect(engine)

@@ -1,0 +1,67 @@
+"""Plugins beside the policies themselves: whatever is proposed, floors and budget are the policy's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_local.clock import AsyncioClock, run_virtual
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.pipeline.stages import Answer, Stage
+from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
+from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
+from dynamo_local.planner.values.decisions import Decision
+from dynamo_local.planner.values.proposals import Reject
+from dynamo_local.profiles import DEFAULT_PROFILE
+from tests.fakes.planner.observations import DECODE, PREFILL
+from tests.fakes.planner.plugins import Plugins, override, pull
+
+POLICIES = {
+    "load": LoadOptions(max_gpu_budget=8),
+    "sla": SlaOptions(DEFAULT_PROFILE, max_gpu_budget=8),
+    "throughput-load": ThroughputLoadOptions(max_gpu_budget=8),
+}
+
+
+def decided(options: PolicyOptions, answer: Answer) -> Decision:
+    """The first decision where a plugin proposes that, in an idle graph of two workers of each role."""
+
+    async def ticks() -> Decision:
+        plugins = Plugins()
+        plugins.add(Stage.PROPOSE, answer, priority=1)
+        clock = AsyncioClock()
+        driver = PolicyDriver(policy_of(options), clock.now_s(), pipeline=plugins.pipeline)
+        while True:
+            await asyncio.sleep(driver.next_at_s - clock.now_s())
+            found = await driver.tick(pull(clock.now_s(), traffic=Missing("nobody asks")))
+            if found is not None:
+                return found
+
+    return run_virtual(ticks())
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_a_plugin_moves_workers(options: PolicyOptions) -> None:
+    assert dict(decided(options, override(prefill=3, decode=4)).targets) == {PREFILL: 3, DECODE: 4}
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_a_plugin_does_not_get_past_floors_and_budget(options: PolicyOptions) -> None:
+    """Seven and eleven workers of eight GPUs; none at all."""
+    assert sum(decided(options, override(prefill=7, decode=11)).targets.values()) <= 8
+    assert min(decided(options, override(prefill=0, decode=0)).targets.values()) >= 1
+
+
+def test_the_budget_is_shared_as_dynamo_shares_it() -> None:
+    """Its reference example under a budget of eight: 7 and 11 become 3 and 5."""
+    found = decided(POLICIES["throughput-load"], override(prefill=7, decode=11))
+    assert dict(found.targets) == {PREFILL: 3, DECODE: 5}
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_a_reject_changes_nothing(options: PolicyOptions) -> None:
+    assert dict(decided(options, Reject("a freeze")).targets) == {PREFILL: 2, DECODE: 2}

@@ -1,0 +1,242 @@
+"""When the loops are due, what they ask for, and what changes under way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
+from dynamo_local.planner.values.forecasts import Forecasts
+from dynamo_local.planner.values.proposals import ComponentTarget, OverrideType
+from dynamo_local.planner.values.series import Window
+from tests.fakes.planner.engines_seen import (
+    MODELS,
+    LastValue,
+    both_loops,
+    decide,
+    driver,
+    load_loop,
+    numbers,
+    pull,
+    replicas,
+    rules,
+    sized,
+    sla,
+    traffic,
+)
+from tests.fakes.planner.observations import DECODE, PREFILL, pool
+
+
+@pytest.mark.parametrize(
+    ("options", "tick_s"),
+    [
+        (ThroughputLoadOptions(), 5.0),
+        (sla(), 180.0),
+        (both_loops(), 5.0),
+        (both_loops(load_adjustment_interval_s=7.0), 1.0),
+        (both_loops(load_adjustment_interval_s=0.5), 0.5),
+        (both_loops(scale_interval_s=2.5), 2.5),
+    ],
+)
+def test_ticks_divide_the_intervals_of_the_loops_that_run(options: ThroughputLoadOptions, tick_s: float) -> None:
+    assert (options.tick_s, driver(options).next_at_s) == (tick_s, tick_s)
+
+
+def test_dynamos_defaults_are_the_load_loop_by_a_table() -> None:
+    """And with nothing but `sla` the throughput loop alone."""
+    defaults, bare = ThroughputLoadOptions(), ThroughputLoadOptions(optimization_target=Target.SLA)
+    assert (defaults.loads, defaults.predicts) == (True, False)
+    assert (bare.loads, bare.predicts) == (False, True)
+
+
+def test_traffic_is_asked_for_where_the_throughput_loop_is_due() -> None:
+    drives = driver(both_loops(throughput_adjustment_interval_s=15.0))
+    windows = []
+    for _ in range(6):
+        windows.append(drives.wants.traffic_window_s)
+        drives.tick_now(pull(drives.next_at_s))
+    assert windows == [None, None, 15.0] * 2
+
+
+def test_a_person_is_respected_for_an_interval() -> None:
+    """And what was planned before is forgotten."""
+    drives = driver(both_loops())
+    while drives.next_at_s < 180.0:
+        drives.tick_now(pull(drives.next_at_s))
+    assert replicas(drives.tick_now(pull(180.0, seen=traffic(180.0, 7200)))) == (2, 3)
+    drives.manual(183.0)
+    assert drives.next_at_s == 188.0
+    decision = drives.tick_now(pull(188.0))
+    assert replicas(decision) == (1, 1)
+
+
+def test_other_options_keep_what_was_learned() -> None:
+    drives = driver(load_loop())
+    drives.tick_now(pull(5.0, queues=[4_000]))
+    drives.change(ThroughputLoadPolicy(load_loop(ttft_ms=100.0)), 6.0)
+    decision = drives.tick_now(pull(10.0, queues=[4_000]))
+    assert replicas(decision) == (2, 1)
+
+
+def test_a_predictor_that_failed_holds() -> None:
+    drives = driver(sla(), forecaster=LastValue(failed="it was killed"))
+    decision = drives.tick_now(pull(180.0, 3, 3, seen=traffic(180.0, 900)))
+    assert (replicas(decision), set(rules(decision).values())) == ((3, 3), {"predict_failed"})
+
+
+def test_traffic_that_is_not_known_holds() -> None:
+    for seen in (traffic(180.0, Missing("prometheus is away")), Missing("prometheus is away")):
+        decision = decide(sla(), 3, 3, seen=seen)
+        assert (replicas(decision), set(rules(decision).values())) == ((3, 3), {"no_traffic_data"})
+
+
+def test_the_predictor_is_asked_for_three_series() -> None:
+    """Those of a warm-up trace first."""
+    options = sla(load_predictor="kalman", predictor_options=(("q_level", 2.0),))
+    policy = ThroughputLoadPolicy(options, MODELS, (Window(10.0, 100.0, 20.0),))
+    task = policy.forecasting(policy.first(0.0), pull(180.0, seen=traffic(180.0, 7200)))
+    assert task is not None
+    assert (task.predictor, task.steps, task.window_s, task.options) == ("kalman", 1, 180.0, (("q_level", 2.0),))
+    assert task.series == ((10.0, 7200.0), (100.0, 2000.0), (20.0, 200.0))
+
+
+def test_blind_means_hold() -> None:
+    """Nobody may be started or ended while etcd or NATS is away."""
+    decision = decide(load_loop(), 2, 1, queues=[None, None], blind="etcd does not answer")
+    assert (replicas(decision), rules(decision)[PREFILL]) == ((2, 1), "no_fpm_data")
+    assert decision.reasons[0].why == "etcd does not answer"
+
+
+def test_nothing_is_done_while_another_environment_has_not_acknowledged() -> None:
+    drives = driver(load_loop())
+    waits = pull(5.0, 1, 1, queues=[30_000])
+    decision = drives.tick_now(replace(waits, pools=replace(waits.pools, pending=True)))
+    assert (replicas(decision), rules(decision)[PREFILL]) == ((1, 1), "scaling_in_progress")
+
+
+def test_a_worker_that_waits_for_a_gpu_counts_and_blocks_nothing() -> None:
+    """It is not started twice, and is the first that is not needed."""
+    waits = pool(PREFILL, 1, coming=1, waiting=1)
+    assert replicas(decide(load_loop(), waits, 1, queues=[30_000])) == (2, 1)
+    assert replicas(decide(load_loop(), waits, 1)) == (1, 1)
+
+
+def test_only_the_throughput_loop_reaches_and_leaves_zero() -> None:
+    options = both_loops(min_endpoint=0)
+    drives = driver(options)
+
+    def until(at_s: float, ready: int) -> None:
+        while drives.next_at_s < at_s:
+            decision = drives.tick_now(pull(drives.next_at_s, ready, ready))
+            assert decision is not None
+            assert replicas(decision) == (ready, ready)
+
+    until(180.0, 1)
+    assert replicas(drives.tick_now(pull(180.0, seen=traffic(180.0, 900)))) == (1, 1)
+    until(360.0, 1)
+    assert replicas(drives.tick_now(pull(360.0, seen=traffic(360.0, 0)))) == (0, 0)
+    until(540.0, 0)
+    assert replicas(drives.tick_now(pull(540.0, 0, 0, seen=traffic(540.0, 900)))) == (1, 1)
+
+
+def test_proposals_are_those_of_dynamos_builtin_plugins() -> None:
+    """The load loop's targets, and the throughput loop's lower bounds."""
+    policy = ThroughputLoadPolicy(
+        both_loops(throughput_adjustment_interval_s=10.0, load_adjustment_interval_s=5.0), MODELS
+    )
+    state = policy.first(0.0)
+    state, _ = policy.predicted(state, pull(5.0), None)
+    state, _ = policy.propose(state, pull(5.0), None)
+    busy = pull(10.0, queues=[30_000], seen=traffic(10.0, 7200))
+    forecasts = Forecasts(((400.0,), (2000.0,), (200.0,)))
+    state, prediction = policy.predicted(state, busy, forecasts)
+    state, proposals = policy.propose(state, busy, prediction)
+    said = {one.plugin_id: (one.priority, one.result) for one in proposals}
+    load, throughput = said["builtin_load_propose"], said["builtin_throughput_propose"]
+    assert (load[0], load[1].targets) == (10, (ComponentTarget("prefill", 2),))  # type: ignore[union-attr]
+    bounds = (ComponentTarget("prefill", 2, OverrideType.AT_LEAST), ComponentTarget("decode", 3, OverrideType.AT_LEAST))
+    assert (throughput[0], throughput[1].targets) == (20, bounds)  # type: ignore[union-attr]
+
+
+def test_a_plugin_may_want_otherwise_within_floors_and_budget() -> None:
+    """The reference example of Dynamo's plugins: 7P11D at a budget of 64, 3P5D at one of 8."""
+    for budget, expected in ((64, (7, 11)), (8, (3, 5))):
+        policy = ThroughputLoadPolicy(load_loop(max_gpu_budget=budget), MODELS)
+        state = policy.first(0.0)
+        seen = pull(5.0, 2, 2, queues=[9_000] * 2, kvs=[80_000] * 2)
+        state, _ = policy.predicted(state, seen, None)
+        state, _ = policy.propose(state, seen, None)
+        _, decision = policy.settle(state, seen, (ComponentTarget("prefill", 7), ComponentTarget("decode", 11)))
+        assert replicas(decision) == expected
+        assert set(rules(decision).values()) == {"override_by_user_plugin"}
+
+
+def test_a_plugin_that_rejects_leaves_all_as_it_is() -> None:
+    policy = ThroughputLoadPolicy(load_loop(), MODELS)
+    state = policy.first(0.0)
+    seen = pull(5.0, 1, 1, queues=[30_000])
+    state, _ = policy.predicted(state, seen, None)
+    state, _ = policy.propose(state, seen, None)
+    _, decision = policy.settle(state, seen, ())
+    assert (replicas(decision), rules(decision)[PREFILL]) == ((1, 1), "override_by_user_plugin")
+
+
+def test_speculation_makes_decode_faster_up_to_what_can_be_accepted() -> None:
+    """An accept length of 3 where 1 token is speculated counts as 2; without speculation as 1."""
+    needed = [replicas(sized(sla(speculative_nextn=nextn), 14_400, accept_length=3.0))[1] for nextn in (0, 1, 3)]
+    assert needed == sorted(needed, key=lambda count: -(count or 0))
+    assert needed[0] != needed[1]
+    assert needed[0] == replicas(sized(sla(), 14_400))[1]
+
+
+def test_decode_alone_and_prefill_alone_have_their_own_floors() -> None:
+    decision = sized(sla(prefill_min_endpoint=2, decode_min_endpoint=3), 900)
+    assert replicas(decision) == (2, 3)
+    assert set(decision.targets) == {PREFILL, DECODE}
+
+
+def test_it_looks_as_far_ahead_as_a_start_takes() -> None:
+    """400 s are three windows more, of which the second needs most. Without the option: the next window."""
+    starting_up = pool(PREFILL, 1, start_up_s=400.0)
+    ahead = Forecasts(((900.0, 900.0, 7200.0, 900.0), (2000.0,) * 4, (200.0,) * 4))
+    for adaptive, expected in ((True, (2, 3)), (False, (1, 1))):
+        policy = ThroughputLoadPolicy(sla(adaptive_intervals=adaptive), MODELS)
+        state, seen = policy.first(0.0), pull(180.0, starting_up, 1, seen=traffic(180.0, 900))
+        task = policy.forecasting(state, seen)
+        assert task is not None
+        assert task.steps == (4 if adaptive else 1)
+        state, prediction = policy.predicted(state, seen, ahead)
+        state, _ = policy.propose(state, seen, prediction)
+        assert (state.bounds["prefill"], state.bounds["decode"]) == expected
+
+
+def test_prompts_in_the_graphs_own_queue_count_for_those_who_pull_from_it() -> None:
+    """20 of 3517 tokens for two workers are 35,170 each, whatever the engines themselves have queued."""
+    waits = decide(load_loop(), 2, 1, waiting=20)
+    assert (replicas(waits), numbers(waits, PREFILL)["estimated_ttft_ms_min"]) == (
+        (3, 1),
+        pytest.approx(823.7, abs=0.1),
+    )
+    assert replicas(decide(load_loop(), 2, 1, waiting=5)) == (2, 1)
+    assert replicas(decide(load_loop(), 2, 1, waiting=0)) == (1, 1)
+    table = ThroughputLoadOptions(max_gpu_budget=16)
+    assert replicas(decide(table, 2, 1, waiting=20)) == (3, 1)
+
+
+def test_a_queue_that_was_long_since_the_last_decision_counts_for_going_down() -> None:
+    drives = driver(both_loops(throughput_adjustment_interval_s=11.0, load_adjustment_interval_s=5.0))
+    for at_s, waiting in ((1.0, 5), (2.0, 0), (3.0, 0), (4.0, 0)):
+        drives.tick_now(pull(at_s, 2, 1, waiting=waiting))
+    assert replicas(drives.tick_now(pull(5.0, 2, 1, waiting=0))) == (2, 1)
+    assert replicas(drives.tick_now(pull(10.0, 2, 1, waiting=0))) == (1, 1)
+
+
+def test_a_queue_that_is_not_known_holds() -> None:
+    for held in (
+        decide(load_loop(), 2, 1, waiting=Missing("nats timeout")),
+        decide(load_loop(), 2, 1, waiting=3, models={}),
+    ):
+        assert (replicas(held), rules(held)[PREFILL]) == ((2, 1), "insufficient_data")
