@@ -234,12 +234,13 @@ class WorkerProcess:
         await run_all("the drain", [*self._context.drain_callbacks(), *self._endpoints.until_idle()])
 
     async def resume(self) -> None:
-        """Accept, then register under a new lease, then let the component go on."""
+        """Accept, then register under a new lease, then let the component go on, if it had been told to stop."""
         assert self._context is not None
         self._endpoints.resume_accepting()
         await self._registration.restore()
-        self._draining.clear()
-        await self._context.resume()
+        if self._draining.is_set():  # not where the drain was taken back while it still deregistered
+            self._draining.clear()
+            await self._context.resume()
 
     # --- what others may ask -------------------------------------------------------------------
 

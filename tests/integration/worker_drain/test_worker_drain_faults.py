@@ -87,6 +87,21 @@ async def test_a_drain_that_began_without_etcd_deregisters_when_it_is_back(
     await asyncio.wait([counting])
 
 
+async def test_a_drain_is_taken_back_before_etcd_has_answered(host: WorkerHost, own_etcd: RealEtcd) -> None:
+    """Nothing was stopped yet, so nothing has to be begun again; the prefill worker can be drained again, and goes."""
+    worker = await host.start("PrefillWorker", target=DISAGG)
+    own_etcd.pause()
+    try:
+        await worker.call("drain")
+        taken_back = asyncio.create_task(worker.call("cancel_drain"))
+        assert (await worker.status())["state"] == "draining"
+    finally:
+        own_etcd.resume()
+    assert (await taken_back)["state"] == "ready"
+    worker.signal(signal.SIGTERM)
+    assert await worker.exit_code() == 0
+
+
 @pytest.mark.parametrize("lose_data", [False, True])
 async def test_a_worker_survives_a_long_outage_of_etcd(host: WorkerHost, own_etcd: RealEtcd, lose_data: bool) -> None:
     """Longer than the lease's TTL: it serves what it has, and registers again by itself. Same process, same stream."""
