@@ -82,7 +82,7 @@ def unregistered(draft: Draft, worker: Worker, lease: str, why: str) -> None:
     guess: dict[str, Any] = {} if ours else {"due_s": None, "lapsed": _unheard(worker)}
     if not ours and draft.fleet.restart_revoked and worker.course is Course.STEADY and draft.fleet.leaving is None:
         guess["course"] = Course.RESTARTING
-        why += "; it is started again"
+        why += starting.STARTED_AGAIN
     draft.apply(worker.name, event, **gone, **guess, lease_gone=not ours, reason=worker.reason or why)
 
 

@@ -43,6 +43,8 @@ RETURN_POLL_S = 0.1
 GPU_POLL_S = 0.5
 """How often devices are looked at for those who wait for a free one."""
 UNHEARD = "it had answered nothing when its lease ended"
+STARTED_AGAIN = "; it is started again"
+"""Said of a worker that leaves because somebody else revoked its lease, where the fleet brings such workers back."""
 RESTART_POLICY = "restart-policy"
 """The cause of what a worker's own failures bring about."""
 
@@ -177,7 +179,8 @@ def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure)
         draft.revoked_outside(worker)
     if worker.state is S.DRAINING and not left:
         draft.apply(worker.name, HealthFailed(stimulus_id=leaving.HEALTH, reason=reason or UNHEARD))
-    draft.apply(worker.name, event, failure=None if left else failure, reason=reason)
+    counts = not left or _comes_back_unasked(worker)
+    draft.apply(worker.name, event, failure=failure if counts else None, reason=reason)
     # First those of what is behind it: requests are still sent there.
     for lease in (*worker.other_leases, worker.lease):
         if lease is not None:
@@ -195,6 +198,11 @@ def _was_leaving(worker: Worker, code: int | None) -> bool:
     if worker.state is S.DRAINING:
         return not worker.lapsed or code in (0, None)
     return worker.state is S.DRAIN_TIMED_OUT
+
+
+def _comes_back_unasked(worker: Worker) -> bool:
+    """Somebody else revoked its lease, and nobody here has ordered its restart: that follows the restart policy."""
+    return worker.course is Course.RESTARTING and worker.lease_gone and worker.asked_s is None
 
 
 def _why_it_ended(worker: Worker, code: int | None) -> str | None:
@@ -225,7 +233,9 @@ def after_process(draft: Draft, name: str) -> None:
     if draft.fleet.leaving is not None:
         return
     if worker.state is S.EXITED:
-        if worker.course in (Course.RESTARTING, Course.RETURNING):
+        if _comes_back_unasked(worker):
+            after_failure(draft, name)
+        elif worker.course in (Course.RESTARTING, Course.RETURNING):
             revive(draft, name, worker.cause or "restart")
         else:
             remove(draft, name)
@@ -240,25 +250,30 @@ def after_process(draft: Draft, name: str) -> None:
 
 
 def after_failure(draft: Draft, name: str) -> None:
-    """Restart with back-off, counted from the end of the process, or give up: `restarts` decides."""
+    """Restart with back-off, counted from the end of the process, or give up: `restarts` decides.
+
+    A worker that comes back after a lease that somebody else revoked is counted as one that failed: whoever revokes
+    every lease as soon as he sees it would else have it started again and again without a pause.
+    """
     worker = draft.worker(name)
     failure = worker.failure or Failure(draft.now_s, 0.0, 0.5)
     if worker.course is Course.LEAVING:  # taken back meanwhile
         draft.apply(name, Removed(stimulus_id=RESTART_POLICY), course=Course.STEADY)
         remove(draft, name)
         return
+    why = (worker.reason or "it failed").removesuffix(STARTED_AGAIN)
     history, verdict = after_exit(
         worker.history,
         now_s=draft.now_s,
         ran_s=failure.ran_s,
         infra_ok=draft.fleet.infra_ok,
         unit=failure.unit,
-        why=worker.reason or "it failed",
+        why=why,
         policy=draft.fleet.policy,
     )
     if isinstance(verdict, Fault):
         event = Faulted(stimulus_id=RESTART_POLICY, reason=verdict.reason)
-        draft.apply(name, event, history=history, reason=verdict.reason)
+        draft.apply(name, event, course=Course.STEADY, history=history, reason=verdict.reason)
         told = f"{name} is faulted: {verdict.reason}; `dynamo restart {name}` tries again"
         draft.do(Tell(told, Ailing(name)))
         give_back(draft, name, keep=False)
@@ -266,7 +281,7 @@ def after_failure(draft: Draft, name: str) -> None:
     waits = isinstance(verdict, WaitForInfra)
     due_s = None if waits else max(draft.now_s, failure.at_s + verdict.delay_s)
     event_ = BackoffStarted(stimulus_id=RESTART_POLICY, delay_s=verdict.delay_s)
-    draft.apply(name, event_, history=history, held_back=waits, due_s=due_s)
+    draft.apply(name, event_, course=Course.STEADY, history=history, held_back=waits, due_s=due_s)
 
 
 def backoff_over(draft: Draft, worker: Worker) -> None:
