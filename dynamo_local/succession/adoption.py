@@ -117,8 +117,8 @@ def _wait_for_files(paths: Paths, state: State, marked: list[Marked]) -> None:
             late = f"its guardian has not made them again within {FILES_DEADLINE_S:g} s"
             why = late if guarded else "no guardian lives that knows what was in them"
             raise DynamoError(
-                f"namespace {paths.namespace!r} cannot be adopted: {', '.join(map(str, missing))}, by which its running "
-                f"etcd and NATS are reached, were removed, and {why}. Its workers go on with what they stream: "
+                f"namespace {paths.namespace!r} cannot be adopted: {', '.join(map(str, missing))}, by which its "
+                f"running etcd and NATS are reached, were removed, and {why}. Its workers finish what they stream: "
                 "`dynamo down` lets them finish and ends them, `dynamo serve --replace` starts anew"
             )
         time.sleep(FILES_POLL_S)
