@@ -30,6 +30,7 @@ from tornado.ioloop import IOLoop
 from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
+from dynamo_local.circus_plugins.gate import Gate
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
@@ -190,6 +191,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self.supervisor: Any = None
         self.on_exit: ExitCallback | None = None
         self._exit_fds: dict[int, int] = {}
+        self._control_gate, self._events_gate = _gate(endpoint), _gate(pubsub_endpoint)
         super().__init__(
             [],
             endpoint,
@@ -216,7 +218,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self.context = context
         self._ensure_ioloop()
         self.ctrl = WorkerController(
-            self.endpoint,
+            f"ipc://{self._control_gate.inner}",
             self.multicast_endpoint,
             self.context,
             self.loop,
@@ -224,6 +226,16 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             self.check_delay,
             self.endpoint_owner,
         )
+
+    def initialize(self) -> None:
+        """circus's, with gates before both of its sockets (`gate`). OSError where a gate cannot be."""
+        self.pubsub_endpoint = f"ipc://{self._events_gate.inner}"
+        try:
+            super().initialize()
+        finally:
+            self.pubsub_endpoint = f"ipc://{self._events_gate.outer}"
+        for gate in (self._control_gate, self._events_gate):
+            gate.open()
 
     async def start_process(self, spec: ProcessSpec) -> int:
         """See `ProcessHost`. KeyError if a watcher of that name has a live process."""
@@ -319,12 +331,14 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
     @property
     def socket_files(self) -> tuple[Path, ...]:
         """See `SupervisedHost`: those of the control endpoint and of circus's events."""
-        return tuple(socket_file(endpoint) for endpoint in (self.endpoint, self.pubsub_endpoint))
+        return tuple(file for gate in (self._control_gate, self._events_gate) for file in (gate.outer, gate.inner))
 
     async def renew_sockets(self) -> None:
         """See `SupervisedHost`."""
-        listen_again(self.ctrl.ctrl_socket, self.endpoint)
-        listen_again(self.evpub_socket, self.pubsub_endpoint)
+        for gate, socket in ((self._control_gate, self.ctrl.ctrl_socket), (self._events_gate, self.evpub_socket)):
+            listen_again(socket, f"ipc://{gate.inner}")
+            if not gate.outer.exists():
+                gate.open()
 
     def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
         """See `SupervisedHost`: whoever starts us says with what."""
@@ -349,6 +363,14 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         if self.running:
             self.stop_controller_and_close_sockets()
         self.context.destroy(linger=200)
+        for gate in (self._control_gate, self._events_gate):
+            await gate.close()
+            gate.inner.unlink(missing_ok=True)
+
+
+def _gate(endpoint: str) -> Gate:
+    outer = socket_file(endpoint)
+    return Gate(outer, outer.with_suffix(".zmq"))
 
 
 def socket_file(endpoint: str) -> Path:
