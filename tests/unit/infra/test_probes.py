@@ -14,11 +14,12 @@ async def test_a_last_attempt_that_was_cut_short_hides_no_reason() -> None:
     """A server that speaks TLS closes; the attempt that met the deadline only knew that nothing had come yet."""
     seen = 0
 
-    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal seen
         seen += 1
-        if seen == 1:
-            writer.close()
+        if seen > 1:
+            await reader.read()  # until the prober gives up
+        writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
