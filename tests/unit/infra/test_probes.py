@@ -17,6 +17,7 @@ async def test_a_last_attempt_that_was_cut_short_hides_no_reason() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal seen
         seen += 1
+        await reader.readuntil(b"\r\n\r\n")
         if seen > 1:
             await reader.read()  # until the prober gives up
         writer.close()
