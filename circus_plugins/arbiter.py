@@ -8,7 +8,6 @@ See `docs/architecture.md` and `tests/contract/test_circus_arbiter.py`, which ke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shlex
@@ -19,7 +18,6 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
-import zmq
 from circus.arbiter import Arbiter
 from circus.controller import Controller
 from circus.process import Process
@@ -30,7 +28,7 @@ from tornado.ioloop import IOLoop
 from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
-from dynamo_local.circus_plugins.gate import Gate
+from dynamo_local.circus_plugins.gate import gate_of, listen_again
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
@@ -191,7 +189,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self.supervisor: Any = None
         self.on_exit: ExitCallback | None = None
         self._exit_fds: dict[int, int] = {}
-        self._control_gate, self._events_gate = _gate(endpoint), _gate(pubsub_endpoint)
+        self._control_gate, self._events_gate = gate_of(endpoint), gate_of(pubsub_endpoint)
         super().__init__(
             [],
             endpoint,
@@ -366,31 +364,6 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         for gate in (self._control_gate, self._events_gate):
             await gate.close()
             gate.inner.unlink(missing_ok=True)
-
-
-def _gate(endpoint: str) -> Gate:
-    outer = socket_file(endpoint)
-    return Gate(outer, outer.with_suffix(".zmq"))
-
-
-def socket_file(endpoint: str) -> Path:
-    """Of `ipc:///…`."""
-    return Path(endpoint.removeprefix("ipc://"))
-
-
-def listen_again(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Bind a socket once more whose file somebody has removed; nothing where it is there. OSError where it cannot be.
-
-    Whoever is connected by the removed file loses that connection, and connects again.
-    """
-    if socket_file(endpoint).exists():
-        return
-    with contextlib.suppress(zmq.ZMQError):  # it was not bound: the last try failed
-        socket.unbind(endpoint)
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise OSError(error.errno, str(error), str(socket_file(endpoint))) from error
 
 
 def _wait_status(code: int) -> int:

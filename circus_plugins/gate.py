@@ -15,6 +15,9 @@ import os
 import select
 import socket
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 log = logging.getLogger(__name__)
 
@@ -167,3 +170,29 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while data := await reader.read(CHUNK_BYTES):
             writer.write(data)
             await writer.drain()
+
+
+def gate_of(endpoint: str) -> Gate:
+    """The gate at an address that others know (`ipc:///…/ctl.sock`); the zmq socket is bound beside it."""
+    outer = socket_file(endpoint)
+    return Gate(outer, outer.with_suffix(".zmq"))
+
+
+def socket_file(endpoint: str) -> Path:
+    """Of `ipc:///…`."""
+    return Path(endpoint.removeprefix("ipc://"))
+
+
+def listen_again(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Bind a socket once more whose file somebody has removed; nothing where it is there. OSError where it cannot be.
+
+    Whoever is connected by the removed file loses that connection, and connects again.
+    """
+    if socket_file(endpoint).exists():
+        return
+    with contextlib.suppress(zmq.ZMQError):  # it was not bound: the last try failed
+        socket.unbind(endpoint)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, str(error), str(socket_file(endpoint))) from error

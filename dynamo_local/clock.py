@@ -31,14 +31,6 @@ class Clock(NowClock, Protocol):
         ...
 
 
-def next_beat_s(now_s: float, every_s: float) -> float:
-    """The next whole multiple of `every_s` after `now_s`: when a chore that is done that often is done again.
-
-    Chores that are done as often wake the process together, once: woken for each, an idle arbiter costs more.
-    """
-    return (now_s // every_s + 1) * every_s
-
-
 class AsyncioClock:
     """The running event loop's clock. Under a virtual-time loop it is virtual, with the same code."""
 

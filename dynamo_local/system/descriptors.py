@@ -11,7 +11,7 @@ import contextlib
 import os
 import resource
 
-from dynamo_local.clock import Clock, next_beat_s
+from dynamo_local.clock import Clock
 from dynamo_local.core.notes import Over, Tell, Trouble
 
 SPARE = 16
@@ -35,7 +35,7 @@ class SpareDescriptors:
     async def run(self, clock: Clock) -> None:
         """Check once a second, for ever."""
         while True:
-            await clock.sleep_until(next_beat_s(clock.now_s(), LOOK_EVERY_S))
+            await clock.sleep_until(clock.now_s() + LOOK_EVERY_S)
             self.look()
 
     def look(self) -> None:
