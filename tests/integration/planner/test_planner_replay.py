@@ -25,7 +25,7 @@ POLICIES = {
         "--Planner.load-adjustment-interval=2",
     ),
 }
-LIBRARIES = ("statsforecast", "prophet", "scipy", "sklearn", "pandas", "numpy", "statsmodels", "numba")
+LIBRARIES = ("statsforecast", "prophet", "scipy", "sklearn", "pandas", "statsmodels", "numba")
 """With code of their own in each, which shows in the process's memory. (grpc is the etcd client's, so always there.)"""
 
 
