@@ -24,7 +24,7 @@ DECISIONS = 20
 """So many are measured."""
 LEARNING = 3
 """Windows with passes before the ones that are measured: enough for as many samples as a model keeps."""
-MEDIAN_MAX_MS = {"load": 5.0, "sla": 5.0, "throughput-load": 10.0}
+MEDIAN_MAX_MS = {"load": 2.0, "sla": 3.0, "throughput-load": 5.0}
 """The last one's includes what it learns from 4,096 passes that came since the last pull."""
 YARDSTICK_MS = 13.0
 """What `yardstick_ms` is on a 2.8 GHz Xeon core. A slower machine may take longer in the same proportion."""
