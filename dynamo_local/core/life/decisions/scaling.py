@@ -45,6 +45,7 @@ from dynamo_local.errors import (
     LastReadyWorker,
     NotEnoughGpus,
     TooManyWorkers,
+    UnknownWorker,
     WorkerFaulted,
 )
 
@@ -90,8 +91,9 @@ def decide(
     by_person: bool = True,
     wait_for_gpus: bool = False,
 ) -> ScalingDecision:
-    """What brings the component there. `refused` is one of `UnknownWorker` (no such component), `BadTarget` (fewer
-    than none), `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`, `WorkerFaulted`.
+    """What brings the component there. `refused` is one of `UnknownWorker` (no such component, or more of one that is
+    being removed), `BadTarget` (fewer than none), `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`,
+    `WorkerFaulted`.
     """
 
     def make() -> tuple[Move, ...]:
@@ -102,6 +104,8 @@ def decide(
                 _check_not_restarted(view, component)
             return _fewer(view, template, -delta, force, victim_policy, f"scale {change}")
         if delta > 0:
+            if template.retired:
+                raise UnknownWorker(f"{component} is being removed by an apply, and gets no more workers")
             return _more(view, template, delta, by_person, wait_for_gpus, f"scale {change}")
         return ()
 
