@@ -74,7 +74,7 @@ class Correction:
         if not (observed_s > 0 and estimated_s > 0 and math.isfinite(observed_s) and math.isfinite(estimated_s)):
             return
         bound = math.log(CORRECTION_MAX)
-        ratio = min(bound, max(-bound, math.log(observed_s / estimated_s)))
+        ratio = min(bound, max(-bound, math.log(observed_s) - math.log(estimated_s)))
         self._log += (ratio - self._log) * CORRECTION_WEIGHT
 
 

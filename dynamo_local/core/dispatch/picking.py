@@ -100,11 +100,15 @@ class SloPicker:
         kv_tokens = max((busy.kv_tokens for busy in known.values()), default=0)
         overflow = max((busy.overflow for busy in known.values()), default=0)
         costs: dict[int, float] = {}
+        prefills: dict[int, float] = {}
         for i in candidates:
             if (busy := known.get(i)) is None:
                 own = self._own(i)
                 busy = Busy(max(requests, own.requests), max(kv_tokens, own.kv_tokens), overflow)
-            costs[i] = self.cost(busy, prompt_tokens, hits.get(i, 0.0))
+            cached = int(hits.get(i, 0.0) * prompt_tokens)
+            if cached not in prefills:
+                prefills[cached] = self._timing.prefill_s(prompt_tokens, cached) if prompt_tokens else 0.0
+            costs[i] = self.cost(busy, prompt_tokens, prefills[cached])
         best = min(costs.values())
         return self._turn.pick([i for i in candidates if costs[i] <= best], loads)
 
@@ -124,8 +128,9 @@ class SloPicker:
             self._prompt_tokens.pop(instance_id, None)
             self._corrected_at_s.pop(instance_id, None)
 
-    def cost(self, busy: Busy, prompt_tokens: int, hit_rate: float) -> float:
-        """Expected misses of the request at that worker, and a little for the time that it takes there."""
+    def cost(self, busy: Busy, prompt_tokens: int, prefill_s: float) -> float:
+        """Expected misses of a request of so many tokens at that worker, and a little for the time that it takes there:
+        `prefill_s`, and its tokens."""
         requests, kv_tokens = busy.requests + 1, busy.kv_tokens + prompt_tokens
         itl_s = self._gap.itl_s(requests, kv_tokens) * self.correction.factor
         target_s = self._targets.itl_s
@@ -133,7 +138,6 @@ class SloPicker:
         if kv_tokens > self._timing.perf.max_kv_tokens:
             misses += FULL_COST
         misses += FULL_COST * busy.overflow
-        prefill_s = self._timing.prefill_s(prompt_tokens, int(hit_rate * prompt_tokens)) if prompt_tokens else 0.0
         return misses + WAIT_COST * (itl_s * ANSWER_TOKENS + prefill_s)
 
     def _own(self, instance_id: int) -> Busy:

@@ -1,4 +1,4 @@
-"""`ports.PrefillQueue` in memory; passes `tests/contract/prefill_queue/test_prefill_queue.py` beside the JetStream one."""
+"""`ports.PrefillQueue` in memory; passes `tests/contract/prefill_queue`, as the JetStream one."""
 
 from __future__ import annotations
 
