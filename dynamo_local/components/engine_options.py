@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -150,14 +150,17 @@ def _vocab_size(model: str) -> int | None:
 
 
 async def start_observed_engine(
-    config: EngineConfig, context: WorkerContext, kv_events: KvEventPublisher | None = None
+    config: EngineConfig,
+    context: WorkerContext,
+    kv_events: KvEventPublisher | None = None,
+    more: Callable[[], Mapping[str, float]] = dict,
 ) -> Engine:
-    """A started engine of which planners may ask what it does. See `start_engine`."""
+    """A started engine of which planners may ask what it does, with `more` counters. See `start_engine`."""
     passes = await context.passes(publish=config.fpm_events) if config.forward_passes else None
     engine = await start_engine(config, context.gpus, kv_events, passes)
 
     async def counters() -> Mapping[str, float]:
-        return engine.counters()
+        return {**engine.counters(), **more()}
 
     context.observe(counters, engine.info.limits)
     return engine

@@ -26,6 +26,7 @@ from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.gpus.inventory import pinning_disabled
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve.access_checks import check_access, insecure
+from dynamo_local.serve.dispatch_checks import check_dispatch
 from dynamo_local.serve.engine_checks import check_engines
 from dynamo_local.system.paths import Paths
 from dynamo_local.telemetry import tensorboard
@@ -97,6 +98,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     follow = _followed(options, spec, starts)
     notes = (
         *check_engines(graph, spec, config, only_plan=only_plan),
+        *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),
         *check_access(graph, spec, config, environ, only_plan=only_plan),
     )
