@@ -143,6 +143,12 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
         """The one process's pid; None when it does not run."""
         return next(iter(self.processes), None)
 
+    def renamed(self, name: str) -> None:
+        """It is called so from now on; its process is the same."""
+        self.name, self.res_name = name, name.lower()
+        for process in self.processes.values():
+            process.name = name
+
     def options(self, *args: Any) -> list[tuple[str, Any]]:
         """As circus's, with secrets masked: `circusctl options` prints the environment (lesson 11)."""
         return [(name, mask_env(value or {}) if name == "env" else value) for name, value in super().options(*args)]
@@ -308,6 +314,23 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
     def manage_watchers(self) -> Any:
         """Replaces circus's, which respawns, kills surplus processes and takes the exclusive slot."""
         return asyncio.ensure_future(self.manage())
+
+    def rename(self, was: str, name: str, pid: int) -> None:
+        """See `ProcessHost`. Who listens to circus's events hears the old name's `remove` and the new one's `add`."""
+        watcher = self._watchers_names.get(was.lower())
+        if watcher is None or watcher.pid != pid:
+            return
+        del self._watchers_names[was.lower()]
+        former = self._watchers_names.pop(name.lower(), None)
+        if former is not None:
+            self.watchers.remove(former)
+        watcher.notify_event("remove", {"time": time.time()})
+        watcher.renamed(name)
+        self._watchers_names[name.lower()] = watcher
+        fd = self._exit_fds.get(pid)
+        if fd is not None:
+            asyncio.get_running_loop().add_reader(fd, self._exited, name, pid)  # in place of the one with the old name
+        watcher.notify_event("add", {"time": time.time()})
 
     async def forget(self, name: str) -> None:
         """See `ProcessHost`."""

@@ -19,7 +19,7 @@ from dynamo_local.control.deployment import WatcherFactory, WatcherPlan
 from dynamo_local.control.head import without_credentials
 from dynamo_local.control.statefile import restart_of_entry
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.fleet import Course, Fleet, Process, Worker
+from dynamo_local.core.life.fleet import Course, Fleet, FlipTarget, Process, Worker
 from dynamo_local.core.life.restarts import RestartHistory
 from dynamo_local.core.life.states import TRAITS, HasProcess
 from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, suffix_of
@@ -96,8 +96,14 @@ def _to_adopt(paths: Paths, run: leftovers.Recorded, marked: list[Marked]) -> Fo
             f"no worker of namespace {paths.namespace!r} lives that could be adopted; `dynamo serve` without --adopt "
             "starts anew"
         )
-    ended = leftovers.end_workers(paths, run, living=frozenset(pids) & state.components.keys())
+    ended = leftovers.end_workers(paths, run, living=_known_as(state, pids))
     return Found(state, pids, tuple(ended))
+
+
+def _known_as(state: State, pids: Mapping[str, int]) -> frozenset[str]:
+    """The names of the workers that live, and those in their processes' environments."""
+    living = [entry for name, entry in state.components.items() if name in pids]
+    return frozenset(name for entry in living for name in (entry.watcher_name, entry.born) if name is not None)
 
 
 def _running(state: State, marked: list[Marked]) -> Iterator[tuple[str, int]]:
@@ -309,12 +315,13 @@ class Adoption:
 
 def _worker(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_s: float) -> Worker:
     """An entry of the statefile as a worker without a process."""
+    flip = _flip(namespace, entry)
     return Worker(
         entry.watcher_name,
         entry.component,
         entry.role,
         suffix_of(entry.watcher_name, namespace, entry.component),
-        entry.state,
+        WorkerState.READY if entry.state is WorkerState.FLIPPING and flip is None else entry.state,
         since_s=now_s,
         gpus=gpus,
         course=_course(entry),
@@ -324,12 +331,23 @@ def _worker(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_s:
         history=_history(entry, now_s),
         lease=entry.lease,
         other_leases=tuple(entry.other_leases or ()),
+        flip=flip,
+        born=entry.born,
+    )
+
+
+def _flip(namespace: str, entry: ComponentEntry) -> FlipTarget | None:
+    if entry.flip is None or entry.state is not WorkerState.FLIPPING:
+        return None
+    target = entry.flip
+    return FlipTarget(
+        target.watcher_name, target.component, suffix_of(target.watcher_name, namespace, target.component)
     )
 
 
 def _with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) -> Worker:
     """The worker with its process. Its running time is not taken from the wall clock, which may have been set since."""
-    served = TRAITS[entry.state].serves or TRAITS[entry.state].leaves
+    served = TRAITS[entry.state].serves or TRAITS[entry.state].leaves or entry.state is WorkerState.FLIPPING
     began_s = now_s - age_s(pid)
     asked_s = None
     if TRAITS[entry.state].drains:  # its deadline still counts from when it was asked

@@ -17,6 +17,8 @@ The rules, in prose:
   process, not with the state.
 * Past its deadline a drain is *drain timed out* until the killed session is gone, then *exited*.
 * `RestartRequested` by a person clears a fault, skips a back-off, and brings an exited entry back.
+* *flipping* is committed before the worker is asked to change its role (`FlipRequested`). It ends as *ready* in the
+  new role, under its new name (`Flipped`, observed), or in the old one (`FlipFailed`, what the worker answered).
 * Observations that may arrive late (`Spawned`, `Registered`, `LeaseRevoked`, `ProcessExited`) are legal
   wherever a race can bring them; a command that makes no sense is illegal.
 
@@ -140,6 +142,28 @@ class Faulted(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipRequested(Event):
+    """We ask it to change its role, and to be called `to` from then on."""
+
+    to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flipped(Event):
+    """It has registered in its new role under `lease` (hex); until now it was called `was`."""
+
+    was: str
+    lease: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipFailed(Event):
+    """It has stayed in its role, or has gone back to it."""
+
+    reason: str
+
+
 STARTS = (SpawnRequested, BackoffElapsed)
 """The events that commit that a process is about to be made."""
 
@@ -197,6 +221,14 @@ NEXT: dict[tuple[S, type[Event]], S] = {
     (S.FAULTED, RestartRequested): S.PENDING,
     (S.FAULTED, Removed): S.EXITED,
     (S.EXITED, RestartRequested): S.PENDING,
+    (S.READY, FlipRequested): S.FLIPPING,
+    (S.FLIPPING, Flipped): S.READY,
+    (S.FLIPPING, FlipFailed): S.READY,
+    (S.FLIPPING, Registered): S.FLIPPING,
+    (S.FLIPPING, LeaseRevoked): S.FLIPPING,
+    (S.FLIPPING, DrainRequested): S.DRAINING,
+    (S.FLIPPING, ProcessExited): S.CRASHED,
+    (S.FLIPPING, HealthFailed): S.CRASHED,
 }
 
 

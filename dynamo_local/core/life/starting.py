@@ -137,13 +137,13 @@ def start_deadline(draft: Draft, worker: Worker) -> None:
 
 def process_gone(draft: Draft, seen: ProcessGone) -> None:
     """A ready worker that left in order was told to by the end of its key, of which we may not have heard yet."""
-    worker = draft.get(seen.name)
-    if worker is None or worker.pid != seen.pid:
+    worker = draft.with_pid(seen.name, seen.pid)
+    if worker is None:
         return
     exit_ = Exit(draft.now_s, seen.code, seen.unit, seen.stimulus_id)
     if seen.code == 0 and TRAITS[worker.state].serves and worker.lease is not None:
-        draft.change(seen.name, write=False, exit=exit_)
-        draft.do(LookUpKey(seen.name, seen.pid, worker.lease))
+        draft.change(worker.name, write=False, exit=exit_)
+        draft.do(LookUpKey(worker.name, seen.pid, worker.lease))
     else:
         exited(draft, worker, exit_)
 
@@ -186,7 +186,7 @@ def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure)
 
 def _sweep(draft: Draft, name: str) -> None:
     draft.change(name, write=False, sweeping=True)
-    draft.do(Sweep(name))
+    draft.do(Sweep(name, draft.worker(name).born_as))
 
 
 def _was_leaving(worker: Worker, code: int | None) -> bool:
@@ -201,7 +201,7 @@ def _why_it_ended(worker: Worker, code: int | None) -> str | None:
     left = _was_leaving(worker, code)
     if not left and worker.state is S.DRAINING:
         return f"{how_it_ended(code)}; {UNHEARD}"
-    if not left and worker.state in (S.STARTING, S.READY):
+    if not left and worker.state in (S.STARTING, S.READY, S.FLIPPING):
         return how_it_ended(code)
     if left and code not in (0, None) and worker.state is S.DRAINING:
         return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
