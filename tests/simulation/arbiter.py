@@ -9,6 +9,7 @@ from typing import Any
 
 from dynamo_local.control.deployment import Launcher, gpu_asks
 from dynamo_local.control.executor.arbiter_effects import ArbiterEffects
+from dynamo_local.control.flips import FlipOrders
 from dynamo_local.control.links import Links
 from dynamo_local.control.orders import Orders
 from dynamo_local.control.registrations import Registrations
@@ -24,6 +25,7 @@ from dynamo_local.core.life.instructions import Transition
 from dynamo_local.core.life.lifecycle import (
     DrainRequested,
     Faulted,
+    Flipped,
     IllegalTransition,
     ProcessExited,
     Removed,
@@ -118,6 +120,7 @@ class Arbiter:
         self.registrations = Registrations(NAMESPACE, self._feed, self.links)
         self.sampling = Sampling(NAMESPACE, self.shell, self.links, clock)
         self.waiting = Waiting(self.shell, clock.now_s)
+        self.flips = FlipOrders(self.shell, self.orders, self.waiting)
         self.host.on_exit = self._guarded(self.effects.exited)
 
     def _nobody(self) -> Fleet:
@@ -288,6 +291,23 @@ class Arbiter:
         self.restarts.add(stimulus_id)
         await self._command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
 
+    async def flip(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> None:
+        """`dynamo flip`."""
+        if not force:
+            self.unforced.add(stimulus_id)
+        words = f"flip {name}{' --cancel' * cancel}{' --force' * force}"
+        if cancel:
+            await self._command(words, self.flips.cancel(name, stimulus_id=stimulus_id))
+        else:
+            await self._command(words, self.flips.flip(name, force=force, stimulus_id=stimulus_id))
+
+    async def scale_flip(self, gives: str, takes: str, count: int, *, force: bool, stimulus_id: str) -> None:
+        """`dynamo scale … --flip`."""
+        if not force:
+            self.unforced.add(stimulus_id)
+        work = self.flips.scale(gives, takes, count, force=force, victim_policy=None, stimulus_id=stimulus_id)
+        await self._command(f"scale {gives} -{count} {takes} +{count} --flip{' --force' * force}", work)
+
     async def apply(
         self, renewed: Collection[str], counts: Mapping[str, int], *, force: bool, stimulus_id: str
     ) -> None:
@@ -325,7 +345,7 @@ class Arbiter:
     def _on_moves(self, order: Stimulus, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
         self._wanted_before = set(self.wanted)
-        going = {each.name for each in moves if type(each).__name__ == "BeginDrain"}
+        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker")}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
             if order.stimulus_id in self.unforced and not left:
@@ -336,7 +356,7 @@ class Arbiter:
                 self.wanted.add(each.name)
                 if kind == "CancelDrain":
                     self._cancelling.add(order.stimulus_id)
-            else:
+            elif kind != "FlipWorker":  # wanted under the name that it has, and then under the other
                 self.wanted.discard(each.name)
 
     def _on_refused(self) -> None:
@@ -372,7 +392,10 @@ class Arbiter:
             f"    {name}: {before} -> {transition.after}/{worker.course}, {type(event).__name__} ({event.stimulus_id})"
         )
         comes = isinstance(event, RestartRequested | SpawnRequested) or worker.course is Course.RESTARTING
-        if isinstance(event, Faulted | Removed):
+        if isinstance(event, Flipped) and event.was in self.wanted:
+            self.wanted.discard(event.was)
+            self.wanted.add(name)
+        elif isinstance(event, Faulted | Removed):
             self.wanted.discard(name)
         elif (
             isinstance(event, DrainRequested | RestartRequested | SpawnRequested) and event.stimulus_id in self.restarts

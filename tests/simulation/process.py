@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo_local.core.types import instance_key, lease_hex, lease_key, ready_key
-from dynamo_local.errors import DynamoError, EtcdUnavailable
+from dynamo_local.errors import DynamoError, EtcdUnavailable, FlipFailed, FlipUnderWay
 from dynamo_local.ports import KeyValue, WatchEvent
 from dynamo_local.runtime.control import ControlServer
 from dynamo_local.runtime.lease import LeaseKeeper
@@ -90,6 +90,11 @@ class SimProcess:
         self._store = MemoryStore(world.file, run_id=spec.env["DYN_RUN_ID"])
         self._entry = EntryWriter(self._store, self.name, self._truth)
         self._lease: LeaseKeeper | None = None
+        self._leases: list[LeaseKeeper] = []
+        self._control: ControlServer | None = None
+        self._flipping: asyncio.Task[None] | None = None
+        self._becomes = ""
+        self._past = False
         self._lease_gone = self._registered = False
         self.drain = Drain(self)
         self._tasks = {asyncio.ensure_future(self._main())}
@@ -133,9 +138,8 @@ class SimProcess:
         """Nothing of it runs any more."""
         self.alive = False
         self.nats.close_now()
-        lease = self._lease
-        extra = [self._entry._task, self.drain._running, self.drain._resuming]
-        if lease is not None:
+        extra = [self._entry._task, self.drain._running, self.drain._resuming, self._flipping]
+        for lease in self._leases:
             extra += [lease._keeping, lease._watching]
         for task in (*self._tasks, *extra):
             if task is not None:
@@ -185,21 +189,11 @@ class SimProcess:
         return 0
 
     async def _start(self) -> None:
-        ops = {"status": self._op_status, "cancel_drain": self._op_cancel}
         while not self.nats.is_connected:
             await asyncio.sleep(0.1)
-        await ControlServer(self.nats, self.world.namespace, self.name, ops).start()  # type: ignore[arg-type]
-        self._lease = LeaseKeeper(
-            self._kv,  # type: ignore[arg-type]
-            is_draining=self._is_draining,
-            on_regrant=self._on_regrant,
-            ttl_s=10,
-            clock=self.world.clock,
-        )
-        await self._lease.start()
+        self._control = await self._answer(self.name)
+        self._lease = await self._granted(self.name)
         self._spawn(self._until_revoked())
-        about = json.dumps({"pid": self.pid}).encode()
-        await self._lease.register(partial(lease_key, self.world.namespace, self.name), lambda _lease: about)
         self._entry.touch()
         if self.fate.start_s is None:
             await asyncio.Event().wait()
@@ -211,10 +205,40 @@ class SimProcess:
         await self._entry.flush(2.0)
         await self._lease.register(partial(ready_key, self.world.namespace, self.name), self._ready_value)
 
+    async def _answer(self, name: str) -> ControlServer:
+        ops = {
+            "status": self._op_status,
+            "cancel_drain": self._op_cancel,
+            "flip": self._op_flip,
+            "cancel_flip": self._op_cancel_flip,
+        }
+        control = ControlServer(self.nats, self.world.namespace, name, ops)  # type: ignore[arg-type]
+        await control.start()
+        return control
+
+    async def _granted(self, name: str) -> LeaseKeeper:
+        lease = LeaseKeeper(
+            self._kv,  # type: ignore[arg-type]
+            is_draining=self._is_draining,
+            on_regrant=self._on_regrant,
+            ttl_s=10,
+            clock=self.world.clock,
+        )
+        self._leases.append(lease)
+        await lease.start()
+        about = json.dumps({"pid": self.pid}).encode()
+        await lease.register(partial(lease_key, self.world.namespace, name), lambda _lease: about)
+        return lease
+
     async def _until_revoked(self) -> None:
         assert self._lease is not None
         while True:
-            await self._lease.revoked.wait()
+            lease = self._lease
+            waiting = asyncio.ensure_future(lease.revoked.wait())
+            await asyncio.wait({waiting}, timeout=1.0)
+            waiting.cancel()
+            if self._lease is not lease or not lease.revoked.is_set():
+                continue
             self.drain.begin("its lease was revoked")
             while self._lease.revoked.is_set():
                 await asyncio.sleep(0.05)
@@ -245,6 +269,7 @@ class SimProcess:
 
     async def deregister(self) -> None:
         """See `Steps`."""
+        await self._stay()
         self._registered = False
         self._entry.touch(resumed=False)
         while True:
@@ -274,6 +299,83 @@ class SimProcess:
         await self._lease.reinstate(1.0)
         self._lease_gone, self._registered = False, True
         self._entry.touch(resumed=True)
+
+    # --- changing its role (worker.flipping) ---------------------------------------------------------
+
+    async def _op_flip(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        to, component = args["to"], args["component"]
+        task = self._flipping
+        if task is not None and not task.done():
+            if self._becomes != to:
+                raise FlipUnderWay(f"it becomes {self._becomes}")
+        elif self.name != to:
+            self._becomes, self._past = to, False
+            task = self._flipping = asyncio.ensure_future(self._flip(to, component))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if task is not None and self._becomes == to:
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise FlipFailed("it was taken back")
+            if (error := task.exception()) is not None:
+                raise error
+        held = lease_hex(self.lease_id) if self.lease_id else None
+        return {
+            "pid": self.pid,
+            "watcher_name": self.name,
+            "lease": held,
+            "endpoints": self._endpoints(self.lease_id) if held and self._registered else [],
+        }
+
+    async def _op_cancel_flip(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+        await self._stay()
+        return {}
+
+    async def _stay(self) -> None:
+        """No flip goes on when this returns: it is undone, or over."""
+        task = self._flipping
+        if task is not None and not task.done():
+            if not self._past:
+                task.cancel()
+            await asyncio.wait({task})
+
+    async def _flip(self, to: str, component: str) -> None:
+        """The order of `worker.flipping`: all that can fail comes before the new ready key."""
+        if self.drain.phase is not Phase.READY or self.world.flips_fail:
+            raise FlipFailed(f"it is {self.drain.phase}, or its canary dies")
+        old_control, old_lease, kept = self._control, self._lease, len(self._leases)
+        control = await self._answer(to)
+        before = self.name, self.component
+        try:
+            async with asyncio.timeout(10.0):
+                lease = await self._granted(to)
+                await asyncio.sleep(self.world.flip_s)
+                await self._go.wait()
+                self._past = True
+                await self._entry.flush(0.5)
+                self.component = component
+                await lease.register(partial(ready_key, self.world.namespace, to), self._ready_value)
+        except BaseException as error:
+            self.component = before[1]
+            for each in self._leases[kept:]:
+                await asyncio.shield(each.close())
+            await asyncio.shield(control.close())
+            if isinstance(error, DynamoError | TimeoutError):
+                raise FlipFailed(str(error)) from error
+            raise
+        self.name, self._lease, self._lease_gone, self._control = to, lease, False, control
+        self.world.note(f"{before[0]} ({self.pid}) is {to} now")
+        self._entry.renamed(to)
+        self._spawn(self._give_up(old_lease, old_control))
+
+    async def _give_up(self, lease: LeaseKeeper | None, control: ControlServer | None) -> None:
+        if control is not None:
+            await control.close()
+        while lease is not None:
+            try:
+                await lease.revoke(5.0)
+                return
+            except EtcdUnavailable:
+                await asyncio.sleep(0.2)
 
     # --- what it answers ---------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ class Word(click.ParamType):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The text as it is."""
+        if value.startswith("--"):
+            raise click.UsageError(f"Got unexpected extra argument ({value})", ctx)
         return Target().convert(value, param, ctx) if value.startswith(("-", "+", "=")) else value
 
 

@@ -66,7 +66,7 @@ def carry_out(draft: Draft, move: FlipWorker | CallOffFlipOf) -> None:
 
 
 def _begin(draft: Draft, move: FlipWorker) -> None:
-    event = FlipRequested(stimulus_id=draft.stimulus_id, to=move.to)
+    event = FlipRequested(stimulus_id=draft.stimulus_id, becomes=move.to)
     target = FlipTarget(move.to, move.component, move.n)
     draft.apply(move.name, event, flip=target, cause=draft.stimulus_id, reason=f"becomes {move.to}", due_s=None)
     ask(draft, draft.worker(move.name))

@@ -144,9 +144,9 @@ class Faulted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipRequested(Event):
-    """We ask it to change its role, and to be called `to` from then on."""
+    """We ask it to change its role; it `becomes` a worker of that name."""
 
-    to: str
+    becomes: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

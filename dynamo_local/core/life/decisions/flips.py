@@ -83,6 +83,8 @@ def _flipped(view: Fleet, chosen: Sequence[Worker], force: bool, reason: str) ->
         _check_may_flip(view, worker)
     _check_not_last(view, chosen, force, reason)
     target = view.template_of(chosen[0]).flips_to or ""
+    if view.template(target).retired:
+        raise NotFlippable(f"{target} is wanted no more, as an apply has said: nobody becomes one of its workers")
     limit = view.template(target).max_workers
     if limit is not None and view.capacity(target) + len(chosen) > limit:
         raise TooManyWorkers(f"{target} would have more than the {limit} workers that its class allows")
