@@ -72,7 +72,7 @@ def try_start(draft: Draft, name: str) -> None:
     cause = worker.cause or draft.stimulus_id
     backs_off = worker.state is S.BACKING_OFF
     event = BackoffElapsed(stimulus_id=RESTART_POLICY) if backs_off else SpawnRequested(stimulus_id=cause)
-    draft.apply(name, event, spawning=True, due_s=None, launched=draft.template(name).fingerprint)
+    draft.apply(name, event, spawning=True, due_s=None, launched=draft.template(name).fingerprint, born=None)
     draft.do(Spawn(name, event.stimulus_id, first=draft.worker(name).starts == 1))
 
 
