@@ -291,8 +291,8 @@ class SimSystem:
 
     async def end_children(self, name: str) -> list[str]:
         """See `System`. Processes here have no children, but a live one of that mark would be ended with them."""
-        if found := [process for process in self._world.living() if process.spec.name == name]:
-            raise Broken(f"the sweep of {name} ends {[(process.name, process.pid) for process in found]}")
+        if found := [each for each in self._world.living() if each.spec.name == name != each.name]:
+            raise Broken(f"the sweep of {name} ends {[(each.name, each.pid) for each in found]}")
         return []
 
     def put_log_aside(self, plan: WatcherPlan) -> None:

@@ -301,7 +301,7 @@ class ArbiterEffects:
             case LookUpKey():
                 return await self._look_up(act)
             case Sweep(name=name, born=born):
-                return await self._sweep(name, born)
+                return await self._sweep(name, born or name)
             case LookAtGpus():
                 return (await self._pool.look()).seen("gpus")
             case Forget(name=name):

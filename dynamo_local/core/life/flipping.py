@@ -21,7 +21,6 @@ from dynamo_local.core.life.fleet import Fleet, FlipTarget, Worker
 from dynamo_local.core.life.instructions import CallOffFlip, FlipRole, Rename, Revoke, Tell
 from dynamo_local.core.life.lifecycle import FlipFailed, Flipped, FlipRequested
 from dynamo_local.core.life.stimuli import CancelFlip, Flip, FlipAnswered, ScaleFlip
-from dynamo_local.core.notes import Ailing
 from dynamo_local.core.types import WorkerState as S
 
 AGAIN_S = 1.0
@@ -146,5 +145,4 @@ def _failed(draft: Draft, worker: Worker, why: str) -> None:
     event = FlipFailed(stimulus_id=draft.stimulus_id, reason=why)
     draft.apply(worker.name, event, flip=None, reason=None, due_s=None)
     if not cancelled:
-        told = f"the flip of {worker.name} has failed, it stays what it was: {why}"
-        draft.do(Tell(told, Ailing(worker.name)))
+        draft.do(Tell(f"the flip of {worker.name} has failed, it stays what it was: {why}"))

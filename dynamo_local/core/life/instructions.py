@@ -169,10 +169,11 @@ class LookUpKey:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """End what the worker's process left behind outside of its session; in its environment it is called `born`."""
+    """End what the worker's process left behind outside of its session; `born` is its name there where it is another
+    one, since its role has changed."""
 
     name: str
-    born: str
+    born: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

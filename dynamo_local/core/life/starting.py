@@ -186,7 +186,7 @@ def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure)
 
 def _sweep(draft: Draft, name: str) -> None:
     draft.change(name, write=False, sweeping=True)
-    draft.do(Sweep(name, draft.worker(name).born_as))
+    draft.do(Sweep(name, draft.worker(name).born))
 
 
 def _was_leaving(worker: Worker, code: int | None) -> bool:

@@ -121,7 +121,9 @@ class MachineWorld:
                     self.procs[pid].stays = True
                 begun.finish()
             case ins.Sweep(name=name, born=born):
-                assert all(proc.born != born for proc in self.procs.values()), f"the sweep of {born} ends a live one"
+                born = born or name
+                spared = [proc for proc in self.procs.values() if proc.born == born and proc.name != name]
+                assert not spared, f"the sweep of {born} ends a live one"
                 self.unswept.discard(born)
                 begun.finish(st.Swept(stimulus_id="sweep", name=name))
             case ins.LookAtGpus():
