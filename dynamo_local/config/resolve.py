@@ -19,9 +19,6 @@ from dynamo_local.sdk.settings import validate_section
 
 DEFAULT_NAMESPACE = "dynamo"
 ROUTER = "Router"
-NO_PARTNER = "no other component has an engine like its own"
-NOT_WANTED = "flippable is false in its ServiceArgs"
-"""Why the workers of a service cannot change their role, as far as the configuration alone says it."""
 
 
 def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> GraphSpec:
@@ -118,7 +115,7 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         max_workers=limit,
         runtime=getattr(service.inner, "runtime", None),
         target=graph.targets.get(service.name),
-        cannot_flip=NO_PARTNER if args.flippable else NOT_WANTED,
+        flippable=args.flippable,
     )
 
 

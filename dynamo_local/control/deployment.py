@@ -209,7 +209,7 @@ class WatcherFactory:
     def _fingerprint(self, spec: ServiceSpec) -> str:
         """Of all that a worker reads when it starts. It may hold secrets: the run's id keeps the same ones of two runs
         from having the same fingerprint."""
-        read = [self.run_id, spec.runtime, spec.target, spec.config, spec.envs, asdict(spec.resources), spec.flips_to]
+        read = [self.run_id, spec.runtime, spec.target, spec.config, spec.envs, asdict(spec.resources)]
         return hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def plan_all(self, given: Mapping[str, Sequence[GpuDevice]]) -> tuple[WatcherPlan, ...]:

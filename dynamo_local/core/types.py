@@ -66,7 +66,8 @@ class ServiceSpec:
     `drain_deadline_s`/`start_deadline_s` are None where the command line's default applies;
     `max_workers` is None where the class sets no bound. `runtime` is that of a service that is a command (None: a
     class); `target` is where its class is, if that is not the graph's. `flips_to` is the
-    component whose role its workers can take over; where that is None, `cannot_flip` says why.
+    component whose role its workers can take over (`flippable` false: they shall not); where that is None,
+    `cannot_flip` says why.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ServiceSpec:
     max_workers: int | None = None
     runtime: str | None = None
     target: str | None = None
+    flippable: bool = True
     flips_to: str | None = None
     cannot_flip: str = "no other component has an engine like its own"
 

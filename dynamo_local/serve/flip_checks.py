@@ -12,13 +12,14 @@ from typing import Any
 
 from dynamo_local.components.engine_options import EngineConfig
 from dynamo_local.config import Config
-from dynamo_local.config.resolve import NO_PARTNER, NOT_WANTED
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.settings import validate_section
 
 ONLY_TOLD = frozenset({"forward_passes", "fpm_events", "served_model_name"})
 """Fields of both sections that the engine does not read; `name`, which the second makes, is compared."""
+NO_PARTNER = "no other component has an engine like its own"
+NOT_WANTED = "flippable is false in its ServiceArgs"
 NOT_OURS = {
     "http": "runtime: http has a server of its own that takes its role when it starts, and no call to change it",
     "dynamo-1x": "workers of Dynamo 1.x take their role when they start, and register it themselves",
@@ -54,7 +55,7 @@ def _own(spec: ServiceSpec) -> str | None:
     """Why workers of that service cannot flip, whatever the others are."""
     if spec.runtime is not None:
         return NOT_OURS.get(spec.runtime, f"runtime: {spec.runtime}: what its command does is not ours to change")
-    return NOT_WANTED if spec.cannot_flip == NOT_WANTED else None
+    return None if spec.flippable else NOT_WANTED
 
 
 def _class(graph: LoadedGraph, spec: ServiceSpec) -> str | None:

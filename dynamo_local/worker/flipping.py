@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
 from dynamo_local.errors import (
     DynamoError,
+    EtcdUnavailable,
     FlipFailed,
     FlipNotCancellable,
     FlipUnderWay,
@@ -88,7 +89,7 @@ class Flipping:
 
         Raises `FlipFailed`, `NotFlippable`, `FlipUnderWay` (to something else) or `InvalidRequest`.
         """
-        to, component = args.get("to"), args.get("component")
+        to, component, section = args.get("to"), args.get("component"), args.get("section")
         if args.get("pid") != os.getpid() or not isinstance(to, str) or not isinstance(component, str):
             raise InvalidRequest("a flip names the pid, the component, and the new name", param="args")
         if self._task is not None and not self._task.done():
@@ -96,7 +97,7 @@ class Flipping:
                 raise FlipUnderWay(f"it becomes {self._to} at this moment")
         elif self.role.identity.watcher_name != to:
             self._to, self._past, self._why = to, False, ""
-            self._task = asyncio.create_task(self._flip(to, component), name=f"flip to {to}")
+            self._task = asyncio.create_task(self._flip(to, component, section), name=f"flip to {to}")
             self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         if self._task is not None and self._to == to:
             await self._outcome(self._task)
@@ -129,7 +130,7 @@ class Flipping:
 
     # --- the flip --------------------------------------------------------------------------------
 
-    async def _flip(self, to: str, component: str) -> None:
+    async def _flip(self, to: str, component: str, section: Mapping[str, Any] | None) -> None:
         if (why := self._refusal()) is not None:
             raise FlipFailed(why)
         old, connections = self.role, self._connections
@@ -145,16 +146,17 @@ class Flipping:
             **old.context.handed_on(),
             **old.component.hand_over(),
         }
-        new = ServedRole(self._host, service, identity, inherited)
+        new = ServedRole(self._host, service, identity, inherited, section)
         old.draining.set()  # it pulls nothing more
         try:
             async with asyncio.timeout(FLIP_DEADLINE_S):
                 await self._come_up(new, connections)
-                self._past = True
-                await new.register(lambda: self._flush(ENTRY_TIMEOUT_S))
+                await new.register()
+            self._past = True
+            await self._say_so(new)
         except BaseException as error:
-            await asyncio.shield(self._undo(old, new))
             self._past = False
+            await _to_its_end(self._undo(old, new))
             if isinstance(error, asyncio.CancelledError):
                 raise
             log.warning("stays %s: %s", old.identity.watcher_name, error, exc_info=not _is_ours(error))
@@ -167,6 +169,15 @@ class Flipping:
         await new.begin(connections)
         await new.serve()
         await new.component.try_out()
+
+    async def _say_so(self, new: ServedRole) -> None:
+        """Put the key by which the arbiter sees it. With etcd away it may have been put, and seen: so there is no way back
+        any more, and it is tried until it is there. Raises `LeaseNotFound`: somebody has revoked the new lease."""
+        while True:
+            try:
+                return await new.register_ready(lambda: self._flush(ENTRY_TIMEOUT_S))
+            except EtcdUnavailable as error:
+                log.warning("cannot say yet that it is %s, trying again: %s", new.identity.watcher_name, error)
 
     def _switch(self, old: ServedRole, new: ServedRole) -> None:
         assert new.context is not None
@@ -238,6 +249,16 @@ class Flipping:
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._closing:
             await asyncio.wait(tuple(self._closing))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await it, also where this task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({task})
+    if (error := task.exception()) is not None:
+        log.error("going back to the old role failed", exc_info=error)
 
 
 def _is_ours(error: BaseException) -> bool:

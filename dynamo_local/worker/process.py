@@ -183,7 +183,8 @@ class WorkerProcess:
         await self._wait_for_dependencies(await role.begin(connections))
         self._wait_for("its registration")
         await role.serve()
-        await role.register(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
+        await role.register()
+        await role.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
 
     def _wait_for(self, what: str) -> None:
         self._waiting_for = what

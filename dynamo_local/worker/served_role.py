@@ -22,7 +22,7 @@ from dynamo_local.sdk import dynamo_context
 from dynamo_local.sdk.context import Work, set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
-from dynamo_local.sdk.settings import load_settings
+from dynamo_local.sdk.settings import load_settings, validate_section
 from dynamo_local.worker.context import Connections, Context, Identity
 from dynamo_local.worker.endpoints import Endpoints
 from dynamo_local.worker.registration import Registration, Touch
@@ -53,15 +53,24 @@ class RoleHost:
 
 
 class ServedRole:
-    """`inherited` is what the component of the role before has handed over."""
+    """`inherited` is what the component of the role before has handed over; `section` are its options, None for those
+    that the process was started with. Raises `ConfigError` for options that are none."""
 
     def __init__(
-        self, host: RoleHost, service: DynamoService[Any], identity: Identity, inherited: Mapping[str, Any]
+        self,
+        host: RoleHost,
+        service: DynamoService[Any],
+        identity: Identity,
+        inherited: Mapping[str, Any],
+        section: Mapping[str, Any] | None = None,
     ) -> None:
         self.host = host
         self.service = service
         self.identity = identity
-        self.settings = load_settings(service)
+        if section is None or service.config_model is None:
+            self.settings = load_settings(service)
+        else:
+            self.settings = validate_section(service.config_model, service.name, section)
         self.draining = asyncio.Event()
         self.endpoints = Endpoints(identity)
         self.registration = Registration(
@@ -137,10 +146,13 @@ class ServedRole:
         self._publisher = publisher
         await context.answer_planners()
 
-    async def register(self, flush: Callable[[], Awaitable[object]]) -> None:
-        """Put all keys; the last one, which says that it is ready, after `flush`."""
+    async def register(self) -> None:
+        """Put all keys but the one that says that it is ready. Raises `EtcdUnavailable`, `LeaseNotFound`."""
         await self.registration.register_endpoints()
         await self._made.register_waiting_keys()
+
+    async def register_ready(self, flush: Callable[[], Awaitable[object]]) -> None:
+        """Put the last key, after `flush`. Raises as `register`."""
         await self.registration.register_ready(flush)
         endpoints = ", ".join(self.service.endpoints) or "none"
         log.info("ready: lease %s, endpoints %s", lease_hex(self._made.lease_id), endpoints)

@@ -108,7 +108,7 @@ class ArbiterEffects:
         self._launcher = launcher
         self._links = links
         self.asks = WorkerAsks(links, launcher.factory.graph.namespace, clock)
-        self.flips = FlipAsks(self.asks)
+        self.flips = FlipAsks(self.asks, lambda component: launcher.factory.service(component).config)
         self._statefile = statefile
         self._events = events
         self._clock = clock

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from dynamo_local.control.executor.worker_asks import WorkerAsks
 from dynamo_local.core.life.instructions import CallOffFlip, FlipRole
@@ -19,20 +21,24 @@ _NO_ANSWER = (NoWorkers, DeadlineExceeded, InfraUnavailable, RemoteError)
 
 
 class FlipAsks:
-    """The questions of a flip, to the workers of one namespace. A refusal is an observation, too."""
+    """The questions of a flip, to the workers of one namespace. A refusal is an observation, too.
 
-    def __init__(self, asks: WorkerAsks) -> None:
+    `section` gives a component's options as they are now: the worker knows those of when it was started.
+    """
+
+    def __init__(self, asks: WorkerAsks, section: Callable[[str], Mapping[str, Any]]) -> None:
         self._asks = asks
+        self._section = section
 
     async def ask(self, act: FlipRole) -> FlipAnswered:
         """Have it flip, or tell how far it is. One that has flipped answers under its new name."""
         cause = f"control:{act.name}"
         why = ""
+        section = dict(self._section(act.component))
+        about = {"to": act.to, "component": act.component, "pid": act.pid, "section": section}
         for name in (act.name, act.to):
             try:
-                answer = await self._asks.control(
-                    name, "flip", timeout_s=FLIP_TIMEOUT_S, to=act.to, component=act.component, pid=act.pid
-                )
+                answer = await self._asks.control(name, "flip", timeout_s=FLIP_TIMEOUT_S, **about)
             except _NO_ANSWER as error:
                 why = why or str(error)
                 continue
