@@ -30,6 +30,7 @@ from tornado.ioloop import IOLoop
 from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
+from dynamo_local.circus_plugins.renaming import rename
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
@@ -142,12 +143,6 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
     def pid(self) -> int | None:
         """The one process's pid; None when it does not run."""
         return next(iter(self.processes), None)
-
-    def renamed(self, name: str) -> None:
-        """It is called so from now on; its process is the same."""
-        self.name, self.res_name = name, name.lower()
-        for process in self.processes.values():
-            process.name = name
 
     def options(self, *args: Any) -> list[tuple[str, Any]]:
         """As circus's, with secrets masked: `circusctl options` prints the environment (lesson 11)."""
@@ -271,9 +266,13 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         watcher._status = "active"
 
     def _watch_exit(self, name: str, pid: int) -> None:
-        fd = os.pidfd_open(pid)
-        self._exit_fds[pid] = fd
-        asyncio.get_running_loop().add_reader(fd, self._exited, name, pid)
+        self._exit_fds[pid] = os.pidfd_open(pid)
+        self._watch_exit_of(name, pid)
+
+    def _watch_exit_of(self, name: str, pid: int) -> None:
+        """In the place of what watched that process under another name."""
+        if (fd := self._exit_fds.get(pid)) is not None:
+            asyncio.get_running_loop().add_reader(fd, self._exited, name, pid)
 
     def _exited(self, name: str, pid: int) -> None:
         """A pidfd became readable: reap now instead of at the next `check_delay`."""
@@ -316,21 +315,9 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         return asyncio.ensure_future(self.manage())
 
     def rename(self, was: str, name: str, pid: int) -> None:
-        """See `ProcessHost`. Who listens to circus's events hears the old name's `remove` and the new one's `add`."""
-        watcher = self._watchers_names.get(was.lower())
-        if watcher is None or watcher.pid != pid:
-            return
-        del self._watchers_names[was.lower()]
-        former = self._watchers_names.pop(name.lower(), None)
-        if former is not None:
-            self.watchers.remove(former)
-        watcher.notify_event("remove", {"time": time.time()})
-        watcher.renamed(name)
-        self._watchers_names[name.lower()] = watcher
-        fd = self._exit_fds.get(pid)
-        if fd is not None:
-            asyncio.get_running_loop().add_reader(fd, self._exited, name, pid)  # in place of the one with the old name
-        watcher.notify_event("add", {"time": time.time()})
+        """See `ProcessHost`."""
+        if rename(self, was, name, pid):
+            self._watch_exit_of(name, pid)
 
     async def forget(self, name: str) -> None:
         """See `ProcessHost`."""

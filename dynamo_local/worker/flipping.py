@@ -171,7 +171,7 @@ class Flipping:
         await new.component.try_out()
 
     async def _say_so(self, new: ServedRole) -> None:
-        """Put the key by which the arbiter sees it. With etcd away it may have been put, and seen: so there is no way back
+        """Put the key by which the arbiter sees it. With etcd away it may have been put, and seen: there is no way back
         any more, and it is tried until it is there. Raises `LeaseNotFound`: somebody has revoked the new lease."""
         while True:
             try:

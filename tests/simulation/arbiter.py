@@ -41,6 +41,7 @@ from dynamo_local.gpus.locks import GpuLocks
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.state import State
 from tests.fakes.arbiter.memory_store import MemoryStore
+from tests.simulation.flip_commands import FlipCommands
 from tests.simulation.watched_shell import WatchedShell
 from tests.simulation.world import (
     NAMESPACE,
@@ -59,7 +60,7 @@ BY_COMMAND = (DrainRequested, RestartRequested, SpawnRequested)
 LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
 
 
-class Arbiter:
+class Arbiter(FlipCommands):
     """One arbiter's life. `crash_at` is the write, counted from 1, before or after which it dies."""
 
     failure: BaseException | None = None
@@ -290,23 +291,6 @@ class Arbiter:
         """`dynamo restart`."""
         self.restarts.add(stimulus_id)
         await self._command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
-
-    async def flip(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> None:
-        """`dynamo flip`."""
-        if not force:
-            self.unforced.add(stimulus_id)
-        words = f"flip {name}{' --cancel' * cancel}{' --force' * force}"
-        if cancel:
-            await self._command(words, self.flips.cancel(name, stimulus_id=stimulus_id))
-        else:
-            await self._command(words, self.flips.flip(name, force=force, stimulus_id=stimulus_id))
-
-    async def scale_flip(self, gives: str, takes: str, count: int, *, force: bool, stimulus_id: str) -> None:
-        """`dynamo scale … --flip`."""
-        if not force:
-            self.unforced.add(stimulus_id)
-        work = self.flips.scale(gives, takes, count, force=force, victim_policy=None, stimulus_id=stimulus_id)
-        await self._command(f"scale {gives} -{count} {takes} +{count} --flip{' --force' * force}", work)
 
     async def apply(
         self, renewed: Collection[str], counts: Mapping[str, int], *, force: bool, stimulus_id: str

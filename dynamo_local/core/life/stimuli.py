@@ -87,8 +87,8 @@ class Flip(Stimulus):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleFlip(Stimulus):
-    """`dynamo scale GIVES -N TAKES +N --flip`: so many workers of one component go over to the other, or none does. See
-    `flips.decide_scale`."""
+    """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip`: so many workers of one component go over to the
+    other, or none does. See `flips.decide_scale`."""
 
     gives: str
     takes: str

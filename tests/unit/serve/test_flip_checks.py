@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo_local.core.types import GraphSpec
+from dynamo_local.commands.launching import DYNAMO_1X
+from dynamo_local.config import Config
+from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
+from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.serve.flip_checks import with_flips
 from dynamo_local.serve.request import ServeOptions, understand
 from tests.drivers.served import ROOT
 
@@ -85,10 +89,21 @@ def test_an_aggregated_graph_has_nothing_to_become(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "words"), [("http", "runtime: http has a server of its own"), ("dynamo-1x", "workers of Dynamo 1.x")]
+    ("section", "words"),
+    [
+        ({"runtime": "http", "command": ["python", "-V", "--port", "{port:http}"], "model": "m"}, "http has a server"),
+        ({"runtime": "none", "command": ["python", "-V"]}, "what its command does is not ours to change"),
+    ],
 )
-def test_commands_cannot_and_it_is_said_why(runtime: str, words: str) -> None:
-    """Their processes are not ours to change."""
-    from dynamo_local.serve.flip_checks import NOT_OURS
+def test_commands_cannot_and_it_is_said_why(tmp_path: Path, section: dict[str, object], words: str) -> None:
+    """Their processes take their role when they start."""
+    sections = {"Common": {}, "VllmWorker": {**section, "role": "decode"}, "Pre": {**section, "role": "prefill"}}
+    assert words in why(served(tmp_path, None, **sections))
 
-    assert words in NOT_OURS[runtime]
+
+def test_workers_of_dynamo_1x_cannot() -> None:
+    """They register their role themselves."""
+    spec = ServiceSpec("VllmWorker", Role.DECODE, runtime=DYNAMO_1X)
+    other = ServiceSpec("Pre", Role.PREFILL, runtime=DYNAMO_1X)
+    graph = with_flips(LoadedGraph, GraphSpec("dynamo", "", (spec, other)), Config)  # type: ignore[arg-type]
+    assert "Dynamo 1.x" in why(graph)
