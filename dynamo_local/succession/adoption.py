@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,10 +20,9 @@ from dynamo_local.control.deployment import WatcherFactory, WatcherPlan
 from dynamo_local.control.head import without_credentials
 from dynamo_local.control.statefile import restart_of_entry
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.fleet import Course, Fleet, FlipTarget, Process, Worker
-from dynamo_local.core.life.restarts import RestartHistory
+from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.states import TRAITS, HasProcess
-from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, suffix_of
+from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, watcher_name
 from dynamo_local.errors import ConfigError, DynamoError, GpuError, NamespaceBusy, NotRunning
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.infra.access import run_environment
@@ -32,14 +32,18 @@ from dynamo_local.infra.embedded import EmbeddedServers
 from dynamo_local.infra.specs import EtcdSpec, NatsSpec
 from dynamo_local.state import ComponentEntry, ServerEntry, State, load
 from dynamo_local.succession import leftovers, marks
+from dynamo_local.succession.entries import with_process, worker_of
 from dynamo_local.succession.marks import Marked
 from dynamo_local.system.lock import busy
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import AdoptingHost, ProcessSpec
-from dynamo_local.system.processes import age_s, is_alive, start_time_s
+from dynamo_local.system.processes import is_alive
 
 log = logging.getLogger(__name__)
 
+FILES_DEADLINE_S = 10.0
+"""A guardian looks every two seconds whether what it keeps is there; a busy host takes longer."""
+FILES_POLL_S = 0.05
 MAY_HAVE_PROCESS = frozenset(state for state, traits in TRAITS.items() if traits.process is not HasProcess.NO)
 
 
@@ -96,8 +100,28 @@ def _to_adopt(paths: Paths, run: leftovers.Recorded, marked: list[Marked]) -> Fo
             f"no worker of namespace {paths.namespace!r} lives that could be adopted; `dynamo serve` without --adopt "
             "starts anew"
         )
+    _wait_for_files(paths, state, marked)
     ended = leftovers.end_workers(paths, run, living=_known_as(state, pids))
     return Found(state, pids, tuple(ended))
+
+
+def _wait_for_files(paths: Paths, state: State, marked: list[Marked]) -> None:
+    """Until the guardian has written again what somebody has removed of the runtime folder, the files by which the
+    running etcd and NATS are reached. Raises `DynamoError` where they do not come."""
+    needed = [] if not state.certificates else list(Certificates(Path(state.certificates)).paths)
+    needed += [Path(state.nats_token_file)] if state.nats_token_file else []
+    guarded = any(found.name == watcher_name(paths.namespace, marks.GUARDIAN) for found in marked)
+    deadline_s = time.monotonic() + (FILES_DEADLINE_S if guarded else 0.0)
+    while missing := [path for path in needed if not path.is_file()]:
+        if time.monotonic() >= deadline_s:
+            late = f"its guardian has not made them again within {FILES_DEADLINE_S:g} s"
+            why = late if guarded else "no guardian lives that knows what was in them"
+            raise DynamoError(
+                f"namespace {paths.namespace!r} cannot be adopted: {', '.join(map(str, missing))}, by which its "
+                f"running etcd and NATS are reached, were removed, and {why}. Its workers finish what they stream: "
+                "`dynamo down` lets them finish and ends them, `dynamo serve --replace` starts anew"
+            )
+        time.sleep(FILES_POLL_S)
 
 
 def _known_as(state: State, pids: Mapping[str, int]) -> frozenset[str]:
@@ -270,11 +294,11 @@ class Adoption:
         now = {template.component: template.fingerprint for template in empty.templates}
         for name, entry in self.found.state.components.items():
             pid = self.found.pids.get(name)
-            worker = _worker(empty.namespace, entry, empty.gpus.held_uuids.get(name, ()), now_s)
+            worker = worker_of(empty.namespace, entry, empty.gpus.held_uuids.get(name, ()), now_s)
             if entry.launched is None:  # of an older version, which changed nothing at run time
                 worker = replace(worker, launched=now.get(worker.component, ""))
             if pid is not None:
-                worker = _with_process(worker, entry, pid, now_s)
+                worker = with_process(worker, entry, pid, now_s)
             workers[name] = worker
         restarts = tuple(restart_of_entry(each) for each in self.found.state.restarts or ())
         return replace(empty, workers=workers, restarts=restarts, revoked=self.found.state.revoked or {})
@@ -311,71 +335,6 @@ class Adoption:
                 except ProcessLookupError:
                     pid = None
             servers.adopt(name, spec, pid)
-
-
-def _worker(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_s: float) -> Worker:
-    """An entry of the statefile as a worker without a process."""
-    flip = _flip(namespace, entry)
-    return Worker(
-        entry.watcher_name,
-        entry.component,
-        entry.role,
-        suffix_of(entry.watcher_name, namespace, entry.component),
-        WorkerState.READY if entry.state is WorkerState.FLIPPING and flip is None else entry.state,
-        since_s=now_s,
-        gpus=gpus,
-        course=_course(entry),
-        reason=entry.reason,
-        starts=entry.restarts + 1,
-        launched=entry.launched or "",
-        history=_history(entry, now_s),
-        lease=entry.lease,
-        other_leases=tuple(entry.other_leases or ()),
-        flip=flip,
-        born=entry.born,
-    )
-
-
-def _flip(namespace: str, entry: ComponentEntry) -> FlipTarget | None:
-    if entry.flip is None or entry.state is not WorkerState.FLIPPING:
-        return None
-    target = entry.flip
-    return FlipTarget(
-        target.watcher_name, target.component, suffix_of(target.watcher_name, namespace, target.component)
-    )
-
-
-def _with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) -> Worker:
-    """The worker with its process. Its running time is not taken from the wall clock, which may have been set since."""
-    served = TRAITS[entry.state].serves or TRAITS[entry.state].leaves or entry.state is WorkerState.FLIPPING
-    began_s = now_s - age_s(pid)
-    asked_s = None
-    if TRAITS[entry.state].drains:  # its deadline still counts from when it was asked
-        asked_s = now_s if entry.asked_s is None else min(now_s, entry.asked_s)
-    return replace(
-        worker,
-        process=Process(pid, start_time_s(pid), began_s, entry.started_at),
-        lease=None,  # comes from the registry, for this very pid
-        served=served,
-        ready_s=began_s if served else None,
-        heard_s=now_s if served else None,  # its silence counts from here on
-        asked_s=asked_s,
-    )
-
-
-def _history(entry: ComponentEntry, now_s: float) -> RestartHistory:
-    """The failures by which its next restart is decided; times in the future (from before a reboot, or edited) are
-    left out."""
-    failures_s = tuple(at_s for at_s in entry.failures_s or () if at_s <= now_s)
-    return RestartHistory(failures_s, entry.failures_streak or 0)
-
-
-def _course(entry: ComponentEntry) -> Course:
-    try:
-        return Course(entry.course or Course.STEADY)
-    except ValueError:
-        log.warning("%s: its course %r is of a newer version; left out", entry.watcher_name, entry.course)
-        return Course.STEADY
 
 
 def _server_spec(entry: ServerEntry, paths: Paths, made: Certificates | None) -> EtcdSpec | NatsSpec:
