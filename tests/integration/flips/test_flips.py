@@ -152,7 +152,7 @@ async def test_half_a_second_from_the_command_to_the_first_request(
     machine)."""
     took_s = []
     sampling = {"max_tokens": 1, "ignore_eos": True}
-    async with streaming(graph, *(f"Stay a while, {n}." for n in range(4)), tokens=3000) as streams:
+    async with streaming(graph, *(f"Stay a while, {n}." for n in range(4)), tokens=12_000) as streams:
         async with endpoint_client(graph, takes, endpoint) as client:
             await client.wait_for_instances(5.0)
             for turn in range(3):
