@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from dynamo_local.components.engine_options import EngineConfig, start_observed_engine
+from dynamo_local.components.engine_options import ENGINE, EngineConfig, start_observed_engine
 from dynamo_local.components.messages import GenerateRequest
 from dynamo_local.components.models_view import ModelCard, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
@@ -20,9 +20,11 @@ from dynamo_local.core.admission import MAX_NUM_WAITING
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.dispatch.targets import DisaggPolicy, Timing
 from dynamo_local.core.types import Missing
+from dynamo_local.errors import FlipFailed
 from dynamo_local.runtime.kv_wire import KvBlocksRequest
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import WorkerContext, current_context
+from dynamo_local.sdk.flipping import FORMER_INSTANCE
 
 if TYPE_CHECKING:  # imported by `start`, so that importing a graph stays cheap
     from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
@@ -115,12 +117,10 @@ class VllmWorker:
         """Start the engine, then say that the model is served."""
         from dynamo_local.components.decode import DecodeService
 
-        context = current_context()
+        self._context = context = current_context()
         config: VllmWorkerConfig = context.settings
         self._kv_events = await context.kv_events() if config.kv_events else None
         self._engine = await start_observed_engine(config, context, self._kv_events, self._counts.numbers)
-        self._stack.push_async_callback(self._engine.close)
-        context.vital(self._engine.wait_failed(), "the engine")
         if self._kv_events is not None:
             self._kv_events.block_size = self._engine.info.block_size
         self._remote = None
@@ -128,6 +128,8 @@ class VllmWorker:
             log.warning("remote-prefill is on, but the graph has no prefill worker: every prefill is local")
         elif config.remote_prefill:
             self._remote = await self._make_remote(context, config)
+        if context.flips_to is not None:  # it may hold KV that it has computed as a prefill worker
+            context.on_drain(self._engine.wait_handoffs)
         side = None if self._remote is None else self._remote.side
         self._decoder = DecodeService(self._engine, self._remote, config.max_num_waiting, side)
         context.set_load_source(self._engine.load, self._engine.load_changed)
@@ -144,7 +146,8 @@ class VllmWorker:
         self._stack.push_async_callback(settings.close)
         await settings.start()
         workers = await context.endpoint_client(self.prefill_worker.component, "status")
-        directory = EngineDirectory(context.kv, context.namespace, self._engine.info)
+        self._canaries = await context.endpoint_client(self.prefill_worker.component, "canary")
+        self._directory = directory = EngineDirectory(context.kv, context.namespace, self._engine.info)
         self._stack.push_async_callback(directory.close)
         remote = RemotePrefill(
             await context.prefill_queue(),
@@ -195,7 +198,25 @@ class VllmWorker:
             async for item in items:
                 yield item
 
+    def hand_over(self) -> Mapping[str, Any]:
+        """See `sdk.flipping.Flippable`."""
+        return {ENGINE: self._engine}
+
+    async def try_out(self) -> None:
+        """See `sdk.flipping.Flippable`: a few tokens, prefilled by another worker and decoded here."""
+        from dynamo_local.components.canary import Canary
+
+        if self._remote is None:
+            raise FlipFailed("remote-prefill is off: a prefill worker has nothing to become here")
+        await Canary(
+            self._engine, self._canaries, self._directory.check, itself=self._context.inherited.get(FORMER_INSTANCE)
+        ).sing()
+
+    async def settle(self) -> None:
+        """See `sdk.flipping.Flippable`. All its work are its endpoints' streams."""
+
     @on_shutdown
     async def stop(self) -> None:
-        """The streams have ended; take their last cancelled entries out of the queue, then end the engine."""
+        """The streams have ended; take their last cancelled entries out of the queue. The engine is closed with the
+        process."""
         await self._stack.aclose()

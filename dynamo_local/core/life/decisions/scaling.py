@@ -42,6 +42,7 @@ from dynamo_local.errors import (
     BeingRestarted,
     DrainNotCancellable,
     DynamoError,
+    FlipUnderWay,
     LastReadyWorker,
     NotEnoughGpus,
     TooManyWorkers,
@@ -138,6 +139,8 @@ def decide_drain(view: Fleet, name: str, *, stimulus_id: str, force: bool = Fals
             return (BeginDrain(worker.name, "drain"),)
         if not worker.counts:
             return ()
+        if worker.flip is not None:
+            raise flip_under_way(worker, f"`dynamo drain {worker.name}`")
         _check_not_last(view, [worker], force, f"`dynamo drain {worker.name}`")
         return (taken(worker, "drain"),)
 
@@ -160,6 +163,15 @@ def decide_cancel(view: Fleet, name: str, *, stimulus_id: str) -> ScalingDecisio
         return (CancelDrain(worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
 
     return _decision(stimulus_id, make)
+
+
+def flip_under_way(worker: Worker, what: str) -> FlipUnderWay:
+    """The refusal of what cannot be done to a worker that changes its role now."""
+    to = "" if worker.flip is None else worker.flip.name
+    return FlipUnderWay(
+        f"{what} is refused: {worker.name} becomes {to} at this moment; try again when it has, or take that back first "
+        f"(`dynamo flip --cancel {worker.name}`)"
+    )
 
 
 def one_more(view: Fleet, component: str, reason: str) -> SpawnWorker | Revive:
@@ -218,7 +230,8 @@ def _starts(
     reason: str,
 ) -> tuple[SpawnWorker | Revive, ...]:
     """New processes under the lowest names that have none, each with its devices."""
-    names = (found for found in view.names_from_lowest(template.component) if _startable(found[2]))
+    reserved, every = view.reserved(), view.names_from_lowest(template.component)
+    names = (found for found in every if found[0] not in reserved and _startable(found[2]))
     chosen = list(islice(names, count))
     asks = [
         GpuAsk(name, template.component, max(0, template.gpus_per_worker - (len(entry.gpus) if entry else 0)))
@@ -284,9 +297,12 @@ def _fewer(
         raise BadTarget(
             f"{count} workers cannot be taken from {component}: it has {have} (leaving and faulted ones do not count)"
         )
-    first = arrivals(view.on_their_way(component))[:count]
+    turning = [worker for worker in view.on_their_way(component) if worker.flip is not None]
+    first = arrivals([worker for worker in view.on_their_way(component) if worker.flip is None])[:count]
     then = victims(view.ready(component), policy)[: count - len(first)]
     chosen = [*first, *then]
+    if len(chosen) < count:
+        raise flip_under_way(turning[0], f"`{reason}` of {component}")
     _check_not_last(view, chosen, force, f"`{reason}` of {component}")
     return tuple(taken(worker, reason) for worker in chosen)
 
