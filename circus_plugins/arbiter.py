@@ -8,7 +8,6 @@ See `docs/architecture.md` and `tests/contract/test_circus_arbiter.py`, which ke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shlex
@@ -19,7 +18,6 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
-import zmq
 from circus.arbiter import Arbiter
 from circus.controller import Controller
 from circus.process import Process
@@ -30,6 +28,7 @@ from tornado.ioloop import IOLoop
 from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
+from dynamo_local.circus_plugins.sockets import listen_again, socket_file
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
@@ -264,6 +263,27 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             raise ProcessLookupError(f"pid {pid} of {spec.name} has just ended") from None
         watcher._status = "active"
 
+    def rename_process(self, name: str, spec: ProcessSpec) -> int:
+        """See `SpareHost`."""
+        old = self._watchers_names.get(name.lower())
+        pid = None if old is None else old.pid
+        if pid is None:
+            raise ProcessLookupError(f"{name} has ended")
+        former = self._watchers_names.get(spec.name.lower())
+        if former is not None and former.pid is not None:
+            raise KeyError(spec.name)
+        self._drop(spec.name)
+        process = old.processes.pop(pid)
+        self._forget_fd(pid)
+        self._watch_exit(spec.name, pid)  # also of one that ended just now: its pidfd is readable
+        self._drop(name)
+        watcher = self._new_watcher(spec)
+        process.name, process.watcher, process.cmd, process.env = spec.name, watcher, watcher.cmd, dict(spec.env)
+        watcher.processes[pid] = process
+        watcher._status = "active"
+        watcher.notify_event("spawn", {"process_pid": pid, "time": time.time()})
+        return pid
+
     def _watch_exit(self, name: str, pid: int) -> None:
         fd = os.pidfd_open(pid)
         self._exit_fds[pid] = fd
@@ -311,6 +331,9 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
 
     async def forget(self, name: str) -> None:
         """See `ProcessHost`."""
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
         watcher = self._watchers_names.pop(name.lower(), None)
         if watcher is not None:
             self.watchers.remove(watcher)
@@ -349,26 +372,6 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         if self.running:
             self.stop_controller_and_close_sockets()
         self.context.destroy(linger=200)
-
-
-def socket_file(endpoint: str) -> Path:
-    """Of `ipc:///…`."""
-    return Path(endpoint.removeprefix("ipc://"))
-
-
-def listen_again(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Bind a socket once more whose file somebody has removed; nothing where it is there. OSError where it cannot be.
-
-    Whoever is connected by the removed file loses that connection, and connects again.
-    """
-    if socket_file(endpoint).exists():
-        return
-    with contextlib.suppress(zmq.ZMQError):  # it was not bound: the last try failed
-        socket.unbind(endpoint)
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise OSError(error.errno, str(error), str(socket_file(endpoint))) from error
 
 
 def _wait_status(code: int) -> int:

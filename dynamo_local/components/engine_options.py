@@ -6,11 +6,12 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dynamo_local.components.text.model import TINY_MODEL, TINY_TOKENS
+from dynamo_local.core.spares import EngineName, engine_of
 from dynamo_local.engines import make_engine
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import Engine, KvEventPublisher, PassSink
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from dynamo_local.engines.vllm.options import Transfer, VllmOptions
 
 log = logging.getLogger(__name__)
-
-EngineName = Literal["sim", "vllm"]
 
 
 class EngineConfig(BaseModel):
@@ -86,7 +85,7 @@ class EngineConfig(BaseModel):
     @property
     def engine_name(self) -> EngineName:
         """The engine: `sim` for a real model only if the section says so."""
-        return self.engine or ("sim" if self.model == TINY_MODEL else "vllm")
+        return engine_of(self.engine, self.model, TINY_MODEL)
 
     def vllm_options(self, gpus: int) -> VllmOptions:
         """The options of a worker with this many GPUs."""

@@ -37,11 +37,12 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.infra.embedded import EmbeddedServers
 from dynamo_local.serve.runtime_folder import RuntimeFolder
+from dynamo_local.serve.spared import Spared
 from dynamo_local.state import StateStore
 from dynamo_local.succession import leftovers
 from dynamo_local.succession.guarding import Guarding
 from dynamo_local.succession.marks import marks
-from dynamo_local.system.process_host import SupervisedHost
+from dynamo_local.system.process_host import ProcessHost, SupervisedHost
 from dynamo_local.telemetry.event_log import EventLog, EventRecorder, event_log_path
 from dynamo_local.telemetry.exporter import Exporter, Place
 from dynamo_local.telemetry.progress import View
@@ -76,6 +77,7 @@ class Parts:
     exporter: Exporter
     control_api: ControlApi
     runtime_folder: RuntimeFolder
+    spared: Spared
 
 
 def compose(
@@ -94,11 +96,13 @@ def compose(
     launcher, notes = Launcher(factory), Notes(view.event, clock)
     tasks = Tasks(clock, notes.tell)
     links = Links(namespace, deployment.run_id)
+    spared = Spared(deployment, launcher, host, clock, tasks, notes.tell)
     events = EventRecorder(EventLog(event_log_path(paths.logs)), clock.wall_s, notes.tell)
     statefile = Statefile(head_of(deployment), store, launcher.launch_of, notes.tell)
     system = _system(deployment)
-    effects = _effects(host, system, pool, launcher, links, statefile, events, clock, notes, failed)
+    effects = _effects(spared.host, system, pool, launcher, links, statefile, events, clock, notes, failed)
     shell = _shell(deployment, effects, links, clock, notes)
+    spared.connect(shell, lambda: effects.env)
     orders = Orders(shell, pool.look)
     sampling = Sampling(namespace, shell, links, clock)
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
@@ -130,6 +134,7 @@ def compose(
         exporter=exporter,
         control_api=_control_api(deployment, planning, state, tasks),
         runtime_folder=RuntimeFolder(paths, host, servers, clock, notes.tell),
+        spared=spared,
     )
 
 
@@ -164,7 +169,7 @@ def _system(deployment: Deployment) -> HostSystem:
 
 
 def _effects(
-    host: SupervisedHost,
+    host: ProcessHost,
     system: HostSystem,
     pool: GpuPool,
     launcher: Launcher,
