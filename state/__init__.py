@@ -18,6 +18,7 @@ if not __name__.startswith("dynamo_local."):
     raise ImportError(f"import dynamo_local.{__name__}, not the bare {__name__!r}")
 
 if TYPE_CHECKING:
+    from dynamo_local.state.leads import LeadFile
     from dynamo_local.state.raw import StateMissing, namespaces, prepare_folder, read_raw, statefile_path
     from dynamo_local.state.run_id import new_run_id
     from dynamo_local.state.schema import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from dynamo_local.state.store import Removal, StateStore, load
 
 _HOME = {
+    "LeadFile": "leads",
     "StateMissing": "raw",
     "namespaces": "raw",
     "prepare_folder": "raw",
@@ -61,6 +63,7 @@ __all__ = [
     "EntryResources",
     "Environment",
     "FollowEntry",
+    "LeadFile",
     "PlannerEntry",
     "Removal",
     "RestartEntry",

@@ -94,8 +94,8 @@ class Planning:
         self._world: ArbiterWorld | None = None
         self._virtual: VirtualConnector | None = None
         self._changing = asyncio.Lock()
-        self._times = ScalingTimes(clock.now_s)
-        shell.observers.append(self._times)  # from the first start on
+        self.times = ScalingTimes(clock.now_s)
+        shell.observers.append(self.times)  # from the first start on
         self._log_path = decision_log_path(logs)
         self.options = options
         self.observers: list[PlannerObserver] = []
@@ -105,6 +105,8 @@ class Planning:
         self.after_stop: Callable[[], Awaitable[None]] = _nothing
         self.onlookers_say: Callable[[], dict[str, Any]] = dict
         """What they add to the status."""
+        self.lead_times: Callable[[], list[dict[str, Any]]] = list
+        """How long each way to one more worker takes, as `core.lead_times` tells it."""
         self.follows: Callable[[], dict[str, Any] | None] = lambda: None
         """What is said of another planner whose decisions the run carries out: then this one stays stopped."""
 
@@ -252,6 +254,7 @@ class Planning:
             "follow": self.follows(),
             "virtual": None if self._virtual is None else self._virtual.status(),
             "plugins": dict(NOBODY) if self.plugins is None else self.plugins.status(),
+            "lead_times": self.lead_times(),
             **self.onlookers_say(),
         }
         loop, now_s = self._loop, self._clock.now_s()
@@ -335,7 +338,7 @@ class Planning:
     def world(self) -> ArbiterWorld:
         """What a planner sees of the arbiter. Raises `ConfigError` for a graph that no planner can scale."""
         prefill, decode = planned_components(self._graph)
-        world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self._times)
+        world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self.times)
         world.waiting_in = prefills_wait_in(self._graph, prefill)
         return world
 

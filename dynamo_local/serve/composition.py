@@ -30,21 +30,24 @@ from dynamo_local.control.start_watch import StartWatch
 from dynamo_local.control.statefile import Statefile
 from dynamo_local.control.tasks import Tasks
 from dynamo_local.control.waiting import Waiting
+from dynamo_local.core.lead_times import Rung
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.lacking import READY
 from dynamo_local.core.life.stimuli import InfraSeen
 from dynamo_local.errors import DynamoError
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.infra.embedded import EmbeddedServers
+from dynamo_local.serve.leads import Leads
 from dynamo_local.serve.runtime_folder import RuntimeFolder
 from dynamo_local.serve.spared import Spared
-from dynamo_local.state import StateStore
+from dynamo_local.state import LeadFile, StateStore
 from dynamo_local.succession import leftovers
 from dynamo_local.succession.guarding import Guarding
 from dynamo_local.succession.marks import marks
 from dynamo_local.system.process_host import ProcessHost, SupervisedHost
 from dynamo_local.telemetry.event_log import EventLog, EventRecorder, event_log_path
 from dynamo_local.telemetry.exporter import Exporter, Place
+from dynamo_local.telemetry.lead_metrics import LeadMetrics, LeadsNow
 from dynamo_local.telemetry.progress import View
 from dynamo_local.telemetry.run_records import server_record
 
@@ -78,6 +81,7 @@ class Parts:
     control_api: ControlApi
     runtime_folder: RuntimeFolder
     spared: Spared
+    leads: Leads
 
 
 def compose(
@@ -106,7 +110,9 @@ def compose(
     orders = Orders(shell, pool.look)
     sampling = Sampling(namespace, shell, links, clock)
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
+    leads = _leads(deployment, launcher, spared, planning, tasks)
     exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
+    LeadMetrics(exporter.metrics.registry, lambda: LeadsNow(leads.known, spared.counts()))
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
     servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))
     return Parts(
@@ -135,7 +141,20 @@ def compose(
         control_api=_control_api(deployment, planning, state, tasks),
         runtime_folder=RuntimeFolder(paths, host, servers, clock, notes.tell),
         spared=spared,
+        leads=leads,
     )
+
+
+def _leads(deployment: Deployment, launcher: Launcher, spared: Spared, planning: Planning, tasks: Tasks) -> Leads:
+    """What each start took, and of which rung it was."""
+    leads = Leads(launcher, LeadFile(deployment.paths.statefile.parent), tasks.run)
+
+    def started(worker: Worker, seconds: float) -> None:
+        leads.note(Rung.SPARE if spared.host.was_spare(worker.pid) else Rung.COLD, worker.component, seconds)
+
+    planning.times.noted = started
+    planning.lead_times = leads.status
+    return leads
 
 
 def _exporter(

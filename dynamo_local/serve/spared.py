@@ -89,6 +89,10 @@ class Spared:
         """For `dynamo status --json`; None where there are none."""
         return None if self.spares is None else self.spares.status()
 
+    def counts(self) -> dict[tuple[str, str], int]:
+        """How many there are, by engine and state."""
+        return {} if self.spares is None else self.spares.counts()
+
     async def close(self) -> None:
         """End them."""
         if self.spares is not None:

@@ -96,6 +96,7 @@ class Supervisor:
         """
         become_subreaper()
         parts = self.parts
+        parts.leads.remember()
         parts.tasks.keep("descriptor check", partial(self._spare.run, self.clock))
         await parts.exporter.start()
         await parts.control_api.start()
