@@ -74,8 +74,7 @@ class LeadFile:
             raise StateError(f"{self.path} is of version {version}, written by a newer dynamo-local: it is left alone")
         if version != VERSION or not _is_sound(namespaces):
             return self._put_aside("it is none of ours")
-        found: dict[str, Any] = namespaces
-        return found
+        return dict(namespaces)
 
     def _put_aside(self, why: str) -> dict[str, Any]:
         aside = self.path.with_name(f"{FILE_NAME}.corrupt-{int(time.time())}")
@@ -97,10 +96,10 @@ class LeadFile:
 def _is_sound(namespaces: Any) -> bool:
     if not isinstance(namespaces, dict):
         return False
-    components = [entry.get("components") for entry in namespaces.values() if isinstance(entry, dict)]
-    if len(components) != len(namespaces) or not all(isinstance(found, dict) for found in components):
+    components = [entry.get("components") if isinstance(entry, dict) else None for entry in namespaces.values()]
+    known = [each for found in components if isinstance(found, dict) for each in found.values()]
+    if not all(isinstance(found, dict) for found in components):
         return False
-    known = [each for found in components for each in found.values()]
     return all(
         isinstance(each, dict)
         and isinstance(each.get("of"), str)

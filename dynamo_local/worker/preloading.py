@@ -15,22 +15,28 @@ COMMON = (
     "dynamo_local.worker.process",
     "dynamo_local.components.vllm_worker",
     "dynamo_local.components.prefill_worker",
+    "dynamo_local.components.frontend",
+    "dynamo_local.components.processor",
+    "dynamo_local.components.router",
     "dynamo_local.runtime.etcd.store",
     "dynamo_local.sdk.loader",
     "uvloop",
 )
-"""Of every worker with an engine."""
-ENGINE = {"sim": "dynamo_local.engines.sim", "vllm": "dynamo_local.engines.vllm.starting.preloading"}
+"""Of every worker with an engine; the module of a graph imports all of its components."""
+ENGINE = {
+    "sim": ("dynamo_local.engines.sim", "numpy"),
+    "vllm": ("dynamo_local.engines.vllm.starting.preloading",),
+}
 
 
 def preload(engine: str) -> None:
     """Import them. Raises `ConfigError` for an engine that is not installed here."""
-    for name in COMMON:
+    for name in (*COMMON, *ENGINE[engine]):
         importlib.import_module(name)
-    module = importlib.import_module(ENGINE[engine])
-    warm = getattr(module, "preload", None)
-    if warm is not None:
-        warm()
+    if engine == "vllm":
+        from dynamo_local.engines.vllm.starting.preloading import preload as preload_vllm
+
+        preload_vllm()
     # What is imported stays: a collector that never touches it again leaves its pages shared with a forked EngineCore.
     gc.collect()
     gc.freeze()

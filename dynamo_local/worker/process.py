@@ -28,6 +28,7 @@ from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings
 from dynamo_local.state import StateStore
+from dynamo_local.system import start_stages
 from dynamo_local.worker.context import Connections, Context, Identity, run_all
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.endpoints import Endpoints
@@ -158,20 +159,25 @@ class WorkerProcess:
             on_nats_closed=self._nats_closed,
             waiting_for=self._wait_for,
         )
+        start_stages.passed("connections")
         self._context = context = self._make_context(connections)
         clients = dependency_clients(self.graph, self.service, self.identity, connections)
         self._component = self.service.create(clients)
         self._wait_for(f"{self.service.name}'s start hooks")
         for hook in self.service.on_start:
             await getattr(self._component, hook)()
+        start_stages.passed("start hooks")
         await self._wait_for_dependencies(clients)
+        start_stages.passed("dependencies")
         self._wait_for("its registration")
         await self._serve(context)
         await self._registration.register_endpoints()
         await context.register_waiting_keys()
         await self._registration.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
         endpoints = ", ".join(self.service.endpoints) or "none"
+        start_stages.passed("registration")
         log.info("ready: lease %s, endpoints %s", lease_hex(context.lease_id), endpoints)
+        log.info("the start took %s", start_stages.words())
 
     def _wait_for(self, what: str) -> None:
         self._waiting_for = what

@@ -18,7 +18,7 @@ from typing import Any
 
 from dynamo_local.core.spares import MARKS, SOCKET_FD
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError
-from dynamo_local.system import fd_messages, own_environment
+from dynamo_local.system import fd_messages, own_environment, start_stages
 from dynamo_local.system.logs.request_log import log_to_stderr
 from dynamo_local.system.prctl import die_as_asked
 
@@ -58,6 +58,7 @@ def _wait(arbiter: socket.socket, engine: str) -> Sequence[str]:
     log.info("the modules of %s are imported after %.1f s; threads: %d", engine, took_s, threads)
     fd_messages.send(arbiter, {"warm": True, "took_s": took_s, "threads": threads})
     order, fds = fd_messages.receive(arbiter)
+    start_stages.begin_anew()
     check_untouched()
     return _become(arbiter, order, fds, engine)
 
@@ -79,6 +80,7 @@ def _become(arbiter: socket.socket, order: Mapping[str, Any], fds: Sequence[int]
         from dynamo_local.engines.vllm.starting import launcher
 
         launcher.prepare()
+    start_stages.passed("the spare's change")
     return argv[3:]
 
 

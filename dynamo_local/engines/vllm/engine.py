@@ -37,6 +37,7 @@ from dynamo_local.ports import (
     PassSink,
     SamplingParams,
 )
+from dynamo_local.system import start_stages
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class VllmEngine(EngineBase):
         started_s = time.monotonic()
         self._processes = CoreProcesses()
         self._llm = await self._processes.build(self._build)
+        start_stages.passed("EngineCore")
         if self._closed:
             await self.close()
             raise EngineError("the engine was closed while it started")
@@ -141,11 +143,13 @@ class VllmEngine(EngineBase):
         from dynamo_local.engines.vllm.arguments import engine_args
         from dynamo_local.engines.vllm.stat_logger import stat_logger
 
+        start_stages.passed("vLLM's imports")
         self._sampling = VllmSampling
         self._delta = RequestOutputKind.DELTA
         args = engine_args(self._words)
         try:
             config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            start_stages.passed("vLLM's configuration")
             if self._pass_bridge is not None:
                 watch_passes(config)
             assert self._processes is not None
