@@ -19,7 +19,7 @@ if not __name__.startswith("dynamo_local."):
 
 if TYPE_CHECKING:
     from dynamo_local.state.leads import LeadFile
-    from dynamo_local.state.raw import StateMissing, namespaces, prepare_folder, read_raw, statefile_path
+    from dynamo_local.state.raw import StateMissing, namespaces, prepare_folder, read_raw, state_folder, statefile_path
     from dynamo_local.state.run_id import new_run_id
     from dynamo_local.state.schema import (
         ComponentEntry,
@@ -41,6 +41,7 @@ _HOME = {
     "namespaces": "raw",
     "prepare_folder": "raw",
     "read_raw": "raw",
+    "state_folder": "raw",
     "statefile_path": "raw",
     "new_run_id": "run_id",
     "ComponentEntry": "schema",
@@ -78,6 +79,7 @@ __all__ = [
     "new_run_id",
     "prepare_folder",
     "read_raw",
+    "state_folder",
     "statefile_path",
 ]
 

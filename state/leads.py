@@ -43,6 +43,14 @@ class LeadFile:
             if component in found and found[component]["of"] == of[component]
         }
 
+    def all(self, namespace: str) -> dict[str, dict[str, tuple[float, ...]]]:
+        """Component -> rung -> seconds, whatever each ran. Raises `StateError` where it cannot be read."""
+        found = self._load().get(namespace, {}).get("components", {})
+        return {
+            component: {rung: tuple(samples) for rung, samples in known["rungs"].items()}
+            for component, known in found.items()
+        }
+
     def add(self, namespace: str, component: str, of: str, rung: str, seconds: float) -> None:
         """One more. Raises `StateError` where it cannot be written. Blocks."""
         try:
