@@ -31,6 +31,7 @@ NAMES = (
     "predictors",
     "profiles",
     "process_hosts",
+    "actuators",
     "dynamo_1x",
     "drain",
 )
