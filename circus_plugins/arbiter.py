@@ -19,7 +19,6 @@ from subprocess import DEVNULL
 from typing import Any
 
 from circus.arbiter import Arbiter
-from circus.controller import Controller
 from circus.process import Process
 from circus.watcher import Watcher
 from psutil import NoSuchProcess, Popen
@@ -27,8 +26,8 @@ from psutil import Process as RunningProcess
 from tornado.ioloop import IOLoop
 from zmq import Context
 
-from dynamo_local.circus_plugins.commands import install_commands
-from dynamo_local.circus_plugins.sockets import listen_again, socket_file
+from dynamo_local.circus_plugins.controller import WorkerController
+from dynamo_local.circus_plugins.gate import gate_of, listen_again
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
@@ -147,41 +146,6 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
         return [(name, mask_env(value or {}) if name == "env" else value) for name, value in super().options(*args)]
 
 
-class _NoSignals:
-    """Replaces circus's signal handlers, whose HUP is a reload (two copies of a GPU worker, lesson 20).
-
-    Our own handlers are on the event loop.
-    """
-
-    def __init__(self, controller: Controller) -> None:
-        self.controller = controller
-
-    def stop(self) -> None:
-        return None
-
-
-class WorkerController(Controller):  # type: ignore[misc]
-    """The control endpoint with our commands and without circus's signal handlers."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        install_commands(self.commands)
-
-    def _init_syshandler(self) -> None:
-        self.sys_hdl = _NoSignals(self)
-
-    def handle_message(self, raw_msg: list[bytes]) -> None:
-        """Also answer messages that are no command: circus raises on an empty message, or JSON that is no object.
-
-        After that its socket's other messages would stay unread until the next one comes (edge-triggered).
-        """
-        try:
-            super().handle_message(raw_msg)
-        except Exception as error:
-            log.warning("a message that is no command: %r (%s: %s)", raw_msg, type(error).__name__, error)
-            self.send_error(None, raw_msg[0], raw_msg[-1], "this is no command")
-
-
 class DynamoArbiter(Arbiter):  # type: ignore[misc]
     """The arbiter of one namespace. `supervisor` answers our commands (`serve.supervisor`)."""
 
@@ -189,6 +153,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self.supervisor: Any = None
         self.on_exit: ExitCallback | None = None
         self._exit_fds: dict[int, int] = {}
+        self._control_gate, self._events_gate = gate_of(endpoint), gate_of(pubsub_endpoint)
         super().__init__(
             [],
             endpoint,
@@ -215,7 +180,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self.context = context
         self._ensure_ioloop()
         self.ctrl = WorkerController(
-            self.endpoint,
+            f"ipc://{self._control_gate.inner}",
             self.multicast_endpoint,
             self.context,
             self.loop,
@@ -223,6 +188,16 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             self.check_delay,
             self.endpoint_owner,
         )
+
+    def initialize(self) -> None:
+        """circus's, with gates before both of its sockets (`gate`). OSError where a gate cannot be."""
+        self.pubsub_endpoint = f"ipc://{self._events_gate.inner}"
+        try:
+            super().initialize()
+        finally:
+            self.pubsub_endpoint = f"ipc://{self._events_gate.outer}"
+        for gate in (self._control_gate, self._events_gate):
+            gate.open()
 
     async def start_process(self, spec: ProcessSpec) -> int:
         """See `ProcessHost`. KeyError if a watcher of that name has a live process."""
@@ -342,12 +317,14 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
     @property
     def socket_files(self) -> tuple[Path, ...]:
         """See `SupervisedHost`: those of the control endpoint and of circus's events."""
-        return tuple(socket_file(endpoint) for endpoint in (self.endpoint, self.pubsub_endpoint))
+        return tuple(file for gate in (self._control_gate, self._events_gate) for file in (gate.outer, gate.inner))
 
     async def renew_sockets(self) -> None:
         """See `SupervisedHost`."""
-        listen_again(self.ctrl.ctrl_socket, self.endpoint)
-        listen_again(self.evpub_socket, self.pubsub_endpoint)
+        for gate, socket in ((self._control_gate, self.ctrl.ctrl_socket), (self._events_gate, self.evpub_socket)):
+            listen_again(socket, f"ipc://{gate.inner}")
+            if not gate.outer.exists():
+                gate.open()
 
     def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
         """See `SupervisedHost`: whoever starts us says with what."""
@@ -372,6 +349,9 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         if self.running:
             self.stop_controller_and_close_sockets()
         self.context.destroy(linger=200)
+        for gate in (self._control_gate, self._events_gate):
+            await gate.close()
+            gate.inner.unlink(missing_ok=True)
 
 
 def _wait_status(code: int) -> int:

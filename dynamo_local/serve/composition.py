@@ -110,10 +110,10 @@ def compose(
     orders = Orders(shell, pool.look)
     sampling = Sampling(namespace, shell, links, clock)
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
-    leads = _leads(deployment, launcher, spared, planning, tasks)
     exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
-    LeadMetrics(exporter.metrics.registry, lambda: LeadsNow(leads.known, spared.counts()))
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
+    leads = _leads(deployment, launcher, spared, planning, exporter, tasks)
+    control_api = _control_api(deployment, planning, state, tasks)
     servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))
     return Parts(
         deployment=deployment,
@@ -127,7 +127,7 @@ def compose(
         events=events,
         links=links,
         servers=servers,
-        guarding=Guarding(host, deployment, clock),
+        guarding=Guarding(host, deployment, clock, lambda: servers.files),
         system=system,
         effects=effects,
         shell=shell,
@@ -138,14 +138,16 @@ def compose(
         starts=StartWatch(namespace, shell, links, clock),
         planning=planning,
         exporter=exporter,
-        control_api=_control_api(deployment, planning, state, tasks),
-        runtime_folder=RuntimeFolder(paths, host, servers, clock, notes.tell),
+        control_api=control_api,
+        runtime_folder=RuntimeFolder(paths, [host, exporter, control_api], servers, clock, notes.tell),
         spared=spared,
         leads=leads,
     )
 
 
-def _leads(deployment: Deployment, launcher: Launcher, spared: Spared, planning: Planning, tasks: Tasks) -> Leads:
+def _leads(
+    deployment: Deployment, launcher: Launcher, spared: Spared, planning: Planning, exporter: Exporter, tasks: Tasks
+) -> Leads:
     """What each start took, and of which rung it was."""
     leads = Leads(launcher, LeadFile(deployment.paths.statefile.parent), tasks.run)
 
@@ -153,7 +155,9 @@ def _leads(deployment: Deployment, launcher: Launcher, spared: Spared, planning:
         leads.note(Rung.SPARE if spared.host.was_spare(worker.pid) else Rung.COLD, worker.component, seconds)
 
     planning.times.noted = started
-    planning.lead_times = leads.status
+    said = planning.onlookers_say
+    planning.onlookers_say = lambda: {**said(), "lead_times": leads.status()}
+    LeadMetrics(exporter.metrics.registry, lambda: LeadsNow(leads.known, spared.counts()))
     return leads
 
 

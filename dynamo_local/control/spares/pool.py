@@ -34,8 +34,8 @@ ORDER_TIMEOUT_S = 10.0
 ENDED_TIMEOUT_S = 5.0
 DELAY_S, DELAY_MAX_S = 1.0, 60.0
 RAN_WELL_S = 60.0
-CALM_BOUND_S = 60.0
-"""A worker that takes longer than this to come up keeps no spare from being started."""
+CALM_BOUND_S = 10.0
+"""Where workers come up all the time, or one takes its time, spares are started all the same."""
 
 
 @dataclass(slots=True, eq=False)

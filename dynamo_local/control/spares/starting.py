@@ -28,6 +28,7 @@ class SparedHost:
 
     @on_exit.setter
     def on_exit(self, callback: ExitCallback | None) -> None:
+        """The other's."""
         self._host.on_exit = callback
 
     async def start_process(self, spec: ProcessSpec) -> int:
