@@ -156,6 +156,7 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         metrics_port=config.host.metrics_port,
         metrics_socket=config.host.metrics_socket,
         metrics_api_key=config.host.metrics_api_key,
+        spares=config.host.spares,
     )
 
 

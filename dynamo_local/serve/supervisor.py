@@ -96,6 +96,7 @@ class Supervisor:
         """
         become_subreaper()
         parts = self.parts
+        parts.leads.remember()
         parts.tasks.keep("descriptor check", partial(self._spare.run, self.clock))
         await parts.exporter.start()
         await parts.control_api.start()
@@ -103,6 +104,7 @@ class Supervisor:
         parts.tasks.keep("runtime folder check", parts.runtime_folder.run)
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
+        parts.spared.begin(parts.tasks, self._record_spares)
         await self._follow()
         await parts.planning.begin(
             starts=self.deployment.load_planner_flag if self.following is None else False,
@@ -156,6 +158,10 @@ class Supervisor:
     async def _record_servers(self) -> None:
         """Their pids may change with every restart; an adoption needs those of now."""
         self.parts.statefile.head.servers = self.parts.servers.records() or None
+        await self.parts.statefile.write_head(self._fleet)
+
+    async def _record_spares(self) -> None:
+        self.parts.statefile.head.spares = self.parts.spared.records() or None
         await self.parts.statefile.write_head(self._fleet)
 
     async def _connect(self) -> None:
@@ -232,8 +238,10 @@ class Supervisor:
     # --- watching ------------------------------------------------------------------------------
 
     def _on_exit(self, name: str, pid: int, code: int | None) -> None:
-        if not self.parts.servers.exited(name, code) and not self.parts.guarding.exited(name, code):
-            self.parts.effects.exited(name, pid, code)
+        parts = self.parts
+        ours = parts.servers.exited(name, code) or parts.guarding.exited(name, code)
+        if not ours and not parts.spared.exited(name, pid, code):
+            parts.effects.exited(name, pid, code)
 
     def _failed(self, worker: Worker, reason: str) -> None:
         """A worker failed. While we start, that ends the start; later it is told, and the policy acts."""
@@ -362,6 +370,7 @@ class Supervisor:
             self._gone.set()
             return
         self.state = "leaving"
+        await parts.spared.close()
         try:
             parts.shell.feed(Leave(stimulus_id="down", now=self._now))
             await parts.waiting.until(lambda: leaving.has_left(parts.shell.fleet))
