@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamo_local.cli.common import json_option
-from dynamo_local.cli.numbers import FiniteRange
+from dynamo_local.cli.numbers import FiniteRange, Shape
 from dynamo_local.cli.simulated_leads import leads_of
 from dynamo_local.cli.simulated_requests import Source, source_of
 from dynamo_local.core.admission import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
@@ -23,25 +23,6 @@ if TYPE_CHECKING:
     from dynamo_local.twin.metrics import Metrics
 
 DEFAULT_INITIAL = "1,1"
-
-
-class Shape(click.ParamType):
-    """`P,D`: that many prefill and decode workers; `0,D`: aggregated ones."""
-
-    name = "P,D"
-
-    def convert(
-        self, value: str | tuple[int, int], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        """Two whole numbers."""
-        if isinstance(value, tuple):
-            return value
-        match = re.fullmatch(r"\s*([0-9]{1,3})\s*,\s*([0-9]{1,3})\s*", value, re.ASCII)
-        if match is None or int(match[2]) < 1:
-            self.fail(
-                f"{value!r} is no P,D, such as 2,2 (prefill, decode) or 0,4 (four aggregated workers)", param, ctx
-            )
-        return int(match[1]), int(match[2])
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})

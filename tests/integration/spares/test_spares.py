@@ -97,7 +97,7 @@ async def test_a_worker_that_was_a_spare_and_dies_is_a_crash_of_that_worker(serv
         lambda: (w := served.worker("VllmWorker"))["state"] == "ready" and w["pid"] != before["pid"] and w, WARM_S
     )
     assert after["restarts"] == before["restarts"] + 1
-    crashed = served.cli("events", "dynamo_VllmWorker").stdout
+    crashed = served.cli("events", "--worker", "VllmWorker").stdout
     assert "SIGKILL" in crashed, crashed
 
 
