@@ -32,6 +32,7 @@ NAMES = (
     "predictors",
     "profiles",
     "process_hosts",
+    "actuators",
     "dynamo_1x",
     "drain",
 )

@@ -19,7 +19,6 @@ from subprocess import DEVNULL
 from typing import Any
 
 from circus.arbiter import Arbiter
-from circus.controller import Controller
 from circus.process import Process
 from circus.watcher import Watcher
 from psutil import NoSuchProcess, Popen
@@ -27,7 +26,7 @@ from psutil import Process as RunningProcess
 from tornado.ioloop import IOLoop
 from zmq import Context
 
-from dynamo_local.circus_plugins.commands import install_commands
+from dynamo_local.circus_plugins.controller import WorkerController
 from dynamo_local.circus_plugins.gate import gate_of, listen_again
 from dynamo_local.circus_plugins.renaming import rename
 from dynamo_local.core.secrets import mask_env
@@ -148,41 +147,6 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
         return [(name, mask_env(value or {}) if name == "env" else value) for name, value in super().options(*args)]
 
 
-class _NoSignals:
-    """Replaces circus's signal handlers, whose HUP is a reload (two copies of a GPU worker, lesson 20).
-
-    Our own handlers are on the event loop.
-    """
-
-    def __init__(self, controller: Controller) -> None:
-        self.controller = controller
-
-    def stop(self) -> None:
-        return None
-
-
-class WorkerController(Controller):  # type: ignore[misc]
-    """The control endpoint with our commands and without circus's signal handlers."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        install_commands(self.commands)
-
-    def _init_syshandler(self) -> None:
-        self.sys_hdl = _NoSignals(self)
-
-    def handle_message(self, raw_msg: list[bytes]) -> None:
-        """Also answer messages that are no command: circus raises on an empty message, or JSON that is no object.
-
-        After that its socket's other messages would stay unread until the next one comes (edge-triggered).
-        """
-        try:
-            super().handle_message(raw_msg)
-        except Exception as error:
-            log.warning("a message that is no command: %r (%s: %s)", raw_msg, type(error).__name__, error)
-            self.send_error(None, raw_msg[0], raw_msg[-1], "this is no command")
-
-
 class DynamoArbiter(Arbiter):  # type: ignore[misc]
     """The arbiter of one namespace. `supervisor` answers our commands (`serve.supervisor`)."""
 
@@ -275,6 +239,27 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             raise ProcessLookupError(f"pid {pid} of {spec.name} has just ended") from None
         watcher._status = "active"
 
+    def rename_process(self, name: str, spec: ProcessSpec) -> int:
+        """See `SpareHost`."""
+        old = self._watchers_names.get(name.lower())
+        pid = None if old is None else old.pid
+        if pid is None:
+            raise ProcessLookupError(f"{name} has ended")
+        former = self._watchers_names.get(spec.name.lower())
+        if former is not None and former.pid is not None:
+            raise KeyError(spec.name)
+        self._drop(spec.name)
+        process = old.processes.pop(pid)
+        self._forget_fd(pid)
+        self._watch_exit(spec.name, pid)  # also of one that ended just now: its pidfd is readable
+        self._drop(name)
+        watcher = self._new_watcher(spec)
+        process.name, process.watcher, process.cmd, process.env = spec.name, watcher, watcher.cmd, dict(spec.env)
+        watcher.processes[pid] = process
+        watcher._status = "active"
+        watcher.notify_event("spawn", {"process_pid": pid, "time": time.time()})
+        return pid
+
     def _watch_exit(self, name: str, pid: int) -> None:
         self._exit_fds[pid] = os.pidfd_open(pid)
         self._watch_exit_of(name, pid)
@@ -331,6 +316,9 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
 
     async def forget(self, name: str) -> None:
         """See `ProcessHost`."""
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
         watcher = self._watchers_names.pop(name.lower(), None)
         if watcher is not None:
             self.watchers.remove(watcher)

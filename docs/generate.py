@@ -231,12 +231,15 @@ def metrics() -> str:
 
 def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
+    from dynamo_local.telemetry.lead_metrics import LeadMetrics
     from dynamo_local.telemetry.metrics import ArbiterMetrics
     from dynamo_local.telemetry.planner_views import PlannerMetrics
     from dynamo_local.telemetry.plugin_metrics import PluginMetrics
 
     arbiter = ArbiterMetrics()
-    return metric_table(arbiter, PlannerMetrics(arbiter.registry), PluginMetrics(arbiter.registry))
+    return metric_table(
+        arbiter, PlannerMetrics(arbiter.registry), PluginMetrics(arbiter.registry), LeadMetrics(arbiter.registry)
+    )
 
 
 def metric_table(*owners: Any) -> str:

@@ -18,7 +18,8 @@ if not __name__.startswith("dynamo_local."):
     raise ImportError(f"import dynamo_local.{__name__}, not the bare {__name__!r}")
 
 if TYPE_CHECKING:
-    from dynamo_local.state.raw import StateMissing, namespaces, prepare_folder, read_raw, statefile_path
+    from dynamo_local.state.leads import LeadFile
+    from dynamo_local.state.raw import StateMissing, namespaces, prepare_folder, read_raw, state_folder, statefile_path
     from dynamo_local.state.run_id import new_run_id
     from dynamo_local.state.schema import (
         ComponentEntry,
@@ -29,16 +30,19 @@ if TYPE_CHECKING:
         PlannerEntry,
         RestartEntry,
         ServerEntry,
+        SpareEntry,
         State,
         SystemResources,
     )
     from dynamo_local.state.store import Removal, StateStore, load
 
 _HOME = {
+    "LeadFile": "leads",
     "StateMissing": "raw",
     "namespaces": "raw",
     "prepare_folder": "raw",
     "read_raw": "raw",
+    "state_folder": "raw",
     "statefile_path": "raw",
     "new_run_id": "run_id",
     "ComponentEntry": "schema",
@@ -49,6 +53,7 @@ _HOME = {
     "PlannerEntry": "schema",
     "RestartEntry": "schema",
     "ServerEntry": "schema",
+    "SpareEntry": "schema",
     "State": "schema",
     "SystemResources": "schema",
     "Removal": "store",
@@ -62,10 +67,12 @@ __all__ = [
     "Environment",
     "FlipEntry",
     "FollowEntry",
+    "LeadFile",
     "PlannerEntry",
     "Removal",
     "RestartEntry",
     "ServerEntry",
+    "SpareEntry",
     "State",
     "StateMissing",
     "StateStore",
@@ -75,6 +82,7 @@ __all__ = [
     "new_run_id",
     "prepare_folder",
     "read_raw",
+    "state_folder",
     "statefile_path",
 ]
 

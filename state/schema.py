@@ -126,6 +126,14 @@ class ServerEntry(_Model):
     pid_start_time: Seconds | None = None
 
 
+class SpareEntry(_Model):
+    """A process that has the modules of an engine imported, and waits to become a worker."""
+
+    engine: str
+    pid: Annotated[int, Field(gt=0)] | None = None
+    pid_start_time: Seconds | None = None
+
+
 class PlannerEntry(_Model):
     """The load planner of the run: what it does, and the options that differ from the defaults."""
 
@@ -197,7 +205,8 @@ class State(_Model):
     ones, by watcher name; `on_arbiter_death` is what the guardian does when the arbiter is killed; `planner` is None
     if nobody has started it; `follow` names another planner that scales the graph instead; `restarts` are those under
     way; `retired` are components that an apply has removed, and whose last workers have not left yet; `revoked` are
-    the workers, with their component, that left because somebody else revoked their lease.
+    the workers, with their component, that left because somebody else revoked their lease; `spares` are the processes
+    of which workers can be made, by watcher name.
     """
 
     schema_version: Literal[1] = 1
@@ -224,6 +233,7 @@ class State(_Model):
     restarts: list[RestartEntry] | None = None
     retired: list[Name] | None = None
     revoked: dict[Name, str] | None = None
+    spares: dict[Name, SpareEntry] | None = None
 
     @field_validator("etcd_endpoints", "nats_server", "frontend_url")
     @classmethod

@@ -96,8 +96,8 @@ class Planning:
         self._world: ArbiterWorld | None = None
         self._virtual: VirtualConnector | None = None
         self._changing = asyncio.Lock()
-        self._times = ScalingTimes(clock.now_s)
-        shell.observers.append(self._times)  # from the first start on
+        self.times = ScalingTimes(clock.now_s)
+        shell.observers.append(self.times)  # from the first start on
         self._log_path = decision_log_path(logs)
         self.options = options
         self.observers: list[PlannerObserver] = []
@@ -335,7 +335,7 @@ class Planning:
     def world(self) -> ArbiterWorld:
         """What a planner sees of the arbiter. Raises `ConfigError` for a graph that no planner can scale."""
         prefill, decode = planned_components(self._graph)
-        world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self._times)
+        world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self.times)
         world.waiting_in = prefills_wait_in(self._graph, prefill)
         return world
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import click
@@ -23,3 +24,22 @@ class FiniteRange(click.FloatRange):
 
 SECONDS = FiniteRange(min=0, min_open=True, max=SECONDS_MAX)
 """A duration: more than nothing, a year at most."""
+
+
+class Shape(click.ParamType):
+    """`P,D`: that many prefill and decode workers; `0,D`: aggregated ones."""
+
+    name = "P,D"
+
+    def convert(
+        self, value: str | tuple[int, int], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        """Two whole numbers."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"\s*([0-9]{1,3})\s*,\s*([0-9]{1,3})\s*", value, re.ASCII)
+        if match is None or int(match[2]) < 1:
+            self.fail(
+                f"{value!r} is no P,D, such as 2,2 (prefill, decode) or 0,4 (four aggregated workers)", param, ctx
+            )
+        return int(match[1]), int(match[2])

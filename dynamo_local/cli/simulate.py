@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamo_local.cli.common import json_option
-from dynamo_local.cli.numbers import FiniteRange
+from dynamo_local.cli.numbers import FiniteRange, Shape
+from dynamo_local.cli.simulated_leads import leads_of
 from dynamo_local.cli.simulated_requests import Source, source_of
 from dynamo_local.core.admission import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
 from dynamo_local.core.durations import SECONDS_MAX
@@ -22,25 +23,6 @@ if TYPE_CHECKING:
     from dynamo_local.twin.metrics import Metrics
 
 DEFAULT_INITIAL = "1,1"
-
-
-class Shape(click.ParamType):
-    """`P,D`: that many prefill and decode workers; `0,D`: aggregated ones."""
-
-    name = "P,D"
-
-    def convert(
-        self, value: str | tuple[int, int], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        """Two whole numbers."""
-        if isinstance(value, tuple):
-            return value
-        match = re.fullmatch(r"\s*([0-9]{1,3})\s*,\s*([0-9]{1,3})\s*", value, re.ASCII)
-        if match is None or int(match[2]) < 1:
-            self.fail(
-                f"{value!r} is no P,D, such as 2,2 (prefill, decode) or 0,4 (four aggregated workers)", param, ctx
-            )
-        return int(match[1]), int(match[2])
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
@@ -67,6 +49,8 @@ class Shape(click.ParamType):
 @click.option(
     "--start-up-s", type=FiniteRange(min=0, max=SECONDS_MAX), default=30.0, show_default=True, help="Of a new worker."
 )
+@click.option("--spares", type=click.IntRange(0, 64), default=0, show_default=True, help="As Host's: warm starts.")
+@click.option("--lead", metavar="flip=S,wake=S,spare=S,cold=S|measured", help="Times to one more worker.")
 @click.option(
     "--max-local-prefill-length", type=click.IntRange(min=0), default=10, show_default=True, help="As the worker's."
 )
@@ -211,6 +195,8 @@ def _case(
         prefill_gpus=config.prefill_engine_num_gpu or 1,
         decode_gpus=config.decode_engine_num_gpu or 1,
         start_up_s=words["start_up_s"],
+        spares=words["spares"],
+        leads=leads_of(words["lead"], words["start_up_s"]),
         disagg=DisaggSettings(words["max_local_prefill_length"], words["max_prefill_queue_size"]),
         conditional=not words["always_remote"],
         disagg_policy=words["disagg_policy"],
@@ -330,7 +316,7 @@ def _facts(source: Source, words: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (source.what, f"{source.name}{speed}"),
         ("targets", f"TTFT {target(words['ttft_ms'])}, ITL {target(words['itl_ms'])}"),
-        ("host", f"{words['gpus']}, start-up {words['start_up_s']:g} s"),
+        ("host", _host(words)),
         ("seed", str(words["seed"])),
         (
             "bounds",
@@ -338,6 +324,12 @@ def _facts(source: Source, words: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"request-timeout {words['request_timeout_s']:g} s",
         ),
     ]
+
+
+def _host(words: Mapping[str, Any]) -> str:
+    lead, spares = leads_of(words["lead"], words["start_up_s"]), words["spares"]
+    warm = f", {spares} spare{'s' * (spares != 1)} with {lead.spare_s:g} s" if spares else ""
+    return f"{words['gpus']}, start-up {lead.cold_s:g} s{warm}"
 
 
 def _explained(reason: str, words: Mapping[str, Any]) -> str:

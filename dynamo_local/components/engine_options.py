@@ -7,11 +7,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dynamo_local.components.text.model import TINY_MODEL, TINY_TOKENS
+from dynamo_local.core.spares import EngineName, engine_of
 from dynamo_local.engines import make_engine
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import Engine, KvEventPublisher, PassSink
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 
 ENGINE = "engine"
 """Under which a component hands its engine over to the next role of its process."""
-EngineName = Literal["sim", "vllm"]
 
 
 class EngineConfig(BaseModel):
@@ -89,7 +89,7 @@ class EngineConfig(BaseModel):
     @property
     def engine_name(self) -> EngineName:
         """The engine: `sim` for a real model only if the section says so."""
-        return self.engine or ("sim" if self.model == TINY_MODEL else "vllm")
+        return engine_of(self.engine, self.model, TINY_MODEL)
 
     def vllm_options(self, gpus: int) -> VllmOptions:
         """The options of a worker with this many GPUs."""

@@ -132,6 +132,9 @@ class HostConfig(BaseModel):
     restart: Annotated[RestartConfig, BeforeValidator(_underscored, json_schema_input_type=RestartConfig)] = (
         RestartConfig()
     )
+    spares: Annotated[int, Field(ge=0, le=64)] = 0
+    """Processes that have an engine's modules imported, and become any worker of it; so many for each engine and
+    environment of the graph (docs/actuators.md)."""
     circusd: Annotated[CircusdConfig | None, BeforeValidator(_underscored)] = None
     """Read by `[plugin:dynamo]` of a `circus.ini` only."""
 

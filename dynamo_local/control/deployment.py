@@ -63,6 +63,7 @@ class Settings:
     metrics_port: int = 0
     metrics_socket: bool = False
     metrics_api_key: str | None = None
+    spares: int = 0
 
 
 @dataclass(frozen=True, slots=True)

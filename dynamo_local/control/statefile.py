@@ -37,6 +37,7 @@ HEAD_FIELDS = (
     "target",
     "environment",
     "revoked",
+    "spares",
 )
 """Of the statefile as a whole, what changes in the life of a run."""
 

@@ -19,9 +19,14 @@ KEPT = 5
 
 
 class ScalingTimes:
-    """Watches a shell (`control.effects.Observer`). A drain that was taken back, or a start that failed, is none."""
+    """Watches a shell (`control.effects.Observer`). A drain that was taken back, or a start that failed, is none.
+
+    `noted` is called with each start that came to its end: the worker, and its seconds. Of which rung that was, whoever
+    started it knows.
+    """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
+        self.noted: Callable[[Worker, float], None] = lambda worker, seconds: None
         self._now_s = now_s
         self._began: dict[str, float] = {}
         self._starts: dict[str, deque[float]] = {}
@@ -55,6 +60,7 @@ class ScalingTimes:
             return
         elif before is WorkerState.STARTING and TRAITS[after].serves:
             self._starts.setdefault(component, deque(maxlen=KEPT)).append(now_s - began_s)
+            self.noted(worker, now_s - began_s)
         elif before is WorkerState.DRAINING and after is WorkerState.EXITED:
             self._drains.setdefault(component, deque(maxlen=KEPT)).append(now_s - began_s)
         elif after is WorkerState.DRAIN_TIMED_OUT:

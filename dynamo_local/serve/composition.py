@@ -31,20 +31,24 @@ from dynamo_local.control.start_watch import StartWatch
 from dynamo_local.control.statefile import Statefile
 from dynamo_local.control.tasks import Tasks
 from dynamo_local.control.waiting import Waiting
+from dynamo_local.core.lead_times import Rung
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.lacking import READY
 from dynamo_local.core.life.stimuli import InfraSeen
 from dynamo_local.errors import DynamoError
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.infra.embedded import EmbeddedServers
+from dynamo_local.serve.leads import Leads
 from dynamo_local.serve.runtime_folder import RuntimeFolder
-from dynamo_local.state import StateStore
+from dynamo_local.serve.spared import Spared
+from dynamo_local.state import LeadFile, StateStore
 from dynamo_local.succession import leftovers
 from dynamo_local.succession.guarding import Guarding
 from dynamo_local.succession.marks import marks
-from dynamo_local.system.process_host import SupervisedHost
+from dynamo_local.system.process_host import ProcessHost, SupervisedHost
 from dynamo_local.telemetry.event_log import EventLog, EventRecorder, event_log_path
 from dynamo_local.telemetry.exporter import Exporter, Place
+from dynamo_local.telemetry.lead_metrics import LeadMetrics, LeadsNow
 from dynamo_local.telemetry.progress import View
 from dynamo_local.telemetry.run_records import server_record
 
@@ -78,6 +82,8 @@ class Parts:
     exporter: Exporter
     control_api: ControlApi
     runtime_folder: RuntimeFolder
+    spared: Spared
+    leads: Leads
 
 
 def compose(
@@ -96,16 +102,19 @@ def compose(
     launcher, notes = Launcher(factory), Notes(view.event, clock)
     tasks = Tasks(clock, notes.tell)
     links = Links(namespace, deployment.run_id)
+    spared = Spared(deployment, launcher, host, clock, tasks, notes.tell)
     events = EventRecorder(EventLog(event_log_path(paths.logs)), clock.wall_s, notes.tell)
     statefile = Statefile(head_of(deployment), store, launcher.launch_of, notes.tell)
     system = _system(deployment)
-    effects = _effects(host, system, pool, launcher, links, statefile, events, clock, notes, failed)
+    effects = _effects(spared.host, system, pool, launcher, links, statefile, events, clock, notes, failed)
     shell = _shell(deployment, effects, links, clock, notes)
+    spared.connect(shell, lambda: effects.env)
     orders, waiting = Orders(shell, pool.look), Waiting(shell, clock.now_s)
     sampling = Sampling(namespace, shell, links, clock)
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
     exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
+    leads = _leads(deployment, launcher, spared, planning, exporter, tasks)
     control_api = _control_api(deployment, planning, state, tasks)
     servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))
     return Parts(
@@ -134,7 +143,25 @@ def compose(
         exporter=exporter,
         control_api=control_api,
         runtime_folder=RuntimeFolder(paths, [host, exporter, control_api], servers, clock, notes.tell),
+        spared=spared,
+        leads=leads,
     )
+
+
+def _leads(
+    deployment: Deployment, launcher: Launcher, spared: Spared, planning: Planning, exporter: Exporter, tasks: Tasks
+) -> Leads:
+    """What each start took, and of which rung it was."""
+    leads = Leads(launcher, LeadFile(deployment.paths.statefile.parent), tasks.run)
+
+    def started(worker: Worker, seconds: float) -> None:
+        leads.note(Rung.SPARE if spared.host.was_spare(worker.pid) else Rung.COLD, worker.component, seconds)
+
+    planning.times.noted = started
+    said = planning.onlookers_say
+    planning.onlookers_say = lambda: {**said(), "lead_times": leads.status()}
+    LeadMetrics(exporter.metrics.registry, lambda: LeadsNow(leads.known, spared.counts()))
+    return leads
 
 
 def _exporter(
@@ -168,7 +195,7 @@ def _system(deployment: Deployment) -> HostSystem:
 
 
 def _effects(
-    host: SupervisedHost,
+    host: ProcessHost,
     system: HostSystem,
     pool: GpuPool,
     launcher: Launcher,

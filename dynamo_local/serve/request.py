@@ -25,10 +25,10 @@ from dynamo_local.core.virtual import Layout
 from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.gpus.inventory import pinning_disabled
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.serve.access_checks import check_access, insecure
-from dynamo_local.serve.dispatch_checks import check_dispatch
-from dynamo_local.serve.engine_checks import check_engines
-from dynamo_local.serve.flip_checks import with_flips
+from dynamo_local.serve.checks.access import check_access, insecure
+from dynamo_local.serve.checks.dispatch import check_dispatch
+from dynamo_local.serve.checks.engine import check_engines
+from dynamo_local.serve.checks.flips import with_flips
 from dynamo_local.system.paths import Paths
 from dynamo_local.telemetry import tensorboard
 
@@ -156,6 +156,7 @@ def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str])
         metrics_port=config.host.metrics_port,
         metrics_socket=config.host.metrics_socket,
         metrics_api_key=config.host.metrics_api_key,
+        spares=config.host.spares,
     )
 
 

@@ -57,6 +57,8 @@ def run_status(parts: Parts, state: str, following: Following | None) -> dict[st
         "changes": [_change(plan) for plan in fleet.restarts],
         "planner": parts.planning.status(),
         "follow": None if following is None else following.status(),
+        "spares": parts.spared.status(),
+        "lead_times": parts.leads.status(),
         "tasks": parts.tasks.status(),
         "notes": parts.notes.as_json(fleet),
         "workers": [

@@ -83,7 +83,7 @@ class Supervisor:
         self._asked_down: asyncio.Future[str] = loop.create_future()
         self._signalled = self._now = False
         self._gone = asyncio.Event()
-        self.parts.servers.on_change = self._record_servers
+        self.parts.servers.on_change = self._record_others
         arbiter.supervisor = self
         arbiter.on_exit = self._on_exit
 
@@ -96,6 +96,7 @@ class Supervisor:
         """
         become_subreaper()
         parts = self.parts
+        parts.leads.remember()
         parts.tasks.keep("descriptor check", partial(self._spare.run, self.clock))
         await parts.exporter.start()
         await parts.control_api.start()
@@ -103,6 +104,7 @@ class Supervisor:
         parts.tasks.keep("runtime folder check", parts.runtime_folder.run)
         await (self._start_anew() if found is None else self._take_back(found))
         self.state = "ready"
+        parts.spared.begin(parts.tasks, self._record_others)
         await self._follow()
         await parts.planning.begin(
             starts=self.deployment.load_planner_flag if self.following is None else False,
@@ -151,11 +153,12 @@ class Supervisor:
             parts.notes.tell(f"the restart that was under way goes on: {names}")
         await parts.guarding.replace()
         parts.statefile.head.on_arbiter_death = policy(self.deployment)
-        await self._record_servers()
+        await self._record_others()
 
-    async def _record_servers(self) -> None:
-        """Their pids may change with every restart; an adoption needs those of now."""
+    async def _record_others(self) -> None:
+        """Pids of servers and spares may change with every restart; an adoption needs those of now."""
         self.parts.statefile.head.servers = self.parts.servers.records() or None
+        self.parts.statefile.head.spares = self.parts.spared.records() or None
         await self.parts.statefile.write_head(self._fleet)
 
     async def _connect(self) -> None:
@@ -232,23 +235,23 @@ class Supervisor:
     # --- watching ------------------------------------------------------------------------------
 
     def _on_exit(self, name: str, pid: int, code: int | None) -> None:
-        if not self.parts.servers.exited(name, code) and not self.parts.guarding.exited(name, code):
-            self.parts.effects.exited(name, pid, code)
+        parts = self.parts
+        ours = parts.servers.exited(name, code) or parts.guarding.exited(name, code)
+        if not ours and not parts.spared.exited(name, pid, code):
+            parts.effects.exited(name, pid, code)
 
     def _failed(self, worker: Worker, reason: str) -> None:
         """A worker failed. While we start, that ends the start; later it is told, and the policy acts."""
-        message = f"{worker.name} {reason}; {self.parts.launcher.factory.log_tail_of(worker)}"
-        if self.state == "starting":
-            if not self._death.done():
-                late = worker.state is WorkerState.START_TIMED_OUT
-                why = StartTimedOut(self._too_late(worker)) if late else WorkerDied(message)
-                self._death.set_result(why)
-        elif self.state != "leaving":
-            self.parts.notes.failed(worker.name, reason)
+        parts = self.parts
+        message = f"{worker.name} {reason}; {parts.launcher.factory.log_tail_of(worker)}"
+        late = worker.state is WorkerState.START_TIMED_OUT
+        if self.state == "starting" and late:
+            message = too_late(worker, self._fleet(), parts.launcher.factory, parts.starts.waits_for)
+        if self.state == "starting" and not self._death.done():
+            self._death.set_result(StartTimedOut(message) if late else WorkerDied(message))
+        elif self.state not in ("starting", "leaving"):
+            parts.notes.failed(worker.name, reason)
             self.view.event(message)
-
-    def _too_late(self, worker: Worker) -> str:
-        return too_late(worker, self._fleet(), self.parts.launcher.factory, self.parts.starts.waits_for)
 
     def _show_logs(self, *, from_end: bool) -> None:
         """Progress, log lines and rotation, for as long as we live."""
@@ -362,6 +365,7 @@ class Supervisor:
             self._gone.set()
             return
         self.state = "leaving"
+        await parts.spared.close()
         try:
             parts.shell.feed(Leave(stimulus_id="down", now=self._now))
             await parts.waiting.until(lambda: leaving.has_left(parts.shell.fleet))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dynamo_local.core.spares import is_spare
 from dynamo_local.core.types import watcher_name
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive, parent_and_session, start_time_s
@@ -60,7 +61,7 @@ def marked(paths: Paths) -> list[Marked]:
             own_sessions[pid] = parent
         arbiter = _arbiter_named(env)
         found.append(Marked(pid, started_s, name, env.get("DYN_RUN_ID", ""), is_worker=False, arbiter=arbiter))
-    return _with_workers(found, own_sessions, household(paths.namespace))
+    return _with_workers(found, own_sessions, paths.namespace)
 
 
 def _environments(namespace: str) -> Iterator[tuple[int, dict[str, str]]]:
@@ -98,18 +99,20 @@ def statefiles_elsewhere(paths: Paths) -> list[Path]:
     return [Path(path) for path in sorted(named - {"/", os.path.realpath(paths.statefile)})]
 
 
-def _with_workers(found: Sequence[Marked], own_sessions: Mapping[int, int], servants: Container[str]) -> list[Marked]:
+def _with_workers(found: Sequence[Marked], own_sessions: Mapping[int, int], namespace: str) -> list[Marked]:
     """Say which of them are workers: what an arbiter starts leads a session of its own.
 
     What a worker starts inherits its marks, and may begin a session, too: then its parent has the same marks.
     `own_sessions` maps each leader to its parent. A command line would tell less: a command's is anything.
     """
+    servants = household(namespace)
     of_worker = {(process.pid, process.name, process.run_id) for process in found}
 
     def is_worker(process: Marked) -> bool:
         parent = own_sessions.get(process.pid)
         inherited = (parent, process.name, process.run_id) in of_worker
-        return parent is not None and not inherited and process.name not in servants
+        spare = is_spare(process.name, namespace)
+        return parent is not None and not inherited and process.name not in servants and not spare
 
     return [replace(process, is_worker=is_worker(process)) for process in found]
 

@@ -92,3 +92,12 @@ class AdoptingHost(SupervisedHost, Protocol):
     def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
         """A watcher for a process that runs already; `ProcessLookupError` if it has just ended."""
         ...
+
+
+class SpareHost(ProcessHost, Protocol):
+    """A host in which a process may become another one: it was started as a spare, and is a worker now."""
+
+    def rename_process(self, name: str, spec: ProcessSpec) -> int:
+        """The process of the watcher `name` is that of `spec.name` from now on, whose exit is told by that name; its
+        pid. `ProcessLookupError` where it has ended, KeyError where there is a watcher of the new name."""
+        ...

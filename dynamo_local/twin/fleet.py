@@ -114,6 +114,7 @@ class VirtualFleet:
         self._numbers = count(1)
         self._clock = VirtualClock(now_s)
         self._names: dict[int, str] = {}
+        self._spares_warm_s = [LONG_AGO_S] * options.spares
         self.processes: dict[str, Process] = {}
         """Those that have been ready, by watcher name."""
         self.points: list[FleetPoint] = []
@@ -259,7 +260,7 @@ class VirtualFleet:
         match act:
             case Spawn(name=name, stimulus_id=cause):
                 number = self._number(name)
-                self._agenda.add(now_s + self._options.start_up_s, What.STARTED, number)
+                self._agenda.add(now_s + self._lead_s(now_s), What.STARTED, number)
                 done(ProcessMade(stimulus_id=cause, name=name, pid=number, start_time=None, started_at=now_s))
             case Revoke(name=name, tells=True) | Signal(name=name):
                 self._asked_to_leave(name, now_s)
@@ -293,6 +294,15 @@ class VirtualFleet:
                 done(None)
             case _:
                 assert_never(act)
+
+    def _lead_s(self, now_s: float) -> float:
+        """Of a start now: from a spare, if one is warm. The next one is started when the worker is ready."""
+        lead = self._options.lead
+        for n, warm_at_s in enumerate(self._spares_warm_s):
+            if warm_at_s <= now_s:
+                self._spares_warm_s[n] = now_s + lead.spare_s + lead.cold_s
+                return lead.spare_s
+        return lead.cold_s
 
     def _asked_to_leave(self, name: str, now_s: float) -> None:
         worker = self.shell.fleet.workers[name]
@@ -344,7 +354,7 @@ def _count(workers: Sequence[Worker]) -> RoleCount:
 
 
 def _templates(options: TwinOptions) -> tuple[Template, ...]:
-    start_s, drain_s = 2 * options.start_up_s + 60.0, options.drain_deadline_s
+    start_s, drain_s = 2 * options.lead.cold_s + 60.0, options.drain_deadline_s
     decode = Template(DECODE, options.decode_role, options.decode_gpus, None, start_s, drain_s)
     if not options.shape.prefill:
         return (decode,)

@@ -44,9 +44,21 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
+class LeadOptions:
+    """From the decision until the worker serves, by the way it comes about; seconds. See `core.lead_times.Rung`."""
+
+    flip_s: float = 0.5
+    wake_s: float = 3.0
+    spare_s: float = 8.0
+    cold_s: float = START_UP_S
+
+
+@dataclass(frozen=True, slots=True)
 class TwinOptions:
     """The host and the graph. Defaults are those of `examples/llm/configs/disagg.yaml` and of the components.
 
+    `spares` are processes from which a start takes `leads.spare_s`; the next one is there a cold start later. Without
+    `leads` a cold start takes `start_up_s`, and the others what `LeadOptions` says.
     `coalesce=False` runs every pass as an event of its own: the slow form that tests compare with.
     Raises `ConfigError` for a shape that cannot be.
     """
@@ -69,6 +81,8 @@ class TwinOptions:
     max_tries: int = 3
     drain_deadline_s: float = 600.0
     coalesce: bool = True
+    spares: int = 0
+    leads: LeadOptions | None = None
 
     def __post_init__(self) -> None:
         needed = self.shape.prefill * self.prefill_gpus + self.shape.decode * self.decode_gpus
@@ -80,6 +94,11 @@ class TwinOptions:
             raise ConfigError(
                 f"block_size {self.sim.block_size} does not divide {HASH_BLOCK_TOKENS}, the tokens of one id in a trace"
             )
+
+    @property
+    def lead(self) -> LeadOptions:
+        """The leads of this run."""
+        return self.leads if self.leads is not None else LeadOptions(cold_s=self.start_up_s)
 
     @property
     def decode_role(self) -> Role:

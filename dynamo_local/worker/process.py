@@ -25,6 +25,7 @@ from dynamo_local.runtime.requests import DependencyClient
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.state import StateStore
+from dynamo_local.system import start_stages
 from dynamo_local.worker.context import Identity, run_all
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.flipping import Flipping
@@ -178,13 +179,19 @@ class WorkerProcess:
             on_nats_closed=self._nats_closed,
             waiting_for=self._wait_for,
         )
+        start_stages.passed("connections")
         self._roles.connected(connections)
         await role.take_lease(connections)
-        await self._wait_for_dependencies(await role.begin(connections))
+        clients = await role.begin(connections)
+        start_stages.passed("start hooks")
+        await self._wait_for_dependencies(clients)
+        start_stages.passed("dependencies")
         self._wait_for("its registration")
         await role.serve()
         await role.register()
         await role.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
+        start_stages.passed("registration")
+        log.info("the start took %s", start_stages.words())
 
     def _wait_for(self, what: str) -> None:
         self._waiting_for = what

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
+from dynamo_local.system import start_stages
 from dynamo_local.system.host_errors import ensure_descriptors
 from dynamo_local.system.logs.request_log import log_to_stderr
 from dynamo_local.system.prctl import die_as_asked
@@ -37,6 +38,7 @@ def main(target: str, service_name: str) -> None:
 def run_as_worker(make: Callable[[], WorkerProcess]) -> NoReturn:
     """Make the worker and run it; ends the process with its exit code. Failures are logged."""
     die_as_asked(os.environ)
+    start_stages.passed("interpreter")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     log_to_stderr(os.environ.get("DYN_LOG", "INFO").upper())
     try:
@@ -60,7 +62,9 @@ def _worker(target: str, service_name: str) -> WorkerProcess:
     from dynamo_local.worker.context import Identity
     from dynamo_local.worker.process import WorkerProcess
 
+    start_stages.passed("our imports")
     graph = load_graph(target, base_dir=Path.cwd())
+    start_stages.passed("graph")
     service = graph.services.get(service_name)
     if service is None:
         raise ConfigError(f"{target} has no service {service_name!r}; it has: {', '.join(graph.services)}")

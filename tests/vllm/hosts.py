@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,20 @@ class VllmHost:
         return int(self.args["block-size"])
 
     def aggregated(
-        self, folder: Path, *, planner: Mapping[str, Any] | None = None, router: str | None = None, **decode: Any
+        self,
+        folder: Path,
+        *,
+        planner: Mapping[str, Any] | None = None,
+        router: str | None = None,
+        words: Sequence[str] = (),
+        **decode: Any,
     ) -> Served:
         """`graphs.agg` with real vLLM; `decode` are keys of the VllmWorker's section, `planner` is the Planner's.
 
-        With a `router`, the graph that has the Router, and that policy.
+        With a `router`, the graph that has the Router, and that policy. `words` are more ones of `dynamo serve`.
         """
         planned = {} if planner is None else {"Planner": dict(planner)}
-        return self._served(folder, "agg", {"VllmWorker": self._worker(decode), **planned}, router)
+        return self._served(folder, "agg", {"VllmWorker": self._worker(decode), **planned}, router, words)
 
     def disaggregated(self, folder: Path, *, router: str | None = None, workers: int = 1, **decode: Any) -> Served:
         """`graphs.disagg`, so many `workers` of each role, every prefill remote unless `decode` says otherwise."""
@@ -49,7 +55,9 @@ class VllmHost:
     def _worker(self, more: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.args, **more, "common-configs": ["model", "served-model-name"]}
 
-    def _served(self, folder: Path, graph: str, workers: Mapping[str, Any], router: str | None) -> Served:
+    def _served(
+        self, folder: Path, graph: str, workers: Mapping[str, Any], router: str | None, words: Sequence[str] = ()
+    ) -> Served:
         config = {
             "Common": {"model": str(self.model), "served-model-name": "tiny"},
             "Host": {"gpus": self.gpus},
@@ -65,7 +73,9 @@ class VllmHost:
         file.write_text(yaml.safe_dump(config))
         target = (f"graphs.{graph}:Frontend", "-f", str(file))
         # For all of the graph: the Frontend's start includes that of the engines behind it.
-        return Served("--start-deadline", str(START_TIMEOUT_S), target=target, env=self.env, timeout_s=START_TIMEOUT_S)
+        return Served(
+            *words, "--start-deadline", str(START_TIMEOUT_S), target=target, env=self.env, timeout_s=START_TIMEOUT_S
+        )
 
 
 def cpu_host(model: Path) -> VllmHost:

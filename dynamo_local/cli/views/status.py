@@ -64,6 +64,7 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
         head.append(f"planner   {line}")
     if graph.get("follow"):
         head.append(f"follow    {follow_line(graph['follow'])}")
+    head += _spares(graph.get("spares"))
     head += [_change(change) for change in graph.get("changes", ())]
     head += _inventory(graph.get("gpu_inventory"))
     head += [_task(task) for task in graph.get("tasks", ()) if not task["running"]]
@@ -98,6 +99,23 @@ def clock_time(at: float) -> str:
     time_at = datetime.fromtimestamp(at).astimezone()
     day = "" if time_at.date() == datetime.now().astimezone().date() else f"{time_at:%Y-%m-%d} "
     return f"{day}{time_at:%H:%M:%S}"
+
+
+def _spares(told: Mapping[str, Any] | None) -> list[str]:
+    """`spares    vllm: dynamo_spare warm, 596 MiB, pid 4711`, and why the latest failed."""
+    if told is None:
+        return []
+    lines = [f"spares    {each['engine']}: {_spare(each)}" for each in told["spares"]]
+    if told["reason"] is not None:
+        again = "now" if told["next_try_s"] is None else f"in {duration(told['next_try_s'])}"
+        lines.append(f"spares    the last one failed ({told['reason']}); the next is started {again}")
+    return lines or ["spares    none yet: the first is started when no worker is coming up"]
+
+
+def _spare(spare: Mapping[str, Any]) -> str:
+    memory = spare["memory_bytes"]
+    held = "" if memory is None else f", {memory / 2**20:.0f} MiB"
+    return f"{spare['watcher_name']} {spare['state']}{held}, pid {spare['pid'] or '-'}"
 
 
 def _change(change: Mapping[str, Any]) -> str:

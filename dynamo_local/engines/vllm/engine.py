@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import time
 import uuid
@@ -26,6 +25,7 @@ from dynamo_local.engines.vllm.kv_events import KvEventBridge
 from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
 from dynamo_local.engines.vllm.pass_bridge import PassBridge, watch_passes
 from dynamo_local.engines.vllm.pass_watch import ENDPOINT
+from dynamo_local.engines.vllm.starting.processes import CoreProcesses
 from dynamo_local.engines.vllm.stats import Statistics
 from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.ports import (
@@ -37,6 +37,7 @@ from dynamo_local.ports import (
     PassSink,
     SamplingParams,
 )
+from dynamo_local.system import start_stages
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class VllmEngine(EngineBase):
         self._handoffs = Handoffs(KV_LEASE_S)
         self._dead = asyncio.Event()
         self._closed = False
-        self._watches: list[tuple[asyncio.AbstractEventLoop, int]] = []
+        self._processes: CoreProcesses | None = None
         self._count = 0
 
     # --- life ----------------------------------------------------------------------------------
@@ -103,11 +104,13 @@ class VllmEngine(EngineBase):
         self._listen_to_kv_events()
         self._listen_to_passes()
         started_s = time.monotonic()
-        self._llm = await asyncio.to_thread(self._build)
+        self._processes = CoreProcesses()
+        self._llm = await self._processes.build(self._build)
+        start_stages.passed("EngineCore")
         if self._closed:
             await self.close()
             raise EngineError("the engine was closed while it started")
-        self._watch_processes()
+        self._processes.watch(self._die)
         self._info = self._describe()
         log.info("vLLM was ready after %.1f s", time.monotonic() - started_s)
 
@@ -140,15 +143,20 @@ class VllmEngine(EngineBase):
         from dynamo_local.engines.vllm.arguments import engine_args
         from dynamo_local.engines.vllm.stat_logger import stat_logger
 
+        start_stages.passed("vLLM's imports")
         self._sampling = VllmSampling
         self._delta = RequestOutputKind.DELTA
         args = engine_args(self._words)
         try:
             config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            start_stages.passed("vLLM's configuration")
             if self._pass_bridge is not None:
                 watch_passes(config)
+            assert self._processes is not None
+            assert self._resources is not None
             return AsyncLLM.from_vllm_config(
                 config,
+                client_addresses=self._processes.launch(config, self._resources.folder),
                 usage_context=UsageContext.ENGINE_CONTEXT,
                 stat_loggers=[stat_logger(self._recorded)],
                 enable_log_requests=args.enable_log_requests,
@@ -185,11 +193,12 @@ class VllmEngine(EngineBase):
         llm, self._llm = self._llm, None
         self._watch_no_more()
         if llm is not None:
+            assert self._processes is not None
             log.info("prompt tokens by source: %s", dict(self._statistics.prompt_tokens))
             handler = getattr(llm, "output_handler", None)
             if handler is not None and not self._statistics.num_live:
                 handler.cancel()  # nobody awaits it: otherwise it logs that the engine has died
-            await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
+            await asyncio.to_thread(self._processes.shutdown, llm, SHUTDOWN_TIMEOUT_S)
         if self._bridge is not None:
             await self._bridge.close()
         if self._pass_bridge is not None:
@@ -199,33 +208,15 @@ class VllmEngine(EngineBase):
         self._dead.set()
         self._notify()
 
-    def _watch_processes(self) -> None:
-        """The engine is dead as soon as one of its processes ends."""
-        loop = asyncio.get_running_loop()
-        for process in multiprocessing.active_children():
-            if process.pid is None:
-                continue
-            try:
-                fd = os.pidfd_open(process.pid)
-            except ProcessLookupError:
-                self._die(f"{process.name} ended during the start")
-                continue
-            self._watches.append((loop, fd))
-            loop.add_reader(fd, self._die, f"its process {process.name} (pid {process.pid}) ended")
-        if not self._watches:
-            self._die("none of its processes is there after the start")
-
     def _watch_no_more(self) -> None:
-        for loop, fd in self._watches:
-            loop.remove_reader(fd)
-            os.close(fd)
-        self._watches.clear()
+        if self._processes is not None:
+            self._processes.watch_no_more()
 
     def _die(self, why: str) -> None:
         if self._death is None and not self._closed:
             self._death = f"vLLM has ended by itself: {why}"
             log.error("%s", self._death)
-            self._watch_no_more()  # the pidfd of a dead process stays readable
+            self._watch_no_more()
             self._dead.set()
             self._notify()
 

@@ -6,6 +6,7 @@ Each is leased for the life of the process (`host_leases`).
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import socket
@@ -17,10 +18,14 @@ from pathlib import Path
 from dynamo_local.errors import EngineError
 from dynamo_local.system.host_leases import is_free, lease
 
+log = logging.getLogger(__name__)
+
 PORTS = range(20_000, 28_000)
 """Below 32768, where the kernel takes ports for outgoing connections: a port that is free now stays free."""
 PORTS_PER_ENGINE = 16
 """NIXL listens on the first plus the rank."""
+MODEL_INFOS = "modelinfos"
+"""vLLM's name for the folder, in its cache, of what it knows of models' classes."""
 IPC_PATH_MAX = 107
 _IPC_NAME_BYTES = 40
 """Room for the names of vLLM's sockets (UUIDs), which are in the folder that we give."""
@@ -98,8 +103,24 @@ def _cache_folder(name: str, environ: Mapping[str, str], leases: list[socket.soc
         if held is not None:
             leases.append(held)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _share_model_infos(root, folder / MODEL_INFOS)
             return folder
         n += 1
+
+
+def _share_model_infos(root: Path, own: Path) -> None:
+    """What vLLM found out about a model's class for another worker. It imports itself once more to find that out, in a
+    process of its own, which was half of a start of a worker whose name was new. Each file has a hash of the class's
+    source in it, so that one that is out of date is not used."""
+    try:
+        found = {file.name: file for file in sorted(root.glob(f"*/{MODEL_INFOS}/*.json"), key=os.path.getmtime)}
+        own.mkdir(mode=0o700, exist_ok=True)
+        for name, file in found.items():
+            if not (own / name).exists():
+                shutil.copyfile(file, own / f".{name}")
+                (own / f".{name}").replace(own / name)
+    except OSError as error:  # another worker's folder was just removed: vLLM looks by itself
+        log.info("what vLLM knows of models was not shared: %s", error)
 
 
 def _socket_folder(environ: Mapping[str, str]) -> Path:

@@ -11,7 +11,7 @@ from dynamo_local.commands.launching import DYNAMO_1X
 from dynamo_local.config import Config
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
 from dynamo_local.sdk.loader import LoadedGraph
-from dynamo_local.serve.flip_checks import with_flips
+from dynamo_local.serve.checks.flips import with_flips
 from dynamo_local.serve.request import ServeOptions, understand
 from tests.drivers.served import ROOT
 

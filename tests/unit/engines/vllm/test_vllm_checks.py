@@ -16,7 +16,7 @@ from dynamo_local.engines.vllm import checking
 from dynamo_local.engines.vllm.checking import VllmSection
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.serve.engine_checks import check_engines
+from dynamo_local.serve.checks.engine import check_engines
 from tests.drivers.served import EXAMPLE
 
 

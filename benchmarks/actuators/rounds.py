@@ -1,0 +1,101 @@
+"""Measures the ways, round by round, on a graph of each."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.actuators.ways import WAYS, Way
+from benchmarks.harness import Report, at_most
+from dynamo_local.components.messages import generate_request
+from dynamo_local.core.lead_times import Rung
+from dynamo_local.engines.vllm.checking import is_installed
+from dynamo_local.ports import SamplingParams
+from tests.drivers.endpoint_client import endpoint_client
+from tests.drivers.served import AGG, ROOT, Served
+
+COLD_SHARE_TARGET = 1 / 3
+TOKEN_IDS = [300, 301, 302, 303, 304, 305, 306, 307]
+FIRST_TOKEN_TIMEOUT_S = 600.0
+
+MakeServed = Callable[[Way], Served]
+
+
+def run(short: bool) -> Report:
+    """Seconds of each way on each engine."""
+    report = Report("actuators")
+    rounds = 2 if short else 10
+    _measured(report, "sim", asyncio.run(_measure(_on_sim, rounds)))
+    if is_installed():
+        from tests.vllm.make_tiny_model import make
+
+        with tempfile.TemporaryDirectory(prefix="ba-") as folder:
+            model = make(Path(folder) / "tiny", sorted((ROOT / "docs").glob("*.md")))
+            _measured(report, "vLLM (CPU)", asyncio.run(_measure(lambda way: _on_vllm(model, way), 1 if short else 5)))
+    else:
+        report.notes.append("vLLM is not installed here: tests/vllm/install.sh VENV installs its CPU build")
+    return report
+
+
+def _measured(report: Report, engine: str, found: dict[Rung, list[float]]) -> None:
+    for rung, seconds in found.items():
+        report.add(f"{engine}, {rung}: command to first token", "s", seconds)
+    for rung, seconds in found.items():
+        if rung is not Rung.COLD:
+            shares = [one / cold for one, cold in zip(seconds, found[Rung.COLD], strict=True)]
+            report.add(f"{engine}, {rung}: of a cold start", "", shares, at_most(COLD_SHARE_TARGET))
+
+
+def _on_sim(way: Way) -> Served:
+    return Served(*way.words, target=AGG, namespace=f"bench-{way.rung.replace('_', '-')}")
+
+
+def _on_vllm(model: Path, way: Way) -> Served:
+    from tests.vllm.hosts import cpu_host
+
+    folder = model.parent / str(way.rung)
+    folder.mkdir()
+    return cpu_host(model).aggregated(folder, words=way.words)
+
+
+async def _measure(make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS) -> dict[Rung, list[float]]:
+    """Each way in turn, in every round. The first worker of a name fills caches: a round before is not counted."""
+    found: dict[Rung, list[float]] = {way.rung: [] for way in ways}
+    with ExitStack() as stack:
+        graphs = []
+        for way in ways:
+            served = stack.enter_context(make(way))
+            await asyncio.to_thread(served.start)
+            graphs.append((way, served))
+        for n in range(rounds + 1):
+            for way, served in graphs:
+                for each, other in graphs:  # what imports elsewhere would take the processors from what is measured
+                    await each.prepare(other)
+                seconds = await _first_token(way, served)
+                await way.undo(served)
+                if n:
+                    found[way.rung].append(seconds)
+    return found
+
+
+async def _first_token(way: Way, served: Served) -> float:
+    """From the command until the new instance has given its first token, asked for as soon as it is registered."""
+    async with asyncio.timeout(FIRST_TOKEN_TIMEOUT_S), endpoint_client(served, way.component, "generate") as client:
+        known = {instance.instance_id for instance in await client.wait_for_instances(FIRST_TOKEN_TIMEOUT_S)}
+        began_s = time.perf_counter()
+        await way.begin(served)
+        await client.wait_for_others(known, FIRST_TOKEN_TIMEOUT_S)
+        new = next(each.instance_id for each in client.instances() if each.instance_id not in known)
+        request = generate_request("bench", TOKEN_IDS, SamplingParams(max_tokens=2, ignore_eos=True))
+        stream = await client.call(request, instance_id=new)
+        async for item in stream:
+            if item.get("token_ids"):
+                break
+        took_s = time.perf_counter() - began_s
+        async for _ in stream:
+            pass
+    return took_s

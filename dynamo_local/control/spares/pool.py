@@ -1,0 +1,329 @@
+"""Keeps spares running, and makes workers of them.
+
+A new spare is started when no worker is coming up: its imports would take the processors from that one. One that dies,
+or cannot be started, is replaced with back-off. Whoever takes one gets it at once, or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_local.clock import Clock
+from dynamo_local.control.spares.kinds import Kind, secrets_of
+from dynamo_local.core.exit_codes import how_it_ended
+from dynamo_local.core.notes import Elsewhere, Tell
+from dynamo_local.core.spares import SOCKET_FD, SPARE
+from dynamo_local.core.types import watcher_name
+from dynamo_local.state import SpareEntry
+from dynamo_local.system import fd_messages
+from dynamo_local.system.logs.files import set_aside
+from dynamo_local.system.paths import Paths
+from dynamo_local.system.process_host import ProcessSpec, SpareHost
+from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
+
+log = logging.getLogger(__name__)
+
+ORDER_TIMEOUT_S = 10.0
+"""To change the environment and to answer takes milliseconds."""
+ENDED_TIMEOUT_S = 5.0
+DELAY_S, DELAY_MAX_S = 1.0, 60.0
+RAN_WELL_S = 60.0
+CALM_BOUND_S = 10.0
+"""Where workers come up all the time, or one takes its time, spares are started all the same."""
+
+
+@dataclass(slots=True, eq=False)
+class Spare:
+    """One process. `warm_s` is when its modules were imported, of the arbiter's clock."""
+
+    name: str
+    kind: Kind
+    connection: socket.socket
+    started_s: float
+    pid: int | None = None
+    warm_s: float | None = None
+    taken: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        return "taken" if self.taken else "warming" if self.warm_s is None else "warm"
+
+
+@dataclass(frozen=True, slots=True)
+class SpareRules:
+    """How spares are run: so many of each kind, with these marks by which a run's processes are found."""
+
+    count: int
+    marks: Callable[[str], Mapping[str, str]]
+    visible: str | None
+    log_level: str | None
+    death_signal: int | None
+    start_deadline_s: float
+
+
+class Spares:
+    """`wanted` are the kinds, `calm` says that no worker is coming up; `on_change` is called, as a task of
+    `background`, when there is another spare, or one less."""
+
+    def __init__(
+        self,
+        host: SpareHost,
+        paths: Paths,
+        rules: SpareRules,
+        clock: Clock,
+        *,
+        wanted: Callable[[], tuple[Kind, ...]],
+        calm: Callable[[], bool],
+        background: Callable[[Coroutine[Any, Any, None]], object],
+        tell: Tell,
+    ) -> None:
+        self._host = host
+        self._paths = paths
+        self._rules = rules
+        self._clock = clock
+        self._wanted = wanted
+        self._calm = calm
+        self._background = background
+        self._tell = tell
+        self.on_change: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._spares: dict[str, Spare] = {}
+        self._failures = 0
+        self._next_try_s = 0.0
+        self._reason: str | None = None
+        self._woken = asyncio.Event()
+        self._leaving = False
+
+    # --- keeping them ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Start what is missing, for as long as the run lives."""
+        while not self._leaving:
+            self._woken.clear()
+            missing = self._missing()
+            if missing is None:
+                await self._woken.wait()
+                continue
+            await self._clock.sleep_until(max(self._next_try_s, await self._until_calm()))
+            if missing in self._wanted() and not self._leaving:
+                await self._start(missing)
+
+    def wake(self) -> None:
+        """What is wanted may have changed."""
+        self._woken.set()
+
+    def _missing(self) -> Kind | None:
+        wanted = self._wanted()
+        for spare in list(self._spares.values()):
+            if spare.kind not in wanted and not spare.taken:
+                self._dismiss(spare)
+        for kind in wanted:
+            if sum(spare.kind == kind and not spare.taken for spare in self._spares.values()) < self._rules.count:
+                return kind
+        return None
+
+    async def _until_calm(self) -> float:
+        """Now, once no worker is coming up, or has been for long."""
+        bound_s = self._clock.now_s() + CALM_BOUND_S
+        while not self._calm() and self._clock.now_s() < bound_s:
+            await self._clock.sleep_until(self._clock.now_s() + 0.1)
+        return self._clock.now_s()
+
+    def _free_name(self) -> str:
+        n = 0
+        while (name := watcher_name(self._paths.namespace, SPARE, n)) in self._spares:
+            n += 1
+        return name
+
+    async def _start(self, kind: Kind) -> None:
+        """One spare, until it is warm or has failed."""
+        name = self._free_name()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        spare = self._spares[name] = Spare(name, kind, ours, self._clock.now_s())
+        rules = self._rules
+        env = kind.environment(rules.marks(name), rules.visible, rules.log_level)
+        log_file = self._paths.log_file(name)
+        try:
+            with theirs:
+                await asyncio.to_thread(set_aside, log_file)
+                spare.pid = await self._host.start_process(
+                    ProcessSpec(
+                        name,
+                        kind.argv,
+                        env={**env, SOCKET_FD: str(theirs.fileno())},
+                        cwd=kind.cwd,
+                        log_file=log_file,
+                        death_signal=rules.death_signal,
+                        asks_itself=True,
+                        inherited_fds=(theirs.fileno(),),
+                    )
+                )
+            await self._changed()
+            async with asyncio.timeout(rules.start_deadline_s):
+                answer = await fd_messages.areceive(ours)
+            if "error" in answer:
+                raise OSError(answer["error"])
+        except (OSError, ValueError, TimeoutError) as error:
+            why = f"it was not warm within {rules.start_deadline_s:g} s" if isinstance(error, TimeoutError) else error
+            await self._give_up(spare, f"{why}")
+            return
+        spare.warm_s = self._clock.now_s()
+        await self._changed()
+
+    async def _give_up(self, spare: Spare, why: str) -> None:
+        """It is of no use: end it, and try again later."""
+        if self._spares.get(spare.name) is spare:
+            self._failed(f"{spare.name}: {why}")
+        await self._end(spare)
+
+    def _failed(self, why: str) -> None:
+        delay_s = min(DELAY_MAX_S, DELAY_S * 2.0 ** min(self._failures, 10))
+        self._failures, self._reason = self._failures + 1, why
+        self._next_try_s = self._clock.now_s() + delay_s
+        if not self._leaving:
+            self._tell(f"a spare failed ({why}); the next one is started in {delay_s:g} s", Elsewhere())
+
+    def exited(self, name: str, pid: int, code: int | None) -> bool:
+        """Called with every exit. False if it was no spare."""
+        spare = self._spares.get(name)
+        if spare is None:
+            return False
+        del self._spares[name]
+        spare.ended.set()
+        spare.connection.close()
+        if spare.warm_s is not None and self._clock.now_s() - spare.warm_s > RAN_WELL_S:
+            self._failures = 0
+        if not spare.taken and not self._leaving:
+            self._failed(f"{name} {how_it_ended(code)}")
+        self._woken.set()
+        self._background(self._forgotten(name))
+        return True
+
+    async def _forgotten(self, name: str) -> None:
+        await self._host.forget(name)
+        await self._changed()
+
+    def _dismiss(self, spare: Spare) -> None:
+        """It is not wanted any more: it ends when its socket is closed."""
+        spare.taken = True
+        spare.connection.close()
+
+    async def _end(self, spare: Spare) -> None:
+        """End it, and return when it is gone."""
+        spare.taken = True
+        if spare.pid is not None:
+            await aend_session(spare.pid)
+            await wait_exit(spare.pid, ENDED_TIMEOUT_S)
+        spare.connection.close()
+        if self._spares.get(spare.name) is spare and spare.pid is None:
+            del self._spares[spare.name]
+        self._woken.set()
+
+    async def _changed(self) -> None:
+        if self.on_change is not None:
+            await self.on_change()
+
+    async def close(self) -> None:
+        """End all of them."""
+        self._leaving = True
+        self._woken.set()
+        for spare in list(self._spares.values()):
+            await self._end(spare)
+
+    # --- using one -------------------------------------------------------------------------------
+
+    async def become(self, spec: ProcessSpec, kind: Kind) -> int | None:
+        """The pid of a process that is that worker now, and was a spare; None if there is none, or it failed."""
+        spare = next((each for each in self._spares.values() if each.kind == kind and each.state == "warm"), None)
+        if spare is None or self._leaving:
+            return None
+        spare.taken = True
+        try:
+            await self._order(spare, spec)
+            pid = self._host.rename_process(spare.name, spec)
+        except (OSError, ValueError, TimeoutError) as error:
+            log.warning("%s did not become %s (%s): another process is started", spare.name, spec.name, error)
+            self._failed(f"{spare.name} did not become {spec.name}: {error or 'it did not answer'}")
+            await self._end(spare)
+            return None
+        except BaseException:  # given up: a process that may be a worker by now must not run without an owner
+            await asyncio.shield(self._end(spare))
+            raise
+        self._spares.pop(spare.name, None)
+        spare.connection.close()
+        self._woken.set()
+        self._background(self._changed())
+        return pid
+
+    async def _order(self, spare: Spare, spec: ProcessSpec) -> None:
+        """Tell it what it is now, and hear that it is. Raises OSError, TimeoutError, ValueError."""
+        order = {"argv": list(spec.argv), "env": dict(spec.env), "cwd": spec.cwd, "secret": secrets_of(spec.env)}
+        log_fd = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            async with asyncio.timeout(ORDER_TIMEOUT_S):
+                await fd_messages.asend(spare.connection, order, [log_fd, *spec.inherited_fds])
+                answer = await fd_messages.areceive(spare.connection)
+        finally:
+            os.close(log_fd)
+        if answer.get("became") != spec.name:
+            raise OSError(str(answer.get("error", answer)))
+
+    # --- answering -------------------------------------------------------------------------------
+
+    def records(self) -> dict[str, SpareEntry]:
+        """For the statefile."""
+        return {
+            spare.name: SpareEntry(engine=spare.kind.engine, pid=spare.pid, pid_start_time=start_time_s(spare.pid))
+            for spare in self._spares.values()
+            if spare.pid is not None
+        }
+
+    def status(self) -> dict[str, Any]:
+        """For `dynamo status --json`: each spare, and why the latest failed."""
+        now_s = self._clock.now_s()
+        return {
+            "count": self._rules.count,
+            "spares": [_status(spare, now_s) for spare in self._spares.values()],
+            "failures": self._failures,
+            "reason": self._reason if self._failures else None,
+            "next_try_s": round(left_s, 3) if (left_s := self._next_try_s - now_s) > 0 else None,
+        }
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """How many there are, by engine and state."""
+        found: dict[tuple[str, str], int] = {
+            (kind.engine, state): 0 for kind in self._wanted() for state in ("warming", "warm")
+        }
+        for spare in self._spares.values():
+            if not spare.taken:
+                found[spare.kind.engine, spare.state] = found.get((spare.kind.engine, spare.state), 0) + 1
+        return found
+
+
+def _status(spare: Spare, now_s: float) -> dict[str, Any]:
+    return {
+        "watcher_name": spare.name,
+        "engine": spare.kind.engine,
+        "state": spare.state,
+        "pid": spare.pid,
+        "uptime_s": round(now_s - spare.started_s, 3),
+        "warm_after_s": None if spare.warm_s is None else round(spare.warm_s - spare.started_s, 3),
+        "memory_bytes": None if spare.pid is None else resident_bytes(spare.pid),
+    }
+
+
+def resident_bytes(pid: int) -> int | None:
+    """The memory of a process that is in RAM, shared pages included; None where it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None

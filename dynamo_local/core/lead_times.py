@@ -1,0 +1,113 @@
+"""How long each way of getting one more worker takes, as measured: values, and what is said of them. Pure.
+
+A *rung* is such a way, from the quickest to the slowest: a flip from one role to the other, a wake from each level of
+sleep, a start from a spare, a cold start. A *lead* is the time from the decision until the worker serves.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+KEPT = 50
+"""So many of the latest leads of a rung and a component are kept."""
+
+
+class Rung(enum.StrEnum):
+    """The ways, in the order of what they cost."""
+
+    FLIP_TO_DECODE = "flip_to_decode"
+    FLIP_TO_PREFILL = "flip_to_prefill"
+    WAKE_1 = "wake_1"
+    WAKE_2 = "wake_2"
+    SPARE = "spare"
+    COLD = "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What is known of one rung of one component; seconds. `count` of the kept samples."""
+
+    count: int
+    last_s: float
+    median_s: float
+    p90_s: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Lead | None:
+        """None without a sample."""
+        if not samples:
+            return None
+        ordered = sorted(samples)
+        p90_s = ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))]
+        return cls(len(ordered), samples[-1], median(ordered), p90_s)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `dynamo status --json`."""
+        return {
+            "count": self.count,
+            "last_s": round(self.last_s, 4),
+            "median_s": round(self.median_s, 4),
+            "p90_s": round(self.p90_s, 4),
+        }
+
+
+Samples = Mapping[str, Mapping[str, Sequence[float]]]
+"""Component -> rung -> leads in seconds, the oldest first. A rung may be one that this version does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeadTimes:
+    """All that was measured: in this `run`, and before it on this `host`."""
+
+    run: Samples = field(default_factory=dict)
+    host: Samples = field(default_factory=dict)
+
+    def noted(self, rung: str, component: str, seconds: float) -> LeadTimes:
+        """One more of this run. ValueError for a time that none can be."""
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"a lead of {seconds} s")
+        return LeadTimes(with_sample(self.run, rung, component, seconds), self.host)
+
+    def of(self, rung: str, component: str) -> Lead | None:
+        """By the latest of this host and this run; None where none was ever measured."""
+        return Lead.of([*_found(self.host, rung, component), *_found(self.run, rung, component)][-KEPT:])
+
+    def rows(self) -> Iterable[tuple[str, str, Lead | None, Lead]]:
+        """Component, rung, what this run says of it (None: nothing yet), and what this host does."""
+        rungs = [*Rung, *sorted((_rungs(self.run) | _rungs(self.host)) - set(Rung))]
+        for component in dict.fromkeys((*self.run, *self.host)):
+            for rung in dict.fromkeys(map(str, rungs)):
+                known = self.of(rung, component)
+                if known is not None:
+                    yield component, rung, Lead.of(_found(self.run, rung, component)), known
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """For `dynamo status --json`: `host` counts this run, too."""
+        return [
+            {
+                "component": component,
+                "rung": rung,
+                "run": None if run is None else run.as_json(),
+                "host": host.as_json(),
+            }
+            for component, rung, run, host in self.rows()
+        ]
+
+
+def with_sample(samples: Samples, rung: str, component: str, seconds: float) -> Samples:
+    """With one more, and the oldest forgotten."""
+    of_component = samples.get(component, {})
+    kept = (*of_component.get(rung, ()), seconds)[-KEPT:]
+    return {**samples, component: {**of_component, rung: kept}}
+
+
+def _found(samples: Samples, rung: str, component: str) -> Sequence[float]:
+    return samples.get(component, {}).get(rung, ())
+
+
+def _rungs(samples: Samples) -> set[str]:
+    return {rung for of_component in samples.values() for rung in of_component}

@@ -1,0 +1,1 @@
+"""What `dynamo serve` refuses before anything is started."""

@@ -1,0 +1,81 @@
+"""JSON with open descriptors over a unix stream socket: how an arbiter hands a waiting process what it is to become.
+
+A message is its length (8 bytes, big-endian), with which the descriptors travel, and then the JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+HEADER_BYTES = 8
+FDS_MAX = 64
+BODY_BYTES_MAX = 64 * 2**20
+
+
+class Closed(ConnectionError):
+    """The other end is closed: there is no message, and there will be none."""
+
+
+def send(connection: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+    """Send it; blocks. OSError where the other end is gone."""
+    body = json.dumps(message).encode()
+    socket.send_fds(connection, [len(body).to_bytes(HEADER_BYTES, "big")], list(fds))
+    connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """The next message and its descriptors (close-on-exec); blocks. Raises `Closed`, or ValueError for no JSON."""
+    header, fds, _flags, _address = socket.recv_fds(connection, HEADER_BYTES, FDS_MAX)
+    try:
+        header += _exactly(connection, HEADER_BYTES - len(header))
+        body = _exactly(connection, _length(header))
+        return json.loads(body), list(fds)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+async def asend(connection: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+    """As `send`, on a non-blocking socket."""
+    body = json.dumps(message).encode()
+    socket.send_fds(connection, [len(body).to_bytes(HEADER_BYTES, "big")], list(fds))
+    await asyncio.get_running_loop().sock_sendall(connection, body)
+
+
+async def areceive(connection: socket.socket) -> Any:
+    """As `receive`, on a non-blocking socket, of a message without descriptors."""
+    header = await _aexactly(connection, HEADER_BYTES)
+    return json.loads(await _aexactly(connection, _length(header)))
+
+
+def _length(header: bytes) -> int:
+    length = int.from_bytes(header, "big")
+    if length > BODY_BYTES_MAX:
+        raise ValueError(f"a message of {length} bytes: this is no message of ours")
+    return length
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        data += _some(connection.recv(count - len(data)))
+    return data
+
+
+async def _aexactly(connection: socket.socket, count: int) -> bytes:
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < count:
+        data += _some(await loop.sock_recv(connection, count - len(data)))
+    return data
+
+
+def _some(data: bytes) -> bytes:
+    if not data:
+        raise Closed("the other end was closed")
+    return data

@@ -1,0 +1,188 @@
+"""Actions on a running graph in random order from a seed, under load: none of them may cost a request.
+
+`ACTIONS` is a table: a way to change the graph is a row. `python -m tests.drivers.mixed_actions --seed 7`
+runs 200 of them under 2,000 requests on real processes, and says what happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_local.errors import DynamoError
+from tests.drivers.scaled import PATIENCE_S, Load, command, load, names, settled
+from tests.drivers.served import DISAGG, Served, auntil
+
+COMPONENTS = {"VllmWorker": 3, "PrefillWorker": 2}
+"""Those that are changed, each with its most workers: two cores run six processes that import at most."""
+WORDS = ("--Host.spares=1", "--Common.sim.speed=10")
+CLIENTS = 8
+
+
+@dataclass(slots=True)
+class Mixed:
+    """One run: the graph, its dice, and what was done and refused."""
+
+    served: Served
+    rng: random.Random
+    done: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    story: list[str] = field(default_factory=list)
+
+    async def order(self, name: str, /, **properties: Any) -> dict[str, Any]:
+        """A command over the control endpoint. Raises what the arbiter refuses it with."""
+        return await asyncio.to_thread(command, self.served, name, **properties)
+
+    async def component(self) -> str:
+        """One of those that are changed."""
+        return self.rng.choice(list(COMPONENTS))
+
+    async def worker(self) -> str | None:
+        """A ready worker's watcher name; None where its component has no other."""
+        component = await self.component()
+        ready = await asyncio.to_thread(names, self.served, component)
+        return f"{self.served.namespace}_{self.rng.choice(ready)}" if len(ready) > 1 else None
+
+
+Action = Callable[[Mixed], Awaitable[bool]]
+"""False: there was nothing to do it to."""
+
+
+async def scale_up(mixed: Mixed) -> bool:
+    """One more worker, of a spare where one is warm."""
+    component = await mixed.component()
+    rows = (await asyncio.to_thread(mixed.served.status))["workers"]
+    there = sum(row["component"] == component and row["state"] in ("ready", "starting", "pending") for row in rows)
+    if there >= COMPONENTS[component]:
+        return False
+    await mixed.order("scale", component=component, target="+1")
+    return True
+
+
+async def scale_down(mixed: Mixed) -> bool:
+    """One less, of those that are ready."""
+    component = await mixed.component()
+    if len(await asyncio.to_thread(names, mixed.served, component)) < 2:
+        return False
+    await mixed.order("scale", component=component, target="-1")
+    return True
+
+
+async def drain(mixed: Mixed) -> bool:
+    """One worker leaves."""
+    name = await mixed.worker()
+    if name is not None:
+        await mixed.order("drain", name=name)
+    return name is not None
+
+
+async def drain_and_cancel(mixed: Mixed) -> bool:
+    """One worker is told to leave, and called back."""
+    name = await mixed.worker()
+    if name is None:
+        return False
+    await mixed.order("drain", name=name)
+    await mixed.order("drain", name=name, cancel=True)
+    return True
+
+
+async def restart(mixed: Mixed) -> bool:
+    """One worker drains, and comes back under its name, of a spare where one is warm."""
+    name = await mixed.worker()
+    if name is not None:
+        await mixed.order("restart", name=name, rolling=False)
+    return name is not None
+
+
+async def rolling_restart(mixed: Mixed) -> bool:
+    """All workers of a component, one after the other."""
+    component = await mixed.component()
+    await mixed.order("restart", name=component, rolling=True)
+    return True
+
+
+async def kill_spare(mixed: Mixed) -> bool:
+    """A spare dies: nobody is served by it."""
+    told = (await asyncio.to_thread(mixed.served.status))["spares"]
+    pids = [spare["pid"] for spare in told["spares"] if spare["state"] == "warm" and spare["pid"]]
+    if not pids:
+        return False
+    os.kill(mixed.rng.choice(pids), signal.SIGKILL)
+    return True
+
+
+ACTIONS: dict[str, tuple[int, Action]] = {
+    "scale up": (6, scale_up),
+    "scale down": (4, scale_down),
+    "drain": (2, drain),
+    "drain and cancel": (3, drain_and_cancel),
+    "restart": (3, restart),
+    "rolling restart": (1, rolling_restart),
+    "kill a spare": (1, kill_spare),
+}
+"""Name -> how often it comes, and what it does. A flip, a sleep or a wake is one more row."""
+
+
+async def run(served: Served, *, seed: int, actions: int, requests: int) -> tuple[Mixed, Load]:
+    """So many actions, and at least so many requests beside them; returns when all is settled. The graph is ready.
+
+    An action that the arbiter refuses (the last worker, a drain that has ended) counts: nothing was dropped by it.
+    """
+    mixed = Mixed(served, random.Random(seed))
+    choices, weights = list(ACTIONS), [weight for weight, _ in ACTIONS.values()]
+    async with load(served, CLIENTS) as found:
+        while mixed.done.total() + mixed.refused.total() < actions and not found.failures:
+            name = mixed.rng.choices(choices, weights)[0]
+            try:
+                happened = await ACTIONS[name][1](mixed)
+            except DynamoError as refusal:
+                mixed.refused[name] += 1
+                mixed.story.append(f"{name}: refused, {refusal}")
+            else:
+                if happened:
+                    mixed.done[name] += 1
+                    mixed.story.append(name)
+            await found.more(mixed.rng.choice((0, 1, 2, 4, 8, 16)))
+        await auntil(lambda: found.failures or found.right >= requests, PATIENCE_S * 10, what=lambda: found.right)
+    if not found.failures:
+        await settled(served, PATIENCE_S)
+    return mixed, found
+
+
+def main() -> int:
+    """As a script."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--actions", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=2000)
+    words = parser.parse_args()
+    with Served(*WORDS, target=DISAGG) as served:
+        served.start()
+        mixed, found = asyncio.run(run(served, seed=words.seed, actions=words.actions, requests=words.requests))
+        facts = served.status()["lead_times"]
+    print(
+        json.dumps(
+            {
+                "seed": words.seed,
+                "done": mixed.done,
+                "refused": mixed.refused,
+                "right": found.right,
+                "dropped": found.failures,
+                "lead_times": facts,
+            },
+            indent=2,
+        )
+    )
+    return 1 if found.failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,144 @@
+"""`Host.spares` on real processes: workers made of spares serve, die, restart and are adopted as any others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_local.system.processes import is_alive, parent_and_session
+from tests.drivers.scaled import streaming
+from tests.drivers.served import AGG, Served, expected, until
+
+pytestmark = pytest.mark.infra
+
+SPARES = ("--Host.spares=1",)
+WARM_S = 60.0
+
+
+def spares(served: Served) -> list[dict[str, Any]]:
+    told: dict[str, Any] = served.status()["spares"]
+    found: list[dict[str, Any]] = told["spares"]
+    return found
+
+
+def warm(served: Served) -> dict[str, Any]:
+    """The one spare, once its modules are imported."""
+    return until(lambda: next((s for s in spares(served) if s["state"] == "warm"), None), WARM_S, what=served.status)
+
+
+def scaled_up(served: Served, step: str = "+1") -> None:
+    done = served.cli("scale", "VllmWorker", step, "--wait")
+    assert done.returncode == 0, done.stderr
+
+
+def variables(pid: int) -> dict[str, str]:
+    """Its environment, as the kernel shows it."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(*SPARES, target=AGG) as served:
+        yield served.start()
+
+
+async def test_a_spare_becomes_the_worker_under_its_pid_and_another_one_follows(served: Served) -> None:
+    """Right session, right name, right devices, the right marks for whoever looks for what a run left behind."""
+    spare = warm(served)
+    assert served.statefile()["spares"][spare["watcher_name"]]["pid"] == spare["pid"]
+    scaled_up(served)
+    worker = served.worker("VllmWorker_1")
+    pid = worker["pid"]
+    assert pid == spare["pid"]
+    around = parent_and_session(pid)
+    assert around == (served.status()["arbiter_pid"], pid)
+    shown = variables(pid)
+    assert shown["DYN_WATCHER_NAME"] == "dynamo_VllmWorker_1"
+    assert (shown["DYN_NAMESPACE"], shown["DYN_STATEFILE"]) == ("dynamo", str(served.paths.statefile))
+    entry = served.statefile()["components"]["dynamo_VllmWorker_1"]
+    assert shown["CUDA_VISIBLE_DEVICES"] == ",".join(entry["resources"]["gpu_uuids"])
+    assert entry["pid"] == pid
+    assert "serve_dynamo graphs.agg:Frontend" in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    assert "ready: lease" in served.log("VllmWorker_1")
+    assert str(pid) in served.cli("ctl", "list", "dynamo_VllmWorker_1").stdout
+    rungs = {(lead["component"], lead["rung"]): lead for lead in served.status()["lead_times"]}
+    assert rungs["VllmWorker", "spare"]["run"]["last_s"] < rungs["VllmWorker", "cold"]["run"]["last_s"]
+    assert warm(served)["pid"] != pid
+
+
+async def test_its_answers_are_those_of_any_worker(served: Served) -> None:
+    """Requests that run while a spare becomes a worker, and those that it gets."""
+    warm(served)
+    prompts = [f"Say number {n}." for n in range(24)]
+    async with streaming(served, *prompts, tokens=200) as streams:
+        answers = [await stream for stream in streams]
+    assert answers == [expected(prompt, 200, ignore_eos=True) for prompt in prompts]
+
+
+async def test_a_restart_takes_a_spare(served: Served) -> None:
+    spare = warm(served)
+    done = served.cli("restart", "dynamo_VllmWorker", "--wait")
+    assert done.returncode == 0, done.stderr
+    assert served.worker("VllmWorker")["pid"] == spare["pid"]
+
+
+async def test_a_worker_that_was_a_spare_and_dies_is_a_crash_of_that_worker(served: Served) -> None:
+    """Its exit code is told under the worker's name, and it is started again."""
+    warm(served)
+    before = served.worker("VllmWorker")
+    os.kill(before["pid"], signal.SIGKILL)
+    after = until(
+        lambda: (w := served.worker("VllmWorker"))["state"] == "ready" and w["pid"] != before["pid"] and w, WARM_S
+    )
+    assert after["restarts"] == before["restarts"] + 1
+    crashed = served.cli("events", "--worker", "VllmWorker").stdout
+    assert "SIGKILL" in crashed, crashed
+
+
+async def test_a_spare_that_dies_is_replaced_after_a_delay_and_said(served: Served) -> None:
+    spare = warm(served)
+    os.kill(spare["pid"], signal.SIGKILL)
+    told = until(lambda: (t := served.status()["spares"])["failures"] and t, what=served.status)
+    assert "SIGKILL" in told["reason"]
+    assert "the last one failed" in served.cli("status").stdout
+    assert warm(served)["pid"] != spare["pid"]
+
+
+async def test_no_spare_outlives_a_killed_arbiter() -> None:
+    """The guardian ends spares as it ends workers, those that were spares among them."""
+    with Served(*SPARES, target=AGG) as own:
+        own.start()
+        warm(own)
+        scaled_up(own)
+        pids = [warm(own)["pid"], *own.pids().values()]
+        own.kill_arbiter()
+        until(lambda: not any(is_alive(pid) for pid in pids), what=lambda: [p for p in pids if is_alive(p)])
+        until(lambda: not own.leftovers(), what=own.leftovers)
+
+
+async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> None:
+    with Served(*SPARES, "--on-arbiter-death", "keep", target=AGG) as own:
+        own.start()
+        warm(own)
+        scaled_up(own)
+        spare, pids = warm(own), own.pids()
+        own.kill_arbiter()
+        until(lambda: not is_alive(spare["pid"]))
+        own.adopt()
+        assert own.pids() == pids
+        assert warm(own)["pid"] not in (spare["pid"], *pids.values())
+        assert own.status()["state"] == "ready"
+
+
+async def test_without_spares_nothing_is_said_of_them() -> None:
+    with Served(target=AGG) as own:
+        own.start()
+        assert own.status()["spares"] is None
+        assert "spares" not in own.cli("status").stdout
+        assert "spares" not in own.statefile()
