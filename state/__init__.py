@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PlannerEntry,
         RestartEntry,
         ServerEntry,
+        StandbyEntry,
         State,
         SystemResources,
     )
@@ -47,6 +48,7 @@ _HOME = {
     "PlannerEntry": "schema",
     "RestartEntry": "schema",
     "ServerEntry": "schema",
+    "StandbyEntry": "schema",
     "State": "schema",
     "SystemResources": "schema",
     "Removal": "store",
@@ -63,6 +65,7 @@ __all__ = [
     "Removal",
     "RestartEntry",
     "ServerEntry",
+    "StandbyEntry",
     "State",
     "StateMissing",
     "StateStore",

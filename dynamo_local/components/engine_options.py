@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from dynamo_local.components.text.model import TINY_MODEL, TINY_TOKENS
 from dynamo_local.engines import make_engine
+from dynamo_local.engines.sleeping import GROWTH_MAX_BYTES, EngineStandby
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import Engine, KvEventPublisher, PassSink
 from dynamo_local.sdk.checks import listing, nearest
@@ -49,6 +51,12 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")
     forward_passes: bool = Field(
         default=True, description="Tell planners what each pass of the engine did; see docs/observations.md."
+    )
+    standby_growth_max_bytes: int = Field(
+        default=GROWTH_MAX_BYTES,
+        ge=1,
+        description="With ServiceArgs.standby: a process whose memory has grown by more than this over its sleeps is "
+        "replaced; see docs/actuators.md.",
     )
     fpm_events: bool = Field(
         default=False, description="Publish each pass on Dynamo's event plane, too, for planners of Dynamo's."
@@ -154,7 +162,16 @@ async def start_observed_engine(
 ) -> Engine:
     """A started engine of which planners may ask what it does. See `start_engine`."""
     passes = await context.passes(publish=config.fpm_events) if config.forward_passes else None
-    engine = await start_engine(config, context.gpus, kv_events, passes)
+    engine = await start_engine(config, context.gpus, kv_events, passes, standby=context.standby)
+    if context.standby:
+        context.wait_for("a rehearsal of its sleep")
+        sleeper = EngineStandby(engine, growth_max_bytes=config.standby_growth_max_bytes)
+        try:
+            await sleeper.rehearse()
+        except BaseException:
+            await engine.close()
+            raise
+        context.set_sleeper(sleeper)
 
     async def counters() -> Mapping[str, float]:
         return engine.counters()
@@ -164,12 +181,20 @@ async def start_observed_engine(
 
 
 async def start_engine(
-    config: EngineConfig, gpus: int, kv_events: KvEventPublisher | None = None, passes: PassSink | None = None
+    config: EngineConfig,
+    gpus: int,
+    kv_events: KvEventPublisher | None = None,
+    passes: PassSink | None = None,
+    *,
+    standby: bool = False,
 ) -> Engine:
-    """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind."""
+    """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind.
+
+    `standby`: it is made so that it can sleep.
+    """
     options: VllmOptions | dict[str, Any]
     if config.engine_name == "vllm":
-        options = config.vllm_options(gpus)
+        options = replace(config.vllm_options(gpus), sleep_mode=standby)
     else:
         options = sim_options(config.model, config.max_model_len, config.sim)
     engine = make_engine(config.engine_name, options, kv_events=kv_events, passes=passes)

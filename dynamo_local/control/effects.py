@@ -18,6 +18,8 @@ from dynamo_local.core.life.instructions import (
     Instruction,
     LookAtGpus,
     LookUpKey,
+    OrderSleep,
+    OrderWake,
     Revoke,
     Signal,
     Spawn,
@@ -28,7 +30,20 @@ from dynamo_local.core.life.stimuli import Stimulus
 from dynamo_local.core.notes import About
 from dynamo_local.gpus.locks import GpuLocked
 
-Act = Spawn | Revoke | Signal | EndSession | CallBack | CountRequests | LookUpKey | Sweep | LookAtGpus | Forget
+Act = (
+    Spawn
+    | Revoke
+    | Signal
+    | EndSession
+    | CallBack
+    | CountRequests
+    | OrderSleep
+    | OrderWake
+    | LookUpKey
+    | Sweep
+    | LookAtGpus
+    | Forget
+)
 """What is done to the world once the intent is committed."""
 
 Done = Callable[[Stimulus | None], None]

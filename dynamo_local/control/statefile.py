@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from dynamo_local.control.standby import entry_of_standby
 from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.restart_plan import RestartPlan
 from dynamo_local.core.notes import Over, Tell, Trouble
@@ -211,6 +212,7 @@ class Statefile:
         entry.restarts, entry.resources = worker.restarts, _resources(worker, fleet)
         entry.course = None if worker.course is Course.STEADY else str(worker.course)
         entry.asked_s = worker.asked_s
+        entry.standby = entry_of_standby(worker, fleet)
         entry.failures_s = list(worker.history.failures_s) or None
         entry.failures_streak = worker.history.streak or None
         entry.other_leases = list(worker.other_leases) or None

@@ -39,6 +39,9 @@ class WorkerState(enum.StrEnum):
     FAULTED = "faulted"
     START_TIMED_OUT = "start_timed_out"
     DRAIN_TIMED_OUT = "drain_timed_out"
+    FALLING_ASLEEP = "falling_asleep"
+    SLEEPING = "sleeping"
+    WAKING = "waking"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ class ServiceSpec:
     `config` is the service's section without `ServiceArgs`, keys with underscores;
     `drain_deadline_s`/`start_deadline_s` are None where the command line's default applies;
     `max_workers` is None where the class sets no bound. `runtime` is that of a service that is a command (None: a
-    class); `target` is where its class is, if that is not the graph's.
+    class); `target` is where its class is, if that is not the graph's. `standby` is how many workers are kept
+    asleep (None: its workers are not made to sleep).
     """
 
     name: str
@@ -80,6 +84,7 @@ class ServiceSpec:
     max_workers: int | None = None
     runtime: str | None = None
     target: str | None = None
+    standby: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

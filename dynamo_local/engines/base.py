@@ -15,6 +15,9 @@ T = TypeVar("T")
 class EngineBase:
     """For engines of `ports.Engine`. `_info` is there from `start` on, `_death` says why it died, if it did."""
 
+    probe_tokens = 16
+    """See `engines.sleeping.SleepingEngine`."""
+
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
         self._death: str | None = None
@@ -33,6 +36,10 @@ class EngineBase:
 
     def counters(self) -> Mapping[str, float]:
         return {}
+
+    def cannot_sleep(self) -> str | None:
+        """See `engines.sleeping.SleepingEngine`: what an engine says that has no sleep of its own."""
+        return f"the engine {self.info.engine} has no sleep mode"
 
     def _notify(self) -> None:
         if self._changed is not None:

@@ -267,13 +267,30 @@ class Supervisor:
     # --- commands ------------------------------------------------------------------------------
 
     async def scale(
-        self, component: str, target: str, *, force: bool, victim_policy: str | None, stimulus_id: str
+        self,
+        component: str,
+        target: str,
+        *,
+        force: bool,
+        victim_policy: str | None,
+        stimulus_id: str,
+        wake: bool = True,
     ) -> dict[str, Any]:
         """`dynamo scale`: returns once the intent is committed."""
         self._check_running()
         return await self.parts.orders.scale(
-            component, target, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id
+            component, target, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id, wake=wake
         )
+
+    async def sleep(self, name: str, *, level: int, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """`dynamo sleep NAME`."""
+        self._check_running()
+        return await self.parts.orders.sleep(name, level=level, force=force, stimulus_id=stimulus_id)
+
+    async def wake(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
+        """`dynamo wake NAME`."""
+        self._check_running()
+        return await self.parts.orders.wake(name, stimulus_id=stimulus_id)
 
     async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
         """`dynamo drain NAME [--cancel]`."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dynamo_local.control.deployment import WatcherFactory, WatcherPlan
 from dynamo_local.control.head import without_credentials
+from dynamo_local.control.standby import sleeper_of_entry, standby_of_entry
 from dynamo_local.control.statefile import restart_of_entry
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life.fleet import Course, Fleet, Process, Worker
@@ -217,6 +218,9 @@ def hold_gpus(found: Found, ledger: GpuLedger, pool: GpuPool) -> GpuLedger:
     namespace has taken them meanwhile, it holds none.
     """
     for name, entry in found.state.components.items():
+        sleeper = sleeper_of_entry(entry.standby)
+        if sleeper is not None and name in found.pids:  # its process holds the locks of its devices itself
+            ledger = ledger.fall_asleep(name, sleeper)
         uuids = entry.resources.gpu_uuids or []
         if not uuids:
             continue
@@ -324,12 +328,13 @@ def _worker(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_s:
         history=_history(entry, now_s),
         lease=entry.lease,
         other_leases=tuple(entry.other_leases or ()),
+        standby=standby_of_entry(entry.standby),
     )
 
 
 def _with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) -> Worker:
     """The worker with its process. Its running time is not taken from the wall clock, which may have been set since."""
-    served = TRAITS[entry.state].serves or TRAITS[entry.state].leaves
+    served = TRAITS[entry.state].serves or TRAITS[entry.state].leaves or TRAITS[entry.state].standby
     began_s = now_s - age_s(pid)
     asked_s = None
     if TRAITS[entry.state].drains:  # its deadline still counts from when it was asked

@@ -22,7 +22,7 @@ from dynamo_local.runtime.passes.recorder import PassRecorder
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from dynamo_local.runtime.prefill_queue.replies import PrefillReplies
 from dynamo_local.runtime.requests import RequestPlane
-from dynamo_local.sdk.context import KvEvents, Work
+from dynamo_local.sdk.context import EngineSleeper, KvEvents, Work
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -33,7 +33,10 @@ KeyOf = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start."""
+    """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start.
+
+    `standby`: it may be put to sleep.
+    """
 
     namespace: str
     component: str
@@ -47,6 +50,7 @@ class Identity:
     lease_ttl_s: int
     start_deadline_s: float
     gpus: int = 0
+    standby: bool = False
 
     @classmethod
     def of(cls, env: Mapping[str, str], component: str) -> Identity:
@@ -74,6 +78,7 @@ class Identity:
             lease_ttl_s=int(env.get("DYN_LEASE_TTL_S", "10")),
             start_deadline_s=float(env.get("DYN_START_DEADLINE_S", "300")),
             gpus=int(env.get("DYN_WORKER_GPUS", "0")),
+            standby=env.get("DYN_STANDBY") == "1",
         )
 
 
@@ -112,6 +117,8 @@ class Context:
         self.watcher_name = identity.watcher_name
         self.run_id = identity.run_id
         self.gpus = identity.gpus
+        self.standby = identity.standby
+        self.sleeper: EngineSleeper | None = None
         self.settings = settings
         self.kv = connections.kv
         self.nats = connections.nats
@@ -148,6 +155,9 @@ class Context:
 
     def set_load_source(self, source: Callable[[], Load], changed: Callback | None = None) -> None:
         self.load_source, self.load_changed = source, changed or _never
+
+    def set_sleeper(self, sleeper: EngineSleeper) -> None:
+        self.sleeper = sleeper
 
     def set_work_source(self, source: Callable[[], Work]) -> None:
         self.work_source = source

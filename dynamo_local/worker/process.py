@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from dynamo_local.core.types import Load, lease_hex
-from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError, LeaseNotFound, StartTimedOut
+from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError, LeaseNotFound, NotSleepable, StartTimedOut
 from dynamo_local.runtime.load import LoadPublisher
 from dynamo_local.runtime.requests import DependencyClient
 from dynamo_local.sdk import dynamo_context
-from dynamo_local.sdk.context import set_current_context
+from dynamo_local.sdk.context import EngineSleeper, set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings
@@ -32,6 +32,8 @@ from dynamo_local.worker.context import Connections, Context, Identity, run_all
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.endpoints import Endpoints
 from dynamo_local.worker.registration import Registration
+from dynamo_local.worker.sleeping import Sleeping
+from dynamo_local.worker.standby_facts import standby_facts
 from dynamo_local.worker.startup import connect, dependency_clients, dynamo_context_of
 from dynamo_local.worker.statefile_entry import Entry, EntryWriter
 from dynamo_local.worker.status import worker_status
@@ -59,6 +61,7 @@ class WorkerProcess:
         self._waiting_for = "starting"
         self._draining = asyncio.Event()
         self._drain: Drain = None  # type: ignore[assignment]  # made by `run`: it belongs to its loop
+        self._sleeping: Sleeping = None  # type: ignore[assignment]
         self._failed: asyncio.Future[BaseException] = None  # type: ignore[assignment]
         store = StateStore(identity.statefile, run_id=identity.run_id)
         self._entry = EntryWriter(store, identity.watcher_name, self._truth)
@@ -67,7 +70,7 @@ class WorkerProcess:
         self._registration = Registration(
             identity,
             self._endpoints,
-            facts=lambda: {} if self._context is None else self._context.facts,
+            facts=self._facts,
             on_change=self._entry.touch,
             on_revoked=lambda: self._drain.begin("its lease was revoked"),
             serves=lambda: self._drain.phase is Phase.READY,
@@ -82,6 +85,7 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         self._drain = Drain(self)
+        self._sleeping = Sleeping(self._drain, self, self._fail)
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._drain.begin, signum.name)
         self.hurried = True
@@ -129,13 +133,18 @@ class WorkerProcess:
         """The engine is dead, so nothing can be finished: deregister and end. Callers see their streams break."""
         self.hurried = True
         await self._drain.close()
+        await self._sleeping.close()
+        why = f"{type(self._failed.result()).__name__}: {self._failed.result()}"
         if self._registration.lease is not None:
             # If this fails, the arbiter or the guardian revokes the lease.
-            await _bounded("giving the lease back", self._registration.give_back_failed(LAST_REVOKE_S), LAST_REVOKE_S)
+            await _bounded(
+                "giving the lease back", self._registration.give_back_failed(LAST_REVOKE_S, why), LAST_REVOKE_S
+            )
 
     async def _shut_down(self) -> None:
         timeout_s = HURRIED_TIMEOUT_S if self.hurried else HOOKS_TIMEOUT_S
         await self._drain.close()
+        await self._sleeping.close()
         if self._component is not None:
             for hook in self.service.on_shutdown:
                 await _bounded(f"the shutdown hook {hook}", _call_hook(self._component, hook), timeout_s)
@@ -153,7 +162,13 @@ class WorkerProcess:
             self.identity,
             self._stack,
             self._registration,
-            {"status": self._op_status, "drain": self._op_drain, "cancel_drain": self._op_cancel_drain},
+            {
+                "status": self._op_status,
+                "drain": self._op_drain,
+                "cancel_drain": self._op_cancel_drain,
+                "sleep": self._op_sleep,
+                "wake": self._op_wake,
+            },
             is_draining=self._is_draining,
             on_nats_closed=self._nats_closed,
             waiting_for=self._wait_for,
@@ -233,14 +248,51 @@ class WorkerProcess:
         assert self._context is not None
         await run_all("the drain", [*self._context.drain_callbacks(), *self._endpoints.until_idle()])
 
+    async def end_standby(self) -> None:
+        await self._sleeping.close()
+
     async def resume(self) -> None:
         """Accept, then register under a new lease, then let the component go on, if it had been told to stop."""
         assert self._context is not None
         self._endpoints.resume_accepting()
         await self._registration.restore()
+        await self._go_on(self._context)
+
+    async def _go_on(self, context: Context) -> None:
         if self._draining.is_set():  # not where the drain was taken back while it still deregistered
             self._draining.clear()
-            await self._context.resume()
+            await context.resume()
+
+    # --- sleeping, and waking (sleeping.StandbySteps) ----------------------------------------------
+
+    async def withdraw(self) -> None:
+        await self._registration.withdraw()
+
+    async def sleep_engine(self, level: int) -> None:
+        await self._standby().sleep(level)
+
+    async def wake_engine(self) -> None:
+        await self._standby().wake()
+
+    async def come_back(self) -> None:
+        assert self._context is not None
+        self._endpoints.resume_accepting()
+        await self._registration.come_back()
+        await self._go_on(self._context)
+
+    async def tell(self) -> None:
+        await self._registration.tell()
+
+    def _standby(self) -> EngineSleeper:
+        sleeper = None if self._context is None else self._context.sleeper
+        if sleeper is None or sleeper.cannot is not None:
+            why = "its component has no engine that can" if sleeper is None else sleeper.cannot
+            raise NotSleepable(f"this worker cannot sleep: {why}")
+        return sleeper
+
+    def _facts(self) -> dict[str, Any]:
+        context = self._context
+        return {} if context is None else {**context.facts, **standby_facts(self.identity, context, self._sleeping)}
 
     # --- what others may ask -------------------------------------------------------------------
 
@@ -257,6 +309,15 @@ class WorkerProcess:
 
     async def _op_cancel_drain(self, _args: Mapping[str, Any]) -> dict[str, Any]:
         await self._drain.cancel()
+        return self._status()
+
+    async def _op_sleep(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._standby()
+        self._sleeping.sleep(int(args["order"]), int(args["level"]))
+        return self._status()
+
+    async def _op_wake(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._sleeping.wake(int(args["order"]))
         return self._status()
 
     def _status(self) -> dict[str, Any]:

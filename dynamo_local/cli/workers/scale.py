@@ -18,10 +18,13 @@ WORDS = {
     "drain": "drains",
     "cancel_drain": "serves on: its drain is taken back",
     "take_back": "is taken back before it is ready",
+    "wake": "wakes",
+    "sleep": "goes on sleeping",
 }
 """What an instruction means, in words that follow the worker's name."""
 
-GOING = frozenset({"drain", "take_back"})
+GOALS = {"drain": Goal.GONE, "take_back": Goal.GONE, "sleep": Goal.ASLEEP}
+"""What it is to become; else ready."""
 
 
 class Target(click.ParamType):
@@ -41,6 +44,7 @@ class Target(click.ParamType):
 @click.argument("component")
 @click.argument("target", type=Target())
 @click.option("--force", is_flag=True, help="Even if it leaves the component without a ready worker.")
+@click.option("--no-wake", is_flag=True, help="Start new workers, though some of the component sleep.")
 @click.option("--victim-policy", type=click.Choice(POLICIES), help="Who goes (default: highest-suffix).")
 @wait_options
 @json_option
@@ -49,6 +53,7 @@ def scale(
     component: str,
     target: str,
     force: bool,
+    no_wake: bool,
     victim_policy: str | None,
     wait: bool,
     timeout_s: float,
@@ -57,13 +62,14 @@ def scale(
 ) -> None:
     """Add workers to COMPONENT or let some finish and leave: TARGET is +1, -1, =3 or 3.
 
-    Returns once the intent is committed. +1 while a worker of the component drains takes that drain back.
+    Returns once the intent is committed. +1 while a worker of the component drains takes that drain
+    back; else one of it that sleeps is woken before a new one is started.
     """
     ask_and_tell(
         find_paths(namespace),
         Manner(as_json, wait, timeout_s),
         "dynamo_scale",
-        {"component": component, "target": target, "force": force, "victim_policy": victim_policy},
+        {"component": component, "target": target, "force": force, "no_wake": no_wake, "victim_policy": victim_policy},
         goals=goals,
         words=words,
     )
@@ -72,7 +78,7 @@ def scale(
 def goals(reply: dict[str, Any]) -> Iterator[tuple[str, Goal]]:
     """Which workers the reply speaks of, and what each is to become."""
     for instruction in reply["instructions"]:
-        yield instruction["watcher_name"], Goal.GONE if instruction["kind"] in GOING else Goal.READY
+        yield instruction["watcher_name"], GOALS.get(instruction["kind"], Goal.READY)
 
 
 def words(reply: dict[str, Any]) -> str:

@@ -32,6 +32,8 @@ from dynamo_local.core.life.instructions import (
     Instruction,
     LookAtGpus,
     LookUpKey,
+    OrderSleep,
+    OrderWake,
     Revoke,
     Signal,
     Spawn,
@@ -41,6 +43,7 @@ from dynamo_local.core.life.stimuli import (
     CalledBack,
     GpusSeen,
     KeyLookedUp,
+    OrderAnswered,
     ProcessGone,
     ProcessMade,
     ProcessRefused,
@@ -264,6 +267,8 @@ class ArbiterEffects:
                 return CalledBack(stimulus_id=f"control:{name}", name=name, pid=pid, error=why, asked_by=asked_by)
             case CountRequests(name=name, pid=pid):
                 return RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=Missing(why))
+            case OrderSleep(name=name, pid=pid, order=order) | OrderWake(name=name, pid=pid, order=order):
+                return OrderAnswered(stimulus_id=f"control:{name}", name=name, pid=pid, order=order, error=why)
             case LookUpKey():
                 return self._looked_up(act, removed=False)
             case Sweep(name=name):
@@ -284,6 +289,8 @@ class ArbiterEffects:
                 return await self.asks.call_back(act, worker)
             case CountRequests():
                 return await self.asks.count_requests(act)
+            case OrderSleep() | OrderWake():
+                return await self.asks.order(act)
             case LookUpKey():
                 return await self._look_up(act)
             case Sweep(name=name):

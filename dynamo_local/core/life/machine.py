@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamo_local.core.life import applying, deciding, leaving, observing, starting
+from dynamo_local.core.life import applying, deciding, leaving, observing, sleeping, starting
 from dynamo_local.core.life import stimuli as st
 from dynamo_local.core.life.draft import Draft
 from dynamo_local.core.life.fleet import Fleet, Worker
@@ -28,6 +28,8 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.Drain: deciding.drain,
     st.CancelDrain: deciding.cancel_drain,
     st.Restart: deciding.restart,
+    st.Sleep: deciding.sleep,
+    st.Wake: deciding.wake,
     st.Apply: applying.apply,
     st.Leave: leaving.leave,
     st.Resume: deciding.resume,
@@ -44,6 +46,7 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.RevokeFailed: leaving.revoke_failed,
     st.LoadsHeard: observing.loads_heard,
     st.CalledBack: leaving.called_back,
+    st.OrderAnswered: sleeping.answered,
     st.RequestsCounted: leaving.requests_counted,
     st.GpusSeen: starting.gpus_seen,
     st.GpuReserved: starting.gpu_reserved,
@@ -58,6 +61,8 @@ AT_DEADLINE: Mapping[S, Callable[[Draft, Worker], None]] = {
     S.CRASHED: leaving.still_there,
     S.START_TIMED_OUT: leaving.still_there,
     S.BACKING_OFF: starting.backoff_over,
+    S.FALLING_ASLEEP: sleeping.still_awake,
+    S.WAKING: sleeping.still_asleep,
 }
 """What the deadline of a state (`Worker.due_s`) is for."""
 
@@ -74,6 +79,7 @@ def step(fleet: Fleet, stimulus: Stimulus, now_s: float) -> tuple[Fleet, tuple[I
         leaving.go_on(draft)
     else:
         deciding.advance_restarts(draft)
+        sleeping.advance(draft)
     if draft.fleet.look_s is not None and draft.fleet.look_s <= now_s:
         starting.look(draft)
     due_s = next_due_s(draft.fleet)
@@ -84,6 +90,7 @@ def next_due_s(fleet: Fleet) -> float | None:
     """When the next `Tick` is due; None while nothing is waited for but observations."""
     times = [worker.due_s for worker in fleet.workers.values() if worker.due_s is not None]
     times += [w.absent_s + observing.ABSENT_FOR_S for w in fleet.workers.values() if w.absent_s is not None]
+    times += [w.standby.ask_s for w in fleet.workers.values() if w.standby.ask_s is not None]
     if fleet.look_s is not None and not fleet.looking:
         times.append(fleet.look_s)
     return min(times, default=None)
@@ -96,3 +103,5 @@ def _tick(draft: Draft) -> None:
             AT_DEADLINE[worker.state](draft, worker)
         elif worker.absent_s is not None and worker.absent_s + observing.ABSENT_FOR_S <= now_s:
             observing.absent(draft, worker)
+        elif worker.standby.ask_s is not None and worker.standby.ask_s <= now_s:
+            sleeping.ask_again(draft, worker)

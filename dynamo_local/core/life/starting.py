@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dynamo_local.core.exit_codes import how_it_ended
-from dynamo_local.core.gpus import occupant
-from dynamo_local.core.life import leaving
+from dynamo_local.core.life import leaving, sleeping
 from dynamo_local.core.life.draft import Draft
+from dynamo_local.core.life.ends import UNHEARD, was_leaving, why_it_ended
 from dynamo_local.core.life.fleet import Course, Exit, Failure, GpuReturn, Process, Worker
 from dynamo_local.core.life.instructions import (
     EndSession,
@@ -32,6 +31,7 @@ from dynamo_local.core.life.lifecycle import (
     StartDeadlinePassed,
 )
 from dynamo_local.core.life.restarts import Fault, RestartHistory, WaitForInfra, after_exit, back_after_outage_s
+from dynamo_local.core.life.standby import Standby
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.life.stimuli import GpuReserved, GpusSeen, ProcessGone, ProcessMade, ProcessRefused, SpawnBegun
 from dynamo_local.core.notes import Ailing, Elsewhere
@@ -42,7 +42,6 @@ RETURN_DEADLINE_S = 30.0
 RETURN_POLL_S = 0.1
 GPU_POLL_S = 0.5
 """How often devices are looked at for those who wait for a free one."""
-UNHEARD = "it had answered nothing when its lease ended"
 RESTART_POLICY = "restart-policy"
 """The cause of what a worker's own failures bring about."""
 
@@ -65,7 +64,7 @@ def try_start(draft: Draft, name: str) -> None:
     if len(worker.gpus) != needed:
         if worker.gpus:
             draft.free_gpus(name)
-        if len(draft.fleet.gpus.free) < needed:
+        if len(draft.fleet.gpus.free_for(draft.template(name).vram_share)) < needed:
             draft.look_at_gpus(draft.now_s + GPU_POLL_S)
             return
         draft.take_gpus(name, needed)
@@ -141,7 +140,8 @@ def process_gone(draft: Draft, seen: ProcessGone) -> None:
     if worker is None or worker.pid != seen.pid:
         return
     exit_ = Exit(draft.now_s, seen.code, seen.unit, seen.stimulus_id)
-    if seen.code == 0 and TRAITS[worker.state].serves and worker.lease is not None:
+    traits = TRAITS[worker.state]
+    if seen.code == 0 and (traits.serves or traits.standby) and worker.lease is not None:
         draft.change(seen.name, write=False, exit=exit_)
         draft.do(LookUpKey(seen.name, seen.pid, worker.lease))
     else:
@@ -150,7 +150,8 @@ def process_gone(draft: Draft, seen: ProcessGone) -> None:
 
 def exited(draft: Draft, worker: Worker, seen: Exit) -> None:
     """Its leases are revoked, what it left behind is ended; what comes after that is `after_process`."""
-    left = _was_leaving(worker, seen.code)
+    worker = sleeping.at_exit(draft, worker, seen.code)
+    left = was_leaving(worker, seen.code)
     ran_s = 0.0 if worker.ready_s is None else seen.at_s - worker.ready_s
     event = ProcessExited(stimulus_id=seen.cause, exit_code=seen.code)
     _ended(draft, worker, event, Failure(seen.at_s, ran_s, seen.unit))
@@ -171,7 +172,7 @@ def ended_unseen(draft: Draft, name: str) -> None:
 
 def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure) -> None:
     """Apply the end of the process; it is a `failure` unless the worker was to leave. Its leases are revoked."""
-    left, reason = _was_leaving(worker, event.exit_code), _why_it_ended(worker, event.exit_code)
+    left, reason = was_leaving(worker, event.exit_code), why_it_ended(worker, event.exit_code)
     draft.process_ended(worker.name, event.exit_code)
     if left and worker.lease_gone and worker.asked_s is None and worker.course is Course.STEADY:
         draft.revoked_outside(worker)
@@ -187,25 +188,6 @@ def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure)
 def _sweep(draft: Draft, name: str) -> None:
     draft.change(name, write=False, sweeping=True)
     draft.do(Sweep(name))
-
-
-def _was_leaving(worker: Worker, code: int | None) -> bool:
-    """It ended because it was to. Not one whose lease went while nobody heard of it, and that did not end in order:
-    it was stopped for longer than its lease lives, and died of something else."""
-    if worker.state is S.DRAINING:
-        return not worker.lapsed or code in (0, None)
-    return worker.state is S.DRAIN_TIMED_OUT
-
-
-def _why_it_ended(worker: Worker, code: int | None) -> str | None:
-    left = _was_leaving(worker, code)
-    if not left and worker.state is S.DRAINING:
-        return f"{how_it_ended(code)}; {UNHEARD}"
-    if not left and worker.state in (S.STARTING, S.READY):
-        return how_it_ended(code)
-    if left and code not in (0, None) and worker.state is S.DRAINING:
-        return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
-    return worker.reason
 
 
 def swept(draft: Draft, name: str) -> None:
@@ -306,7 +288,7 @@ def _removed(draft: Draft, name: str) -> None:
     draft.do(Forget(name))
     worker, template = draft.worker(name), draft.template(name)
     if worker.stays_as_template and not template.retired:
-        draft.change(name, course=Course.STEADY, failure=None)
+        draft.change(name, course=Course.STEADY, failure=None, standby=Standby())
         return
     draft.drop(name)
     if template.retired and not draft.fleet.of(template.component):
@@ -337,10 +319,12 @@ def gpus_seen(draft: Draft, seen: GpusSeen) -> None:
     draft.set(looking=False)
     if seen.stale is None:
         draft.set(gpus=draft.fleet.gpus.observe(seen.devices, elsewhere=seen.elsewhere))
+        draft.set(host_free_bytes=seen.host_free_bytes)
         _end_quarantines(draft)
     for worker in draft.workers():
         if worker.returning is not None:
             _returned(draft, worker, worker.returning, seen.stale)
+    sleeping.advance(draft)  # a sleeper can only have its own devices
     for worker in sorted(draft.workers(), key=lambda worker: worker.since_s):
         if worker.name in draft.fleet.workers:
             try_start(draft, worker.name)
@@ -349,7 +333,7 @@ def gpus_seen(draft: Draft, seen: GpusSeen) -> None:
 def _end_quarantines(draft: Draft) -> None:
     """Of devices of which it is seen only now that they are empty."""
     ledger = draft.fleet.gpus
-    empty = {uuid for uuid in draft.fleet.unseen if occupant(ledger.by_uuid[uuid]) is None}
+    empty = {uuid for uuid in draft.fleet.unseen if ledger.occupant(uuid) is None}
     for uuid in empty:
         ledger = ledger.restore(uuid)
         told = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is seen to be empty: its quarantine ends"
@@ -360,7 +344,7 @@ def _end_quarantines(draft: Draft) -> None:
 def _returned(draft: Draft, worker: Worker, returning: GpuReturn, stale: str | None) -> None:
     """Only a look that succeeded counts: while there is none, any of the devices may still be occupied."""
     ledger = draft.fleet.gpus
-    who = {uuid: occupant(ledger.by_uuid[uuid], ledger.stranger_memory_bytes) for uuid in worker.gpus}
+    who = {uuid: ledger.occupant(uuid) for uuid in worker.gpus}
     busy = [uuid for uuid in worker.gpus if stale is not None or who[uuid] is not None]
     if busy and draft.now_s <= returning.since_s + RETURN_DEADLINE_S:
         draft.look_at_gpus(draft.now_s + RETURN_POLL_S)

@@ -13,6 +13,7 @@ from dynamo_local.core.life.decisions.scaling import Change
 from dynamo_local.core.life.decisions.victims import VictimPolicy
 from dynamo_local.core.life.fleet import Template
 from dynamo_local.core.life.restarts import DEFAULT_POLICY, RestartPolicy
+from dynamo_local.core.life.standby import StandbyFacts
 from dynamo_local.core.types import Load, Missing
 
 
@@ -41,6 +42,7 @@ class Scale(Stimulus):
     victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX
     by_person: bool = True
     wait_for_gpus: bool = False
+    wake: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,22 @@ class Restart(Stimulus):
 
     target: str
     force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep(Stimulus):
+    """`dynamo sleep NAME`: see `decisions.standby.decide_sleep`, whose refusals `step` raises."""
+
+    name: str
+    level: int = 1
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wake(Stimulus):
+    """`dynamo wake NAME`: see `decisions.standby.decide_wake`, whose refusals `step` raises."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +176,10 @@ class Swept(Stimulus):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPut(Stimulus):
-    """The worker's ready key is in etcd, under `lease` (hex). `failed`: it says that its engine has died."""
+    """The worker's ready key is in etcd, under `lease` (hex). `failed`: it says that its engine has died, and `why`.
+
+    `standby` is what it says about sleeping (None: nothing).
+    """
 
     name: str
     pid: int
@@ -166,6 +187,8 @@ class KeyPut(Stimulus):
     endpoints: tuple[str, ...] = ()
     other_leases: tuple[str, ...] = ()
     failed: bool = False
+    why: str | None = None
+    standby: StandbyFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +263,20 @@ class CalledBack(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OrderAnswered(Stimulus):
+    """What a worker answered to its order number `order`, to sleep or to wake; that it is done it says in its key.
+
+    `refused` says why it will not carry it out; `error` why nobody knows whether the order arrived.
+    """
+
+    name: str
+    pid: int
+    order: int
+    refused: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsCounted(Stimulus):
     """What a worker past its drain deadline still holds: how many requests, and the ids of some."""
 
@@ -256,12 +293,14 @@ class RequestsCounted(Stimulus):
 class GpusSeen(Stimulus):
     """The devices of the host as they are now, and who has reserved which outside of this namespace.
 
-    `stale` says why nobody could look: then the fleet goes by the last inventory.
+    `stale` says why nobody could look: then the fleet goes by the last inventory. `host_free_bytes` is the main memory
+    that a process could still take.
     """
 
     devices: tuple[GpuDevice, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     stale: str | None = None
+    host_free_bytes: int | Missing = Missing("not sampled")  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

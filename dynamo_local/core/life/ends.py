@@ -1,0 +1,30 @@
+"""How the end of a process is to be understood, by the state in which it came."""
+
+from __future__ import annotations
+
+from dynamo_local.core.exit_codes import how_it_ended
+from dynamo_local.core.life.fleet import Worker
+from dynamo_local.core.life.states import TRAITS
+from dynamo_local.core.types import WorkerState as S
+
+UNHEARD = "it had answered nothing when its lease ended"
+
+
+def was_leaving(worker: Worker, code: int | None) -> bool:
+    """It ended because it was to. Not one whose lease went while nobody heard of it, and that did not end in order:
+    it was stopped for longer than its lease lives, and died of something else."""
+    if worker.state is S.DRAINING:
+        return not worker.lapsed or code in (0, None)
+    return worker.state is S.DRAIN_TIMED_OUT
+
+
+def why_it_ended(worker: Worker, code: int | None) -> str | None:
+    """In words, with what it had said itself; what was known before where it left in order."""
+    left = was_leaving(worker, code)
+    if not left and worker.state is S.DRAINING:
+        return f"{how_it_ended(code)}; {UNHEARD}"
+    if not left and (worker.state in (S.STARTING, S.READY) or TRAITS[worker.state].standby):
+        return how_it_ended(code) if worker.engine_said is None else f"{worker.engine_said}; {how_it_ended(code)}"
+    if left and code not in (0, None) and worker.state is S.DRAINING:
+        return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
+    return worker.reason
