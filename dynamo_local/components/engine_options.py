@@ -7,13 +7,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dynamo_local.components.text.model import TINY_MODEL, TINY_TOKENS
 from dynamo_local.engines import make_engine
-from dynamo_local.engines.sleeping import GROWTH_MAX_BYTES, EngineStandby
+from dynamo_local.engines.sleeping import GROWTH_MAX_BYTES, CanSleep, EngineStandby
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import Engine, KvEventPublisher, PassSink
 from dynamo_local.sdk.checks import listing, nearest
@@ -165,7 +165,7 @@ async def start_observed_engine(
     engine = await start_engine(config, context.gpus, kv_events, passes, standby=context.standby)
     if context.standby:
         context.wait_for("a rehearsal of its sleep")
-        sleeper = EngineStandby(engine, growth_max_bytes=config.standby_growth_max_bytes)
+        sleeper = EngineStandby(cast(CanSleep, engine), growth_max_bytes=config.standby_growth_max_bytes)
         try:
             await sleeper.rehearse()
         except BaseException:

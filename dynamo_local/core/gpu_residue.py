@@ -11,7 +11,7 @@ from dynamo_local.core.types import Missing
 if TYPE_CHECKING:
     from dynamo_local.core.gpus import GpuDevice
 
-DEFAULT_VRAM_SHARE = 0.9
+DEFAULT_VRAM_SHARE = 0.92
 """The part of a device's memory that an awake worker takes where nobody says otherwise: vLLM's own default."""
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from dynamo_local.core.gpu_residue import gib
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import EngineError
-from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, SamplingParams
+from dynamo_local.ports import EngineRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -37,23 +36,11 @@ class EngineMemory:
     host_bytes: int | Missing
 
 
-class SleepingEngine(Protocol):
-    """What an engine of `ports.Engine` has beside that, if it can sleep."""
-
-    probe_tokens: int
-    """How many tokens of the probe's answer are compared."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """See `ports.Engine`."""
-        ...
-
-    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """See `ports.Engine`."""
-        ...
+class CanSleep(Protocol):
+    """What `EngineStandby` needs: engines of `ports.Engine` have it, and so have commands with hooks."""
 
     def cannot_sleep(self) -> str | None:
-        """Why it cannot; None if it can. Valid after `start`."""
+        """Why it cannot; None if it can. Valid after its start."""
         ...
 
     async def sleep(self, level: int) -> None:
@@ -67,9 +54,27 @@ class SleepingEngine(Protocol):
         """Have the memory again, with the weights, and an empty KV cache. Raises as `sleep`."""
         ...
 
+    async def probe(self) -> tuple[Any, ...]:
+        """The greedy answer to the same prompt, each time. Raises `EngineError` past its deadline."""
+        ...
+
     async def memory(self) -> EngineMemory:
         """What it holds now."""
         ...
+
+
+async def answer_of(engine: Any, name: str, count: int) -> tuple[int, ...]:
+    """The probe of an engine of `ports.Engine`: so many tokens, greedily. Raises `EngineError` past its deadline."""
+    sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+    tokens: list[int] = []
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with aclosing(engine.generate(EngineRequest(name, PROBE_PROMPT, sampling))) as outputs:
+                async for output in outputs:
+                    tokens += output.token_ids
+    except TimeoutError:
+        raise EngineError(f"the probe was not answered within {PROBE_TIMEOUT_S:g} s") from None
+    return tuple(tokens)
 
 
 class WakeCorrupted(EngineError):
@@ -89,10 +94,10 @@ class EngineStandby:
     """One engine's standby. `cannot` says why it cannot sleep; `asleep` what it keeps while it does; `recycle` why its
     process should be replaced, once its memory has grown by more than `growth_max_bytes`."""
 
-    def __init__(self, engine: Any, *, growth_max_bytes: int = GROWTH_MAX_BYTES) -> None:
-        self._engine = cast(SleepingEngine, engine)
+    def __init__(self, engine: CanSleep, *, growth_max_bytes: int = GROWTH_MAX_BYTES) -> None:
+        self._engine = engine
         self._growth_max_bytes = growth_max_bytes
-        self._expected: tuple[int, ...] = ()
+        self._expected: tuple[Any, ...] = ()
         self._first: _Cycle | None = None
         self._before: EngineMemory | None = None
         self._count = 0
@@ -117,7 +122,7 @@ class EngineStandby:
         if self.cannot is not None:
             log.warning("this worker cannot sleep: %s", self.cannot)
             return
-        self._expected = await self._probe()
+        self._expected = await self._engine.probe()
         before = await self._engine.memory()
         await self.sleep(1)
         asleep = self.asleep or before
@@ -139,7 +144,7 @@ class EngineStandby:
         await self._engine.wake()
         self.asleep = None
         self._count += 1
-        answer = await self._probe()
+        answer = await self._engine.probe()
         if answer != self._expected:
             where = _differ(self._expected, answer)
             raise WakeCorrupted(f"after wake {self._count} the engine answers otherwise than at its start: {where}")
@@ -160,22 +165,8 @@ class EngineStandby:
                 )
                 log.warning("%s", self.recycle)
 
-    async def _probe(self) -> tuple[int, ...]:
-        """The greedy answer to the same prompt. Raises `EngineError` past its deadline."""
-        sampling = SamplingParams(max_tokens=self._engine.probe_tokens, temperature=0.0, ignore_eos=True)
-        request = EngineRequest(f"standby-probe-{self._count}", PROBE_PROMPT, sampling)
-        tokens: list[int] = []
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                async with aclosing(cast(Any, self._engine.generate(request))) as outputs:
-                    async for output in outputs:
-                        tokens += output.token_ids
-        except TimeoutError:
-            raise EngineError(f"the probe was not answered within {PROBE_TIMEOUT_S:g} s") from None
-        return tuple(tokens)
 
-
-def _differ(expected: tuple[int, ...], answer: tuple[int, ...]) -> str:
+def _differ(expected: tuple[Any, ...], answer: tuple[Any, ...]) -> str:
     same = next((n for n, (a, b) in enumerate(zip(expected, answer, strict=False)) if a != b), None)
     at = min(len(expected), len(answer)) if same is None else same
     return f"token {at} of the probe, {len(answer)} of {len(expected)} tokens"

@@ -28,7 +28,9 @@ from dynamo_local.core.life.lifecycle import (
     ProcessExited,
     Removed,
     RestartRequested,
+    SleepCancelled,
     SpawnRequested,
+    WakeRequested,
 )
 from dynamo_local.core.life.restart_plan import RestartPlan
 from dynamo_local.core.life.stimuli import Apply, InfraSeen, Leave, StartAll, Stimulus
@@ -283,6 +285,17 @@ class Arbiter:
         if cancel and not answered and stimulus_id in self._cancelling and goes:
             self.wanted.discard(name)
 
+    async def sleep(self, name: str, level: int, *, force: bool, stimulus_id: str) -> None:
+        """`dynamo sleep`."""
+        if not force:
+            self.unforced.add(stimulus_id)
+        work = self.orders.sleep(name, level=level, force=force, stimulus_id=stimulus_id)
+        await self._command(f"sleep {name} --level {level}{' --force' * force}", work)
+
+    async def wake(self, name: str, *, stimulus_id: str) -> None:
+        """`dynamo wake`."""
+        await self._command(f"wake {name}", self.orders.wake(name, stimulus_id=stimulus_id))
+
     async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
         """`dynamo restart`."""
         self.restarts.add(stimulus_id)
@@ -325,14 +338,14 @@ class Arbiter:
     def _on_moves(self, order: Stimulus, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
         self._wanted_before = set(self.wanted)
-        going = {each.name for each in moves if type(each).__name__ == "BeginDrain"}
+        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "PutToSleep")}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
             if order.stimulus_id in self.unforced and not left:
                 raise Broken(f"the last ready {component} was taken without --force")
         for each in moves:
             kind = type(each).__name__
-            if kind in ("SpawnWorker", "Revive", "CancelDrain"):
+            if kind in ("SpawnWorker", "Revive", "CancelDrain", "WakeUp"):
                 self.wanted.add(each.name)
                 if kind == "CancelDrain":
                     self._cancelling.add(order.stimulus_id)
@@ -361,6 +374,7 @@ class Arbiter:
                 if plan not in fleet.restarts and (worker is None or not worker.counts):
                     self.wanted.discard(name)
         self._plans = fleet.restarts
+        self.wanted -= {worker.name for worker in fleet.workers.values() if worker.stands_by}
 
     def on_stimulus(self, stimulus: Stimulus) -> None:
         """See `control.effects.Observer`."""
@@ -372,7 +386,9 @@ class Arbiter:
             f"    {name}: {before} -> {transition.after}/{worker.course}, {type(event).__name__} ({event.stimulus_id})"
         )
         comes = isinstance(event, RestartRequested | SpawnRequested) or worker.course is Course.RESTARTING
-        if isinstance(event, Faulted | Removed):
+        if isinstance(event, WakeRequested | SleepCancelled):  # by itself, too: it could not be put to sleep
+            self.wanted.add(name)
+        elif isinstance(event, Faulted | Removed):
             self.wanted.discard(name)
         elif (
             isinstance(event, DrainRequested | RestartRequested | SpawnRequested) and event.stimulus_id in self.restarts

@@ -23,6 +23,7 @@ from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.statefile_entry import Entry, EntryWriter
 from tests.fakes.arbiter.memory_store import MemoryStore
 from tests.fakes.infra.etcd import FakeEtcd
+from tests.simulation.standby import SimStandby
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -30,13 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How one process will behave. `start_s` None: never ready; `start_code`: it exits with that instead of serving."""
+    """How one process will behave. `start_s` None: never ready; `start_code`: it exits with that instead of serving.
+
+    `wake_s` None: it never wakes.
+    """
 
     start_s: float | None = 0.5
     start_code: int | None = None
     work_s: float = 1.0
     dies_in_s: float = 0.003
     memory_s: float | None = 0.2
+    wake_s: float | None = 0.3
+    wakes_badly: bool = False
+    recycles_after: int | None = None
+    cannot_sleep: str | None = None
 
 
 class ProcessKv:
@@ -90,8 +98,11 @@ class SimProcess:
         self._store = MemoryStore(world.file, run_id=spec.env["DYN_RUN_ID"])
         self._entry = EntryWriter(self._store, self.name, self._truth)
         self._lease: LeaseKeeper | None = None
+        names = world.namespace, self.name
+        self._keys = (partial(lease_key, *names), partial(ready_key, *names))
         self._lease_gone = self._registered = False
         self.drain = Drain(self)
+        self.standby = SimStandby(self)
         self._tasks = {asyncio.ensure_future(self._main())}
 
     # --- what is done to it ----------------------------------------------------------------------
@@ -134,7 +145,7 @@ class SimProcess:
         self.alive = False
         self.nats.close_now()
         lease = self._lease
-        extra = [self._entry._task, self.drain._running, self.drain._resuming]
+        extra = [self._entry._task, self.drain._running, self.drain._resuming, self.standby.sleeping._running]
         if lease is not None:
             extra += [lease._keeping, lease._watching]
         for task in (*self._tasks, *extra):
@@ -186,6 +197,7 @@ class SimProcess:
 
     async def _start(self) -> None:
         ops = {"status": self._op_status, "cancel_drain": self._op_cancel}
+        ops |= {"sleep": self.standby.op_sleep, "wake": self.standby.op_wake}
         while not self.nats.is_connected:
             await asyncio.sleep(0.1)
         await ControlServer(self.nats, self.world.namespace, self.name, ops).start()  # type: ignore[arg-type]
@@ -199,7 +211,7 @@ class SimProcess:
         await self._lease.start()
         self._spawn(self._until_revoked())
         about = json.dumps({"pid": self.pid}).encode()
-        await self._lease.register(partial(lease_key, self.world.namespace, self.name), lambda _lease: about)
+        await self._lease.register(self._keys[0], lambda _lease: about)
         self._entry.touch()
         if self.fate.start_s is None:
             await asyncio.Event().wait()
@@ -209,7 +221,7 @@ class SimProcess:
         self._registered = True
         self._entry.touch()
         await self._entry.flush(2.0)
-        await self._lease.register(partial(ready_key, self.world.namespace, self.name), self._ready_value)
+        await self._lease.register(self._keys[1], self._ready_value)
 
     async def _until_revoked(self) -> None:
         assert self._lease is not None
@@ -229,7 +241,8 @@ class SimProcess:
         return [instance_key(self.world.namespace, self.component, "generate", lease)]
 
     def _ready_value(self, lease: int) -> bytes:
-        return json.dumps({"pid": self.pid, "endpoints": self._endpoints(lease)}).encode()
+        about = {"pid": self.pid, "endpoints": self._endpoints(lease) if self._registered else []}
+        return json.dumps({**about, "standby": self.standby.facts()}).encode()
 
     def _truth(self) -> Entry:
         lease = self.lease_id
@@ -274,6 +287,35 @@ class SimProcess:
         await self._lease.reinstate(1.0)
         self._lease_gone, self._registered = False, True
         self._entry.touch(resumed=True)
+
+    # --- standby (see `SimStandby`) ------------------------------------------------------------------
+
+    async def end_standby(self) -> None:
+        """See `Steps`."""
+        await self.standby.sleeping.close()
+
+    async def goes(self) -> None:
+        """Return once it is not stopped."""
+        await self._go.wait()
+
+    async def withdraw(self) -> None:
+        """Out of routing."""
+        assert self._lease is not None
+        self._registered = False
+        self._entry.touch(resumed=False)
+        await self._lease.withdraw(self._keys)
+
+    async def come_back(self) -> None:
+        """Into routing again."""
+        assert self._lease is not None
+        await self._lease.restore()
+        self._registered = True
+        self._entry.touch()
+
+    async def tell(self) -> None:
+        """Put the ready key."""
+        assert self._lease is not None
+        await self._lease.put_again(self._keys[1])
 
     # --- what it answers ---------------------------------------------------------------------------
 

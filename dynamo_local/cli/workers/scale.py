@@ -65,11 +65,12 @@ def scale(
     Returns once the intent is committed. +1 while a worker of the component drains takes that drain
     back; else one of it that sleeps is woken before a new one is started.
     """
+    more = {"no_wake": True} if no_wake else {}  # what an arbiter of an older version does not know
     ask_and_tell(
         find_paths(namespace),
         Manner(as_json, wait, timeout_s),
         "dynamo_scale",
-        {"component": component, "target": target, "force": force, "no_wake": no_wake, "victim_policy": victim_policy},
+        {"component": component, "target": target, "force": force, "victim_policy": victim_policy, **more},
         goals=goals,
         words=words,
     )

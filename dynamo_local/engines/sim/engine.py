@@ -135,7 +135,7 @@ class SimEngine(EngineBase):
             self._listener = None
         self._notify()
 
-    # --- standby (engines.sleeping.SleepingEngine) -------------------------------------------------
+    # --- standby (engines.sleeping.CanSleep) -------------------------------------------------
 
     probe_tokens = 2
     """Its answers depend on the prompt and the seed alone; two tokens show whether those are the same."""
