@@ -204,7 +204,7 @@ class Supervisor:
     async def _all_ready(self) -> None:
         def late() -> list[str]:
             workers = self.parts.shell.fleet.workers.values()
-            return [worker.name for worker in workers if not worker.ready]
+            return [worker.name for worker in workers if not (worker.ready or worker.stands_by)]
 
         longest_s = max((plan.start_deadline_s for plan in self.deployment.workers), default=0.0)
         deadline_s = self._started_s + longest_s + HEAL_EVERY_S

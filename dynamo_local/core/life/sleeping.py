@@ -151,7 +151,7 @@ def _slept(draft: Draft, worker: Worker, facts: StandbyFacts, cause: str) -> Non
     draft.apply(worker.name, slept, gpus=(), due_s=None, standby=standby)
     draft.look_at_gpus(draft.now_s)  # somebody may wait for its devices
     if facts.recycle is not None:
-        draft.do(Tell(f"{worker.name} is started again: {facts.recycle}", Ailing(worker.name)))
+        draft.do(Tell(f"{worker.name} is started again: {facts.recycle}"))
         _recycle(draft, worker, facts.recycle)
 
 
@@ -159,7 +159,7 @@ def _woken(draft: Draft, worker: Worker, facts: StandbyFacts, cause: str) -> Non
     standby = replace(worker.standby, ask_s=None)
     draft.apply(worker.name, Woken(stimulus_id=cause), due_s=None, reason=None, standby=standby)
     if facts.recycle is not None:
-        draft.do(Tell(f"{worker.name} is restarted: {facts.recycle}", Ailing(worker.name)))
+        draft.do(Tell(f"{worker.name} is restarted: {facts.recycle}"))
         _recycle(draft, worker, facts.recycle)
 
 
@@ -252,7 +252,7 @@ def _first_sleep(draft: Draft, worker: Worker) -> None:
         draft.change(worker.name, standby=replace(worker.standby, wanted=False))
         draft.set(no_standby={**draft.fleet.no_standby, worker.component: cannot})
         told = f"{worker.component}: no worker can be kept on standby: {cannot}"
-        draft.do(Tell(f"{told}; {worker.name} leaves", Ailing(worker.name)))
+        draft.do(Tell(f"{told}; {worker.name} leaves"))
         event = DrainRequested(stimulus_id=KEEP, reason=f"it cannot sleep: {cannot}")
         draft.apply(worker.name, event, reason=event.reason)
         leaving.ask(draft, worker.name)

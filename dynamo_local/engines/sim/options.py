@@ -60,8 +60,8 @@ class SimOptions:
     """The same from level 2, which reads the weights again."""
     sleep_residue_bytes: int = 1_500_000_000
     """GPU memory that it keeps while it sleeps: the CUDA context, and what its allocator does not give back."""
-    sleep_host_bytes: int = 16_000_000_000
-    """Main memory that level 1 takes: the weights of an 8B model in 16 bits."""
+    sleep_host_bytes: int = 0
+    """Main memory that level 1 says it takes; none is. The weights of an 8B model in 16 bits are 16_000_000_000."""
     sleep_growth_bytes: int = 0
     """Memory that each wake leaves behind: for tests of what follows."""
     corrupt_after_wakes: int | None = None

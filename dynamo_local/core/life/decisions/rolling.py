@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dynamo_local.core.life.decisions.moves import BeginDrain, PutToSleep, Revive, SpawnWorker, TakeBack
+from dynamo_local.core.life.decisions.moves import BeginDrain, Revive, SpawnWorker, TakeBack
 from dynamo_local.core.life.decisions.scaling import one_more, taken
 from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.restart_plan import RestartPlan
@@ -45,7 +45,7 @@ class Stopped:
     why: str
 
 
-Step = BeginDrain | Revive | SpawnWorker | TakeBack | PutToSleep | Wait | Done | Stopped
+Step = BeginDrain | Revive | SpawnWorker | TakeBack | Wait | Done | Stopped
 
 
 def plan_restart(view: Fleet, target: str, *, stimulus_id: str, force: bool = False) -> RestartPlan:

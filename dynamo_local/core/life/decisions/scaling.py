@@ -295,16 +295,18 @@ def _fewer(
     then = victims(view.ready(component), policy)[: count - len(first)]
     chosen = [*first, *then]
     check_not_last(view, chosen, force, f"`{reason}` of {component}")
-    return tuple(taken(worker, reason) for worker in chosen)
+    return tuple(_spared(worker, reason) for worker in chosen)
 
 
-def taken(worker: Worker, reason: str) -> BeginDrain | TakeBack | PutToSleep:
-    """How this one goes. One that is called back from a drain may serve already: it is drained again; one that is being
-    woken, or waits to be, goes on sleeping; one on standby leaves."""
-    if TRAITS[worker.state].standby:
-        return BeginDrain(worker.name, reason) if worker.stands_by else PutToSleep(worker.name, reason=reason)
+def _spared(worker: Worker, reason: str) -> BeginDrain | TakeBack | PutToSleep:
+    """One that is being woken, or waits to be, goes on sleeping."""
+    return PutToSleep(worker.name, reason=reason) if TRAITS[worker.state].standby else taken(worker, reason)
+
+
+def taken(worker: Worker, reason: str) -> BeginDrain | TakeBack:
+    """How this one goes. One that is called back from a drain may serve already: it is drained again."""
     returns = worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING
-    if worker.ready or returns:
+    if worker.ready or returns or TRAITS[worker.state].standby:
         return BeginDrain(worker.name, reason)
     return TakeBack(worker.name, f"{reason}: it was {worker.state}")
 

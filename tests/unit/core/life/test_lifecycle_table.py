@@ -25,6 +25,11 @@ EVENTS: tuple[Event, ...] = (
     lc.Faulted(stimulus_id="t", reason="5 failures"),
     lc.RestartRequested(stimulus_id="t"),
     lc.Removed(stimulus_id="t"),
+    lc.SleepRequested(stimulus_id="t"),
+    lc.Slept(stimulus_id="t"),
+    lc.SleepCancelled(stimulus_id="t"),
+    lc.WakeRequested(stimulus_id="t"),
+    lc.Woken(stimulus_id="t"),
 )
 BY_NAME = {type(event).__name__: event for event in EVENTS}
 
@@ -62,6 +67,12 @@ UP = ("SpawnRequested", "Spawned", "Registered")
         (("SpawnRequested", "StartDeadlinePassed", "ProcessExited", "BackoffStarted"), S.BACKING_OFF),
         (("SpawnRequested", "SpawnFailed"), S.CRASHED),
         (("SpawnRequested", "DrainRequested", "Spawned", "Registered"), S.DRAINING),
+        ((*UP, "SleepRequested", "Slept"), S.SLEEPING),
+        ((*UP, "SleepRequested", "Slept", "WakeRequested", "Woken"), S.READY),
+        ((*UP, "SleepRequested", "WakeRequested", "Woken"), S.READY),
+        ((*UP, "SleepRequested", "SleepCancelled"), S.READY),
+        ((*UP, "SleepRequested", "Slept", "DrainRequested", "ProcessExited"), S.EXITED),
+        ((*UP, "SleepRequested", "Slept", "WakeRequested", "HealthFailed"), S.CRASHED),
         (("StartDeadlinePassed",), S.START_TIMED_OUT),
         (("Removed",), S.EXITED),
     ],
