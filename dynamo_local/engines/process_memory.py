@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from dynamo_local.core.types import Missing
 from dynamo_local.engines.sleeping import EngineMemory
@@ -26,7 +27,7 @@ def host_bytes(pids: Iterable[int]) -> int | Missing:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
             try:
-                text = open(f"/proc/{pid}/smaps_rollup", encoding="ascii").read()  # noqa: SIM115 - closed at once
+                text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
             except PermissionError as error:
                 return Missing(f"the memory of pid {pid} cannot be read: {error}")
             total += sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))

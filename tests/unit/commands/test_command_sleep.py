@@ -205,5 +205,5 @@ async def test_a_server_that_answers_otherwise_after_a_wake_is_found(server: Ser
 async def test_a_server_without_the_endpoints_says_which_is_missing(server: Server) -> None:
     """It was started without its development mode."""
     bare = ServerSleep(f"http://127.0.0.1:{server.port}/none", lambda: None)
-    with pytest.raises(EngineError, match="/none/sleep.level=1 answers 404"):
+    with pytest.raises(EngineError, match=r"/none/sleep.level=1 answers 404"):
         await bare.sleep(1)
