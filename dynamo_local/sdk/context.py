@@ -65,10 +65,14 @@ class HeldMemory(Protocol):
     """What processes hold, in bytes: on each of their devices, and in main memory."""
 
     @property
-    def vram_bytes(self) -> int | Missing: ...
+    def vram_bytes(self) -> int | Missing:
+        """The most on one of the devices."""
+        ...
 
     @property
-    def host_bytes(self) -> int | Missing: ...
+    def host_bytes(self) -> int | Missing:
+        """Main memory."""
+        ...
 
 
 class EngineSleeper(Protocol):

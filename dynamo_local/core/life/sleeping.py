@@ -12,6 +12,7 @@ from dynamo_local.core.gpu_residue import Sleeper
 from dynamo_local.core.life import leaving
 from dynamo_local.core.life.decisions import standby as deciding_standby
 from dynamo_local.core.life.draft import Draft
+from dynamo_local.core.life.endings import STARTED_AGAIN
 from dynamo_local.core.life.fleet import Course, Template, Worker
 from dynamo_local.core.life.instructions import OrderSleep, OrderWake, Tell
 from dynamo_local.core.life.lifecycle import (
@@ -210,8 +211,10 @@ def ask_again(draft: Draft, worker: Worker) -> None:
 def at_exit(draft: Draft, worker: Worker, code: int | None) -> Worker:
     """One that ended in order after its lease had gone was told to leave by that, though nobody heard of it then."""
     if TRAITS[worker.state].standby and worker.lease_gone and code == 0:
-        reason = worker.reason or "its lease was revoked or has expired"
-        draft.apply(worker.name, LeaseRevoked(stimulus_id=draft.stimulus_id), reason=reason)
+        reason, course = "its lease was revoked or has expired", worker.course
+        if draft.fleet.restart_revoked and draft.fleet.leaving is None:
+            reason, course = reason + STARTED_AGAIN, Course.RESTARTING
+        draft.apply(worker.name, LeaseRevoked(stimulus_id=draft.stimulus_id), reason=reason, course=course)
         return draft.worker(worker.name)
     return worker
 

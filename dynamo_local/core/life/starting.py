@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo_local.core.life import leaving, sleeping
 from dynamo_local.core.life.draft import Draft
-from dynamo_local.core.life.ends import UNHEARD, was_leaving, why_it_ended
+from dynamo_local.core.life.endings import STARTED_AGAIN, UNHEARD, comes_back_unasked, was_leaving, why_it_ended
 from dynamo_local.core.life.fleet import Course, Exit, Failure, GpuReturn, Process, Worker
 from dynamo_local.core.life.instructions import (
     EndSession,
@@ -178,7 +178,8 @@ def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure)
         draft.revoked_outside(worker)
     if worker.state is S.DRAINING and not left:
         draft.apply(worker.name, HealthFailed(stimulus_id=leaving.HEALTH, reason=reason or UNHEARD))
-    draft.apply(worker.name, event, failure=None if left else failure, reason=reason)
+    counts = not left or comes_back_unasked(worker)
+    draft.apply(worker.name, event, failure=failure if counts else None, reason=reason)
     # First those of what is behind it: requests are still sent there.
     for lease in (*worker.other_leases, worker.lease):
         if lease is not None:
@@ -207,7 +208,9 @@ def after_process(draft: Draft, name: str) -> None:
     if draft.fleet.leaving is not None:
         return
     if worker.state is S.EXITED:
-        if worker.course in (Course.RESTARTING, Course.RETURNING):
+        if comes_back_unasked(worker):
+            after_failure(draft, name)
+        elif worker.course in (Course.RESTARTING, Course.RETURNING):
             revive(draft, name, worker.cause or "restart")
         else:
             remove(draft, name)
@@ -222,25 +225,30 @@ def after_process(draft: Draft, name: str) -> None:
 
 
 def after_failure(draft: Draft, name: str) -> None:
-    """Restart with back-off, counted from the end of the process, or give up: `restarts` decides."""
+    """Restart with back-off, counted from the end of the process, or give up: `restarts` decides.
+
+    A worker that comes back after a lease that somebody else revoked is counted as one that failed: whoever revokes
+    every lease as soon as he sees it would else have it started again and again without a pause.
+    """
     worker = draft.worker(name)
     failure = worker.failure or Failure(draft.now_s, 0.0, 0.5)
     if worker.course is Course.LEAVING:  # taken back meanwhile
         draft.apply(name, Removed(stimulus_id=RESTART_POLICY), course=Course.STEADY)
         remove(draft, name)
         return
+    why = (worker.reason or "it failed").removesuffix(STARTED_AGAIN)
     history, verdict = after_exit(
         worker.history,
         now_s=draft.now_s,
         ran_s=failure.ran_s,
         infra_ok=draft.fleet.infra_ok,
         unit=failure.unit,
-        why=worker.reason or "it failed",
+        why=why,
         policy=draft.fleet.policy,
     )
     if isinstance(verdict, Fault):
         event = Faulted(stimulus_id=RESTART_POLICY, reason=verdict.reason)
-        draft.apply(name, event, history=history, reason=verdict.reason)
+        draft.apply(name, event, course=Course.STEADY, history=history, reason=verdict.reason)
         told = f"{name} is faulted: {verdict.reason}; `dynamo restart {name}` tries again"
         draft.do(Tell(told, Ailing(name)))
         give_back(draft, name, keep=False)
@@ -248,7 +256,7 @@ def after_failure(draft: Draft, name: str) -> None:
     waits = isinstance(verdict, WaitForInfra)
     due_s = None if waits else max(draft.now_s, failure.at_s + verdict.delay_s)
     event_ = BackoffStarted(stimulus_id=RESTART_POLICY, delay_s=verdict.delay_s)
-    draft.apply(name, event_, history=history, held_back=waits, due_s=due_s)
+    draft.apply(name, event_, course=Course.STEADY, history=history, held_back=waits, due_s=due_s)
 
 
 def backoff_over(draft: Draft, worker: Worker) -> None:

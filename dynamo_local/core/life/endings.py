@@ -1,13 +1,15 @@
-"""How the end of a process is to be understood, by the state in which it came."""
+"""How the end of a worker's process is judged, from what the worker was when it ended."""
 
 from __future__ import annotations
 
 from dynamo_local.core.exit_codes import how_it_ended
-from dynamo_local.core.life.fleet import Worker
+from dynamo_local.core.life.fleet import Course, Worker
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import WorkerState as S
 
 UNHEARD = "it had answered nothing when its lease ended"
+STARTED_AGAIN = "; it is started again"
+"""Said of a worker that leaves because somebody else revoked its lease, where the fleet brings such workers back."""
 
 
 def was_leaving(worker: Worker, code: int | None) -> bool:
@@ -18,8 +20,13 @@ def was_leaving(worker: Worker, code: int | None) -> bool:
     return worker.state is S.DRAIN_TIMED_OUT
 
 
+def comes_back_unasked(worker: Worker) -> bool:
+    """Somebody else revoked its lease, and nobody here has ordered its restart: that follows the restart policy."""
+    return worker.course is Course.RESTARTING and worker.lease_gone and worker.asked_s is None
+
+
 def why_it_ended(worker: Worker, code: int | None) -> str | None:
-    """In words, with what it had said itself; what was known before where it left in order."""
+    """In words, for a worker as it was before its process ended."""
     left = was_leaving(worker, code)
     if not left and worker.state is S.DRAINING:
         return f"{how_it_ended(code)}; {UNHEARD}"
