@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from typing import Any
 
 from dynamo_local.core.gpu_residue import Sleeper
+from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.standby import Standby, StandbyFacts
 from dynamo_local.core.types import Missing
-from dynamo_local.state import StandbyEntry
+from dynamo_local.state import StandbyEntry, State
 
 log = logging.getLogger(__name__)
 
@@ -74,3 +76,12 @@ def sleeper_of_entry(entry: StandbyEntry | None) -> Sleeper | None:
         return None
     vram, host = _bytes(entry.vram_bytes), _bytes(entry.host_bytes)
     return Sleeper(tuple(entry.gpu_uuids), vram, host, frozenset(entry.pids))
+
+
+def with_sleepers(ledger: GpuLedger, state: State, running: Container[str]) -> GpuLedger:
+    """The ledger that knows what those of a run keep that sleep, and still run; they hold their devices' locks."""
+    for name, entry in state.components.items():
+        sleeper = sleeper_of_entry(entry.standby)
+        if sleeper is not None and name in running:
+            ledger = ledger.fall_asleep(name, sleeper)
+    return ledger

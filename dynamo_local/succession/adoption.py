@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dynamo_local.control.deployment import WatcherFactory, WatcherPlan
 from dynamo_local.control.head import without_credentials
-from dynamo_local.control.standby import sleeper_of_entry, standby_of_entry
+from dynamo_local.control.standby import standby_of_entry, with_sleepers
 from dynamo_local.control.statefile import restart_of_entry
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life.fleet import Course, Fleet, Process, Worker
@@ -241,13 +241,9 @@ def hold_gpus(found: Found, ledger: GpuLedger, pool: GpuPool) -> GpuLedger:
     A running worker holds the locks of its devices itself. For one that does not run, we lock them; if another
     namespace has taken them meanwhile, it holds none.
     """
+    ledger = with_sleepers(ledger, found.state, found.pids)
     for name, entry in found.state.components.items():
-        sleeper = sleeper_of_entry(entry.standby)
-        if sleeper is not None and name in found.pids:  # its process holds the locks of its devices itself
-            ledger = ledger.fall_asleep(name, sleeper)
         uuids = entry.resources.gpu_uuids or []
-        if not uuids:
-            continue
         ledger = ledger.assign(name, uuids)
         if name in found.pids:
             pool.lock_rest(name, uuids)

@@ -44,15 +44,18 @@ def sleep(it: Scenario) -> None:
         w.name for w in it.arbiter.workers.values() if w.state is WorkerState.READY and w.role is not Role.FRONTEND
     ]
     name = it.rng.choice(ready) if ready and it.rng.random() < 0.8 else it.some_name()
-    work = it.arbiter.sleep(name, it.rng.choice((1, 1, 2)), force=it.rng.random() < 0.3, stimulus_id=it.stimulus())
-    it.arbiter.run(work)
+    level, force, cause = it.rng.choice((1, 1, 2)), it.rng.random() < 0.3, it.stimulus()
+    if not force:
+        it.arbiter.unforced.add(cause)
+    work = it.arbiter.orders.sleep(name, level=level, force=force, stimulus_id=cause)
+    it.arbiter.run(it.arbiter.command(f"sleep {name} --level {level}", work))
 
 
 def wake(it: Scenario) -> None:
     """Of one on standby, if one is."""
     asleep = [w.name for w in it.arbiter.workers.values() if w.stands_by]
     name = it.rng.choice(asleep) if asleep else it.some_name()
-    it.arbiter.run(it.arbiter.wake(name, stimulus_id=it.stimulus()))
+    it.arbiter.run(it.arbiter.command(f"wake {name}", it.arbiter.orders.wake(name, stimulus_id=it.stimulus())))
 
 
 def apply(it: Scenario) -> None:

@@ -266,7 +266,7 @@ class Arbiter:
         """`dynamo scale`; refusals are answers."""
         if not force:
             self.unforced.add(stimulus_id)
-        await self._command(
+        await self.command(
             f"scale {component} {target}{' --force' * force}",
             self.orders.scale(component, target, force=force, victim_policy=policy, stimulus_id=stimulus_id),
         )
@@ -277,28 +277,17 @@ class Arbiter:
             self.unforced.add(stimulus_id)
         words = f"drain {name}{' --cancel' * cancel}{' --force' * force}"
         work = self.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
-        answered = await self._command(words, work)
+        answered = await self.command(words, work)
         worker = self.workers.get(name)
         # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
         goes = worker is None or (worker.state in LEAVES and worker.course is Course.STEADY)
         if cancel and not answered and stimulus_id in self._cancelling and goes:
             self.wanted.discard(name)
 
-    async def sleep(self, name: str, level: int, *, force: bool, stimulus_id: str) -> None:
-        """`dynamo sleep`."""
-        if not force:
-            self.unforced.add(stimulus_id)
-        work = self.orders.sleep(name, level=level, force=force, stimulus_id=stimulus_id)
-        await self._command(f"sleep {name} --level {level}{' --force' * force}", work)
-
-    async def wake(self, name: str, *, stimulus_id: str) -> None:
-        """`dynamo wake`."""
-        await self._command(f"wake {name}", self.orders.wake(name, stimulus_id=stimulus_id))
-
     async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
         """`dynamo restart`."""
         self.restarts.add(stimulus_id)
-        await self._command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
+        await self.command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
 
     async def apply(
         self, renewed: Collection[str], counts: Mapping[str, int], *, force: bool, stimulus_id: str
@@ -313,13 +302,14 @@ class Arbiter:
             stimulus_id=stimulus_id, templates=templates, counts=counts, policy=self.shell.fleet.policy, force=force
         )
         words = f"apply {sorted(renewed)} {dict(counts)}{' --force' * force}"
-        await self._command(words, self._applied(order))
+        await self.command(words, self._applied(order))
 
     async def _applied(self, order: Apply) -> dict[str, Any]:
         await self.orders.committed(order)
         return {}
 
-    async def _command(self, words: str, work: Coroutine[Any, Any, dict[str, Any]]) -> bool:
+    async def command(self, words: str, work: Coroutine[Any, Any, dict[str, Any]]) -> bool:
+        """Whether it was carried out; a refusal is an answer."""
         self.world.note(f"$ dynamo {words}")
         try:
             answer = await work

@@ -137,10 +137,9 @@ class SimEngine(EngineBase):
 
     # --- standby (engines.sleeping.CanSleep) -------------------------------------------------
 
-    probe_tokens = 2
-    """Its answers depend on the prompt and the seed alone; two tokens show whether those are the same."""
+    probe_tokens = 2  # its answers depend on the prompt and the seed alone
 
-    def cannot_sleep(self) -> str | None:
+    def cannot_sleep(self) -> None:
         return None
 
     async def sleep(self, level: int) -> None:
