@@ -60,6 +60,13 @@ class EntryResources(_Model):
         return self
 
 
+class FlipEntry(_Model):
+    """What a worker is about to be called, and in which component, once it has changed its role."""
+
+    watcher_name: Name
+    component: Name
+
+
 class StandbyEntry(_Model):
     """A worker that sleeps, or has been told to sleep or to wake: `core.life.standby.Standby`, for a successor.
 
@@ -87,7 +94,9 @@ class ComponentEntry(_Model):
     `reason` is the cause of the last change of state; `course` says what follows a drain that does not end the worker
     for good (`core.life.fleet.Course`). For the arbiter's successor, in seconds of the host's monotonic clock:
     `asked_s`, when it was asked to leave, and `failures_s`, when it failed lately; `failures_streak` is how often in
-    a row. `standby` is there for a worker that sleeps, or has been told to.
+    a row. `flip` is there while it changes its role; `born` is the name under which its process was made, and which is
+    in that process's environment, where that is another one. `standby` is there for a worker that sleeps, or has been
+    told to.
     """
 
     watcher_name: Name
@@ -114,6 +123,8 @@ class ComponentEntry(_Model):
     asked_s: Seconds | None = None
     failures_s: list[Seconds] | None = None
     failures_streak: Annotated[int, Field(ge=0)] | None = None
+    flip: FlipEntry | None = None
+    born: Name | None = None
     standby: StandbyEntry | None = None
 
     @model_validator(mode="after")

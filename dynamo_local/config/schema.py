@@ -154,3 +154,5 @@ class ServiceArgs(BaseModel):
     """How many workers are kept asleep beside those that serve; 0: none is, but each may be put to sleep by hand."""
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
+    flippable: bool = True
+    """Its workers may change their role with those of the other side, where both have the same engine."""

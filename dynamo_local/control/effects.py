@@ -11,15 +11,18 @@ from typing import Protocol
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.instructions import (
     CallBack,
+    CallOffFlip,
     Commit,
     CountRequests,
     EndSession,
+    FlipRole,
     Forget,
     Instruction,
     LookAtGpus,
     LookUpKey,
     OrderSleep,
     OrderWake,
+    Rename,
     Revoke,
     Signal,
     Spawn,
@@ -43,6 +46,9 @@ Act = (
     | Sweep
     | LookAtGpus
     | Forget
+    | FlipRole
+    | CallOffFlip
+    | Rename
 )
 """What is done to the world once the intent is committed."""
 

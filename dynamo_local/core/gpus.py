@@ -265,6 +265,12 @@ class GpuLedger:
         kept = {name: uuids for name, uuids in self.held_uuids.items() if name != watcher_name}
         return replace(self, held_uuids=kept)
 
+    def renamed(self, watcher_name: str, to: str) -> GpuLedger:
+        """What the watcher holds is held by `to` from now on: the same process under another name."""
+        uuids = self.held_uuids.get(watcher_name, ())
+        self._check_holds_nothing(to)
+        return self.release(watcher_name)._holding(to, uuids)
+
     def fall_asleep(self, watcher_name: str, sleeper: Sleeper) -> GpuLedger:
         """The watcher holds nothing any more; what its process keeps is on `sleeper.uuids`."""
         return replace(self.release(watcher_name), sleepers={**self.sleepers, watcher_name: sleeper})

@@ -9,6 +9,7 @@ from typing import Any
 
 from dynamo_local.control.deployment import Launcher, gpu_asks
 from dynamo_local.control.executor.arbiter_effects import ArbiterEffects
+from dynamo_local.control.flips import FlipOrders
 from dynamo_local.control.links import Links
 from dynamo_local.control.orders import Orders
 from dynamo_local.control.registrations import Registrations
@@ -24,6 +25,7 @@ from dynamo_local.core.life.instructions import Transition
 from dynamo_local.core.life.lifecycle import (
     DrainRequested,
     Faulted,
+    Flipped,
     IllegalTransition,
     ProcessExited,
     Removed,
@@ -41,6 +43,7 @@ from dynamo_local.gpus.locks import GpuLocks
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.state import State
 from tests.fakes.arbiter.memory_store import MemoryStore
+from tests.simulation.flip_commands import FlipCommands
 from tests.simulation.watched_shell import WatchedShell
 from tests.simulation.world import (
     NAMESPACE,
@@ -58,7 +61,7 @@ HEALTH_EVERY_S = 2.0
 LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
 
 
-class Arbiter:
+class Arbiter(FlipCommands):
     """One arbiter's life. `crash_at` is the write, counted from 1, before or after which it dies."""
 
     failure: BaseException | None = None
@@ -119,6 +122,7 @@ class Arbiter:
         self.registrations = Registrations(NAMESPACE, self._feed, self.links)
         self.sampling = Sampling(NAMESPACE, self.shell, self.links, clock)
         self.waiting = Waiting(self.shell, clock.now_s)
+        self.flips = FlipOrders(self.shell, self.orders, self.waiting)
         self.host.on_exit = self._guarded(self.effects.exited)
 
     def _nobody(self) -> Fleet:
@@ -327,7 +331,7 @@ class Arbiter:
     def _on_moves(self, order: Stimulus, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
         self._wanted_before = set(self.wanted)
-        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "PutToSleep")}
+        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker", "PutToSleep")}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
             if order.stimulus_id in self.unforced and not left:
@@ -338,7 +342,7 @@ class Arbiter:
                 self.wanted.add(each.name)
                 if kind == "CancelDrain":
                     self._cancelling.add(order.stimulus_id)
-            else:
+            elif kind != "FlipWorker":  # wanted under the name that it has, and then under the other
                 self.wanted.discard(each.name)
 
     def _on_refused(self) -> None:
@@ -377,6 +381,9 @@ class Arbiter:
         comes = isinstance(event, RestartRequested | SpawnRequested) or worker.course is Course.RESTARTING
         if isinstance(event, WakeRequested | SleepCancelled):  # by itself, too: it could not be put to sleep
             self.wanted.add(name)
+        elif isinstance(event, Flipped) and event.was in self.wanted:
+            self.wanted.discard(event.was)
+            self.wanted.add(name)
         elif isinstance(event, Faulted | Removed):
             self.wanted.discard(name)
         elif (
@@ -387,8 +394,7 @@ class Arbiter:
             self._left(worker, event)
 
     def _left(self, worker: Worker, event: ProcessExited) -> None:
-        """A lease revoked from outside is an order to leave: however it ends then, it is not started again, unless its
-        course says so."""
+        """A lease revoked from outside is an order to leave, however it ends then, unless its course says otherwise."""
         pid = int(event.stimulus_id.partition(":")[2])
         if pid in self.world.revoked_outside and worker.course is Course.STEADY:
             self.wanted.discard(worker.name)

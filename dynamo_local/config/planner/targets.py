@@ -32,7 +32,7 @@ class TargetFields(BaseModel):
     max_throughput_scaling_replicas: Count = 8
     """Workers of one role that one adjustment adds, or takes away, at most."""
     min_endpoint: Annotated[int, Field(ge=0)] = 1
-    """Workers of each role, at least."""
+    """Workers of each role, at least. `sla` takes no 0: it keeps one of each, by which it measures."""
     load_predictor: Literal["constant", "arima", "prophet", "kalman"] = "constant"
     """Who forecasts requests and their lengths. `arima` and `prophet` need the extra `predictors`."""
     load_predictor_log1p: bool = False

@@ -25,6 +25,7 @@ from itertools import count
 
 from dynamo_local.core.gpu_residue import DEFAULT_VRAM_SHARE
 from dynamo_local.core.gpus import GpuLedger
+from dynamo_local.core.life.moving import FlipTarget, Leaving
 from dynamo_local.core.life.restart_plan import RestartPlan
 from dynamo_local.core.life.restarts import DEFAULT_POLICY, RestartHistory, RestartPolicy
 from dynamo_local.core.life.standby import Standby
@@ -50,7 +51,8 @@ class Template:
     """How one more worker of a component is made. `max_workers` is None where the class sets no bound.
 
     `fingerprint` stands for everything that a worker reads when it starts: with another one it would be started
-    differently. `retired`: the component is wanted no more, and its template goes with its last worker.
+    differently. `retired`: the component is wanted no more, and its template goes with its last worker. `flips_to` is
+    the component whose role its workers can take over; where that is None, `cannot_flip` says why.
     `standby`: how many workers are kept asleep beside those that serve (None: its workers are not made to sleep).
     `vram_share` is the part of a device's memory that an awake worker takes.
     """
@@ -63,6 +65,8 @@ class Template:
     drain_deadline_s: float = 600.0
     fingerprint: str = ""
     retired: bool = False
+    flips_to: str | None = None
+    cannot_flip: str = "no other component has an engine like its own"
     standby: int | None = None
     vram_share: float = DEFAULT_VRAM_SHARE
 
@@ -131,6 +135,9 @@ class Worker:
     when its key has been missing from a registry that lists all keys. `counting`: it is past its drain deadline and
     being asked what that will cut.
 
+    Changing its role: `flip` is what it is about to become (None: nothing). `born` is the name under which its process
+    was made, where that is another than its name of now: marks in its environment and its log file have that one.
+
     Health: `heard_s` is when it first answered, or became ready (None: neither yet); `unheard_s` for how long it has
     not answered since, counting only time in which the arbiter asked; `silent_s` the same without the time in which it
     could not be asked (NATS was away).
@@ -178,6 +185,8 @@ class Worker:
     heard_s: float | None = None
     unheard_s: float = 0.0
     silent_s: float = 0.0
+    flip: FlipTarget | None = None
+    born: str | None = None
     standby: Standby = Standby()  # noqa: RUF009 - frozen
 
     @property
@@ -189,6 +198,16 @@ class Worker:
     def runs(self) -> bool:
         """It has a process."""
         return self.process is not None
+
+    @property
+    def born_as(self) -> str:
+        """The name under which its process was made."""
+        return self.born or self.name
+
+    @property
+    def headed(self) -> str:
+        """The component for which it counts: the one that it goes to, while it changes its role."""
+        return self.component if self.flip is None else self.flip.component
 
     @property
     def restarts(self) -> int:
@@ -251,17 +270,6 @@ class Worker:
         due = self.state is WorkerState.PENDING or (self.due_s is None and not self.held_back)
         clear = not (self.spawning or self.sweeping or self.runs) and self.returning is None
         return TRAITS[self.state].waits and due and clear
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """The whole run is leaving. `stage` is an index into `roles.STAGES`, beyond the last when all are gone.
-
-    `now`: nothing is waited for any more.
-    """
-
-    stage: int = 0
-    now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +344,8 @@ class Fleet:
 
     def on_their_way(self, component: str) -> tuple[Worker, ...]:
         """Those that will serve."""
-        return tuple(worker for worker in self.of(component) if worker.on_its_way)
+        coming = (worker for worker in self.workers.values() if worker.on_its_way and worker.headed == component)
+        return tuple(sorted(coming, key=lambda worker: (worker.flip is not None, worker.n)))
 
     def running(self) -> tuple[Worker, ...]:
         """Those that have a process."""
@@ -344,7 +353,17 @@ class Fleet:
 
     def capacity(self, component: str) -> int:
         """How many serve, or will."""
-        return sum(worker.counts for worker in self.of(component))
+        return sum(worker.counts for worker in self.workers.values() if worker.headed == component)
+
+    def reserved(self) -> frozenset[str]:
+        """Names that nobody new may have: of a flip under way, and of processes that were made under them and flipped.
+
+        A process is known by the name in its environment: two of the same would be taken for each other.
+        """
+        workers = self.workers.values()
+        made = (worker for worker in workers if worker.runs or worker.sweeping)
+        born = {worker.born for worker in made if worker.born is not None}
+        return frozenset(born | {worker.flip.name for worker in workers if worker.flip is not None})
 
     def names_from_lowest(self, component: str) -> Iterator[tuple[str, int, Worker | None]]:
         """`(watcher name, suffix, entry or None)` from the bare name up, without end."""

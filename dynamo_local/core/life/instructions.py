@@ -124,6 +124,33 @@ class CallBack:
 
 
 @dataclass(frozen=True, slots=True)
+class FlipRole:
+    """Have the worker take over the role of that component, under the name `to`. Asked again it says how far it is."""
+
+    name: str
+    pid: int
+    to: str
+    component: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallOffFlip:
+    """Have the worker stay in its role, if it is not too late. What comes of it is the answer to `FlipRole`."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The supervisor's watcher `was`, whose process is `pid`, is the worker's from now on."""
+
+    name: str
+    was: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class OrderSleep:
     """Tell the worker to sleep: order number `order`. It says so itself when it does; the same order may come twice."""
 
@@ -161,9 +188,11 @@ class LookUpKey:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """End what the worker's process left behind outside of its session."""
+    """End what the worker's process left behind outside of its session; `born` is its name there where it is another
+    one, since its role has changed."""
 
     name: str
+    born: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +241,9 @@ Instruction = (
     | Signal
     | EndSession
     | CallBack
+    | FlipRole
+    | CallOffFlip
+    | Rename
     | OrderSleep
     | OrderWake
     | CountRequests
@@ -242,6 +274,12 @@ def words(instruction: Instruction) -> str:
             return "call off spawn"
         case CallBack():
             return "call back"
+        case FlipRole(to=to):
+            return f"flip to {to}"
+        case CallOffFlip():
+            return "call off flip"
+        case Rename(was=was):
+            return f"rename {was}"
         case OrderSleep(level=level):
             return f"order to sleep at level {level}"
         case OrderWake():

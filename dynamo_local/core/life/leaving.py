@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamo_local.core.life.decisions import drains
 from dynamo_local.core.life.draft import Draft
-from dynamo_local.core.life.fleet import Course, Fleet, Leaving, Worker
+from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.instructions import CallOff, CountRequests, EndSession, Revoke, Signal, Tell
 from dynamo_local.core.life.lifecycle import (
     NEXT,
@@ -17,6 +17,7 @@ from dynamo_local.core.life.lifecycle import (
     HealthFailed,
     SpawnFailed,
 )
+from dynamo_local.core.life.moving import Leaving
 from dynamo_local.core.life.roles import STAGES, LeaveBy
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.life.stimuli import CalledBack, Leave, RequestsCounted, RevokeFailed

@@ -18,6 +18,8 @@ The rules, in prose:
   process, not with the state.
 * Past its deadline a drain is *drain timed out* until the killed session is gone, then *exited*.
 * `RestartRequested` by a person clears a fault, skips a back-off, and brings an exited entry back.
+* *flipping* is committed before the worker is asked to change its role (`FlipRequested`). It ends as *ready* in the
+  new role, under its new name (`Flipped`, observed), or in the old one (`FlipFailed`, what the worker answered).
 * A worker on standby is *falling asleep* from `SleepRequested` on (it finishes its streams, then its engine lets go of
   the GPU), *sleeping* once it says so (`Slept`), *waking* from `WakeRequested` to `Woken`. What its lease's end means
   there (`LeaseRevoked`) is known only when its process ends: it serves nobody who would have to be told.
@@ -145,6 +147,28 @@ class Faulted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlipRequested(Event):
+    """We ask it to change its role; it `becomes` a worker of that name."""
+
+    becomes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flipped(Event):
+    """It has registered in its new role under `lease` (hex); until now it was called `was`."""
+
+    was: str
+    lease: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipFailed(Event):
+    """It has stayed in its role, or has gone back to it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SleepRequested(Event):
     """We ask it to sleep: take nothing new, finish what streams, let go of the GPU. `level` is the engine's, 1 or 2."""
 
@@ -257,6 +281,14 @@ NEXT: dict[tuple[S, type[Event]], S] = {
     (S.WAKING, HealthFailed): S.CRASHED,
     (S.EXITED, BackoffStarted): S.BACKING_OFF,
     (S.EXITED, Faulted): S.FAULTED,
+    (S.READY, FlipRequested): S.FLIPPING,
+    (S.FLIPPING, Flipped): S.READY,
+    (S.FLIPPING, FlipFailed): S.READY,
+    (S.FLIPPING, Registered): S.FLIPPING,
+    (S.FLIPPING, LeaseRevoked): S.FLIPPING,
+    (S.FLIPPING, DrainRequested): S.DRAINING,
+    (S.FLIPPING, ProcessExited): S.CRASHED,
+    (S.FLIPPING, HealthFailed): S.CRASHED,
 }
 
 

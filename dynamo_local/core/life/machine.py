@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamo_local.core.life import applying, deciding, leaving, observing, sleeping, starting
+from dynamo_local.core.life import applying, deciding, flipping, leaving, observing, sleeping, starting
 from dynamo_local.core.life import stimuli as st
 from dynamo_local.core.life.draft import Draft
 from dynamo_local.core.life.fleet import Fleet, Worker
@@ -31,6 +31,9 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.Sleep: deciding.sleep,
     st.Wake: deciding.wake,
     st.Apply: applying.apply,
+    st.Flip: flipping.flip,
+    st.ScaleFlip: flipping.flip,
+    st.CancelFlip: flipping.flip,
     st.Leave: leaving.leave,
     st.Resume: deciding.resume,
     st.SpawnBegun: starting.spawn_begun,
@@ -48,6 +51,7 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.CalledBack: leaving.called_back,
     st.OrderAnswered: sleeping.answered,
     st.RequestsCounted: leaving.requests_counted,
+    st.FlipAnswered: observing.flip_answered,
     st.GpusSeen: starting.gpus_seen,
     st.GpuReserved: starting.gpu_reserved,
     st.Tick: lambda draft, tick: _tick(draft),
@@ -61,6 +65,7 @@ AT_DEADLINE: Mapping[S, Callable[[Draft, Worker], None]] = {
     S.CRASHED: leaving.still_there,
     S.START_TIMED_OUT: leaving.still_there,
     S.BACKING_OFF: starting.backoff_over,
+    S.FLIPPING: flipping.ask,
     S.FALLING_ASLEEP: sleeping.still_awake,
     S.WAKING: sleeping.still_asleep,
 }

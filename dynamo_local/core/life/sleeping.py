@@ -279,7 +279,8 @@ def _keep(draft: Draft, template: Template) -> None:
     if component in fleet.no_standby or not any(worker.starts for worker in fleet.of(component)):
         return
     there = [w for w in fleet.of(component) if w.stands_by or (w.standby.wanted and w.state is S.FAULTED)]
-    names = ((name, n) for name, n, entry in fleet.names_from_lowest(component) if entry is None)
+    reserved, every = fleet.reserved(), fleet.names_from_lowest(component)
+    names = ((name, n) for name, n, entry in every if entry is None and name not in reserved)
     for _ in range((template.standby or 0) - len(there)):
         fleet = draft.fleet
         free = len(fleet.gpus.free_for(template.vram_share)) - sum(fleet.promised().values())

@@ -9,13 +9,14 @@ from typing import Any
 from dynamo_local.core.gpu_residue import Sleeper
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life.fleet import Course, Fleet, GpuReturn, Process, Template, Worker
+from dynamo_local.core.life.moving import FlipTarget
 from dynamo_local.core.life.standby import Standby
 from dynamo_local.core.life.states import TRAITS, HasProcess
 from dynamo_local.core.types import Load, Missing, Role, WorkerState, lease_hex, watcher_name
 from dynamo_local.gpus.inventory import SimInventory
 
-DECODE = Template("VllmWorker", Role.DECODE, gpus_per_worker=1)
-PREFILL = Template("PrefillWorker", Role.PREFILL, gpus_per_worker=1)
+DECODE = Template("VllmWorker", Role.DECODE, gpus_per_worker=1, flips_to="PrefillWorker")
+PREFILL = Template("PrefillWorker", Role.PREFILL, gpus_per_worker=1, flips_to="VllmWorker")
 FRONTEND = Template("Frontend", Role.FRONTEND, max_workers=1)
 TEMPLATES = (DECODE, PREFILL, FRONTEND)
 
@@ -67,8 +68,11 @@ def worker(n: int, state: str, template: Template = DECODE, **more: Any) -> Work
         fields["served"] = parsed is not WorkerState.STARTING
     if traits.standby:
         fields["standby"] = Standby(wanted=parsed is not WorkerState.WAKING, order=1)
-    if parsed in (WorkerState.READY, WorkerState.DRAINING) or traits.standby:
+    if parsed in (WorkerState.READY, WorkerState.DRAINING, WorkerState.FLIPPING) or traits.standby:
         fields |= {"lease": lease_of(n, template), "ready_s": 0.0, "heard_s": 0.0}
+    if parsed is WorkerState.FLIPPING:
+        other = DECODE if template.role is Role.PREFILL else PREFILL
+        fields["flip"] = FlipTarget(name(50 + n, other.component), other.component, 50 + n, asking=True)
     if parsed is WorkerState.DRAINING:
         fields |= {"asked_s": 0.0, "told": True}
     if parsed in DUE:

@@ -71,11 +71,30 @@ class TakeBack:
 
 
 @dataclass(frozen=True, slots=True)
+class FlipWorker:
+    """The same process takes over another component's role, under the name `to`; `n` is that name's suffix."""
+
+    name: str
+    to: str
+    component: str
+    n: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PutToSleep:
     """It finishes its streams and sleeps; one that waits to be woken, or is being woken, goes on sleeping."""
 
     name: str
     level: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallOffFlipOf:
+    """It stays in its role, if it is not too late."""
+
+    name: str
     reason: str = ""
 
 
@@ -89,7 +108,7 @@ class WakeUp:
     reason: str = ""
 
 
-Move = SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack | PutToSleep | WakeUp
+Move = SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack | FlipWorker | CallOffFlipOf | PutToSleep | WakeUp
 
 
 @dataclass(frozen=True, slots=True)
