@@ -80,6 +80,16 @@ def text(props: Any, name: str) -> str:
     return str(value)
 
 
+def number(props: Any, name: str, default: int) -> int:
+    """A property that must be a whole number, or (as circusctl sends it) its digits; absent is the default."""
+    value = props.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).isdecimal():
+        raise BadInput(f"{name!r} must be a whole number, not {json.dumps(value)}")
+    return int(value)
+
+
 def flag(props: Any, name: str) -> bool:
     """A property that must be true or false; absent is false. `"false"` is refused rather than taken as true."""
     value = props.get(name, False)

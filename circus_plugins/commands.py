@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from circus.commands.base import Command
 from circus.exc import ArgumentError, MessageError
 
-from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, supervisor_of, text
+from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, number, supervisor_of, text
 from dynamo_local.circus_plugins.planner_commands import Planned
 from dynamo_local.circus_plugins.stock import REFUSED, install_commands
 from dynamo_local.errors import BadTarget, DynamoError
@@ -39,7 +39,14 @@ class Commanded(Protocol):
         ...
 
     async def scale(
-        self, component: str, target: str, *, force: bool, victim_policy: str | None, stimulus_id: str
+        self,
+        component: str,
+        target: str,
+        *,
+        force: bool,
+        victim_policy: str | None,
+        stimulus_id: str,
+        wake: bool = True,
     ) -> dict[str, Any]:
         """`{"component", "instructions": [{"kind", "watcher_name"}], "ready", "target"}`, once committed."""
         ...
@@ -56,6 +63,14 @@ class Commanded(Protocol):
         self, gives: str, takes: str, count: int, *, force: bool, victim_policy: str | None, stimulus_id: str
     ) -> dict[str, Any]:
         """`{"components", "instructions"}`, once committed."""
+        ...
+
+    async def sleep(self, name: str, *, level: int, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """`{"watcher_name", "state"}`, once committed."""
+        ...
+
+    async def wake(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
+        """`{"watcher_name", "state"}`, once committed."""
         ...
 
     async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
@@ -165,6 +180,7 @@ class DynamoScale(_Asked, Command):  # type: ignore[misc]
     options: ClassVar[list[Any]] = [
         FORCE,
         ("", "victim_policy", None, "highest-suffix, least-loaded or coldest"),
+        ("", "no_wake", False, "start new workers, though some sleep"),
     ]
 
     def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
@@ -175,6 +191,7 @@ class DynamoScale(_Asked, Command):  # type: ignore[misc]
             force=flag(props, "force"),
             victim_policy=None if props.get("victim_policy") is None else text(props, "victim_policy"),
             stimulus_id=stimulus_id,
+            wake=not flag(props, "no_wake"),
         )
 
 
@@ -243,6 +260,42 @@ class DynamoScaleFlip(_Asked, Command):  # type: ignore[misc]
         )
 
 
+class DynamoSleep(_Asked, Command):  # type: ignore[misc]
+    """\
+    Put a worker to sleep: dynamo_sleep dynamo_VllmWorker_1
+    =======================================================
+
+    The same as `dynamo sleep`. Answers once the intent is committed.
+    """
+
+    name = "dynamo_sleep"
+    arguments = ("name",)
+    options: ClassVar[list[Any]] = [FORCE, ("", "level", 1, "1 keeps the weights in main memory, 2 keeps none")]
+
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """See `Commanded.sleep`."""
+        return supervisor.sleep(
+            text(props, "name"), level=number(props, "level", 1), force=flag(props, "force"), stimulus_id=stimulus_id
+        )
+
+
+class DynamoWake(_Asked, Command):  # type: ignore[misc]
+    """\
+    Wake a worker that sleeps: dynamo_wake dynamo_VllmWorker_1
+    ==========================================================
+
+    The same as `dynamo wake`. Answers once the intent is committed.
+    """
+
+    name = "dynamo_wake"
+    arguments = ("name",)
+    options: ClassVar[list[Any]] = []
+
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """See `Commanded.wake`."""
+        return supervisor.wake(text(props, "name"), stimulus_id=stimulus_id)
+
+
 class DynamoRestart(_Asked, Command):  # type: ignore[misc]
     """\
     Drain a worker (or each of a component) and start it again
@@ -294,7 +347,9 @@ __all__ = [
     "DynamoRestart",
     "DynamoScale",
     "DynamoScaleFlip",
+    "DynamoSleep",
     "DynamoStatus",
+    "DynamoWake",
     "Planned",
     "install_commands",
 ]

@@ -183,6 +183,26 @@ class DrainNotCancellable(DynamoError):
     code = "drain_not_cancellable"
 
 
+class NotEnoughMemory(DynamoError):
+    """Too little main memory for what was asked; the message has the numbers."""
+
+    code = "not_enough_memory"
+    retryable = True
+
+
+class NotSleepable(DynamoError):
+    """The worker cannot be put to sleep: its engine or its configuration does not allow it, or its state."""
+
+    code = "not_sleepable"
+
+
+class NotWakeable(DynamoError):
+    """The worker cannot be woken now: it does not sleep, or its GPUs are somebody else's."""
+
+    code = "not_wakeable"
+    retryable = True
+
+
 class NotRestartable(DynamoError):
     """Nothing to restart under that name, or it is leaving for good."""
 

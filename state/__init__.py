@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RestartEntry,
         ServerEntry,
         SpareEntry,
+        StandbyEntry,
         State,
         SystemResources,
     )
@@ -54,6 +55,7 @@ _HOME = {
     "RestartEntry": "schema",
     "ServerEntry": "schema",
     "SpareEntry": "schema",
+    "StandbyEntry": "schema",
     "State": "schema",
     "SystemResources": "schema",
     "Removal": "store",
@@ -73,6 +75,7 @@ __all__ = [
     "RestartEntry",
     "ServerEntry",
     "SpareEntry",
+    "StandbyEntry",
     "State",
     "StateMissing",
     "StateStore",

@@ -67,6 +67,23 @@ class FlipEntry(_Model):
     component: Name
 
 
+class StandbyEntry(_Model):
+    """A worker that sleeps, or has been told to sleep or to wake: `core.life.standby.Standby`, for a successor.
+
+    While it sleeps: `gpu_uuids` are the devices that its process is pinned to and which others may hold meanwhile;
+    `vram_bytes` is what it keeps on each of them, `host_bytes` in main memory (None: not known), `pids` its processes.
+    """
+
+    wanted: bool = False
+    order: Annotated[int, Field(ge=0)] = 0
+    level: Annotated[int, Field(ge=1)] = 1
+    drained: bool = False
+    gpu_uuids: list[str] | None = None
+    vram_bytes: Annotated[int, Field(ge=0)] | None = None
+    host_bytes: Annotated[int, Field(ge=0)] | None = None
+    pids: list[int] = Field(default_factory=list)
+
+
 class ComponentEntry(_Model):
     """One worker, or (without pid, lease and resources) the template of a component that has none.
 
@@ -78,7 +95,8 @@ class ComponentEntry(_Model):
     for good (`core.life.fleet.Course`). For the arbiter's successor, in seconds of the host's monotonic clock:
     `asked_s`, when it was asked to leave, and `failures_s`, when it failed lately; `failures_streak` is how often in
     a row. `flip` is there while it changes its role; `born` is the name under which its process was made, and which is
-    in that process's environment, where that is another one.
+    in that process's environment, where that is another one. `standby` is there for a worker that sleeps, or has been
+    told to.
     """
 
     watcher_name: Name
@@ -107,6 +125,7 @@ class ComponentEntry(_Model):
     failures_streak: Annotated[int, Field(ge=0)] | None = None
     flip: FlipEntry | None = None
     born: Name | None = None
+    standby: StandbyEntry | None = None
 
     @model_validator(mode="after")
     def _endpoints_under_lease(self) -> ComponentEntry:

@@ -21,6 +21,8 @@ COMMANDS = {
     "drain": ("dynamo_local.cli.workers.drain:drain", "Let one worker finish and leave, or take that back."),
     "flip": ("dynamo_local.cli.workers.flip:flip", "Have a prefill worker decode, or the other way round."),
     "apply": ("dynamo_local.cli.workers.apply:apply", "Make what runs what a file says, dropping no request."),
+    "sleep": ("dynamo_local.cli.workers.sleep:sleep", "Put a worker to sleep: its GPU is free, its process stays."),
+    "wake": ("dynamo_local.cli.workers.sleep:wake", "Wake a worker that sleeps."),
     "restart": ("dynamo_local.cli.workers.restart:restart", "Drain workers and start them again."),
     "planner": ("dynamo_local.cli.planner:planner", "Start, change and question the load planner."),
     "events": ("dynamo_local.cli.views.events:events", "Show what happened to workers and servers, and why."),

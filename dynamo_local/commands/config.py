@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from dynamo_local.commands import launching, placeholders
 from dynamo_local.core.durations import SECONDS_MAX
 from dynamo_local.core.types import Role
+from dynamo_local.engines.sleeping import GROWTH_MAX_BYTES
 from dynamo_local.sdk.checks import listing, nearest
 
 PortNumber = Annotated[int, Field(ge=0, le=65535)]
@@ -41,6 +42,13 @@ class CommandConfig(BaseModel):
     """What `{model}` stands for."""
     ports: Annotated[dict[str, PortNumber], BeforeValidator(_ports)] = Field(default_factory=dict)
     """Fixed numbers for some of `{port:NAME}`; the others, and 0, are any free ones."""
+    sleep_hook: str | list[str | int | float] | None = None
+    """With ServiceArgs.standby: a program that lets the command's GPU go, and returns when that is done (exit code 0);
+    placeholders as in the command, DYN_SLEEP_LEVEL is 1 or 2."""
+    wake_hook: str | list[str | int | float] | None = None
+    """Undoes what `sleep_hook` did, and returns when the command takes requests again."""
+    standby_growth_max_bytes: int = Field(default=GROWTH_MAX_BYTES, ge=1)
+    """With ServiceArgs.standby: a command whose memory has grown by more than this over its sleeps is replaced."""
     stop_timeout_s: float = Field(default=20.0, gt=0, le=SHUTDOWN_MAX_S, allow_inf_nan=False)
     """Seconds from SIGTERM, when nothing is in flight any more, to SIGKILL."""
     health_bound_s: float = Field(default=30.0, gt=0, le=SECONDS_MAX, allow_inf_nan=False)
@@ -51,6 +59,27 @@ class CommandConfig(BaseModel):
     def _splits(cls, value: Any) -> Any:
         placeholders.words_of(value)
         return value
+
+    @model_validator(mode="after")
+    def _hooks_fit(self) -> Self:
+        if (self.sleep_hook is None) != (self.wake_hook is None):
+            raise ValueError("sleep_hook and wake_hook belong together; give both, or none")
+        for hook in (self.sleep_hook, self.wake_hook):
+            if hook is None:
+                continue
+            placeholders.check(placeholders.words_of(hook), model=self.model)
+            missing = set(placeholders.port_names(placeholders.words_of(hook))) - set(
+                placeholders.port_names(self.words)
+            )
+            if missing:
+                raise ValueError(f"a hook has {{port:{min(missing)}}}, but the command does not listen there")
+        return self
+
+    def why_no_standby(self) -> str | None:
+        """Why such a command cannot be put to sleep; None if it can."""
+        if self.sleep_hook is None:
+            return f"the runtime {self.runtime} has no sleep of its own; give `sleep-hook` and `wake-hook`"
+        return None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -106,7 +106,10 @@ def check_commands(
             settings.check_envs(config.service_args(name).get("envs") or {})
         except ValueError as error:
             raise ConfigError(f"{config.source}: {name}.ServiceArgs: {error}") from None
-        for program in placeholders.programs(settings.words):
+        _check_standby(config, name, settings)
+        hooks = [hook for hook in (settings.sleep_hook, settings.wake_hook) if hook is not None]
+        words = [settings.words, *map(placeholders.words_of, hooks)]
+        for program in dict.fromkeys(program for each in words for program in placeholders.programs(each)):
             if shutil.which(program, path=launching.search_path(environ)) is not None:
                 continue
             missing = f"{config.source}: {name}: there is no program {program!r} here"
@@ -114,6 +117,17 @@ def check_commands(
                 raise ConfigError(f"{missing}; install it, or give its whole path in `command`")
             notes.append(missing)
     return tuple(notes)
+
+
+def _check_standby(config: Config, name: str, settings: CommandConfig) -> None:
+    """Raises `ConfigError` for a standby that could never be, and for hooks without one."""
+    where = f"{config.source}: {name}"
+    wanted = config.service_args(name).get("standby") is not None
+    why = settings.why_no_standby()
+    if wanted and why is not None:
+        raise ConfigError(f"{where}.ServiceArgs.standby: {why}")
+    if not wanted and settings.sleep_hook is not None:
+        raise ConfigError(f"{where}: sleep-hook and wake-hook have no effect without ServiceArgs.standby (0 will do)")
 
 
 def _root(services: Iterable[DynamoService[Any]]) -> DynamoService[Any]:

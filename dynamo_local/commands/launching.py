@@ -61,6 +61,8 @@ def prepare(section: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Lau
     )
     env = {name: value for name, value in environ.items() if name not in NOT_FOR_COMMANDS}
     env["PATH"] = search_path(environ)
+    if runtime == HTTP and environ.get("DYN_STANDBY") == "1" and not section.get("sleep_hook"):
+        env["VLLM_SERVER_DEV_MODE"] = "1"  # its sleep endpoints; that it listens on loopback alone was checked
     if runtime != DYNAMO_1X:
         return Launch(argv, env, ports.numbers), ports
     env.update(dynamo_1x_env.environment(ports.numbers, environ))

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dynamo_local.commands.base import ChildEnded, ChildSilent, Driver, Sample
 from dynamo_local.commands.child import Child, current_child
 from dynamo_local.commands.config import CommandConfig
+from dynamo_local.commands.sleeping import HookCommands, SleepHooks, take_on_standby
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.sdk import async_on_start, on_shutdown
@@ -50,12 +51,18 @@ class CommandWorker:
         """The driver for this command."""
         raise NotImplementedError
 
+    def make_hooks(self) -> SleepHooks:
+        """What puts the command to sleep, where `ServiceArgs.standby` asks for it."""
+        return HookCommands(self.context, self.child)
+
     @async_on_start
     async def start(self) -> None:
         """Wait until the command can be routed to, then say what is known of it."""
         context = self.context
         context.vital(self._until_child_ends(), "the command")
         await self.driver.wait_ready()
+        if context.standby:
+            await take_on_standby(context, self.make_hooks(), self.config.standby_growth_max_bytes)
         await context.announce(**self.driver.facts())
         await self._sample()
         context.set_load_source(self._load, self._load_changed)

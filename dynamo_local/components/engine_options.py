@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dynamo_local.components.text.model import TINY_MODEL, TINY_TOKENS
 from dynamo_local.core.spares import EngineName, engine_of
 from dynamo_local.engines import make_engine
+from dynamo_local.engines.sleeping import GROWTH_MAX_BYTES, CanSleep, EngineStandby
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import Engine, KvEventPublisher, PassSink
 from dynamo_local.sdk.checks import listing, nearest
@@ -52,6 +53,12 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=2, description="Prompt and answer, tokens; None: the engine's.")
     forward_passes: bool = Field(
         default=True, description="Tell planners what each pass of the engine did; see docs/observations.md."
+    )
+    standby_growth_max_bytes: int = Field(
+        default=GROWTH_MAX_BYTES,
+        ge=1,
+        description="With ServiceArgs.standby: a process whose memory has grown by more than this over its sleeps is "
+        "replaced; see docs/actuators.md.",
     )
     fpm_events: bool = Field(
         default=False, description="Publish each pass on Dynamo's event plane, too, for planners of Dynamo's."
@@ -167,9 +174,15 @@ async def start_observed_engine(
     passes = await context.passes(publish=config.fpm_events) if config.forward_passes else None
     engine: Engine | None = context.inherited.get(ENGINE)
     if engine is None:
-        engine = await start_engine(config, context.gpus, kv_events, passes, both=context.flips_to is not None)
+        both = context.flips_to is not None
+        engine = await start_engine(config, context.gpus, kv_events, passes, both=both, standby=context.standby)
         context.keep(engine.close)
         context.vital(engine.wait_failed(), "the engine")
+        if context.standby:
+            context.wait_for("a rehearsal of its sleep")
+            sleeper = EngineStandby(cast(CanSleep, engine), growth_max_bytes=config.standby_growth_max_bytes)
+            await sleeper.rehearse()
+            context.set_sleeper(sleeper)
 
     async def counters() -> Mapping[str, float]:
         return {**engine.counters(), **more()}
@@ -185,14 +198,15 @@ async def start_engine(
     passes: PassSink | None = None,
     *,
     both: bool = False,
+    standby: bool = False,
 ) -> Engine:
     """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind.
 
-    `both`: it gives KV and takes it, whatever its section says.
+    `both`: it gives KV and takes it, whatever its section says. `standby`: it is made so that it can sleep.
     """
     options: VllmOptions | dict[str, Any]
     if config.engine_name == "vllm":
-        options = config.vllm_options(gpus)
+        options = replace(config.vllm_options(gpus), sleep_mode=standby)
         if both:
             options = replace(options, transfer="both")
     else:

@@ -117,6 +117,7 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         runtime=getattr(service.inner, "runtime", None),
         target=graph.targets.get(service.name),
         flippable=args.flippable,
+        standby=args.standby,
     )
 
 

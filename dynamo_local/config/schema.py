@@ -153,6 +153,8 @@ class ServiceArgs(BaseModel):
     workers: Any = None
     resources: Any = None
     envs: Any = None
+    standby: Annotated[int, Field(ge=0, le=64)] | None = None
+    """How many workers are kept asleep beside those that serve; 0: none is, but each may be put to sleep by hand."""
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
     flippable: bool = True

@@ -15,6 +15,7 @@ from typing import Any
 
 from dynamo_local.config import PlannerConfig
 from dynamo_local.core import api_keys
+from dynamo_local.core.gpu_residue import DEFAULT_VRAM_SHARE
 from dynamo_local.core.gpus import GpuAsk, GpuDevice, GpuLedger, cuda_visible_devices
 from dynamo_local.core.life.fleet import Template, Worker
 from dynamo_local.core.life.restarts import DEFAULT_POLICY, RestartPolicy
@@ -205,12 +206,16 @@ class WatcherFactory:
             fingerprint=self._fingerprint(spec),
             flips_to=spec.flips_to,
             cannot_flip=spec.cannot_flip,
+            standby=spec.standby,
+            vram_share=vram_share(spec),
         )
 
     def _fingerprint(self, spec: ServiceSpec) -> str:
         """Of all that a worker reads when it starts. It may hold secrets: the run's id keeps the same ones of two runs
         from having the same fingerprint."""
-        read = [self.run_id, spec.runtime, spec.target, spec.config, spec.envs, asdict(spec.resources)]
+        read: list[Any] = [self.run_id, spec.runtime, spec.target, spec.config, spec.envs, asdict(spec.resources)]
+        if spec.standby is not None:  # how many are kept asleep, no worker reads
+            read.append("standby")
         return hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def plan_all(self, given: Mapping[str, Sequence[GpuDevice]]) -> tuple[WatcherPlan, ...]:
@@ -242,7 +247,18 @@ class WatcherFactory:
                 "GRPC_ENABLE_FORK_SUPPORT": "0",
             }
         )
+        env.pop("DYN_STANDBY", None)
+        if spec.standby is not None:
+            env["DYN_STANDBY"] = "1"
         return env
+
+
+def vram_share(spec: ServiceSpec) -> float:
+    """The part of a device's memory that an awake worker takes: what its section says under vLLM's own name."""
+    given = spec.config.get("gpu_memory_utilization")
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given <= 1:
+        return float(given)
+    return DEFAULT_VRAM_SHARE
 
 
 class Launcher:

@@ -20,6 +20,8 @@ from dynamo_local.core.life.instructions import (
     Instruction,
     LookAtGpus,
     LookUpKey,
+    OrderSleep,
+    OrderWake,
     Rename,
     Revoke,
     Signal,
@@ -38,6 +40,8 @@ Act = (
     | EndSession
     | CallBack
     | CountRequests
+    | OrderSleep
+    | OrderWake
     | LookUpKey
     | Sweep
     | LookAtGpus

@@ -10,16 +10,18 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from dynamo_local.control.shell import Shell
-from dynamo_local.core.life.deciding import decide_scale, decide_scale_all
+from dynamo_local.core.life.deciding import decide_scale, decide_scale_all, decide_sleep, decide_wake
 from dynamo_local.core.life.decisions import rolling, scaling
 from dynamo_local.core.life.decisions.moves import (
     BeginDrain,
     CallOffFlipOf,
     FlipWorker,
     Move,
+    PutToSleep,
     Revive,
     SpawnWorker,
     TakeBack,
+    WakeUp,
 )
 from dynamo_local.core.life.decisions.moves import CancelDrain as CancelDrainMove
 from dynamo_local.core.life.decisions.victims import parse_policy
@@ -33,7 +35,9 @@ from dynamo_local.core.life.stimuli import (
     Restart,
     Scale,
     ScaleAll,
+    Sleep,
     Stimulus,
+    Wake,
 )
 from dynamo_local.errors import DrainNotCancellable, DynamoError, NotEnoughGpus
 from dynamo_local.gpus.pool import GpuSample
@@ -48,6 +52,8 @@ KINDS: dict[type[Move], str] = {
     TakeBack: "take_back",
     FlipWorker: "flip",
     CallOffFlipOf: "cancel_flip",
+    PutToSleep: "sleep",
+    WakeUp: "wake",
 }
 CALL_BACK_TIMEOUT_S = 10.0
 """A call back is two questions to a worker, each with its own deadline."""
@@ -75,8 +81,12 @@ class Orders:
         stimulus_id: str,
         by_person: bool = True,
         wait_for_gpus: bool = False,
+        wake: bool = True,
     ) -> dict[str, Any]:
-        """Bring a component to a number of workers. Raises the refusals of `core.life.decisions.scaling.decide`."""
+        """Bring a component to a number of workers; `wake`: those on standby before new ones are started.
+
+        Raises the refusals of `core.life.decisions.scaling.decide`.
+        """
         order = Scale(
             stimulus_id=stimulus_id,
             component=component,
@@ -85,6 +95,7 @@ class Orders:
             victim_policy=parse_policy(victim_policy),
             by_person=by_person,
             wait_for_gpus=wait_for_gpus,
+            wake=wake,
         )
         moves = await self._on_a_fresh_look(order, lambda: decide_scale(self._shell.fleet, order))
         self.changed(moves, stimulus_id, by_person)
@@ -125,6 +136,28 @@ class Orders:
             moves = scaling.decide_drain(self._shell.fleet, name, stimulus_id=stimulus_id, force=force).or_raise()
             await self.committed(order)
             self.changed(moves, stimulus_id, True)
+        worker = self._shell.fleet.workers.get(name)
+        state = "removed" if worker is None else str(worker.state)
+        return {"watcher_name": name, "state": state, "instructions": as_json(moves)}
+
+    async def sleep(self, name: str, *, level: int, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """Put a worker to sleep. Raises the refusals of `core.life.deciding.decide_sleep`."""
+        order = Sleep(stimulus_id=stimulus_id, name=self._whole(name), level=level, force=force)
+        moves = await self._on_a_fresh_look(order, lambda: decide_sleep(self._shell.fleet, order))
+        return self._of_one(order.name, moves, stimulus_id)
+
+    async def wake(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
+        """Wake a worker. Raises the refusals of `core.life.deciding.decide_wake`."""
+        order = Wake(stimulus_id=stimulus_id, name=self._whole(name))
+        moves = await self._on_a_fresh_look(order, lambda: decide_wake(self._shell.fleet, order))
+        return self._of_one(order.name, moves, stimulus_id)
+
+    def _whole(self, name: str) -> str:
+        found = self._shell.fleet.find(name)
+        return name if found is None else found.name
+
+    def _of_one(self, name: str, moves: tuple[Move, ...], stimulus_id: str) -> dict[str, Any]:
+        self.changed(moves, stimulus_id, True)
         worker = self._shell.fleet.workers.get(name)
         state = "removed" if worker is None else str(worker.state)
         return {"watcher_name": name, "state": state, "instructions": as_json(moves)}

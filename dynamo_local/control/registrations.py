@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo_local.control.links import Links
+from dynamo_local.control.standby import facts_of
 from dynamo_local.core.life.stimuli import KeyGone, KeyPut, RegistryListed, Stimulus
 from dynamo_local.core.types import LEASE
 from dynamo_local.errors import EtcdUnavailable
@@ -82,6 +83,8 @@ class Registrations:
                 endpoints=_endpoints(key, facts, lease),
                 other_leases=tuple(filter(LEASE.fullmatch, str(facts.get("leases", "")).split(","))),
                 failed=bool(facts.get("failed")),
+                why=None if facts.get("why") is None else str(facts["why"]),
+                standby=facts_of(facts.get("standby")),
             )
         )
         known = self._links.ready_keys

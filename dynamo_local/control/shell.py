@@ -211,7 +211,7 @@ class Shell:
                 if worker is not None:
                     self._effects.report(replace(worker, state=state), reason)
             case Unlock(uuids=uuids):  # somebody else of ours may have been given one since
-                self._effects.unlock([uuid for uuid in uuids if uuid not in self.fleet.gpus.holder_of])
+                self._effects.unlock([uuid for uuid in uuids if not self.fleet.gpus.in_use(uuid)])
             case EndSession(name=name) | CallOffFlip(name=name):
                 self._effects.begin(each, self._worker(name), self._observed)
             case LookAtGpus():

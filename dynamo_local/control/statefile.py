@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from dynamo_local.control.standby import entry_of_standby
 from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.restart_plan import RestartPlan
+from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import StateError
@@ -186,7 +188,8 @@ class Statefile:
         for name, worker in fleet.workers.items():
             self._write_entry(state, worker, fleet)
             written = state.components[name].lease
-            if worker.state is not WorkerState.READY or worker.lease in (None, written):
+            traits = TRAITS[worker.state]
+            if not (traits.serves or traits.asleep) or worker.lease in (None, written):
                 continue
             if written is None or self._other_lease.get(name) == written:
                 _write_lease(state, worker)  # the worker wrote it into a file that is lost, or somebody edited it
@@ -218,6 +221,7 @@ class Statefile:
         entry.restarts, entry.resources = worker.restarts, _resources(worker, fleet)
         entry.course = None if worker.course is Course.STEADY else str(worker.course)
         entry.asked_s = worker.asked_s
+        entry.standby = entry_of_standby(worker, fleet)
         entry.failures_s = list(worker.history.failures_s) or None
         entry.failures_streak = worker.history.streak or None
         entry.other_leases = list(worker.other_leases) or None

@@ -8,6 +8,9 @@ Every device is in exactly one of four places:
   vanished from the host;
 * *free*.
 
+A device has at most one awake holder, and any number of workers that sleep on it (`gpu_residue`): those keep a measured
+residue, and whoever is given the device must fit beside them.
+
 Indices come from the devices that were seen and from nowhere else (lesson 5), and `gpu` counts devices
 per worker (lesson 6).
 """
@@ -19,6 +22,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from dynamo_local.core.gpu_residue import (
+    DEFAULT_VRAM_SHARE,
+    Sleeper,
+    sleepers_on,
+    told,
+    why_no_room,
+    without_sleepers,
+)
 from dynamo_local.core.topology import LINK_NODE, LINK_UNKNOWN, best_set
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import GpuError
@@ -104,8 +115,8 @@ class GpuLedger:
 
     `devices` are in the order of their indices. `held_uuids` is by watcher name, in the order of allocation.
     `quarantined` (and why), `elsewhere` (who reserved it outside of this namespace, from the GPU locks) are by UUID;
-    `vanished` were seen once and are not seen any more. Make one with `GpuLedger.of`. A method either returns the new
-    ledger or raises `GpuError`.
+    `vanished` were seen once and are not seen any more; `sleepers` are by watcher name. Make one with `GpuLedger.of`.
+    A method either returns the new ledger or raises `GpuError`.
     """
 
     devices: tuple[GpuDevice, ...] = ()
@@ -113,6 +124,7 @@ class GpuLedger:
     quarantined: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     vanished: frozenset[str] = frozenset()
+    sleepers: Mapping[str, Sleeper] = field(default_factory=dict)
     stranger_memory_bytes: int = STRANGER_MEMORY_BYTES
 
     @classmethod
@@ -152,7 +164,7 @@ class GpuLedger:
             if uuid in self.holder_of or uuid in self.quarantined:
                 continue
             gone = "nobody: it is not seen on this host any more" if uuid in self.vanished else None
-            who = gone or self.elsewhere.get(uuid) or occupant(device, self.stranger_memory_bytes)
+            who = gone or self.elsewhere.get(uuid) or self.occupant(uuid)
             if who is not None:
                 result[uuid] = who
         return result
@@ -162,6 +174,36 @@ class GpuLedger:
         """What can be handed out now, by index."""
         gone = self.holder_of.keys() | self.quarantined.keys() | self.taken.keys()
         return tuple(device for device in self.devices if device.uuid not in gone)
+
+    def occupant(self, uuid: str) -> str | None:
+        """Who is on the device beside the workers that sleep there; None if nobody is seen."""
+        device = without_sleepers(self.by_uuid[uuid], sleepers_on(uuid, self.sleepers))
+        return occupant(device, self.stranger_memory_bytes)
+
+    def free_for(self, share: float) -> tuple[GpuDevice, ...]:
+        """Free devices on which a worker that takes this share of the memory fits; those where nobody sleeps first."""
+        there = {device.uuid: sleepers_on(device.uuid, self.sleepers) for device in self.free}
+        fits = [device for device in self.free if why_no_room(device, there[device.uuid], share) is None]
+        return tuple(sorted(fits, key=lambda device: bool(there[device.uuid])))
+
+    def in_use(self, uuid: str) -> bool:
+        """A worker of ours holds it, or sleeps on it."""
+        return uuid in self.holder_of or bool(sleepers_on(uuid, self.sleepers))
+
+    def why_not_woken(self, watcher_name: str, share: float) -> str | None:
+        """Why that sleeper cannot have its devices now; None if it can."""
+        for uuid in self.sleepers[watcher_name].uuids:
+            device = self.by_uuid[uuid]
+            if uuid in self.holder_of:
+                return f"{self.holder_of[uuid]} holds GPU {device.index} ({uuid})"
+            if uuid in self.quarantined:
+                return f"GPU {device.index} ({uuid}) is quarantined: {self.quarantined[uuid]}"
+            if uuid in self.vanished:
+                return f"GPU {device.index} ({uuid}) is not seen on this host any more"
+            why = self.occupant(uuid) or why_no_room(device, sleepers_on(uuid, self.sleepers, watcher_name), share)
+            if why is not None:
+                return why if why.startswith("GPU") else f"GPU {device.index} ({uuid}) is held by {why}"
+        return None
 
     # --- what can be changed -------------------------------------------------------------------
 
@@ -176,17 +218,20 @@ class GpuLedger:
             self, devices=by_index, elsewhere=dict(elsewhere or {}), vanished=frozenset(merged.keys() - seen.keys())
         )
 
-    def allocate(self, watcher_name: str, count: int) -> GpuLedger:
+    def allocate(self, watcher_name: str, count: int, share: float = DEFAULT_VRAM_SHARE) -> GpuLedger:
         """The best-connected `count` free devices (see `topology.best_set`), now held by the watcher.
 
-        Raises `GpuError` if the watcher holds some already or too few are free.
+        Beside sleepers only where a worker that takes this `share` of the memory fits, and only where it must. Raises
+        `GpuError` if the watcher holds some already or too few are free.
         """
         self._check_holds_nothing(watcher_name)
         if count < 0:
             raise GpuError(f"{watcher_name} asks for {count} GPUs; 0 or more are possible")
-        free = self.free
+        free = self.free_for(share)
         if count > len(free):
             raise GpuError(shortage(self, [GpuAsk(watcher_name, watcher_name, count)]))
+        alone = tuple(device for device in free if not sleepers_on(device.uuid, self.sleepers))
+        free = alone if len(alone) >= count else free
         chosen = best_set(len(free), count, lambda a, b: link_score(free[a], free[b]))
         return self._holding(watcher_name, tuple(free[i].uuid for i in chosen))
 
@@ -213,6 +258,8 @@ class GpuLedger:
         Whether a device is *free* then is for its next sample to say: memory that has not come back
         shows as taken. A watcher that holds nothing (it asked for none) is no error.
         """
+        if watcher_name in self.sleepers:
+            return replace(self, sleepers={name: each for name, each in self.sleepers.items() if name != watcher_name})
         if watcher_name not in self.held_uuids:
             return self
         kept = {name: uuids for name, uuids in self.held_uuids.items() if name != watcher_name}
@@ -223,6 +270,17 @@ class GpuLedger:
         uuids = self.held_uuids.get(watcher_name, ())
         self._check_holds_nothing(to)
         return self.release(watcher_name)._holding(to, uuids)
+
+    def fall_asleep(self, watcher_name: str, sleeper: Sleeper) -> GpuLedger:
+        """The watcher holds nothing any more; what its process keeps is on `sleeper.uuids`."""
+        return replace(self.release(watcher_name), sleepers={**self.sleepers, watcher_name: sleeper})
+
+    def wake(self, watcher_name: str, share: float = DEFAULT_VRAM_SHARE) -> GpuLedger:
+        """The sleeper holds its devices again. Raises `GpuError` with the reason where it cannot."""
+        why = self.why_not_woken(watcher_name, share)
+        if why is not None:
+            raise GpuError(f"{watcher_name} cannot have its GPUs back: {why}")
+        return self.release(watcher_name)._holding(watcher_name, self.sleepers[watcher_name].uuids)
 
     def quarantine(self, uuid: str, reason: str) -> GpuLedger:
         """Hand this device out no more. Whoever held it holds it no more."""
@@ -310,5 +368,6 @@ def shortage(gpus: GpuLedger, asks: Sequence[GpuAsk], promised: Mapping[str, int
         parts += [f"GPU {device.index} ({device.uuid}) is held by {name}" for device in held]
     parts += [f"GPU {index[uuid]} ({uuid}) is held by {who}" for uuid, who in gpus.taken.items()]
     parts += [f"GPU {index[uuid]} ({uuid}) is quarantined: {why}" for uuid, why in gpus.quarantined.items()]
+    parts += told(gpus.sleepers, index)
     parts += [f"{count} free kept for {who}" for who, count in (promised or {}).items()]
     return "; ".join(parts) + "; ask for less (`gpu` counts devices per worker) or free some"

@@ -40,6 +40,9 @@ class WorkerState(enum.StrEnum):
     START_TIMED_OUT = "start_timed_out"
     DRAIN_TIMED_OUT = "drain_timed_out"
     FLIPPING = "flipping"
+    FALLING_ASLEEP = "falling_asleep"
+    SLEEPING = "sleeping"
+    WAKING = "waking"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class ServiceSpec:
     `max_workers` is None where the class sets no bound. `runtime` is that of a service that is a command (None: a
     class); `target` is where its class is, if that is not the graph's. `flips_to` is the
     component whose role its workers can take over (`flippable` false: they shall not); where that is None,
-    `cannot_flip` says why.
+    `cannot_flip` says why. `standby` is how many workers are kept asleep (None: its workers are not made to sleep).
     """
 
     name: str
@@ -86,6 +89,7 @@ class ServiceSpec:
     flippable: bool = True
     flips_to: str | None = None
     cannot_flip: str = "no other component has an engine like its own"
+    standby: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from dynamo_local.core.types import Missing
+from dynamo_local.engines.sleeping import EngineMemory, answer_of
 from dynamo_local.errors import EngineDead, EngineError, InvalidRequest
 from dynamo_local.ports import EngineInfo, EngineRequest
 
@@ -15,10 +17,14 @@ T = TypeVar("T")
 class EngineBase:
     """For engines of `ports.Engine`. `_info` is there from `start` on, `_death` says why it died, if it did."""
 
+    probe_tokens = 16
+    """How many tokens of `probe` are asked for."""
+
     def __init__(self) -> None:
         self._info: EngineInfo | None = None
         self._death: str | None = None
         self._changed: asyncio.Event | None = None
+        self._probes = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -33,6 +39,25 @@ class EngineBase:
 
     def counters(self) -> Mapping[str, float]:
         return {}
+
+    def cannot_sleep(self) -> str | None:
+        """See `engines.sleeping.CanSleep`: what an engine says that has no sleep of its own."""
+        return f"the engine {self.info.engine} has no sleep mode"
+
+    async def sleep(self, level: int) -> None:
+        raise EngineError(f"the engine {self.info.engine} has no sleep mode")
+
+    async def wake(self) -> None:
+        raise EngineError(f"the engine {self.info.engine} has no sleep mode")
+
+    async def memory(self) -> EngineMemory:
+        unknown = Missing("it was not measured")
+        return EngineMemory(unknown, unknown)
+
+    async def probe(self) -> tuple[Any, ...]:
+        """See `engines.sleeping.CanSleep`."""
+        self._probes += 1
+        return await answer_of(self, f"standby-probe-{self._probes}", self.probe_tokens)
 
     def _notify(self) -> None:
         if self._changed is not None:

@@ -11,9 +11,11 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dynamo_local.core.gpus import GpuDevice
 from dynamo_local.core.life.stimuli import GpusSeen
+from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError, GpuError
 from dynamo_local.gpus.inventory import Inventory
 from dynamo_local.gpus.locks import GpuLocks, LockHolder
@@ -32,16 +34,24 @@ CLOSE_DEADLINE_S = 1.0
 class GpuSample:
     """The devices at one moment, and who has reserved which outside of this namespace, by UUID (in words).
 
-    `stale` says why the devices could not be read; then the sample is empty.
+    `stale` says why the devices could not be read; then the sample is empty. `host_free_bytes` is the main memory that
+    a process could still take.
     """
 
     devices: tuple[GpuDevice, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     stale: str | None = None
+    host_free_bytes: int | Missing = Missing("nobody looked")  # noqa: RUF009 - frozen
 
     def seen(self, stimulus_id: str) -> GpusSeen:
         """As the machine is told of it."""
-        return GpusSeen(stimulus_id=stimulus_id, devices=self.devices, elsewhere=self.elsewhere, stale=self.stale)
+        return GpusSeen(
+            stimulus_id=stimulus_id,
+            devices=self.devices,
+            elsewhere=self.elsewhere,
+            stale=self.stale,
+            host_free_bytes=self.host_free_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,18 @@ class _Look:
     devices: tuple[GpuDevice, ...]
     holders: Mapping[str, str]
     began_s: float
+    host_free_bytes: int | Missing
+
+
+def host_free_bytes(path: Path = Path("/proc/meminfo")) -> int | Missing:
+    """Main memory that processes could still take without swapping, as the kernel estimates it."""
+    try:
+        for line in path.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError) as error:
+        return Missing(f"{path} cannot be read: {error}")
+    return Missing(f"{path} has no MemAvailable")
 
 
 class GpuPool:
@@ -134,7 +156,7 @@ class GpuPool:
         assert self._inventory is not None
         began_s = self._now_s()
         devices = tuple(self._inventory.sample())
-        return _Look(devices, self._locks.holders_of(device.uuid for device in devices), began_s)
+        return _Look(devices, self._locks.holders_of(device.uuid for device in devices), began_s, host_free_bytes())
 
     def _seen(self, look: _Look, held_before: frozenset[str]) -> GpuSample:
         """The sample of a look that succeeded, without locks that were ours at any moment of it: those do not show who
@@ -143,7 +165,8 @@ class GpuPool:
         if self._stale is not None:
             log.warning("the GPU inventory is fresh again")
         self._looked_s, self._stale = look.began_s, None
-        return GpuSample(look.devices, {uuid: who for uuid, who in look.holders.items() if uuid not in ours})
+        elsewhere = {uuid: who for uuid, who in look.holders.items() if uuid not in ours}
+        return GpuSample(look.devices, elsewhere, host_free_bytes=look.host_free_bytes)
 
     # --- locking -------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -98,6 +98,7 @@ class LeaseKeeper:
         self._clock: Clock = clock or AsyncioClock()
         self._state = _State.NEW
         self._entries: list[_Entry] = []
+        self._withdrawn: list[_Entry] = []
         self._lock = asyncio.Lock()
         self._kick = asyncio.Event()
         self._last_good_s = 0.0
@@ -129,6 +130,45 @@ class LeaseKeeper:
         except BaseException:
             self._entries.remove(entry)
             raise
+
+    async def withdraw(self, keep: Collection[Callable[[int], str]], timeout_s: float = 5.0) -> None:
+        """Remove all keys but those; they are not put again until `restore`. The lease lives on.
+
+        Raises `EtcdUnavailable` past the timeout, and `LeaseNotFound` if the lease was revoked or given back; what was
+        not removed by then is not put again either.
+        """
+
+        async def remove() -> None:
+            async with self._lock:
+                if self._state is not _State.HELD:
+                    raise LeaseNotFound(f"cannot withdraw keys: the lease is {self._state.value}")
+                going = [entry for entry in self._entries if entry.key not in keep]
+                self._entries = [entry for entry in self._entries if entry not in going]
+                self._withdrawn += going
+                for entry in self._withdrawn:
+                    kv = await self._kv.get(entry.key(self.lease_id))
+                    if kv is not None and kv.lease_id == self.lease_id:
+                        await self._kv.delete(kv.key)
+
+        await self._until(timeout_s, remove)
+
+    async def restore(self, timeout_s: float = 5.0) -> None:
+        """Put what `withdraw` has removed. Raises as that does; what was put by then stays."""
+
+        async def put() -> None:
+            while self._withdrawn:
+                entry = self._withdrawn[0]
+                if entry not in self._entries:  # first: under a lease that is granted meanwhile it is put, too
+                    self._entries.append(entry)
+                await self._put_entry(entry)
+                self._withdrawn.pop(0)
+
+        await self._until(timeout_s, put)
+
+    async def put_again(self, key: Callable[[int], str], timeout_s: float = 5.0) -> None:
+        """The value of that registered key has changed. Raises as `register`."""
+        for entry in [each for each in self._entries if each.key == key]:
+            await self._until(timeout_s, lambda entry=entry: self._put_entry(entry))  # type: ignore[misc]
 
     async def revoke(self, timeout_s: float = 5.0) -> None:
         """Give the lease back; returns once its keys are gone. Does not set `revoked`; may be called again.

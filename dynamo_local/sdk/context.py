@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dynamo_local.core.kv.events import KvEvent
-from dynamo_local.core.types import Load
+from dynamo_local.core.types import Load, Missing
 from dynamo_local.ports import EndpointClient, KeyValueStore, PassSink, PrefillQueue
 
 
@@ -61,10 +61,57 @@ class KvEvents(Protocol):
         ...
 
 
+class HeldMemory(Protocol):
+    """What processes hold, in bytes: on each of their devices, and in main memory."""
+
+    @property
+    def vram_bytes(self) -> int | Missing:
+        """The most on one of the devices."""
+        ...
+
+    @property
+    def host_bytes(self) -> int | Missing:
+        """Main memory."""
+        ...
+
+
+class EngineSleeper(Protocol):
+    """Puts the component's engine to sleep and wakes it: `engines.sleeping.EngineStandby`, or a command's hooks."""
+
+    @property
+    def cannot(self) -> str | None:
+        """Why it cannot sleep; None if it can."""
+        ...
+
+    @property
+    def asleep(self) -> HeldMemory | None:
+        """What it keeps while it sleeps; None while it does not."""
+        ...
+
+    @property
+    def recycle(self) -> str | None:
+        """Why its process should be replaced; None while it need not be."""
+        ...
+
+    @property
+    def rehearsed_bytes(self) -> int | Missing:
+        """The main memory that sleeping at level 1 took when it was rehearsed."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Let go of the GPU; nothing runs. Raises what makes the worker useless."""
+        ...
+
+    async def wake(self) -> None:
+        """Return when it answers as it did before. Raises what makes the worker useless."""
+        ...
+
+
 class WorkerContext(Protocol):
     """The worker's side of the runtime, as a component sees it.
 
     `settings` is the validated configuration model of the service (None if it declared none), `gpus` its devices.
+    `standby`: its engine is to be made so that it can sleep, and given to `set_sleeper`.
     `draining` is set from the moment on which the worker takes nothing new, and cleared when the drain was taken back.
     """
 
@@ -73,6 +120,7 @@ class WorkerContext(Protocol):
     watcher_name: str
     run_id: str
     gpus: int
+    standby: bool
     settings: Any
     kv: KeyValueStore
     nats: Any
@@ -105,6 +153,10 @@ class WorkerContext(Protocol):
 
         Without a source of its own a worker publishes how many requests its endpoints have in flight.
         """
+        ...
+
+    def set_sleeper(self, sleeper: EngineSleeper) -> None:
+        """What puts this worker's engine to sleep; without one the worker cannot."""
         ...
 
     def set_work_source(self, source: Callable[[], Work]) -> None:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, cast
 
 from dynamo_local.autoscale.following import Following, layout_to_follow
-from dynamo_local.autoscale.planning import Planning
 from dynamo_local.clock import Clock
 from dynamo_local.control.deployment import Deployment
 from dynamo_local.control.head import arbiter_facts, policy
@@ -31,7 +30,8 @@ from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.serve.applying import Applying
 from dynamo_local.serve.chosen_servers import choose_servers
 from dynamo_local.serve.composition import compose
-from dynamo_local.serve.run_status import ready_facts, run_status
+from dynamo_local.serve.run.commands import RunCommands
+from dynamo_local.serve.run.status import ready_facts, run_status
 from dynamo_local.serve.shown_logs import ShownLogs
 from dynamo_local.serve.start_failures import InterruptedStart, too_late
 from dynamo_local.state import StateStore
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 HEAL_EVERY_S = 2.0
 
 
-class Supervisor:
+class Supervisor(RunCommands):
     """One run of one namespace. `start`, then wait until it is asked to leave, then `leave`."""
 
     def __init__(
@@ -207,7 +207,7 @@ class Supervisor:
     async def _all_ready(self) -> None:
         def late() -> list[str]:
             workers = self.parts.shell.fleet.workers.values()
-            return [worker.name for worker in workers if not worker.ready]
+            return [worker.name for worker in workers if not (worker.ready or worker.stands_by)]
 
         longest_s = max((plan.start_deadline_s for plan in self.deployment.workers), default=0.0)
         deadline_s = self._started_s + longest_s + HEAL_EVERY_S
@@ -266,57 +266,6 @@ class Supervisor:
         now_s, fleet = self.clock.now_s(), self.parts.shell.fleet
         waits_for = self.parts.starts.waits_for.get
         self.view.rows(self.state, [row(each, fleet, now_s, waits_for(each.name)) for each in fleet.workers.values()])
-
-    # --- commands ------------------------------------------------------------------------------
-
-    async def scale(
-        self, component: str, target: str, *, force: bool, victim_policy: str | None, stimulus_id: str
-    ) -> dict[str, Any]:
-        """`dynamo scale`: returns once the intent is committed."""
-        self._check_running()
-        return await self.parts.orders.scale(
-            component, target, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id
-        )
-
-    async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo drain NAME [--cancel]`."""
-        self._check_running()
-        return await self.parts.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
-
-    async def flip(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo flip NAME [--cancel]`."""
-        self._check_running()
-        if cancel:
-            return await self.parts.flips.cancel(name, stimulus_id=stimulus_id)
-        return await self.parts.flips.flip(name, force=force, stimulus_id=stimulus_id)
-
-    async def scale_flip(
-        self, gives: str, takes: str, count: int, *, force: bool, victim_policy: str | None, stimulus_id: str
-    ) -> dict[str, Any]:
-        """`dynamo scale GIVES -N TAKES +N --flip`."""
-        self._check_running()
-        return await self.parts.flips.scale(
-            gives, takes, count, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id
-        )
-
-    async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo restart NAME|COMPONENT`."""
-        self._check_running()
-        return await self.parts.orders.restart(name_or_component, force=force, stimulus_id=stimulus_id)
-
-    async def apply(self, deployment: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo apply -f FILE`."""
-        self._check_running()
-        return await self._applying.apply(deployment, dry_run=dry_run, force=force, stimulus_id=stimulus_id)
-
-    def planner(self) -> Planning:
-        """Whom the `dynamo planner` commands speak to."""
-        self._check_running()
-        return self.parts.planning
-
-    def _check_running(self) -> None:
-        if self.state != "ready":
-            raise DynamoError(f"the graph is {self.state}; nothing can be changed now, see `dynamo status`")
 
     # --- answering -----------------------------------------------------------------------------
 

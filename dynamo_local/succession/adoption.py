@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dynamo_local.control.deployment import WatcherFactory, WatcherPlan
 from dynamo_local.control.head import without_credentials
+from dynamo_local.control.standby import with_sleepers
 from dynamo_local.control.statefile import restart_of_entry
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life.fleet import Fleet, Worker
@@ -246,10 +247,9 @@ def hold_gpus(found: Found, ledger: GpuLedger, pool: GpuPool) -> GpuLedger:
     A running worker holds the locks of its devices itself. For one that does not run, we lock them; if another
     namespace has taken them meanwhile, it holds none.
     """
+    ledger = with_sleepers(ledger, found.state, found.pids)
     for name, entry in found.state.components.items():
         uuids = entry.resources.gpu_uuids or []
-        if not uuids:
-            continue
         ledger = ledger.assign(name, uuids)
         if name in found.pids:
             pool.lock_rest(name, uuids)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from dynamo_local.core.life.fleet import Course, FlipTarget, Process, Worker
+from dynamo_local.control.standby import standby_of_entry
+from dynamo_local.core.life.fleet import Course, Process, Worker
+from dynamo_local.core.life.moving import FlipTarget
 from dynamo_local.core.life.restarts import RestartHistory
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import WorkerState, suffix_of
@@ -35,6 +37,7 @@ def worker_of(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_
         other_leases=tuple(entry.other_leases or ()),
         flip=flip,
         born=entry.born,
+        standby=standby_of_entry(entry.standby),
     )
 
 
@@ -49,7 +52,8 @@ def _flip(namespace: str, entry: ComponentEntry) -> FlipTarget | None:
 
 def with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) -> Worker:
     """The worker with its process. Its running time is not taken from the wall clock, which may have been set since."""
-    served = TRAITS[entry.state].serves or TRAITS[entry.state].leaves or entry.state is WorkerState.FLIPPING
+    traits = TRAITS[entry.state]
+    served = traits.serves or traits.leaves or traits.standby or entry.state is WorkerState.FLIPPING
     began_s = now_s - age_s(pid)
     asked_s = None
     if TRAITS[entry.state].drains:  # its deadline still counts from when it was asked

@@ -25,7 +25,15 @@ from dynamo_local.core.life.instructions import Transition
 from dynamo_local.core.life.lacking import READY, lacking, shown_state
 from dynamo_local.core.life.stimuli import Stimulus
 from dynamo_local.system.key_files import ApiKeys
-from dynamo_local.telemetry.metrics import CONTENT_TYPE, ArbiterMetrics, GpuSeconds, Now, gpus_by_state, gpus_held
+from dynamo_local.telemetry.metrics import (
+    CONTENT_TYPE,
+    ArbiterMetrics,
+    GpuSeconds,
+    Now,
+    gpus_by_state,
+    gpus_held,
+    residue_by_component,
+)
 from dynamo_local.telemetry.planner_gauges import PlannerNow
 from dynamo_local.telemetry.planner_report.schedule import ReportSchedule
 from dynamo_local.telemetry.planner_views import Board, PlannerMetrics
@@ -191,6 +199,7 @@ class Exporter:
             lacking=frozenset(lack.component for lack in lacking(fleet)) if self._state() == READY else frozenset(),
             workers=Counter((worker.component, worker.state) for worker in workers),
             gpus=gpus_by_state(fleet.gpus),
+            residue=residue_by_component(fleet),
             gpu_seconds=self._gpu_seconds.totals(),
             queue={of: count for of, count in queue.items() if count is not None},
             task_deaths={name: task.deaths for name, task in self._tasks.kept.items()},

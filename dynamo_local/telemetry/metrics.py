@@ -22,11 +22,11 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.fleet import Worker
+from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.instructions import Transition
 from dynamo_local.core.life.lifecycle import STARTS, DrainDeadlinePassed
 from dynamo_local.core.life.states import TRAITS
-from dynamo_local.core.types import WorkerState
+from dynamo_local.core.types import Missing, WorkerState
 
 PREFIX = "dynamo_arbiter"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -49,6 +49,17 @@ def gpus_by_state(gpus: GpuLedger) -> dict[GpuState, int]:
         GpuState.QUARANTINED: len(gpus.quarantined),
         GpuState.TAKEN: len(gpus.taken),
     }
+
+
+def residue_by_component(fleet: Fleet) -> dict[tuple[str, str], int]:
+    """Bytes that sleeping workers keep, by component and `gpu` or `host`. Unknown ones are left out."""
+    found: dict[tuple[str, str], int] = {}
+    for name, sleeper in fleet.gpus.sleepers.items():
+        component = fleet.workers[name].component
+        for where, size, times in (("gpu", sleeper.vram_bytes, len(sleeper.uuids)), ("host", sleeper.host_bytes, 1)):
+            if not isinstance(size, Missing):
+                found[component, where] = found.get((component, where), 0) + size * times
+    return found
 
 
 class GpuSeconds:
@@ -93,6 +104,8 @@ class Now:
     queue: Mapping[str, int] = field(default_factory=dict)
     task_deaths: Mapping[str, int] = field(default_factory=dict)
     """How often each task that the arbiter keeps alive has died."""
+    residue: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Bytes that sleeping workers keep, by component and where (`gpu`, `host`); what is not known is left out."""
     lacking: frozenset[str] = frozenset()
     """Components that lack what they should have; see `core.life.lacking`."""
 
@@ -122,6 +135,14 @@ def _families(now: Now) -> Iterator[Metric]:
         for each in WorkerState:  # all of them: a count that falls to 0 must be seen to be 0
             workers.add_metric([component, each], now.workers.get((component, each), 0))
     yield workers
+    residue = GaugeMetricFamily(
+        f"{PREFIX}_standby_bytes",
+        "Memory that sleeping workers keep: on their GPUs, and of the host",
+        labels=["component", "memory"],
+    )
+    for (component, where), size in now.residue.items():
+        residue.add_metric([component, where], size)
+    yield residue
     lacking = GaugeMetricFamily(
         f"{PREFIX}_lacking",
         "1 for a component that lacks workers, which makes the graph degraded",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.core.gpu_residue import sleepers_on
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life.decisions import drains
 from dynamo_local.core.life.fleet import Fleet, Worker
@@ -41,6 +42,7 @@ def worker_status(
         "endpoints": list(worker.endpoints),
         "uptime_s": None if process is None else round(now_s - process.started_s, 3),
         "restarts": worker.restarts,
+        "standby": standby_status(worker, fleet),
         "outdated": fleet.outdated(worker),
         "reason": _reason(worker, waits_for),
         "drain": _drain_status(worker, fleet, now_s),
@@ -59,6 +61,21 @@ def _reason(worker: Worker, waits_for: str | None) -> str | None:
 def _gpus(worker: Worker, fleet: Fleet) -> list[str]:
     """The indices of its devices."""
     return [str(fleet.gpus.by_uuid[uuid].index) for uuid in worker.gpus]
+
+
+def standby_status(worker: Worker, fleet: Fleet) -> dict[str, Any] | None:
+    """Of one that sleeps, or is to; None for others. What it keeps is in bytes, None where it is not known."""
+    sleeper = fleet.gpus.sleepers.get(worker.name)
+    if sleeper is None and not worker.standby.wanted and not TRAITS[worker.state].standby:
+        return None
+    vram, host = (None, None) if sleeper is None else (sleeper.vram_bytes, sleeper.host_bytes)
+    return {
+        "wanted": worker.standby.wanted,
+        "level": worker.standby.level,
+        "gpus": [] if sleeper is None else [str(fleet.gpus.by_uuid[uuid].index) for uuid in sleeper.uuids],
+        "vram_bytes": None if isinstance(vram, Missing) else vram,
+        "host_bytes": None if isinstance(host, Missing) else host,
+    }
 
 
 def load_status(load: Load) -> dict[str, Any]:
@@ -88,6 +105,7 @@ def gpu_status(gpus: GpuLedger) -> list[dict[str, Any]]:
     holder = gpus.holder_of
     rows = []
     for device in gpus.devices:
+        asleep = sleepers_on(device.uuid, gpus.sleepers)
         why = gpus.quarantined.get(device.uuid) or gpus.taken.get(device.uuid)
         if device.uuid in gpus.quarantined:
             state = "quarantined"
@@ -102,6 +120,7 @@ def gpu_status(gpus: GpuLedger) -> list[dict[str, Any]]:
                 "name": device.name,
                 "state": state,
                 "worker": holder.get(device.uuid),
+                "sleepers": list(asleep),
                 "reason": why,
             }
         )

@@ -29,6 +29,8 @@ from dynamo_local.core.life.instructions import (
     Instruction,
     LookAtGpus,
     LookUpKey,
+    OrderSleep,
+    OrderWake,
     Rename,
     Revoke,
     Signal,
@@ -43,6 +45,7 @@ from dynamo_local.core.life.stimuli import (
     GpusSeen,
     KeyLookedUp,
     KeyPut,
+    OrderAnswered,
     ProcessGone,
     ProcessMade,
     RequestsCounted,
@@ -273,6 +276,9 @@ class VirtualFleet:
             case CountRequests(name=name, pid=pid):
                 in_flight = self.processes[name].in_flight
                 done(RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=in_flight))
+            case OrderSleep(name=name, pid=pid, order=order) | OrderWake(name=name, pid=pid, order=order):
+                why = "the twin's workers do not sleep"  # its templates have no standby, so that none is told to
+                done(OrderAnswered(stimulus_id="order", name=name, pid=pid, order=order, refused=why))
             case EndSession(name=name, pid=pid):
                 done(None)
                 ended = self.processes.get(name)

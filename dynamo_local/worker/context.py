@@ -23,11 +23,11 @@ from dynamo_local.runtime.passes.recorder import PassRecorder
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from dynamo_local.runtime.prefill_queue.replies import PrefillReplies
 from dynamo_local.runtime.requests import RequestPlane
-from dynamo_local.sdk.context import KvEvents, Work
+from dynamo_local.sdk.context import EngineSleeper, KvEvents, Work
 
 log = logging.getLogger("dynamo_local.worker")
 
-KV_EVENTS, PASSES = "kv_events", "passes"
+KV_EVENTS, PASSES, SLEEPER = "kv_events", "passes", "sleeper"
 """Under which what tells of an engine is handed on to the next role."""
 Callback = Callable[[], Awaitable[None]]
 KeyOf = Callable[[int], str]
@@ -36,7 +36,10 @@ KeyOf = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start."""
+    """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start.
+
+    `standby`: it may be put to sleep.
+    """
 
     namespace: str
     component: str
@@ -51,6 +54,7 @@ class Identity:
     start_deadline_s: float
     gpus: int = 0
     flips_to: str | None = None
+    standby: bool = False
 
     @classmethod
     def of(cls, env: Mapping[str, str], component: str) -> Identity:
@@ -79,6 +83,7 @@ class Identity:
             start_deadline_s=float(env.get("DYN_START_DEADLINE_S", "300")),
             gpus=int(env.get("DYN_WORKER_GPUS", "0")),
             flips_to=env.get("DYN_FLIPS_TO") or None,
+            standby=env.get("DYN_STANDBY") == "1",
         )
 
 
@@ -120,6 +125,8 @@ class Context:
         self.watcher_name = identity.watcher_name
         self.run_id = identity.run_id
         self.gpus = identity.gpus
+        self.standby = identity.standby
+        self.sleeper: EngineSleeper | None = inherited.get(SLEEPER)
         self.settings = settings
         self.kv = connections.kv
         self.nats = connections.nats
@@ -161,6 +168,9 @@ class Context:
 
     def set_load_source(self, source: Callable[[], Load], changed: Callback | None = None) -> None:
         self.load_source, self.load_changed = source, changed or _never
+
+    def set_sleeper(self, sleeper: EngineSleeper) -> None:
+        self.sleeper = sleeper
 
     def set_work_source(self, source: Callable[[], Work]) -> None:
         self.work_source = source
@@ -234,7 +244,8 @@ class Context:
 
     def handed_on(self) -> dict[str, Any]:
         """What stays of this context itself, for the next role's."""
-        return {name: each for name, each in ((PASSES, self._passes), (KV_EVENTS, self._events)) if each is not None}
+        own = ((PASSES, self._passes), (KV_EVENTS, self._events), (SLEEPER, self.sleeper))
+        return {name: each for name, each in own if each is not None}
 
     def take_over(self) -> None:
         """This role is the process's from now on: what was inherited tells of it."""

@@ -3,6 +3,8 @@
     STARTING --started--> READY --begin--> DRAINING --all finished--> LEAVING
         \\--begin--> LEAVING          \\<--cancel--/
 
+From standby (`sleeping`) it leaves in the same way, but cannot be taken back.
+
 A drain begins in the same way whoever asks (SIGTERM, a revoked lease, a message). The worker
 deregisters, then takes nothing new, then finishes everything that it took. After that it cannot be taken back: `left`
 is done, and the phase never changes again.
@@ -33,10 +35,20 @@ class Phase(enum.StrEnum):
     READY = "ready"
     DRAINING = "draining"
     LEAVING = "leaving"
+    FALLING_ASLEEP = "falling_asleep"
+    SLEEPING = "sleeping"
+    WAKING = "waking"
+
+
+STANDBY = (Phase.FALLING_ASLEEP, Phase.SLEEPING, Phase.WAKING)
 
 
 class DrainSteps(Protocol):
     """What a drain does and undoes, implemented by the worker process."""
+
+    async def end_standby(self) -> None:
+        """Give up an order to sleep or to wake that is under way: the worker leaves."""
+        ...
 
     async def deregister(self) -> None:
         """Return when no key of ours is in etcd any more; tried for ever. May be cancelled."""
@@ -67,6 +79,7 @@ class Drain:
         self._running: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
         self._again: str | None = None
+        self._from_standby = False
 
     def started(self) -> bool:
         """The start is complete; False if the worker was asked to leave meanwhile."""
@@ -79,7 +92,8 @@ class Drain:
         back: then the worker drains after all, because the later order wins."""
         if self.phase is Phase.STARTING:
             self._leave(why)
-        elif self.phase is Phase.READY:
+        elif self.phase is Phase.READY or self.phase in STANDBY:
+            self._from_standby = self.phase in STANDBY
             self.phase, self.reason = Phase.DRAINING, why
             log.info("draining: %s", why)
             self._running = asyncio.create_task(self._run(), name="drain")
@@ -96,6 +110,8 @@ class Drain:
             raise DrainNotCancellable("the worker has finished its work and is shutting down; add another one instead")
         if self.phase is not Phase.DRAINING:
             return
+        if self._from_standby:
+            raise DrainNotCancellable("the worker was on standby, and ends; add another one instead")
         if self._resuming is None:
             self._resuming = asyncio.create_task(self._resume(), name="take the drain back")
             self._resuming.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -114,6 +130,8 @@ class Drain:
             self.left.set_result(why)
 
     async def _run(self) -> None:
+        if self._from_standby:
+            await self._steps.end_standby()
         deregistering = asyncio.create_task(self._steps.deregister(), name="deregister")
         try:
             await asyncio.wait({deregistering}, timeout=DEREGISTER_PATIENCE_S)

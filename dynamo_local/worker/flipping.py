@@ -82,6 +82,11 @@ class Flipping:
         """With what later roles are made."""
         self._connections = connections
 
+    @property
+    def under_way(self) -> bool:
+        """It changes its role at this moment."""
+        return self._task is not None and not self._task.done()
+
     # --- what the arbiter asks -----------------------------------------------------------------------
 
     async def flip(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +97,7 @@ class Flipping:
         to, component, section = args.get("to"), args.get("component"), args.get("section")
         if args.get("pid") != os.getpid() or not isinstance(to, str) or not isinstance(component, str):
             raise InvalidRequest("a flip names the pid, the component, and the new name", param="args")
-        if self._task is not None and not self._task.done():
+        if self.under_way:
             if self._to != to:
                 raise FlipUnderWay(f"it becomes {self._to} at this moment")
         elif self.role.identity.watcher_name != to:

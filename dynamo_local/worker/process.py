@@ -20,8 +20,9 @@ import signal
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError, LeaseNotFound, StartTimedOut
+from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError, LeaseNotFound, NotSleepable, StartTimedOut
 from dynamo_local.runtime.requests import DependencyClient
+from dynamo_local.sdk.context import EngineSleeper
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.state import StateStore
@@ -30,6 +31,8 @@ from dynamo_local.worker.context import Identity, run_all
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.flipping import Flipping
 from dynamo_local.worker.served_role import RoleHost, ServedRole
+from dynamo_local.worker.sleeping import Sleeping
+from dynamo_local.worker.standby_facts import standby_facts
 from dynamo_local.worker.startup import connect
 from dynamo_local.worker.statefile_entry import Entry, EntryWriter
 from dynamo_local.worker.status import worker_status
@@ -55,6 +58,7 @@ class WorkerProcess:
         self.hurried = False
         self._waiting_for = "starting"
         self._drain: Drain = None  # type: ignore[assignment]  # made by `run`: it belongs to its loop
+        self._sleeping: Sleeping = None  # type: ignore[assignment]
         self._failed: asyncio.Future[BaseException] = None  # type: ignore[assignment]
         store = StateStore(identity.statefile, run_id=identity.run_id)
         self._entry = EntryWriter(store, identity.watcher_name, self._truth)
@@ -66,11 +70,14 @@ class WorkerProcess:
             "cancel_drain": self._op_cancel_drain,
             "flip": self._op_flip,
             "cancel_flip": self._op_cancel_flip,
+            "sleep": self._op_sleep,
+            "wake": self._op_wake,
         }
         host = RoleHost(
             graph,
             self._operations,
             self._kept,
+            facts=self._facts,
             on_fatal=self._fail,
             on_wait=self._wait_for,
             on_change=self._entry.touch,
@@ -99,6 +106,7 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         self._drain = Drain(self)
+        self._sleeping = Sleeping(self._drain, self, self._fail)
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._drain.begin, signum.name)
         self.hurried = True
@@ -146,15 +154,18 @@ class WorkerProcess:
         """The engine is dead, so nothing can be finished: deregister and end. Callers see their streams break."""
         self.hurried = True
         await self._drain.close()
+        await self._sleeping.close()
+        why = f"{type(self._failed.result()).__name__}: {self._failed.result()}"
         if self._role.registration.lease is not None:
             # If this fails, the arbiter or the guardian revokes the lease.
             await _bounded(
-                "giving the lease back", self._role.registration.give_back_failed(LAST_REVOKE_S), LAST_REVOKE_S
+                "giving the lease back", self._role.registration.give_back_failed(LAST_REVOKE_S, why), LAST_REVOKE_S
             )
 
     async def _shut_down(self) -> None:
         timeout_s = HURRIED_TIMEOUT_S if self.hurried else HOOKS_TIMEOUT_S
         await self._drain.close()
+        await self._sleeping.close()
         await _bounded("ending former roles", self._roles.close(), timeout_s)
         for role in (self._role, *self._roles.former):
             await role.run_hooks(lambda what, work: _bounded(what, work, timeout_s))
@@ -224,15 +235,47 @@ class WorkerProcess:
         own = [*self._role.context.drain_callbacks(), *self._role.endpoints.until_idle()]
         await run_all("the drain", [*own, self._roles.finish])
 
+    async def end_standby(self) -> None:
+        await self._sleeping.close()
+
     async def resume(self) -> None:
         """Accept, then register under a new lease, then let the component go on, if it had been told to stop."""
         role = self._role
-        assert role.context is not None
         role.endpoints.resume_accepting()
         await role.registration.restore()
-        if role.draining.is_set():  # not where the drain was taken back while it still deregistered
-            role.draining.clear()
-            await role.context.resume()
+        await role.go_on()
+
+    # --- sleeping, and waking (sleeping.StandbySteps) ----------------------------------------------
+
+    async def withdraw(self) -> None:
+        await self._role.registration.withdraw()
+
+    async def sleep_engine(self, level: int) -> None:
+        await self._standby().sleep(level)
+
+    async def wake_engine(self) -> None:
+        await self._standby().wake()
+
+    async def come_back(self) -> None:
+        role = self._role
+        role.endpoints.resume_accepting()
+        await role.registration.come_back()
+        await role.go_on()
+
+    async def tell(self) -> None:
+        await self._role.registration.tell()
+
+    def _standby(self) -> EngineSleeper:
+        context = self._role.context
+        sleeper = None if context is None else context.sleeper
+        if sleeper is None or sleeper.cannot is not None:
+            why = "its component has no engine that can" if sleeper is None else sleeper.cannot
+            raise NotSleepable(f"this worker cannot sleep: {why}")
+        return sleeper
+
+    def _facts(self, role: ServedRole) -> dict[str, Any]:
+        context = role.context
+        return {} if context is None else {**context.facts, **standby_facts(role.identity, context, self._sleeping)}
 
     # --- changing its role -----------------------------------------------------------------------
 
@@ -265,6 +308,17 @@ class WorkerProcess:
 
     async def _op_cancel_drain(self, _args: Mapping[str, Any]) -> dict[str, Any]:
         await self._drain.cancel()
+        return self._status()
+
+    async def _op_sleep(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._standby()
+        if self._roles.under_way:
+            raise NotSleepable("it changes its role at this moment")
+        self._sleeping.sleep(int(args["order"]), int(args["level"]))
+        return self._status()
+
+    async def _op_wake(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._sleeping.wake(int(args["order"]))
         return self._status()
 
     def _status(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from dynamo_local.core.types import lease_hex, lease_key, ready_key
 from dynamo_local.errors import EtcdUnavailable
@@ -46,7 +46,7 @@ class Registration:
         identity: Identity,
         endpoints: Endpoints,
         *,
-        facts: Callable[[], Mapping[str, str]],
+        facts: Callable[[], Mapping[str, Any]],
         on_change: Touch,
         on_revoked: Callable[[], None],
         serves: Callable[[], bool],
@@ -60,8 +60,10 @@ class Registration:
         self._lease: LeaseKeeper | None = None
         self._given_back = False
         self._watch: asyncio.Task[None] | None = None
+        self._lease_key = partial(lease_key, identity.namespace, identity.watcher_name)
         self.ready = False
         """All keys of a ready worker are in etcd, as far as we know."""
+        self._was_ready = False
 
     # --- what one may ask ------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Registration:
         # The first key is watched, so that a revoke is seen at once also during a long start; and whoever wants
         # to revoke it finds the lease by the worker's name.
         about = json.dumps({"pid": os.getpid(), "run_id": identity.run_id}).encode()
-        await lease.register(partial(lease_key, identity.namespace, identity.watcher_name), lambda _lease: about)
+        await lease.register(self._lease_key, lambda _lease: about)
         self._on_change()
         return lease
 
@@ -116,7 +118,7 @@ class Registration:
     async def register_ready(self, flush: Callable[[], Awaitable[object]]) -> None:
         """Put the last key after `flush`: the endpoints are in the statefile before the worker is seen as ready."""
         assert self._lease is not None
-        self.ready = True
+        self.ready = self._was_ready = True
         self._on_change()
         await flush()
         await self._lease.register(self._ready_key, self._ready_value)
@@ -125,8 +127,29 @@ class Registration:
         return ready_key(self._identity.namespace, self._identity.watcher_name, lease_id)
 
     def _ready_value(self, lease_id: int) -> bytes:
-        about = {"pid": os.getpid(), "endpoints": self._endpoints.keys(lease_id), **self._facts()}
+        about = {"pid": os.getpid(), "endpoints": self._endpoints.keys(lease_id) if self.ready else [], **self._facts()}
         return json.dumps(about).encode()
+
+    # --- standby -----------------------------------------------------------------------------------
+
+    async def withdraw(self) -> None:
+        """All keys but those of the worker itself are gone: nobody sends it anything. Raises as `LeaseKeeper`'s."""
+        assert self._lease is not None
+        self.ready = False
+        self._on_change(resumed=False)
+        await self._lease.withdraw((self._lease_key, self._ready_key))
+
+    async def come_back(self) -> None:
+        """Put all keys again. Raises as `LeaseKeeper.restore`."""
+        assert self._lease is not None
+        await self._lease.restore()
+        self.ready = True
+        self._on_change()
+
+    async def tell(self) -> None:
+        """Put the ready key as it should be now. Raises as `LeaseKeeper.register`."""
+        assert self._lease is not None
+        await self._lease.put_again(self._ready_key)
 
     # --- going, and coming back ----------------------------------------------------------------------
 
@@ -149,15 +172,15 @@ class Registration:
         self._given_back, self.ready = True, False
         self._on_change()
 
-    async def give_back_failed(self, timeout_s: float) -> None:
-        """Give the lease back, and record first that this is a failure.
+    async def give_back_failed(self, timeout_s: float, why: str) -> None:
+        """Give the lease back, and record first that this is a failure, and `why`.
 
         To the arbiter a lease that is given back looks like a drain, and a worker that was drained is not started again
         (its exit came 15 ms after its key's end).
         """
         assert self._lease is not None
-        if self.ready:
-            failed = json.dumps({"pid": os.getpid(), "failed": True}).encode()
+        if self._was_ready and self.holds_lease:
+            failed = json.dumps({"pid": os.getpid(), "failed": True, "why": why}).encode()
             await self._lease.register(self._ready_key, lambda _lease: failed, timeout_s)
         await self.give_back(timeout_s)
 

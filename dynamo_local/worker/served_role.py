@@ -35,7 +35,8 @@ Operations = Mapping[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RoleHost:
-    """What a role needs of its process. `kept` closes what stays when the role changes.
+    """What a role needs of its process. `kept` closes what stays when the role changes; `facts` go into a role's
+    ready key.
 
     `on_change` is called when the statefile's entry is out of date, `on_revoked` and `serves` with the role: somebody
     has revoked its lease; whether it is the one of now, and takes requests.
@@ -44,6 +45,7 @@ class RoleHost:
     graph: LoadedGraph
     operations: Operations
     kept: contextlib.AsyncExitStack
+    facts: Callable[[ServedRole], Mapping[str, Any]]
     on_fatal: Callable[[str, BaseException], None]
     on_wait: Callable[[str], None]
     on_change: Touch
@@ -76,7 +78,7 @@ class ServedRole:
         self.registration = Registration(
             identity,
             self.endpoints,
-            facts=lambda: {} if self.context is None else self.context.facts,
+            facts=lambda: host.facts(self),
             on_change=host.on_change,
             on_revoked=lambda: host.on_revoked(self),
             serves=lambda: host.serves(self),
@@ -156,6 +158,12 @@ class ServedRole:
         await self.registration.register_ready(flush)
         endpoints = ", ".join(self.service.endpoints) or "none"
         log.info("ready: lease %s, endpoints %s", lease_hex(self._made.lease_id), endpoints)
+
+    async def go_on(self) -> None:
+        """Let the component go on, if it had been told to stop: not where a drain was taken back early."""
+        if self.draining.is_set():
+            self.draining.clear()
+            await self._made.resume()
 
     # --- going -----------------------------------------------------------------------------------
 

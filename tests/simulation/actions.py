@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from dynamo_local.core.types import WorkerState
+from dynamo_local.core.types import Role, WorkerState
 from tests.simulation.process import Fate
 from tests.simulation.scenario import Scenario
 
@@ -36,6 +36,26 @@ def restart(it: Scenario) -> None:
     """One, or all of a component."""
     target = it.rng.choice((it.some_name(), it.some_component()))
     it.arbiter.run(it.arbiter.restart(target, force=it.rng.random() < 0.2, stimulus_id=it.stimulus()))
+
+
+def sleep(it: Scenario) -> None:
+    """One by its name: mostly one that could, now and then any."""
+    ready = [
+        w.name for w in it.arbiter.workers.values() if w.state is WorkerState.READY and w.role is not Role.FRONTEND
+    ]
+    name = it.rng.choice(ready) if ready and it.rng.random() < 0.8 else it.some_name()
+    level, force, cause = it.rng.choice((1, 1, 2)), it.rng.random() < 0.3, it.stimulus()
+    if not force:
+        it.arbiter.unforced.add(cause)
+    work = it.arbiter.orders.sleep(name, level=level, force=force, stimulus_id=cause)
+    it.arbiter.run(it.arbiter.command(f"sleep {name} --level {level}", work))
+
+
+def wake(it: Scenario) -> None:
+    """Of one on standby, if one is."""
+    asleep = [w.name for w in it.arbiter.workers.values() if w.stands_by]
+    name = it.rng.choice(asleep) if asleep else it.some_name()
+    it.arbiter.run(it.arbiter.command(f"wake {name}", it.arbiter.orders.wake(name, stimulus_id=it.stimulus())))
 
 
 def apply(it: Scenario) -> None:
@@ -180,6 +200,12 @@ def fates(it: Scenario) -> None:
         Fate(memory_s=60.0),
         Fate(memory_s=None),
         Fate(start_s=9.0),
+        Fate(wake_s=None),
+        Fate(wake_s=5.0),
+        Fate(wakes_badly=True),
+        Fate(recycles_after=1),
+        Fate(cannot_sleep="it has no sleep mode"),
+        Fate(work_s=200.0),
     )
     it.world.fates += rng.choices(bad, k=rng.choice((1, 2, 2, 7)))
 
@@ -187,7 +213,7 @@ def fates(it: Scenario) -> None:
 def many(it: Scenario) -> None:
     """Commands without end, all at once."""
     for _ in range(it.rng.choice((5, 12))):
-        it.rng.choice((scale, drain, cancel, restart, flip, cancel_flip))(it)
+        it.rng.choice((scale, drain, cancel, restart, flip, cancel_flip, sleep, wake))(it)
 
 
 def clock_jumps(it: Scenario) -> None:
@@ -200,6 +226,8 @@ ACTIONS: dict[Callable[[Scenario], None], int] = {
     drain: 12,
     cancel: 12,
     restart: 8,
+    sleep: 18,
+    wake: 12,
     apply: 8,
     flip: 16,
     cancel_flip: 5,

@@ -30,7 +30,9 @@ from dynamo_local.core.life.lifecycle import (
     ProcessExited,
     Removed,
     RestartRequested,
+    SleepCancelled,
     SpawnRequested,
+    WakeRequested,
 )
 from dynamo_local.core.life.restart_plan import RestartPlan
 from dynamo_local.core.life.stimuli import Apply, InfraSeen, Leave, StartAll, Stimulus
@@ -268,7 +270,7 @@ class Arbiter(FlipCommands):
         """`dynamo scale`; refusals are answers."""
         if not force:
             self.unforced.add(stimulus_id)
-        await self._command(
+        await self.command(
             f"scale {component} {target}{' --force' * force}",
             self.orders.scale(component, target, force=force, victim_policy=policy, stimulus_id=stimulus_id),
         )
@@ -279,7 +281,7 @@ class Arbiter(FlipCommands):
             self.unforced.add(stimulus_id)
         words = f"drain {name}{' --cancel' * cancel}{' --force' * force}"
         work = self.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
-        answered = await self._command(words, work)
+        answered = await self.command(words, work)
         worker = self.workers.get(name)
         # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
         goes = worker is None or (worker.state in LEAVES and worker.course is Course.STEADY)
@@ -289,7 +291,7 @@ class Arbiter(FlipCommands):
     async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
         """`dynamo restart`."""
         self.restarts.add(stimulus_id)
-        await self._command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
+        await self.command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
 
     async def apply(
         self, renewed: Collection[str], counts: Mapping[str, int], *, force: bool, stimulus_id: str
@@ -304,13 +306,14 @@ class Arbiter(FlipCommands):
             stimulus_id=stimulus_id, templates=templates, counts=counts, policy=self.shell.fleet.policy, force=force
         )
         words = f"apply {sorted(renewed)} {dict(counts)}{' --force' * force}"
-        await self._command(words, self._applied(order))
+        await self.command(words, self._applied(order))
 
     async def _applied(self, order: Apply) -> dict[str, Any]:
         await self.orders.committed(order)
         return {}
 
-    async def _command(self, words: str, work: Coroutine[Any, Any, dict[str, Any]]) -> bool:
+    async def command(self, words: str, work: Coroutine[Any, Any, dict[str, Any]]) -> bool:
+        """Whether it was carried out; a refusal is an answer."""
         self.world.note(f"$ dynamo {words}")
         try:
             answer = await work
@@ -328,14 +331,14 @@ class Arbiter(FlipCommands):
     def _on_moves(self, order: Stimulus, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
         self._wanted_before = set(self.wanted)
-        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker")}
+        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker", "PutToSleep")}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
             if order.stimulus_id in self.unforced and not left:
                 raise Broken(f"the last ready {component} was taken without --force")
         for each in moves:
             kind = type(each).__name__
-            if kind in ("SpawnWorker", "Revive", "CancelDrain"):
+            if kind in ("SpawnWorker", "Revive", "CancelDrain", "WakeUp"):
                 self.wanted.add(each.name)
                 if kind == "CancelDrain":
                     self._cancelling.add(order.stimulus_id)
@@ -364,6 +367,7 @@ class Arbiter(FlipCommands):
                 if plan not in fleet.restarts and (worker is None or not worker.counts):
                     self.wanted.discard(name)
         self._plans = fleet.restarts
+        self.wanted -= {worker.name for worker in fleet.workers.values() if worker.stands_by}
 
     def on_stimulus(self, stimulus: Stimulus) -> None:
         """See `control.effects.Observer`."""
@@ -375,7 +379,9 @@ class Arbiter(FlipCommands):
             f"    {name}: {before} -> {transition.after}/{worker.course}, {type(event).__name__} ({event.stimulus_id})"
         )
         comes = isinstance(event, RestartRequested | SpawnRequested) or worker.course is Course.RESTARTING
-        if isinstance(event, Flipped) and event.was in self.wanted:
+        if isinstance(event, WakeRequested | SleepCancelled):  # by itself, too: it could not be put to sleep
+            self.wanted.add(name)
+        elif isinstance(event, Flipped) and event.was in self.wanted:
             self.wanted.discard(event.was)
             self.wanted.add(name)
         elif isinstance(event, Faulted | Removed):
@@ -388,8 +394,7 @@ class Arbiter(FlipCommands):
             self._left(worker, event)
 
     def _left(self, worker: Worker, event: ProcessExited) -> None:
-        """A lease revoked from outside is an order to leave: however it ends then, it is not started again, unless its
-        course says so."""
+        """A lease revoked from outside is an order to leave, however it ends then, unless its course says otherwise."""
         pid = int(event.stimulus_id.partition(":")[2])
         if pid in self.world.revoked_outside and worker.course is Course.STEADY:
             self.wanted.discard(worker.name)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dynamo_local.core.types import WorkerState
+from dynamo_local.core.life.states import TRAITS, HasProcess
 from tests.simulation.arbiter import Arbiter
 from tests.simulation.world import Broken
 
-LIVES = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT)
+LIVES = tuple(state for state, traits in TRAITS.items() if traits.process is HasProcess.YES)
 
 
 def check(arbiter: Arbiter) -> None:
@@ -35,7 +35,9 @@ def _check_processes(arbiter: Arbiter) -> None:
             raise Broken(f"{process.name} is {process.pid}, its entry says {worker.pid}")
         if worker.pid is None and worker.state not in LIVES:
             raise Broken(f"{process.name} ({process.pid}) lives, its entry is {worker.state} without a pid")
-        if missing := set(process.gpus) - set(worker.gpus):
+        sleeper = arbiter.shell.fleet.gpus.sleepers.get(process.name)
+        booked = worker.gpus if sleeper is None or process.standby.on_gpus else sleeper.uuids
+        if missing := set(process.gpus) - set(booked):
             raise Broken(f"{process.name} is on {missing}, which are not booked on it")
 
 

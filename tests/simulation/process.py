@@ -24,6 +24,7 @@ from dynamo_local.worker.statefile_entry import Entry, EntryWriter
 from tests.fakes.arbiter.memory_store import MemoryStore
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.simulation.role_changes import RoleChanges
+from tests.simulation.standby import SimStandby
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -31,13 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How one process will behave. `start_s` None: never ready; `start_code`: it exits with that instead of serving."""
+    """How one process will behave. `start_s` None: never ready; `start_code`: it exits with that instead of serving.
+
+    `wake_s` None: it never wakes.
+    """
 
     start_s: float | None = 0.5
     start_code: int | None = None
     work_s: float = 1.0
     dies_in_s: float = 0.003
     memory_s: float | None = 0.2
+    wake_s: float | None = 0.3
+    wakes_badly: bool = False
+    recycles_after: int | None = None
+    cannot_sleep: str | None = None
 
 
 class ProcessKv:
@@ -92,12 +100,14 @@ class SimProcess(RoleChanges):
         self._entry = EntryWriter(self._store, self.name, self._truth)
         self._lease: LeaseKeeper | None = None
         self._leases: list[LeaseKeeper] = []
+        self._keys: dict[str, tuple[Callable[[int], str], Callable[[int], str]]] = {}
         self._control: ControlServer | None = None
         self._flipping: asyncio.Task[None] | None = None
         self._becomes = ""
         self._past = False
         self._lease_gone = self._registered = False
         self.drain = Drain(self)
+        self.standby = SimStandby(self)
         self._tasks = {asyncio.ensure_future(self._main())}
 
     # --- what is done to it ----------------------------------------------------------------------
@@ -139,7 +149,8 @@ class SimProcess(RoleChanges):
         """Nothing of it runs any more."""
         self.alive = False
         self.nats.close_now()
-        extra = [self._entry._task, self.drain._running, self.drain._resuming, self._flipping]
+        own = [self.drain._running, self.drain._resuming, self._flipping, self.standby.sleeping._running]
+        extra = [self._entry._task, *own]
         for lease in self._leases:
             extra += [lease._keeping, lease._watching]
         for task in (*self._tasks, *extra):
@@ -204,7 +215,7 @@ class SimProcess(RoleChanges):
         self._registered = True
         self._entry.touch()
         await self._entry.flush(2.0)
-        await self._lease.register(partial(ready_key, self.world.namespace, self.name), self._ready_value)
+        await self._lease.register(self._keys_of(self.name)[1], self._ready_value)
 
     async def _answer(self, name: str) -> ControlServer:
         ops = {
@@ -212,6 +223,8 @@ class SimProcess(RoleChanges):
             "cancel_drain": self._op_cancel,
             "flip": self._op_flip,
             "cancel_flip": self._op_cancel_flip,
+            "sleep": self.standby.op_sleep,
+            "wake": self.standby.op_wake,
         }
         control = ControlServer(self.nats, self.world.namespace, name, ops)  # type: ignore[arg-type]
         await control.start()
@@ -228,8 +241,13 @@ class SimProcess(RoleChanges):
         self._leases.append(lease)
         await lease.start()
         about = json.dumps({"pid": self.pid}).encode()
-        await lease.register(partial(lease_key, self.world.namespace, name), lambda _lease: about)
+        await lease.register(self._keys_of(name)[0], lambda _lease: about)
         return lease
+
+    def _keys_of(self, name: str) -> tuple[Callable[[int], str], Callable[[int], str]]:
+        """Its lease's key and its ready key under that name: the same functions each time."""
+        names = self.world.namespace, name
+        return self._keys.setdefault(name, (partial(lease_key, *names), partial(ready_key, *names)))
 
     async def _until_revoked(self) -> None:
         assert self._lease is not None
@@ -254,7 +272,8 @@ class SimProcess(RoleChanges):
         return [instance_key(self.world.namespace, self.component, "generate", lease)]
 
     def _ready_value(self, lease: int) -> bytes:
-        return json.dumps({"pid": self.pid, "endpoints": self._endpoints(lease)}).encode()
+        about = {"pid": self.pid, "endpoints": self._endpoints(lease) if self._registered else []}
+        return json.dumps({**about, "standby": self.standby.facts()}).encode()
 
     def _truth(self) -> Entry:
         lease = self.lease_id
@@ -300,6 +319,35 @@ class SimProcess(RoleChanges):
         await self._lease.reinstate(1.0)
         self._lease_gone, self._registered = False, True
         self._entry.touch(resumed=True)
+
+    # --- standby (see `SimStandby`) ------------------------------------------------------------------
+
+    async def end_standby(self) -> None:
+        """See `Steps`."""
+        await self.standby.sleeping.close()
+
+    async def goes(self) -> None:
+        """Return once it is not stopped."""
+        await self._go.wait()
+
+    async def withdraw(self) -> None:
+        """Out of routing."""
+        assert self._lease is not None
+        self._registered = False
+        self._entry.touch(resumed=False)
+        await self._lease.withdraw(self._keys_of(self.name))
+
+    async def come_back(self) -> None:
+        """Into routing again."""
+        assert self._lease is not None
+        await self._lease.restore()
+        self._registered = True
+        self._entry.touch()
+
+    async def tell(self) -> None:
+        """Put the ready key."""
+        assert self._lease is not None
+        await self._lease.put_again(self._keys_of(self.name)[1])
 
     # --- what it answers ---------------------------------------------------------------------------
 

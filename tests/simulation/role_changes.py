@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.core.types import lease_hex, ready_key
+from dynamo_local.core.types import lease_hex
 from dynamo_local.errors import DynamoError, EtcdUnavailable, FlipFailed, FlipUnderWay
 from dynamo_local.runtime.control import ControlServer
 from dynamo_local.runtime.lease import LeaseKeeper
@@ -41,6 +40,7 @@ class RoleChanges:
     _granted: Any
     _endpoints: Any
     _ready_value: Any
+    _keys_of: Any
     _spawn: Any
 
     async def _op_flip(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class RoleChanges:
                 self._past = True
                 await self._entry.flush(0.5)
                 self.component = component
-                await lease.register(partial(ready_key, self.world.namespace, to), self._ready_value)
+                await lease.register(self._keys_of(to)[1], self._ready_value)
         except BaseException as error:
             self.component = before[1]
             for each in self._leases[kept:]:

@@ -18,7 +18,7 @@ from tests.simulation.world import Broken, SimLoop, World, graph
 
 SETTLES_WITHIN_S = 1_500.0
 """Virtual. The longest that anything may take: restarts with all their back-offs, drains, a GPU's memory."""
-QUIET = (WorkerState.READY, WorkerState.FAULTED)
+QUIET = (WorkerState.READY, WorkerState.FAULTED, WorkerState.SLEEPING)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Scenario:
         self.rng = rng
         self.loop = loop
         big = rng.random() < 0.25
-        self.graph = graph(rng.choice((1, 1, 2, 3)), rng.choice((0, 1, 1, 2)), big)
+        self.graph = graph(rng.choice((1, 1, 2, 3)), rng.choice((0, 1, 1, 2)), big, rng.choice((None, 0, 0, 1, 2)))
         asked = sum(spec.workers * spec.resources.gpu for spec in self.graph.services)
         self.world = World(rng, loop, asked + rng.choice((0, 1, 1, 2, 3)))
         self.runs = 0
@@ -143,6 +143,10 @@ class Scenario:
         """Nothing is under way with it. One that exited waits for its GPUs' memory, then its entry goes."""
         if worker.state is WorkerState.EXITED:
             return not worker.gpus and worker.name.count("_") == 1
+        if worker.state is WorkerState.SLEEPING:
+            return worker.standby.wanted
+        if worker.state is WorkerState.READY and worker.standby.wanted:
+            return False
         return worker.state in QUIET or self._starved(worker)
 
     def _states(self) -> dict[str, str]:
@@ -172,7 +176,8 @@ class Scenario:
         """Who serves is who the arbiter thinks serves."""
         for process in self.world.living():
             worker = self.arbiter.workers[process.name]
-            if not process.serves or worker.state is not WorkerState.READY:
+            asleep = worker.state is WorkerState.SLEEPING and process.standby.sleeping.asleep and not process.serves
+            if not asleep and not (process.serves and worker.state is WorkerState.READY):
                 raise Broken(f"{process.name}: serves {process.serves}, its entry is {worker.state}")
 
     def _check_statefile(self) -> None:

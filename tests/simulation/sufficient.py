@@ -40,6 +40,9 @@ def check_sufficient(world: World) -> State:
             raise Broken(f"{process.name} is {process.pid}, the statefile says {entry.pid}")
         if entry.pid is None and entry.state not in LIVES:
             raise Broken(f"{process.name} ({process.pid}) lives, the statefile says {entry.state}")
-        if missing := set(process.gpus) - set(entry.resources.gpu_uuids or ()):
+        booked = set(entry.resources.gpu_uuids or ())
+        if entry.standby is not None and not process.standby.on_gpus:
+            booked |= set(entry.standby.gpu_uuids or ())
+        if missing := set(process.gpus) - booked:
             raise Broken(f"{process.name} is on {missing}, which the statefile does not give to it")
     return state

@@ -7,12 +7,23 @@ from collections.abc import Callable
 
 from dynamo_local.control.shell import Shell
 from dynamo_local.core.life import flipping
-from dynamo_local.core.life.deciding import decide_scale, decide_scale_all
+from dynamo_local.core.life.deciding import decide_scale, decide_scale_all, decide_sleep, decide_wake
 from dynamo_local.core.life.decisions import scaling
 from dynamo_local.core.life.decisions.moves import Move
 from dynamo_local.core.life.fleet import Fleet
 from dynamo_local.core.life.instructions import Instruction
-from dynamo_local.core.life.stimuli import Apply, CancelDrain, Drain, Flip, Scale, ScaleAll, ScaleFlip, Stimulus
+from dynamo_local.core.life.stimuli import (
+    Apply,
+    CancelDrain,
+    Drain,
+    Flip,
+    Scale,
+    ScaleAll,
+    ScaleFlip,
+    Sleep,
+    Stimulus,
+    Wake,
+)
 from dynamo_local.errors import DynamoError
 
 
@@ -53,4 +64,8 @@ def _moves(fleet: Fleet, stimulus: Stimulus) -> tuple[Move, ...]:
             return scaling.decide_cancel(fleet, stimulus.name, stimulus_id="seen").moves
         case Flip() | ScaleFlip():
             return flipping.decided(fleet, stimulus)
+        case Sleep():
+            return decide_sleep(fleet, stimulus)
+        case Wake():
+            return decide_wake(fleet, stimulus)
     return ()

@@ -119,17 +119,24 @@ class NoLocks:
         return {}
 
 
-def graph(decode: int, prefill: int, big: bool) -> GraphSpec:
+def graph(decode: int, prefill: int, big: bool, standby: int | None = None) -> GraphSpec:
     """A frontend, decode workers, perhaps prefill workers, and perhaps a component that needs two GPUs at once."""
     one = Resources(gpu=1)
     services = [
         ServiceSpec("Frontend", Role.FRONTEND, max_workers=1),
-        ServiceSpec("VllmWorker", Role.DECODE, workers=decode, resources=one),
+        ServiceSpec("VllmWorker", Role.DECODE, workers=decode, resources=one, standby=standby),
     ]
     if prefill:
         services[-1] = replace(services[-1], flips_to="PrefillWorker")
         services.append(
-            ServiceSpec("PrefillWorker", Role.PREFILL, workers=prefill, resources=one, flips_to="VllmWorker")
+            ServiceSpec(
+                "PrefillWorker",
+                Role.PREFILL,
+                workers=prefill,
+                resources=one,
+                standby=standby and 0,
+                flips_to="VllmWorker",
+            )
         )
     if big:
         services.append(ServiceSpec("Router", Role.OTHER, workers=1, resources=Resources(gpu=2)))
@@ -196,7 +203,7 @@ class World:
         for other in self.living():
             if process.name in (other.name, other.spec.name):
                 raise Broken(f"{process.name} has a second process, {pid} beside {other.pid}")
-            if shared := set(other.gpus) & set(process.gpus):
+            if other.standby.on_gpus and (shared := set(other.gpus) & set(process.gpus)):
                 raise Broken(f"{process.name} is started on {shared}, which {other.name} is on")
         if unreturned := set(process.gpus) & self.gpus.busy:
             raise Broken(f"{process.name} is started on {unreturned}, whose memory was not returned")
@@ -205,13 +212,28 @@ class World:
         self.note(f"{process.name} started as {pid} on {[uuid[-1] for uuid in process.gpus]}, {fate}")
         return process
 
+    def let_go(self, process: SimProcess) -> None:
+        """It sleeps: its memory is free at once, but for a residue that is too little to be seen."""
+        self.gpus.busy.difference_update(process.gpus)
+        self.note(f"{process.name} ({process.pid}) sleeps")
+
+    def takes(self, process: SimProcess) -> None:
+        """It wakes, on devices that nobody else may be on."""
+        for other in self.living():
+            if other is not process and other.standby.on_gpus and (shared := set(other.gpus) & set(process.gpus)):
+                raise Broken(f"{process.name} wakes on {shared}, which {other.name} is on")
+        if unreturned := set(process.gpus) & self.gpus.busy:
+            raise Broken(f"{process.name} wakes on {unreturned}, whose memory was not returned")
+        self.gpus.busy.update(process.gpus)
+        self.note(f"{process.name} ({process.pid}) wakes")
+
     def exits(self, process: SimProcess, code: int) -> None:
         """The process is gone; its memory comes back when its fate says so."""
         if not process.alive:
             return
         process.die()
         self.note(f"{process.name} ({process.pid}) is gone, code {code}")
-        if process.fate.memory_s is not None:
+        if process.fate.memory_s is not None and process.standby.on_gpus:
             self.loop.call_later(process.fate.memory_s, self.gpus.busy.difference_update, process.gpus)
         if self.host is not None:
             self.loop.call_later(self.rng.uniform(0.0, 0.01), self.host.exited, process, code)

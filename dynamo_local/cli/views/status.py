@@ -163,7 +163,7 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
         worker["component"],
         worker["state"],
         str(worker["pid"] or "-"),
-        ",".join(worker["gpus"]) or "-",
+        gpus_of(worker),
         worker["lease"] or "-",
         duration(worker["uptime_s"]),
         _of(load, "request_active_slots", "request_total_slots"),
@@ -171,6 +171,12 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
         _kv(load),
         _note(worker),
     )
+
+
+def gpus_of(worker: Mapping[str, Any]) -> str:
+    """`0,1`; `(0)` for one that sleeps there, and holds it no more; `-` without any."""
+    asleep = (worker.get("standby") or {}).get("gpus")
+    return f"({','.join(asleep)})" if asleep else ",".join(worker["gpus"]) or "-"
 
 
 def _kv(load: Mapping[str, Any] | None) -> str:

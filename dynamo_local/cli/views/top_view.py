@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamo_local.cli.planner_words import follow_line
-from dynamo_local.cli.views.status import drain_note, duration, note_line
-from dynamo_local.core.life.states import traits_of
+from dynamo_local.cli.views.status import drain_note, duration, gpus_of, note_line
+from dynamo_local.core.life.states import Traits, traits_of
 
 Graph = Mapping[str, Any]
 """The object of `dynamo status --json`."""
@@ -190,7 +190,7 @@ def _rows(graph: Graph) -> list[_Row]:
             told.add(name)
             worker = workers.get(name) or {"watcher_name": name, "state": "gone"}
             rows.append(_Row(",".join(held[name]), worker["state"], worker))
-    rows += [_Row("-", worker["state"], worker) for name, worker in workers.items() if name not in told]
+    rows += [_Row(gpus_of(worker), worker["state"], worker) for name, worker in workers.items() if name not in told]
     return rows
 
 
@@ -281,7 +281,7 @@ def _news(frame: Frame, width: int, marks: Marks) -> Iterator[tuple[str, Text]]:
         name = str(worker["watcher_name"]).removeprefix(prefix)
         if worker.get("drain") is not None:
             yield "drain", Text(f"{name}: {drain_note(worker['drain'])}")
-        elif worker.get("reason") and not (traits_of(worker["state"]).serves or traits_of(worker["state"]).gone):
+        elif worker.get("reason") and _is_trouble(traits_of(worker["state"])):
             yield "trouble", Text(f"{name} is {worker['state']}: {worker['reason']}", style="red")
     for gpu in graph.get("gpus") or ():
         if gpu.get("reason"):
@@ -290,6 +290,10 @@ def _news(frame: Frame, width: int, marks: Marks) -> Iterator[tuple[str, Text]]:
     if graph.get("follow"):
         yield "follow", Text(follow_line(graph["follow"]))
     yield from (("note", Text(note_line(note))) for note in graph.get("notes") or ())
+
+
+def _is_trouble(traits: Traits) -> bool:
+    return not (traits.serves or traits.gone or traits.standby)
 
 
 def _queue(frame: Frame, cells: int, marks: Marks) -> Iterator[tuple[str, Text]]:
@@ -359,6 +363,7 @@ def _worker_json(worker: Mapping[str, Any]) -> dict[str, Any]:
         "uptime_s": worker.get("uptime_s"),
         "reason": worker.get("reason"),
         "drain": worker.get("drain"),
+        "standby": worker.get("standby"),
         "kv": _kv(load),
         "running": None if load is None else load["request_active_slots"],
         "waiting": None if load is None else load["num_requests_waiting"],

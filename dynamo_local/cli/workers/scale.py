@@ -18,10 +18,13 @@ WORDS = {
     "drain": "drains",
     "cancel_drain": "serves on: its drain is taken back",
     "take_back": "is taken back before it is ready",
+    "wake": "wakes",
+    "sleep": "goes on sleeping",
 }
 """What an instruction means, in words that follow the worker's name."""
 
-GOING = frozenset({"drain", "take_back"})
+GOALS = {"drain": Goal.GONE, "take_back": Goal.GONE, "sleep": Goal.ASLEEP}
+"""What it is to become; else ready."""
 
 
 class Word(click.ParamType):
@@ -55,6 +58,7 @@ class Target(click.ParamType):
 @click.argument("more", nargs=-1, type=Word(), metavar="[COMPONENT TARGET]")
 @click.option("--flip", is_flag=True, help="Workers of the one component change their role: `A -1 B +1 --flip`.")
 @click.option("--force", is_flag=True, help="Even if it leaves the component without a ready worker.")
+@click.option("--no-wake", is_flag=True, help="Start new workers, though some of the component sleep.")
 @click.option("--victim-policy", type=click.Choice(POLICIES), help="Who goes (default: highest-suffix).")
 @wait_options
 @json_option
@@ -65,6 +69,7 @@ def scale(
     more: tuple[str, ...],
     flip: bool,
     force: bool,
+    no_wake: bool,
     victim_policy: str | None,
     wait: bool,
     timeout_s: float,
@@ -73,11 +78,12 @@ def scale(
 ) -> None:
     """Add workers to COMPONENT or let some finish and leave: TARGET is +1, -1, =3 or 3.
 
-    Returns once the intent is committed. +1 while a worker of the component drains takes that drain back. With --flip,
-    `PrefillWorker -1 VllmWorker +1` is one decision: that many workers change their role, or none does.
+    Returns once the intent is committed. +1 while a worker of the component drains takes that drain back; else one of
+    it that sleeps is woken before a new one is started. With --flip, `PrefillWorker -1 VllmWorker +1` is one decision:
+    that many workers change their role, or none does.
     """
     manner, paths = Manner(as_json, wait, timeout_s), find_paths(namespace)
-    how = {"force": force, "victim_policy": victim_policy}
+    how: dict[str, Any] = {"force": force, "victim_policy": victim_policy}
     if flip:
         gives, takes, count = exchanged((component, target, *more))
         asked = {"gives": gives, "takes": takes, "count": str(count), **how}
@@ -85,6 +91,8 @@ def scale(
         return
     if more:
         raise click.UsageError("several components change together only with --flip")
+    if no_wake:
+        how["no_wake"] = True  # an arbiter of an older version does not know it
     asked = {"component": component, "target": target, **how}
     ask_and_tell(paths, manner, "dynamo_scale", asked, goals=goals, words=words)
 
@@ -117,7 +125,7 @@ def flip_words(reply: dict[str, Any]) -> str:
 def goals(reply: dict[str, Any]) -> Iterator[tuple[str, Goal]]:
     """Which workers the reply speaks of, and what each is to become."""
     for instruction in reply["instructions"]:
-        yield instruction["watcher_name"], Goal.GONE if instruction["kind"] in GOING else Goal.READY
+        yield instruction["watcher_name"], GOALS.get(instruction["kind"], Goal.READY)
 
 
 def words(reply: dict[str, Any]) -> str:

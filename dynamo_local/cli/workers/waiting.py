@@ -17,7 +17,7 @@ import click
 from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.cli.numbers import SECONDS
 from dynamo_local.cli.views.status import drain_note
-from dynamo_local.core.life.states import traits_of
+from dynamo_local.core.life.states import Traits, traits_of
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import TimedOut, WorkerDied
 from dynamo_local.system.logs.files import tail
@@ -53,6 +53,7 @@ class Goal(enum.Enum):
     """What a worker is waited for to become."""
 
     READY = "ready"
+    ASLEEP = "asleep"
     GONE = "gone"
     RESTARTED = "restarted"
     REPLACED = "replaced"
@@ -97,6 +98,8 @@ class Want:
             return WaitResult("was removed before it was ready", failed=True, show_log=True)
         self.moved = self.moved or row["state"] != self.state or row["pid"] != self.pid
         traits = traits_of(row["state"])
+        if self.goal is Goal.ASLEEP and not traits.failed:
+            return self._judge_asleep(traits)
         if traits.serves:
             if self.goal is Goal.READY or row["pid"] != self.pid:
                 return WaitResult("ready")
@@ -119,6 +122,14 @@ class Want:
         if traits_of(row["state"]).serves:  # the command has answered: it was flipping before we looked
             return WaitResult("has stayed what it was: its flip has failed, or was taken back", failed=True)
         return WaitResult(f"is {row['state']}", failed=True) if row["state"] != WorkerState.FLIPPING else None
+
+    def _judge_asleep(self, traits: Traits) -> WaitResult | None:
+        if traits.asleep:
+            return WaitResult("asleep")
+        if traits.leaves:
+            return WaitResult("leaves instead", failed=True)
+        woken = self.moved and (traits.serves or (traits.standby and traits.comes_up))
+        return WaitResult("serves on: it was woken, or could not be put to sleep", failed=True) if woken else None
 
     def _judge_gone(self, row: Mapping[str, Any] | None) -> WaitResult | None:
         if row is None:

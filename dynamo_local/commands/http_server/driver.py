@@ -20,9 +20,11 @@ from pydantic import Field, model_validator
 from dynamo_local.commands.base import ChildSilent, Sample, UnroutedDriver
 from dynamo_local.commands.child import Child
 from dynamo_local.commands.config import CommandConfig
+from dynamo_local.commands.http_server.sleeping import ServerSleep, probe, why_not
 from dynamo_local.commands.launching import HTTP
 from dynamo_local.commands.probing import get, get_ok, wait_ok
 from dynamo_local.commands.runner import CommandWorker
+from dynamo_local.commands.sleeping import HookCommands, SleepHooks
 from dynamo_local.components.proxy.ask import Ask
 from dynamo_local.core.types import Missing, Role
 from dynamo_local.errors import ConfigError
@@ -50,6 +52,9 @@ class HttpConfig(CommandConfig):
     """Path of its Prometheus metrics; null: it has none. Then its load is not known, and nothing scales by it."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model's name in the API, for a server without `/v1/models`."""
+
+    def why_no_standby(self) -> str | None:
+        return None if self.sleep_hook is not None else why_not(self.words)
 
     @model_validator(mode="after")
     def _paths(self) -> Self:
@@ -180,6 +185,14 @@ class HttpWorker(CommandWorker):
 
     def make_driver(self, context: WorkerContext, child: Child) -> HttpDriver:
         return HttpDriver(context.settings, child.launch.ports[PORT])
+
+    def make_hooks(self) -> SleepHooks:
+        def model() -> str | None:
+            return self.driver.models[0].name if self.driver.models else None
+
+        if self.config.sleep_hook is None:
+            return ServerSleep(self.driver.base_url, model)
+        return HookCommands(self.context, self.child, lambda: probe(self.driver.base_url, model()))
 
     @async_on_start
     async def register(self) -> None:

@@ -35,6 +35,8 @@ from dynamo_local.core.life.instructions import (
     Instruction,
     LookAtGpus,
     LookUpKey,
+    OrderSleep,
+    OrderWake,
     Rename,
     Revoke,
     Signal,
@@ -46,6 +48,7 @@ from dynamo_local.core.life.stimuli import (
     FlipAnswered,
     GpusSeen,
     KeyLookedUp,
+    OrderAnswered,
     ProcessGone,
     ProcessMade,
     ProcessRefused,
@@ -272,6 +275,8 @@ class ArbiterEffects:
                 return RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=Missing(why))
             case FlipRole(name=name, pid=pid, to=to):
                 return FlipAnswered(stimulus_id=f"control:{name}", name=name, pid=pid, to=to, error=why, unknown=True)
+            case OrderSleep(name=name, pid=pid, order=order) | OrderWake(name=name, pid=pid, order=order):
+                return OrderAnswered(stimulus_id=f"control:{name}", name=name, pid=pid, order=order, error=why)
             case LookUpKey():
                 return self._looked_up(act, removed=False)
             case Sweep(name=name):
@@ -298,6 +303,8 @@ class ArbiterEffects:
                 await self.flips.call_off(act)
             case Rename(name=name, was=was, pid=pid):
                 self._host.rename(was, name, pid)
+            case OrderSleep() | OrderWake():
+                return await self.asks.order(act)
             case LookUpKey():
                 return await self._look_up(act)
             case Sweep(name=name, born=born):

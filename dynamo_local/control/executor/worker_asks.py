@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.control.links import Links
 from dynamo_local.core.life.fleet import Worker
-from dynamo_local.core.life.instructions import CallBack, CountRequests
-from dynamo_local.core.life.stimuli import CalledBack, RequestsCounted, Stimulus
+from dynamo_local.core.life.instructions import CallBack, CountRequests, OrderSleep, OrderWake
+from dynamo_local.core.life.stimuli import CalledBack, OrderAnswered, RequestsCounted, Stimulus
 from dynamo_local.core.types import Missing
-from dynamo_local.errors import DynamoError, InfraUnavailable, RequestError
+from dynamo_local.errors import DynamoError, InfraUnavailable, NotSleepable, RemoteError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,22 @@ class WorkerAsks:
                 await self.control(name, "drain", reason=why or "it was told to")
                 return
             await self._clock.sleep_until(self._clock.now_s() + SIGN_POLL_S)
+
+    async def order(self, act: OrderSleep | OrderWake) -> Stimulus:
+        """Give it an order to sleep or to wake. A worker that answers with an error will not carry it out."""
+        cause = f"control:{act.name}"
+        answered = partial(OrderAnswered, stimulus_id=cause, name=act.name, pid=act.pid, order=act.order)
+        try:
+            if isinstance(act, OrderSleep):
+                await self.control(act.name, "sleep", order=act.order, level=act.level)
+            else:
+                await self.control(act.name, "wake", order=act.order)
+        except (NotSleepable, RemoteError) as refused:
+            return answered(refused=str(refused))
+        except (RequestError, DynamoError) as error:
+            log.warning("%s: nobody knows whether its order arrived: %s", act.name, error)
+            return answered(error=str(error))
+        return answered()
 
     async def count_requests(self, act: CountRequests) -> Stimulus:
         """How many requests it holds, and the ids of some; missing where it does not answer."""

@@ -44,7 +44,7 @@ def apply(draft: Draft, order: Apply) -> None:
         awaited=awaited,
         removed=tuple(worker.name for worker in removed),
     )
-    draft.set(restarts=(plan,), policy=order.policy, health_bound_s=order.health_bound_s)
+    draft.set(no_standby={}, restarts=(plan,), policy=order.policy, health_bound_s=order.health_bound_s)
     draft.head = True
 
 
@@ -55,7 +55,8 @@ def outdated(fleet: Fleet) -> list[Worker]:
     graph's order first), and what does not serve before what does.
     """
     order = [template.component for template in fleet.templates]
-    found = [w for w in fleet.workers.values() if w.counts and fleet.outdated(w) and not fleet.template_of(w).retired]
+    there = [w for w in fleet.workers.values() if w.counts or w.stands_by]
+    found = [w for w in there if fleet.outdated(w) and not fleet.template_of(w).retired]
     return sorted(found, key=lambda w: (_more_gpus(fleet, w), -order.index(w.component), w.ready, -w.n))
 
 
@@ -80,7 +81,8 @@ def _replace_templates(draft: Draft, order: Apply) -> None:
         if not draft.fleet.of(template.component):
             _forget(draft, template)
     for worker in draft.workers():  # a template without a worker: its entry goes at once
-        rests = worker.state is S.EXITED and not (worker.on_its_way or worker.sweeping or worker.returning)
+        comes = worker.on_its_way or worker.stands_by
+        rests = worker.state is S.EXITED and not (comes or worker.sweeping or worker.returning)
         if rests and draft.template(worker.name).retired:
             starting.remove(draft, worker.name)
 
@@ -91,7 +93,7 @@ def _forget(draft: Draft, template: Template) -> None:
 
 def _remove(draft: Draft, removed: list[Worker]) -> None:
     for worker in removed:
-        if worker.counts or worker.state is S.FAULTED:
+        if worker.counts or worker.stands_by or worker.state is S.FAULTED:
             deciding.carry_out(draft, [scaling.taken(worker, "apply: its component is removed")])
 
 
@@ -122,6 +124,8 @@ def _fitting(fleet: Fleet, removed: list[Worker], force: bool) -> tuple[list[str
     coming = sum(len(worker.gpus) for worker in there if worker.counts)  # of the others it is counted as coming back
     free = len(fleet.gpus.free) + fleet.gpus_coming_back() + coming - sum(fleet.promised().values())
     for worker in outdated(fleet):
+        if worker.stands_by:  # nobody waits for one that is to sleep again
+            continue
         template = fleet.template_of(worker)
         needs, has = template.gpus_per_worker, len(worker.gpus)
         limit = template.max_workers

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo_local.core.life import flipping, leaving, observing, starting
-from dynamo_local.core.life.decisions import rolling, scaling
+from dynamo_local.core.life import flipping, leaving, observing, sleeping, starting
+from dynamo_local.core.life.decisions import rolling, scaling, standby
 from dynamo_local.core.life.decisions.moves import (
     BeginDrain,
     CallOffFlipOf,
     FlipWorker,
     Move,
+    PutToSleep,
     Revive,
     SpawnWorker,
     TakeBack,
+    WakeUp,
     course_after,
     intent,
 )
@@ -24,7 +26,8 @@ from dynamo_local.core.life.draft import Draft
 from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.instructions import CallBack, Tell
 from dynamo_local.core.life.restart_plan import RestartPlan
-from dynamo_local.core.life.stimuli import CancelDrain, Drain, Restart, Resume, Scale, ScaleAll
+from dynamo_local.core.life.states import TRAITS
+from dynamo_local.core.life.stimuli import CancelDrain, Drain, Restart, Resume, Scale, ScaleAll, Sleep, Wake
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import NotEnoughGpus
 
@@ -46,6 +49,7 @@ def decide_scale(fleet: Fleet, order: Scale) -> tuple[Move, ...]:
         victim_policy=order.victim_policy,
         by_person=order.by_person,
         wait_for_gpus=order.wait_for_gpus,
+        wake=order.wake,
     ).or_raise()
 
 
@@ -107,6 +111,32 @@ def cancel_drain(draft: Draft, order: CancelDrain) -> None:
     carry_out(draft, decision.or_raise(), answered=True)
 
 
+def sleep(draft: Draft, order: Sleep) -> None:
+    """Raises the refusals of `decide_sleep`."""
+    carry_out(draft, decide_sleep(draft.fleet, order))
+
+
+def decide_sleep(fleet: Fleet, order: Sleep) -> tuple[Move, ...]:
+    """The moves, none if it sleeps. Raises the refusals of `standby.decide_sleep`, and `LastReadyWorker`."""
+    moves = standby.decide_sleep(fleet, order.name, order.level, stimulus_id=order.stimulus_id).or_raise()
+    going = [fleet.worker(move.name) for move in moves]
+    scaling.check_not_last(fleet, [w for w in going if w.counts], order.force, f"`dynamo sleep {order.name}`")
+    return moves
+
+
+def wake(draft: Draft, order: Wake) -> None:
+    """Raises the refusals of `decide_wake`."""
+    carry_out(draft, decide_wake(draft.fleet, order))
+
+
+def decide_wake(fleet: Fleet, order: Wake) -> tuple[Move, ...]:
+    """The moves, none if it serves. Raises the refusals of `standby.decide_wake`, and `TooManyWorkers`."""
+    moves = standby.decide_wake(fleet, order.name, stimulus_id=order.stimulus_id).or_raise()
+    if moves:
+        scaling.check_limit(fleet, fleet.worker(order.name).component)
+    return moves
+
+
 def restart(draft: Draft, order: Restart) -> None:
     """Raises the refusals of `rolling.plan_restart`. The plan goes on by itself: `advance_restarts`."""
     plan = rolling.plan_restart(draft.fleet, order.target, stimulus_id=order.stimulus_id, force=order.force)
@@ -156,6 +186,10 @@ def carry_out(draft: Draft, moves: Sequence[Move], *, answered: bool = False) ->
         worker = draft.worker(move.name)
         if isinstance(move, Revive):
             starting.revive(draft, move.name, draft.stimulus_id)
+        elif isinstance(move, PutToSleep):
+            sleeping.put_to_sleep(draft, worker, move.level, move.reason)
+        elif isinstance(move, WakeUp):
+            sleeping.wake_up(draft, worker, move.reason)
         elif isinstance(move, CancelDrainMove):
             _call_back(draft, worker, draft.stimulus_id if answered else None)
         elif isinstance(move, BeginDrain) or worker.state is S.STARTING:
@@ -239,6 +273,8 @@ def _resume_running(draft: Draft, worker: Worker) -> None:
         leaving.ask(draft, worker.name)
     elif worker.state is S.FLIPPING:
         flipping.ask(draft, worker)
+    elif TRAITS[worker.state].standby:
+        sleeping.resume(draft, worker)
     elif worker.state is not S.READY:
         leaving.finish(draft, worker)  # as was decided
     elif worker.lease is None:

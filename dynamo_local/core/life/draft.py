@@ -106,6 +106,8 @@ class Draft:
             fields = {"since_s": self.now_s, **fields}
         if after is not WorkerState.FLIPPING and worker.flip is not None:
             fields = {"flip": None, **fields}
+        if TRAITS[worker.state].standby and TRAITS[after].leaves:
+            fields = {"standby": replace(worker.standby, drained=True, ask_s=None), **fields}
         if isinstance(event, STARTS):
             fields = {"starts": worker.starts + 1, **fields}
         if TRAITS[after].serves and not worker.served:
@@ -116,12 +118,20 @@ class Draft:
     def process_began(self, name: str, process: Process, *, keep_reason: bool) -> None:
         """Note what belongs to a new process."""
         fields = {**NO_PROCESS, "load": Missing("not sampled"), "process": process}
-        fresh = dict.fromkeys(NOT_YET, False)
-        reason = self._workers[name].reason if keep_reason else None
-        self.change(name, **fields, **fresh, asked_s=None, unheard_s=0.0, silent_s=0.0, reason=reason, born=None)
+        fresh: dict[str, Any] = {**dict.fromkeys(NOT_YET, False), "engine_said": None, "born": None}
+        worker = self._workers[name]
+        reason = worker.reason if keep_reason else None
+        fields["standby"] = replace(worker.standby, order=0, ask_s=None, drained=False, cannot=None)
+        self.change(name, **fields, **fresh, asked_s=None, unheard_s=0.0, silent_s=0.0, reason=reason)
 
     def process_ended(self, name: str, code: int | None) -> None:
-        """Forget what belonged to the process."""
+        """Forget what belonged to the process; what one that slept kept on its devices is gone with it."""
+        sleeper = self.fleet.gpus.sleepers.get(name)
+        if sleeper is not None:
+            self.set(gpus=self.fleet.gpus.release(name))
+            if sleeper.uuids:
+                self.do(Unlock(name, sleeper.uuids))
+            self.look_at_gpus(self.now_s)
         self.change(name, **NO_PROCESS, exit_code=code, due_s=None)
 
     def rename(self, name: str, to: str, **fields: Any) -> None:
@@ -161,7 +171,8 @@ class Draft:
 
     def take_gpus(self, name: str, count: int) -> None:
         """The best `count` free devices for that worker. Raises `GpuError` where there are not so many."""
-        ledger = self.fleet.gpus.allocate(name, count)
+        share = self.template(name).vram_share
+        ledger = self.fleet.gpus.allocate(name, count, share)
         self._hold(name, ledger, ledger.held_uuids.get(name, ()))
         self.lock(name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dynamo_local.core.exit_codes import how_it_ended
 from dynamo_local.core.life.fleet import Course, Worker
+from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import WorkerState as S
 
 UNHEARD = "it had answered nothing when its lease ended"
@@ -29,8 +30,8 @@ def why_it_ended(worker: Worker, code: int | None) -> str | None:
     left = was_leaving(worker, code)
     if not left and worker.state is S.DRAINING:
         return f"{how_it_ended(code)}; {UNHEARD}"
-    if not left and worker.state in (S.STARTING, S.READY, S.FLIPPING):
-        return how_it_ended(code)
+    if not left and (worker.state in (S.STARTING, S.READY, S.FLIPPING) or TRAITS[worker.state].standby):
+        return how_it_ended(code) if worker.engine_said is None else f"{worker.engine_said}; {how_it_ended(code)}"
     if left and code not in (0, None) and worker.state is S.DRAINING:
         return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
     return worker.reason

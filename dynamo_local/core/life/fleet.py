@@ -2,12 +2,14 @@
 
 All decisions are made from it, and `machine.step` makes the next one from it; nothing here ever changes.
 
-Three kinds of worker matter to a count:
+Four kinds of worker matter to a count:
 
 * *ready*: it serves;
 * *on its way*: it does not serve now but will without anybody asking again: pending, starting, crashed or backing off
   (it is restarted), drained only to be restarted, or called back from a drain. Capacity on its way counts,
   or a slow load is answered by more and more workers (lesson 16);
+* *on standby*: it sleeps, or is on its way to that; no capacity until it is woken. Asleep it holds no GPU, only what
+  its process keeps there (`gpu_residue`);
 * *leaving* or *faulted*: no capacity. What leaves still holds its GPUs (a GPU goes with the process).
 
 Everything is counted by component. A component has one role, and requests are addressed to a component's endpoints:
@@ -21,9 +23,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from dynamo_local.core.gpu_residue import DEFAULT_VRAM_SHARE
 from dynamo_local.core.gpus import GpuLedger
+from dynamo_local.core.life.moving import FlipTarget, Leaving
 from dynamo_local.core.life.restart_plan import RestartPlan
 from dynamo_local.core.life.restarts import DEFAULT_POLICY, RestartHistory, RestartPolicy
+from dynamo_local.core.life.standby import Standby
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import Load, Missing, Role, WorkerState, watcher_name
 from dynamo_local.errors import UnknownWorker
@@ -48,6 +53,8 @@ class Template:
     `fingerprint` stands for everything that a worker reads when it starts: with another one it would be started
     differently. `retired`: the component is wanted no more, and its template goes with its last worker. `flips_to` is
     the component whose role its workers can take over; where that is None, `cannot_flip` says why.
+    `standby`: how many workers are kept asleep beside those that serve (None: its workers are not made to sleep).
+    `vram_share` is the part of a device's memory that an awake worker takes.
     """
 
     component: str
@@ -60,20 +67,8 @@ class Template:
     retired: bool = False
     flips_to: str | None = None
     cannot_flip: str = "no other component has an engine like its own"
-
-
-@dataclass(frozen=True, slots=True)
-class FlipTarget:
-    """A change of role that is under way: what the worker is to be called, in which component, with which suffix.
-
-    `asking`: it is being asked now. `cancelled`: a person has taken it back, which may come too late.
-    """
-
-    name: str
-    component: str
-    n: int
-    asking: bool = False
-    cancelled: bool = False
+    standby: int | None = None
+    vram_share: float = DEFAULT_VRAM_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +125,8 @@ class Worker:
 
     Leaving: `asked_s` is when we asked it to (None: its lease went away by itself, which `lease_gone` says); `lapsed`,
     that nobody had heard of it when its lease went, so that this may have expired because the worker was stopped;
-    `told`, that it was given the sign; `engine_failed`, that it has said that it ends because its engine has died.
+    `told`, that it was given the sign; `engine_failed`, that it has said that it ends because its engine has died, and
+    `engine_said` why.
 
     What is waited for: `due_s` is the state's own deadline (a start, a drain, a back-off). `spawning`: its process is
     to be made; `spawn_begun`: it is being made, which cannot be called off any more. `exit`: its process has ended, and
@@ -145,6 +141,8 @@ class Worker:
     Health: `heard_s` is when it first answered, or became ready (None: neither yet); `unheard_s` for how long it has
     not answered since, counting only time in which the arbiter asked; `silent_s` the same without the time in which it
     could not be asked (NATS was away).
+
+    `standby` is what concerns sleeping.
     """
 
     name: str
@@ -172,6 +170,7 @@ class Worker:
     lapsed: bool = False
     told: bool = False
     engine_failed: bool = False
+    engine_said: str | None = None
     history: RestartHistory = RestartHistory()  # noqa: RUF009 - frozen
     failure: Failure | None = None
     due_s: float | None = None
@@ -188,6 +187,7 @@ class Worker:
     silent_s: float = 0.0
     flip: FlipTarget | None = None
     born: str | None = None
+    standby: Standby = Standby()  # noqa: RUF009 - frozen
 
     @property
     def pid(self) -> int | None:
@@ -223,6 +223,10 @@ class Worker:
     def on_its_way(self) -> bool:
         """It will serve without anybody asking again."""
         traits = TRAITS[self.state]
+        if self.standby.wanted:
+            return False
+        if traits.asleep:  # it waits for its GPUs
+            return True
         if traits.comes_up:
             return self.course is not Course.LEAVING
         return traits.leaves and self.course in (Course.RESTARTING, Course.RETURNING)
@@ -233,9 +237,27 @@ class Worker:
         return self.ready or self.on_its_way
 
     @property
+    def stands_by(self) -> bool:
+        """It sleeps, or will as soon as it can."""
+        traits = TRAITS[self.state]
+        comes_up = traits.comes_up and self.course is not Course.LEAVING
+        again = traits.leaves and self.course is Course.RESTARTING
+        return self.standby.wanted and (traits.standby or comes_up or again)
+
+    @property
+    def settled(self) -> bool:
+        """It is what it is meant to be: it serves, or sleeps."""
+        return self.ready or (TRAITS[self.state].asleep and self.standby.wanted)
+
+    @property
     def cancellable(self) -> bool:
         """It is in a drain that can be taken back: it has served, its process lives, and it leaves for good."""
-        return self.state is WorkerState.DRAINING and self.served and self.course is Course.STEADY
+        return self.drains_from_service and self.course is Course.STEADY
+
+    @property
+    def drains_from_service(self) -> bool:
+        """It drains, and served until then: the same process could be put back."""
+        return self.state is WorkerState.DRAINING and self.served and not self.standby.drained
 
     @property
     def stays_as_template(self) -> bool:
@@ -251,17 +273,6 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """The whole run is leaving. `stage` is an index into `roles.STAGES`, beyond the last when all are gone.
-
-    `now`: nothing is waited for any more.
-    """
-
-    stage: int = 0
-    now: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Fleet:
     """All workers of a namespace by watcher name, in the order of the plan.
 
@@ -270,7 +281,8 @@ class Fleet:
     some; `looking`: that is under way. `unseen` are devices in quarantine only because nobody could look whether their
     memory came back. `health_bound_s`: who answers nothing for so long is hung. `restart_revoked`: a worker whose lease
     somebody else has revoked is started again once it has left; `revoked` are those that were not, by name with their
-    component, until a command decides anew about that component.
+    component, until a command decides anew about that component. `no_standby` are components of which no more workers
+    are started to sleep, and why. `host_free_bytes` is the main memory that was free when last seen.
     """
 
     namespace: str
@@ -288,6 +300,8 @@ class Fleet:
     looking: bool = False
     unseen: frozenset[str] = frozenset()
     leaving: Leaving | None = None
+    no_standby: Mapping[str, str] = field(default_factory=dict)
+    host_free_bytes: int | Missing = Missing("not sampled")  # noqa: RUF009 - frozen
 
     def template(self, component: str) -> Template:
         """Raises `UnknownWorker` that lists the components there are."""
@@ -363,13 +377,13 @@ class Fleet:
         A worker that backs off has given its GPUs back and will need them again.
         """
         needs = {template.component: template.gpus_per_worker for template in self.templates}
-        coming = [worker for worker in self.workers.values() if worker.on_its_way]
+        coming = [w for w in self.workers.values() if w.on_its_way or (w.stands_by and not TRAITS[w.state].asleep)]
         lacking = {worker.name: needs.get(worker.component, 0) - len(worker.gpus) for worker in coming}
         return {name: lack for name, lack in lacking.items() if lack > 0}
 
     def gpus_coming_back(self) -> int:
         """Devices held by workers that leave for good."""
-        return sum(len(worker.gpus) for worker in self.workers.values() if not worker.counts)
+        return sum(len(worker.gpus) for worker in self.workers.values() if not (worker.counts or worker.stands_by))
 
     def with_workers(self, workers: Mapping[str, Worker]) -> Fleet:
         """The same fleet with these workers instead."""

@@ -17,9 +17,10 @@ from typing import Any
 from dynamo_local.core.life.decisions import flips
 from dynamo_local.core.life.decisions.moves import CallOffFlipOf, FlipWorker, Move
 from dynamo_local.core.life.draft import Draft
-from dynamo_local.core.life.fleet import Fleet, FlipTarget, Worker
+from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.instructions import CallOffFlip, FlipRole, Rename, Revoke, Tell
 from dynamo_local.core.life.lifecycle import FlipFailed, Flipped, FlipRequested
+from dynamo_local.core.life.moving import FlipTarget
 from dynamo_local.core.life.stimuli import CancelFlip, Flip, FlipAnswered, ScaleFlip
 from dynamo_local.core.types import WorkerState as S
 

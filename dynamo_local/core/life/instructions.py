@@ -151,6 +151,25 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderSleep:
+    """Tell the worker to sleep: order number `order`. It says so itself when it does; the same order may come twice."""
+
+    name: str
+    pid: int
+    order: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class OrderWake:
+    """Tell the worker to wake: order number `order`. As `OrderSleep`."""
+
+    name: str
+    pid: int
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
 class CountRequests:
     """Ask the worker what it still holds."""
 
@@ -225,6 +244,8 @@ Instruction = (
     | FlipRole
     | CallOffFlip
     | Rename
+    | OrderSleep
+    | OrderWake
     | CountRequests
     | LookUpKey
     | Sweep
@@ -259,6 +280,10 @@ def words(instruction: Instruction) -> str:
             return "call off flip"
         case Rename(was=was):
             return f"rename {was}"
+        case OrderSleep(level=level):
+            return f"order to sleep at level {level}"
+        case OrderWake():
+            return "order to wake"
         case CountRequests():
             return "count requests"
         case LookUpKey(lease=lease):

@@ -33,6 +33,10 @@ def _of_gpus(fleet: Fleet) -> Iterator[str]:
     if booked != mine:
         yield f"the ledger says {booked}, the workers {mine}"
     held = [uuid for uuids in booked.values() for uuid in uuids]
+    for name in ledger.sleepers:
+        sleeper = fleet.workers.get(name)
+        if sleeper is None or not sleeper.runs or sleeper.gpus:
+            yield f"{name} is booked as asleep, and is {sleeper}"
     parts = [*held, *ledger.quarantined, *ledger.taken, *(device.uuid for device in ledger.free)]
     if sorted(parts) != sorted(device.uuid for device in ledger.devices):
         yield f"devices are counted as {sorted(parts)}, there are {[device.uuid for device in ledger.devices]}"
@@ -73,7 +77,11 @@ def _of_worker(fleet: Fleet, worker: Worker) -> Iterator[str]:
         yield f"{who} has a process while the last one's remains are cleared"
     if traits.serves and not worker.served:
         yield f"{who} serves and never was ready"
-    if has and not fleet.outdated(worker) and len(worker.gpus) < fleet.template_of(worker).gpus_per_worker:
+    asleep = worker.name in fleet.gpus.sleepers
+    if traits.asleep and not asleep:
+        yield f"{who} sleeps, and what it keeps is not booked"
+    whole = asleep or fleet.outdated(worker) or len(worker.gpus) >= fleet.template_of(worker).gpus_per_worker
+    if has and not whole:
         yield f"{who} runs on {len(worker.gpus)} GPUs, fewer than it needs"
     if worker.state is S.FAULTED and worker.gpus and worker.returning is None:
         yield f"{who} holds GPUs that it does not give back"
@@ -93,6 +101,8 @@ def _forgotten(fleet: Fleet, worker: Worker) -> str | None:
         return "nobody looks whether its GPUs come back"
     if worker.held_back and fleet.infra_ok:
         return "it waits for etcd and NATS, which answer"
+    if worker.state in (S.FALLING_ASLEEP, S.WAKING) and worker.due_s is None:
+        return "no deadline for its order"
     if worker.state is S.STARTING and worker.runs and worker.due_s is None:
         return "no deadline for its start"
     if worker.flip is not None and not worker.flip.asking and worker.due_s is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamo_local.core.life.decisions import drains
 from dynamo_local.core.life.draft import Draft
-from dynamo_local.core.life.fleet import Course, Fleet, Leaving, Worker
+from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.instructions import CallOff, CountRequests, EndSession, Revoke, Signal, Tell
 from dynamo_local.core.life.lifecycle import (
     NEXT,
@@ -17,6 +17,7 @@ from dynamo_local.core.life.lifecycle import (
     HealthFailed,
     SpawnFailed,
 )
+from dynamo_local.core.life.moving import Leaving
 from dynamo_local.core.life.roles import STAGES, LeaveBy
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.life.stimuli import CalledBack, Leave, RequestsCounted, RevokeFailed
@@ -176,7 +177,7 @@ def hung(draft: Draft, worker: Worker, reason: str) -> None:
         end(draft, worker, reason, drains.cut(worker.load))
         draft.stimulus_id = heard
         return
-    if worker.state not in (S.READY, S.DRAINING, S.FLIPPING):
+    if (worker.state, HealthFailed) not in NEXT:
         return  # a start has its own deadline
     draft.apply(worker.name, HealthFailed(stimulus_id=HEALTH, reason=reason), reason=reason)
     if worker.lease is not None:

@@ -20,6 +20,9 @@ The rules, in prose:
 * `RestartRequested` by a person clears a fault, skips a back-off, and brings an exited entry back.
 * *flipping* is committed before the worker is asked to change its role (`FlipRequested`). It ends as *ready* in the
   new role, under its new name (`Flipped`, observed), or in the old one (`FlipFailed`, what the worker answered).
+* A worker on standby is *falling asleep* from `SleepRequested` on (it finishes its streams, then its engine lets go of
+  the GPU), *sleeping* once it says so (`Slept`), *waking* from `WakeRequested` to `Woken`. What its lease's end means
+  there (`LeaseRevoked`) is known only when its process ends: it serves nobody who would have to be told.
 * Observations that may arrive late (`Spawned`, `Registered`, `LeaseRevoked`, `ProcessExited`) are legal
   wherever a race can bring them; a command that makes no sense is illegal.
 
@@ -165,6 +168,40 @@ class FlipFailed(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepRequested(Event):
+    """We ask it to sleep: take nothing new, finish what streams, let go of the GPU. `level` is the engine's, 1 or 2."""
+
+    level: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slept(Event):
+    """It sleeps: nothing is sent to it, and its engine has let go of the GPU."""
+
+    level: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepCancelled(Event):
+    """It does not sleep after all, and serves as before."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeRequested(Event):
+    """We ask it to wake, and to take requests again."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Woken(Event):
+    """Its engine answers as it did before it slept, and its endpoints are in etcd again."""
+
+
 STARTS = (SpawnRequested, BackoffElapsed)
 """The events that commit that a process is about to be made."""
 
@@ -222,6 +259,26 @@ NEXT: dict[tuple[S, type[Event]], S] = {
     (S.FAULTED, RestartRequested): S.PENDING,
     (S.FAULTED, Removed): S.EXITED,
     (S.EXITED, RestartRequested): S.PENDING,
+    (S.READY, SleepRequested): S.FALLING_ASLEEP,
+    (S.READY, Slept): S.SLEEPING,
+    (S.FALLING_ASLEEP, Slept): S.SLEEPING,
+    (S.FALLING_ASLEEP, SleepCancelled): S.READY,
+    (S.FALLING_ASLEEP, WakeRequested): S.WAKING,
+    (S.FALLING_ASLEEP, DrainRequested): S.DRAINING,
+    (S.FALLING_ASLEEP, LeaseRevoked): S.DRAINING,
+    (S.FALLING_ASLEEP, ProcessExited): S.CRASHED,
+    (S.FALLING_ASLEEP, HealthFailed): S.CRASHED,
+    (S.SLEEPING, WakeRequested): S.WAKING,
+    (S.SLEEPING, DrainRequested): S.DRAINING,
+    (S.SLEEPING, LeaseRevoked): S.DRAINING,
+    (S.SLEEPING, ProcessExited): S.CRASHED,
+    (S.SLEEPING, HealthFailed): S.CRASHED,
+    (S.WAKING, Woken): S.READY,
+    (S.WAKING, SleepRequested): S.FALLING_ASLEEP,
+    (S.WAKING, DrainRequested): S.DRAINING,
+    (S.WAKING, LeaseRevoked): S.DRAINING,
+    (S.WAKING, ProcessExited): S.CRASHED,
+    (S.WAKING, HealthFailed): S.CRASHED,
     (S.EXITED, BackoffStarted): S.BACKING_OFF,
     (S.EXITED, Faulted): S.FAULTED,
     (S.READY, FlipRequested): S.FLIPPING,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamo_local.core.life import applying, deciding, flipping, leaving, observing, starting
+from dynamo_local.core.life import applying, deciding, flipping, leaving, observing, sleeping, starting
 from dynamo_local.core.life import stimuli as st
 from dynamo_local.core.life.draft import Draft
 from dynamo_local.core.life.fleet import Fleet, Worker
@@ -28,6 +28,8 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.Drain: deciding.drain,
     st.CancelDrain: deciding.cancel_drain,
     st.Restart: deciding.restart,
+    st.Sleep: deciding.sleep,
+    st.Wake: deciding.wake,
     st.Apply: applying.apply,
     st.Flip: flipping.flip,
     st.ScaleFlip: flipping.flip,
@@ -47,6 +49,7 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.RevokeFailed: leaving.revoke_failed,
     st.LoadsHeard: observing.loads_heard,
     st.CalledBack: leaving.called_back,
+    st.OrderAnswered: sleeping.answered,
     st.RequestsCounted: leaving.requests_counted,
     st.FlipAnswered: observing.flip_answered,
     st.GpusSeen: starting.gpus_seen,
@@ -63,6 +66,8 @@ AT_DEADLINE: Mapping[S, Callable[[Draft, Worker], None]] = {
     S.START_TIMED_OUT: leaving.still_there,
     S.BACKING_OFF: starting.backoff_over,
     S.FLIPPING: flipping.ask,
+    S.FALLING_ASLEEP: sleeping.still_awake,
+    S.WAKING: sleeping.still_asleep,
 }
 """What the deadline of a state (`Worker.due_s`) is for."""
 
@@ -79,6 +84,7 @@ def step(fleet: Fleet, stimulus: Stimulus, now_s: float) -> tuple[Fleet, tuple[I
         leaving.go_on(draft)
     else:
         deciding.advance_restarts(draft)
+        sleeping.advance(draft)
     if draft.fleet.look_s is not None and draft.fleet.look_s <= now_s:
         starting.look(draft)
     due_s = next_due_s(draft.fleet)
@@ -93,6 +99,8 @@ def next_due_s(fleet: Fleet) -> float | None:
             times.append(worker.due_s)
         if worker.absent_s is not None:
             times.append(worker.absent_s + observing.ABSENT_FOR_S)
+        if worker.standby.ask_s is not None:
+            times.append(worker.standby.ask_s)
     if fleet.look_s is not None and not fleet.looking:
         times.append(fleet.look_s)
     return min(times, default=None)
@@ -105,3 +113,5 @@ def _tick(draft: Draft) -> None:
             AT_DEADLINE[worker.state](draft, worker)
         elif worker.absent_s is not None and worker.absent_s + observing.ABSENT_FOR_S <= now_s:
             observing.absent(draft, worker)
+        elif worker.standby.ask_s is not None and worker.standby.ask_s <= now_s:
+            sleeping.ask_again(draft, worker)

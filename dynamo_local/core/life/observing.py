@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.core.life import flipping, leaving, starting
+from dynamo_local.core.life import flipping, leaving, sleeping, starting
 from dynamo_local.core.life.draft import Draft
 from dynamo_local.core.life.endings import STARTED_AGAIN
 from dynamo_local.core.life.fleet import Course, Worker
@@ -48,11 +48,15 @@ def key_put(draft: Draft, seen: KeyPut) -> None:
     if worker is None or worker.pid != seen.pid:
         return  # a key of a worker that is gone, or has another name now, until its lease is
     if seen.failed:
-        draft.change(seen.name, write=False, engine_failed=True)  # its exit is a crash, its key's end no drain
+        # Its exit is a crash, its key's end no drain.
+        draft.change(seen.name, write=False, engine_failed=True, engine_said=seen.why)
         return
     new = worker.lease != seen.lease
     keys: dict[str, Any] = {"lease": seen.lease, "endpoints": seen.endpoints, "other_leases": seen.other_leases}
     draft.change(seen.name, **keys, absent_s=None)
+    if sleeping.heard(draft, draft.worker(seen.name), seen):
+        draft.change(seen.name, lease_gone=False)
+        return
     registered = Registered(stimulus_id=seen.stimulus_id, lease=seen.lease)
     if worker.state is S.DRAINING and (worker.asked_s is None or (new and worker.course is Course.RETURNING)):
         # Its lease had only expired (it was stopped, or etcd was away) and it has come back by itself; or it was
@@ -89,7 +93,7 @@ def unregistered(draft: Draft, worker: Worker, lease: str, why: str) -> None:
     """Nothing of it is in the registry any more: it leaves, unless its engine has died, which its exit will tell."""
     gone: dict[str, Any] = {"lease": None, "endpoints": (), "absent_s": None}
     if worker.engine_failed or not TRAITS[worker.state].registers:
-        draft.change(worker.name, **gone)
+        draft.change(worker.name, **gone, lease_gone=worker.lease_gone or TRAITS[worker.state].standby)
         return
     event = LeaseRevoked(stimulus_id=f"etcd:{lease}", lease=lease)
     if worker.state is S.FLIPPING:  # it gives it back itself; what becomes of it, its answer or its new key will tell

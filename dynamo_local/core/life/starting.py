@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_local.core.gpus import occupant
-from dynamo_local.core.life import leaving
+from dynamo_local.core.life import leaving, sleeping
 from dynamo_local.core.life.draft import Draft
 from dynamo_local.core.life.endings import STARTED_AGAIN, UNHEARD, comes_back_unasked, was_leaving, why_it_ended
 from dynamo_local.core.life.fleet import Course, Exit, Failure, GpuReturn, Process, Worker
@@ -32,6 +31,7 @@ from dynamo_local.core.life.lifecycle import (
     StartDeadlinePassed,
 )
 from dynamo_local.core.life.restarts import Fault, RestartHistory, WaitForInfra, after_exit, back_after_outage_s
+from dynamo_local.core.life.standby import Standby
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.life.stimuli import GpuReserved, GpusSeen, ProcessGone, ProcessMade, ProcessRefused, SpawnBegun
 from dynamo_local.core.notes import Ailing, Elsewhere
@@ -64,7 +64,7 @@ def try_start(draft: Draft, name: str) -> None:
     if len(worker.gpus) != needed:
         if worker.gpus:
             draft.free_gpus(name)
-        if len(draft.fleet.gpus.free) < needed:
+        if len(draft.fleet.gpus.free_for(draft.template(name).vram_share)) < needed:
             draft.look_at_gpus(draft.now_s + GPU_POLL_S)
             return
         draft.take_gpus(name, needed)
@@ -140,7 +140,8 @@ def process_gone(draft: Draft, seen: ProcessGone) -> None:
     if worker is None:
         return
     exit_ = Exit(draft.now_s, seen.code, seen.unit, seen.stimulus_id)
-    if seen.code == 0 and TRAITS[worker.state].serves and worker.lease is not None:
+    traits = TRAITS[worker.state]
+    if seen.code == 0 and (traits.serves or traits.standby) and worker.lease is not None:
         draft.change(worker.name, write=False, exit=exit_)
         draft.do(LookUpKey(worker.name, seen.pid, worker.lease))
     else:
@@ -149,6 +150,7 @@ def process_gone(draft: Draft, seen: ProcessGone) -> None:
 
 def exited(draft: Draft, worker: Worker, seen: Exit) -> None:
     """Its leases are revoked, what it left behind is ended; what comes after that is `after_process`."""
+    worker = sleeping.at_exit(draft, worker, seen.code)
     left = was_leaving(worker, seen.code)
     ran_s = 0.0 if worker.ready_s is None else seen.at_s - worker.ready_s
     event = ProcessExited(stimulus_id=seen.cause, exit_code=seen.code)
@@ -294,7 +296,7 @@ def _removed(draft: Draft, name: str) -> None:
     draft.do(Forget(name))
     worker, template = draft.worker(name), draft.template(name)
     if worker.stays_as_template and not template.retired:
-        draft.change(name, course=Course.STEADY, failure=None)
+        draft.change(name, course=Course.STEADY, failure=None, standby=Standby())
         return
     draft.drop(name)
     if template.retired and not draft.fleet.of(template.component):
@@ -325,10 +327,12 @@ def gpus_seen(draft: Draft, seen: GpusSeen) -> None:
     draft.set(looking=False)
     if seen.stale is None:
         draft.set(gpus=draft.fleet.gpus.observe(seen.devices, elsewhere=seen.elsewhere))
+        draft.set(host_free_bytes=seen.host_free_bytes)
         _end_quarantines(draft)
     for worker in draft.workers():
         if worker.returning is not None:
             _returned(draft, worker, worker.returning, seen.stale)
+    sleeping.advance(draft)  # a sleeper can only have its own devices
     for worker in sorted(draft.workers(), key=lambda worker: worker.since_s):
         if worker.name in draft.fleet.workers:
             try_start(draft, worker.name)
@@ -337,7 +341,7 @@ def gpus_seen(draft: Draft, seen: GpusSeen) -> None:
 def _end_quarantines(draft: Draft) -> None:
     """Of devices of which it is seen only now that they are empty."""
     ledger = draft.fleet.gpus
-    empty = {uuid for uuid in draft.fleet.unseen if occupant(ledger.by_uuid[uuid]) is None}
+    empty = {uuid for uuid in draft.fleet.unseen if ledger.occupant(uuid) is None}
     for uuid in empty:
         ledger = ledger.restore(uuid)
         told = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is seen to be empty: its quarantine ends"
@@ -348,7 +352,7 @@ def _end_quarantines(draft: Draft) -> None:
 def _returned(draft: Draft, worker: Worker, returning: GpuReturn, stale: str | None) -> None:
     """Only a look that succeeded counts: while there is none, any of the devices may still be occupied."""
     ledger = draft.fleet.gpus
-    who = {uuid: occupant(ledger.by_uuid[uuid], ledger.stranger_memory_bytes) for uuid in worker.gpus}
+    who = {uuid: ledger.occupant(uuid) for uuid in worker.gpus}
     busy = [uuid for uuid in worker.gpus if stale is not None or who[uuid] is not None]
     if busy and draft.now_s <= returning.since_s + RETURN_DEADLINE_S:
         draft.look_at_gpus(draft.now_s + RETURN_POLL_S)

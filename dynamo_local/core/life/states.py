@@ -32,7 +32,8 @@ class Traits:
     waited for. `failed`: its process ended unasked, or did not become ready in time. `waits`: it starts as soon as it
     has its GPUs. `take_back` orders those that do not serve when fewer workers are wanted: the lowest goes first (None:
     it serves, or there is nothing to take back). `drain_outcome` is how a drain that ends in this state is counted
-    (None: a drain does not end in it). `colour` is for tables.
+    (None: a drain does not end in it). `standby`: its engine is, was or will be asleep: no request is sent to it.
+    `asleep`: its engine is, so that it holds no GPU, only what its process keeps there. `colour` is for tables.
     """
 
     process: HasProcess
@@ -45,6 +46,8 @@ class Traits:
     waits: bool = False
     take_back: int | None = None
     drain_outcome: str | None = None
+    standby: bool = False
+    asleep: bool = False
     colour: str = "red"
 
     @property
@@ -78,6 +81,9 @@ TRAITS: dict[S, Traits] = {
     S.FAULTED: Traits(HasProcess.NO, failed=True),
     # It serves on in the one role or the other, and counts for the component that it goes to: `Worker.headed`.
     S.FLIPPING: Traits(HasProcess.YES, comes_up=True, registers=True, colour="magenta"),
+    S.FALLING_ASLEEP: Traits(HasProcess.YES, standby=True, take_back=4, colour="blue"),
+    S.SLEEPING: Traits(HasProcess.YES, standby=True, asleep=True, take_back=2, colour="blue"),
+    S.WAKING: Traits(HasProcess.YES, standby=True, comes_up=True, take_back=3, colour="yellow"),
 }
 BY_NAME = {str(state): traits for state, traits in TRAITS.items()}
 UNKNOWN = Traits(HasProcess.YES)

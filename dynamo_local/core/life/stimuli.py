@@ -13,6 +13,7 @@ from dynamo_local.core.life.decisions.scaling import Change
 from dynamo_local.core.life.decisions.victims import VictimPolicy
 from dynamo_local.core.life.fleet import Template
 from dynamo_local.core.life.restarts import DEFAULT_POLICY, RestartPolicy
+from dynamo_local.core.life.standby import StandbyFacts
 from dynamo_local.core.types import Load, Missing
 
 
@@ -41,6 +42,7 @@ class Scale(Stimulus):
     victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX
     by_person: bool = True
     wait_for_gpus: bool = False
+    wake: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,15 @@ class Flip(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep(Stimulus):
+    """`dynamo sleep NAME`: see `decisions.standby.decide_sleep`, whose refusals `step` raises."""
+
+    name: str
+    level: int = 1
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleFlip(Stimulus):
     """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip`: so many workers of one component go over to the
     other, or none does. See `flips.decide_scale`."""
@@ -100,6 +111,13 @@ class ScaleFlip(Stimulus):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelFlip(Stimulus):
     """`dynamo flip --cancel NAME`: see `flips.decide_cancel`. It may come too late."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wake(Stimulus):
+    """`dynamo wake NAME`: see `decisions.standby.decide_wake`, whose refusals `step` raises."""
 
     name: str
 
@@ -185,7 +203,10 @@ class Swept(Stimulus):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPut(Stimulus):
-    """The worker's ready key is in etcd, under `lease` (hex). `failed`: it says that its engine has died."""
+    """The worker's ready key is in etcd, under `lease` (hex). `failed`: it says that its engine has died, and `why`.
+
+    `standby` is what it says about sleeping (None: nothing).
+    """
 
     name: str
     pid: int
@@ -193,6 +214,8 @@ class KeyPut(Stimulus):
     endpoints: tuple[str, ...] = ()
     other_leases: tuple[str, ...] = ()
     failed: bool = False
+    why: str | None = None
+    standby: StandbyFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +290,20 @@ class CalledBack(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OrderAnswered(Stimulus):
+    """What a worker answered to its order number `order`, to sleep or to wake; that it is done it says in its key.
+
+    `refused` says why it will not carry it out; `error` why nobody knows whether the order arrived.
+    """
+
+    name: str
+    pid: int
+    order: int
+    refused: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsCounted(Stimulus):
     """What a worker past its drain deadline still holds: how many requests, and the ids of some."""
 
@@ -299,12 +336,14 @@ class FlipAnswered(Stimulus):
 class GpusSeen(Stimulus):
     """The devices of the host as they are now, and who has reserved which outside of this namespace.
 
-    `stale` says why nobody could look: then the fleet goes by the last inventory.
+    `stale` says why nobody could look: then the fleet goes by the last inventory. `host_free_bytes` is the main memory
+    that a process could still take.
     """
 
     devices: tuple[GpuDevice, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     stale: str | None = None
+    host_free_bytes: int | Missing = Missing("not sampled")  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

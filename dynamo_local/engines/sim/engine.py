@@ -30,11 +30,13 @@ from dynamo_local.engines.sim.scheduling.requests import (
     Tokens,
 )
 from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
+from dynamo_local.engines.sim.sleeping import SimSleep
 from dynamo_local.engines.sim.streams import OutputStream
 from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
 from dynamo_local.engines.sim.told_passes import Passing, ToldPasses
 from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, pull_request_of
-from dynamo_local.errors import EngineDead, InvalidRequest
+from dynamo_local.engines.sleeping import EngineMemory
+from dynamo_local.errors import EngineDead, EngineError, InvalidRequest
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, KvEventPublisher, PassSink
 from dynamo_local.profiles import PerfModel, ProfileModel
@@ -81,6 +83,7 @@ class SimEngine(EngineBase):
             kick=self._kick,
             changed=self._notify,
         )
+        self._sleep = SimSleep(self.options, self._clock)
         self._told = None if passes is None else ToldPasses(passes, self._clock, self._passing)
         self._beat: asyncio.Task[None] | None = None
         self._timer: asyncio.Task[None] | None = None
@@ -132,6 +135,25 @@ class SimEngine(EngineBase):
             self._listener = None
         self._notify()
 
+    # --- standby (engines.sleeping.CanSleep) -------------------------------------------------
+
+    probe_tokens = 2  # its answers depend on the prompt and the seed alone
+
+    def cannot_sleep(self) -> None:
+        return None
+
+    async def sleep(self, level: int) -> None:
+        if not self.reset_prefix_cache():
+            raise EngineError("the engine cannot sleep while requests hold KV blocks")
+        await self._sleep.sleep(level)
+
+    async def wake(self) -> None:
+        self._alive(self._scheduler)
+        await self._sleep.wake()
+
+    async def memory(self) -> EngineMemory:
+        return self._sleep.memory()
+
     # --- requests ------------------------------------------------------------------------------
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
@@ -165,8 +187,10 @@ class SimEngine(EngineBase):
         scheduler = self._alive(self._scheduler)
         prompt, sampling, options = request.prompt_token_ids, request.sampling, self.options
         self._check(request)
+        if self._sleep.asleep:
+            raise EngineError("the engine sleeps; wake it first")
         try:
-            digest = prompt_digest(prompt, seed=options.seed)
+            digest = prompt_digest(prompt, seed=options.seed + self._sleep.corrupted)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds something that is no token id: {error}", param="prompt") from error
         tokens = TokenStream(digest, token_low=options.token_low, token_high=options.token_high)

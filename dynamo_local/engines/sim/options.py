@@ -53,6 +53,19 @@ class SimOptions:
     engine_id: str | None = None
     fail_after_requests: int | None = None
     """The engine dies as soon as so many requests have come: for tests of what follows."""
+    sleep_s: float = 0.1
+    wake_s: float = 0.5
+    """How long a wake from level 1 takes: 0.1 to 0.8 s of small models, 3 to 6 s of large ones."""
+    wake_level2_s: float = 5.0
+    """The same from level 2, which reads the weights again."""
+    sleep_residue_bytes: int = 1_500_000_000
+    """GPU memory that it keeps while it sleeps: the CUDA context, and what its allocator does not give back."""
+    sleep_host_bytes: int = 0
+    """Main memory that level 1 says it takes; none is. The weights of an 8B model in 16 bits are 16_000_000_000."""
+    sleep_growth_bytes: int = 0
+    """Memory that each wake leaves behind: for tests of what follows."""
+    corrupt_after_wakes: int | None = None
+    """From that wake on (the rehearsal's is the first) it answers otherwise: for tests of what follows."""
     coalesce_passes: bool = False
     """Wake once per run of quiet passes, not once per pass: for virtual clocks (tokens of a run come together)."""
 
@@ -69,10 +82,19 @@ class SimOptions:
             "kv_bytes_per_token",
         ):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "1 or more")
-        for name in ("num_gpu_blocks", "max_model_len", "fail_after_requests"):
+        for name in ("num_gpu_blocks", "max_model_len", "fail_after_requests", "corrupt_after_wakes"):
             value = getattr(self, name)
             _require(name, value, value is None or value >= 1, "1 or more")
-        for name in ("start_up_s", "kv_transfer_latency_s"):
+        for name in (
+            "start_up_s",
+            "kv_transfer_latency_s",
+            "sleep_s",
+            "wake_s",
+            "wake_level2_s",
+            "sleep_residue_bytes",
+            "sleep_host_bytes",
+            "sleep_growth_bytes",
+        ):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         _require("token_low", self.token_low, self.token_low >= 0, "0 or more")
         _require("token_high", self.token_high, self.token_low < self.token_high <= 2**32, "above token_low")

@@ -18,7 +18,9 @@ from typing import Any, cast
 from dynamo_local.core.extras import how_to_install
 from dynamo_local.core.types import Load
 from dynamo_local.engines.base import EngineBase
-from dynamo_local.engines.vllm import engine_resources, plugin
+from dynamo_local.engines.process_memory import of_this_session
+from dynamo_local.engines.sleeping import EngineMemory
+from dynamo_local.engines.vllm import engine_resources, plugin, sleeping
 from dynamo_local.engines.vllm.checking import is_installed
 from dynamo_local.engines.vllm.handoffs import Handoffs
 from dynamo_local.engines.vllm.kv_events import KvEventBridge
@@ -80,6 +82,7 @@ class VllmEngine(EngineBase):
         self._closed = False
         self._processes: CoreProcesses | None = None
         self._count = 0
+        self._level = 1
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -219,6 +222,21 @@ class VllmEngine(EngineBase):
             self._watch_no_more()
             self._dead.set()
             self._notify()
+
+    # --- standby (engines.sleeping.CanSleep) -------------------------------------------------
+
+    def cannot_sleep(self) -> str | None:
+        return sleeping.cannot_sleep(self._alive(self._llm))
+
+    async def sleep(self, level: int) -> None:
+        await sleeping.sleep(self._alive(self._llm), level, self._kv_events)
+        self._level = level
+
+    async def wake(self) -> None:
+        await sleeping.wake(self._alive(self._llm), self._level)
+
+    async def memory(self) -> EngineMemory:
+        return await asyncio.to_thread(of_this_session)
 
     # --- requests ------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ class VllmOptions:
     """One engine. `gpus` are those of one worker (0: vLLM's CPU build). `args` are vLLM's own, keys with underscores.
 
     `transfer` says which end of a KV hand-off this engine is. `kv_pull_timeout_s` bounds how long a request waits
-    for KV that it was promised; it must be below the lease under which the other side keeps it.
+    for KV that it was promised; it must be below the lease under which the other side keeps it. `sleep_mode`:
+    it is started so that it can sleep, which its allocator must know.
     """
 
     model: str
@@ -43,6 +44,7 @@ class VllmOptions:
     gpus: int = 0
     transfer: Transfer = "none"
     kv_pull_timeout_s: float = 20.0
+    sleep_mode: bool = False
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def words(self) -> list[str]:
@@ -56,6 +58,8 @@ class VllmOptions:
             given["served_model_name"] = self.served_model_name
         if self.max_model_len is not None:
             given["max_model_len"] = self.max_model_len
+        if self.sleep_mode and self.gpus:
+            given["enable_sleep_mode"] = True
         given |= self._parallel(args)
         if self.transfer != "none":
             given["kv_transfer_config"] = self._kv_transfer(args.pop("kv_transfer_config", None))

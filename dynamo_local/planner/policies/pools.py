@@ -26,7 +26,7 @@ def _pool(fleet: Fleet, component: str, routed: Collection[str]) -> Pool:
     workers = fleet.of(component)
     ready = [worker for worker in workers if worker.ready]
     coming = [worker for worker in workers if worker.on_its_way]
-    leaving = [w for w in workers if not w.counts and TRAITS[w.state].process is not HasProcess.NO]
+    leaving = [w for w in workers if not (w.counts or w.stands_by) and TRAITS[w.state].process is not HasProcess.NO]
     draining = [worker for worker in leaving if TRAITS[worker.state].drains]
     return Pool(
         component=component,
@@ -38,7 +38,7 @@ def _pool(fleet: Fleet, component: str, routed: Collection[str]) -> Pool:
         cancellable=sum(worker.cancellable for worker in draining),
         routed=sum(worker.name in routed for worker in draining),
         gpus_held=sum(len(worker.gpus) for worker in workers),
-        gpus_leaving=sum(len(worker.gpus) for worker in workers if not worker.counts),
+        gpus_leaving=sum(len(worker.gpus) for worker in workers if not (worker.counts or worker.stands_by)),
         gpus_lacking=sum(max(0, size - len(worker.gpus)) for worker in coming),
         added_at_s=max((worker.since_s for worker in ready), default=None),
         coming_since_s=min((worker.since_s for worker in coming), default=None),

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from dynamo_local.config import Config
 from dynamo_local.core.extras import how_to_install
-from dynamo_local.core.types import GraphSpec
+from dynamo_local.core.types import GraphSpec, ServiceSpec
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.settings import accepted_names, validate_section
 
 log = logging.getLogger(__name__)
+
+
+def _check_standby(service: ServiceSpec, options: Any) -> None:
+    """Raises `ConfigError` where vLLM could never sleep: known before anything starts."""
+    from dynamo_local.engines.vllm.sleeping import CONNECTOR, NIXL, NO_PLATFORM
+
+    if service.standby is None:
+        return
+    why = None
+    if not service.resources.gpu:
+        why = f"{NO_PLATFORM.format(platform='CPU')}, and its workers have no GPU"
+    elif options.transfer != "none" or CONNECTOR in options.args:
+        why = NIXL
+    if why is not None:
+        raise ConfigError(f"ServiceArgs.standby cannot be: {why}; remove it")
 
 
 def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_plan: bool = False) -> tuple[str, ...]:
@@ -31,7 +47,9 @@ def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_p
         if settings.engine_name != "vllm":
             continue
         try:
-            words = settings.vllm_options(service.resources.gpu).words()
+            options = settings.vllm_options(service.resources.gpu)
+            _check_standby(service, options)
+            words = replace(options, sleep_mode=service.standby is not None).words()
         except ConfigError as error:
             raise ConfigError(f"{config.source}: {service.name}: {error}") from None
         sections[service.name] = VllmSection(tuple(words), tuple(accepted_names(model)))

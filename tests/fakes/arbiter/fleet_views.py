@@ -6,8 +6,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from dynamo_local.core.gpu_residue import Sleeper
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.fleet import Course, Fleet, FlipTarget, GpuReturn, Process, Template, Worker
+from dynamo_local.core.life.fleet import Course, Fleet, GpuReturn, Process, Template, Worker
+from dynamo_local.core.life.moving import FlipTarget
+from dynamo_local.core.life.standby import Standby
 from dynamo_local.core.life.states import TRAITS, HasProcess
 from dynamo_local.core.types import Load, Missing, Role, WorkerState, lease_hex, watcher_name
 from dynamo_local.gpus.inventory import SimInventory
@@ -19,8 +22,20 @@ TEMPLATES = (DECODE, PREFILL, FRONTEND)
 
 FIRST_PID = 1000
 """The pid of the bare decode worker; `_1` is the next one. Those of other roles are hundreds further on."""
+RESIDUE_BYTES = 1024**3
+"""What a worker that sleeps keeps on its device, and in main memory."""
 NOT_DUE_S = 1e6
 """Deadlines of workers that are made here: far away, unless a test says otherwise."""
+
+
+DUE = (
+    WorkerState.STARTING,
+    WorkerState.DRAINING,
+    WorkerState.DRAIN_TIMED_OUT,
+    WorkerState.BACKING_OFF,
+    WorkerState.FALLING_ASLEEP,
+    WorkerState.WAKING,
+)
 
 
 def name(n: int = 0, component: str = "VllmWorker") -> str:
@@ -51,14 +66,16 @@ def worker(n: int, state: str, template: Template = DECODE, **more: Any) -> Work
         pid = pid_of(n, template)
         fields["process"] = Process(pid, float(pid), 0.0, 1.8e9)
         fields["served"] = parsed is not WorkerState.STARTING
-    if parsed in (WorkerState.READY, WorkerState.DRAINING, WorkerState.FLIPPING):
+    if traits.standby:
+        fields["standby"] = Standby(wanted=parsed is not WorkerState.WAKING, order=1)
+    if parsed in (WorkerState.READY, WorkerState.DRAINING, WorkerState.FLIPPING) or traits.standby:
         fields |= {"lease": lease_of(n, template), "ready_s": 0.0, "heard_s": 0.0}
     if parsed is WorkerState.FLIPPING:
         other = DECODE if template.role is Role.PREFILL else PREFILL
         fields["flip"] = FlipTarget(name(50 + n, other.component), other.component, 50 + n, asking=True)
     if parsed is WorkerState.DRAINING:
         fields |= {"asked_s": 0.0, "told": True}
-    if parsed in (WorkerState.STARTING, WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.BACKING_OFF):
+    if parsed in DUE:
         fields["due_s"] = NOT_DUE_S
     if traits.process is HasProcess.ENDING or (parsed is WorkerState.EXITED and (n or course)):
         fields["sweeping"] = True
@@ -88,6 +105,10 @@ def on_ledger(workers: list[Worker], gpus: int, templates: tuple[Template, ...] 
         has = TRAITS[each.state].process is not HasProcess.NO
         ledger = ledger.allocate(each.name, len(each.gpus) or (size[each.component] if has else 0))
         entries[each.name] = replace(each, gpus=ledger.held_uuids.get(each.name, ()))
+        if TRAITS[each.state].asleep:
+            sleeper = Sleeper(ledger.held_uuids.get(each.name, ()), RESIDUE_BYTES, RESIDUE_BYTES)
+            ledger = ledger.fall_asleep(each.name, sleeper)
+            entries[each.name] = replace(each, gpus=())
     waits = any(each.state is WorkerState.PENDING or each.returning is not None for each in workers)
     return Fleet("dynamo", templates, entries, ledger, look_s=NOT_DUE_S if waits else None)
 

@@ -23,7 +23,7 @@ from dynamo_local.runtime.passes.recorder import PassRecorder
 from dynamo_local.runtime.prefill_queue.replies import ExpectedReply
 from dynamo_local.runtime.requests.frames import decode_value, encode_value
 from dynamo_local.sdk import DynamoService
-from dynamo_local.sdk.context import Work, set_current_context
+from dynamo_local.sdk.context import EngineSleeper, Work, set_current_context
 from tests.fakes.data_plane.endpoints import FakeEndpointClient
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.fakes.infra.prefill_queue import FakePrefillQueue, FakeQueueServer
@@ -92,6 +92,8 @@ class FakeWorkerContext:
         self.watcher_name = f"{cluster.namespace}_{component}_{lease_id}"
         self.run_id = "run"
         self.gpus = 0
+        self.standby = False
+        self.sleeper: EngineSleeper | None = None
         self.settings = settings
         self.kv = cluster.kv
         self.nats: Any = None
@@ -124,6 +126,10 @@ class FakeWorkerContext:
 
     def on_resume(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._resume_callbacks.append(callback)
+
+    def set_sleeper(self, sleeper: EngineSleeper) -> None:
+        """See `WorkerContext`."""
+        self.sleeper = sleeper
 
     def set_load_source(self, source: Callable[[], Load], changed: Callable[[], Awaitable[None]] | None = None) -> None:
         self.load_source = source

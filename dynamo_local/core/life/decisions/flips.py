@@ -121,6 +121,8 @@ def _check_may_flip(view: Fleet, worker: Worker) -> None:
     _check_flips(worker.component, template.flips_to, template.cannot_flip)
     if not worker.ready:
         raise NotFlippable(f"{worker.name} is {worker.state}: only a worker that is ready can change its role")
+    if worker.standby.wanted:
+        raise NotFlippable(f"{worker.name} is about to be put to sleep; `dynamo wake {worker.name}` first")
     if view.outdated(worker):
         raise NotFlippable(
             f"{worker.name} runs with another configuration than that of now: whether its engine fits nobody "

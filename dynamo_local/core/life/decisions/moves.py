@@ -82,6 +82,15 @@ class FlipWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class PutToSleep:
+    """It finishes its streams and sleeps; one that waits to be woken, or is being woken, goes on sleeping."""
+
+    name: str
+    level: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CallOffFlipOf:
     """It stays in its role, if it is not too late."""
 
@@ -89,7 +98,17 @@ class CallOffFlipOf:
     reason: str = ""
 
 
-Move = SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack | FlipWorker | CallOffFlipOf
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """It serves again, as soon as it has its GPUs (`waits`: their holders leave); one that is still to be put to sleep
+    is not."""
+
+    name: str
+    waits: bool = False
+    reason: str = ""
+
+
+Move = SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack | FlipWorker | CallOffFlipOf | PutToSleep | WakeUp
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dynamo_local.core.life.decisions.moves import BeginDrain, Revive, SpawnWork
 from dynamo_local.core.life.decisions.scaling import flip_under_way, one_more, taken
 from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.restart_plan import RestartPlan
+from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DynamoError, LastReadyWorker, NotRestartable
 
@@ -55,12 +56,12 @@ def plan_restart(view: Fleet, target: str, *, stimulus_id: str, force: bool = Fa
     Raises `UnknownWorker`, or `NotRestartable` for a worker that is leaving or a component without workers.
     """
     if any(template.component == target for template in view.templates):
-        chosen = [w for w in view.of(target) if w.counts or w.state is S.FAULTED]
+        chosen = [w for w in view.of(target) if w.counts or w.stands_by or w.state is S.FAULTED]
         if not chosen:
             raise NotRestartable(f"{target} has no worker to restart; `dynamo scale {target} +1` starts one")
     else:
         worker = view.worker(target)
-        if not worker.counts and worker.state not in (S.FAULTED, S.EXITED):
+        if not (worker.counts or worker.stands_by) and worker.state not in (S.FAULTED, S.EXITED):
             raise NotRestartable(
                 f"{worker.name} is leaving ({worker.state}); take that back first (`dynamo drain {worker.name} "
                 f"--cancel`), or start another one (`dynamo scale {worker.component} +1`)"
@@ -125,7 +126,8 @@ def next_step(view: Fleet, plan: RestartPlan) -> tuple[Step, RestartPlan]:
             continue
         if substitute is not None:
             return _replaced(view, worker, view.workers[substitute], plan)
-        if worker.ready and worker.starts > starts:
+        begun_asleep = worker.stands_by and name in plan.begun  # nobody waits for one that is to sleep again
+        if begun_asleep or (worker.settled and worker.starts > starts):
             plan = replace(plan, todo=plan.todo[1:], done=(*plan.done, name))
             continue
         step = _new_process(worker) if worker.starts > starts else _old_process(view, worker, plan)
@@ -147,7 +149,7 @@ def _swapped(view: Fleet, plan: RestartPlan) -> tuple[Step | None, RestartPlan]:
     plan = replace(plan, awaited=())
     for name in plan.removed:
         worker = view.workers.get(name)
-        if worker is not None and (worker.counts or worker.state is S.FAULTED):
+        if worker is not None and (worker.counts or worker.stands_by or worker.state is S.FAULTED):
             return taken(worker, "apply: its component is removed"), plan
     return None, replace(plan, removed=())
 
@@ -162,7 +164,9 @@ def _called_off(view: Fleet, worker: Worker, starts: int, plan: RestartPlan) -> 
         return False
     if worker.course is Course.RETURNING:
         return True
-    return not worker.counts or (worker.ready and worker.starts == starts and worker.name in plan.begun)
+    if not (worker.counts or worker.stands_by):
+        return True
+    return worker.settled and worker.starts == starts and worker.name in plan.begun
 
 
 def _replaced(view: Fleet, worker: Worker, substitute: Worker, plan: RestartPlan) -> tuple[Step, RestartPlan]:
@@ -193,6 +197,8 @@ def _old_process(view: Fleet, worker: Worker, plan: RestartPlan) -> Step:
         gpus = view.template(worker.component).gpus_per_worker
         return Revive(worker.name, worker.component, gpus, reason=f"restart: it was {worker.state}")
     if worker.state is S.STARTING:
+        return BeginDrain(worker.name, "restart", restart=True)
+    if TRAITS[worker.state].asleep and worker.standby.wanted:
         return BeginDrain(worker.name, "restart", restart=True)
     if not worker.ready:
         return Wait(worker.name, f"it is {worker.state}")

@@ -4,7 +4,8 @@ The rules, in prose:
 
 * A decision is whole: with any part refused nothing is instructed.
 * Capacity on its way counts (lesson 16), leaving and faulted workers do not; `=n` is the change from that count.
-* More: drains are taken back first, the one that began last before the others (it has the most left to do, so it is
+* More: drains are taken back first, then workers on standby are woken (unless told not to). Of the drains, the one that
+  began last goes before the others (it has the most left to do, so it is
   least likely to be gone already, and scale-downs are undone in reverse). Then the lowest names that have no process:
   the bare one first, unused, template or faulted.
 * While a component's workers are restarted, nobody but a person takes one of them away.
@@ -29,13 +30,16 @@ from dynamo_local.core.life.decisions.moves import (
     BeginDrain,
     CancelDrain,
     Move,
+    PutToSleep,
     Revive,
     ScalingDecision,
     SpawnWorker,
     TakeBack,
 )
+from dynamo_local.core.life.decisions.standby import woken_first
 from dynamo_local.core.life.decisions.victims import VictimPolicy, arrivals, victims
 from dynamo_local.core.life.fleet import Course, Fleet, Template, Worker
+from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import (
     BadTarget,
@@ -91,6 +95,7 @@ def decide(
     victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX,
     by_person: bool = True,
     wait_for_gpus: bool = False,
+    wake: bool = True,
 ) -> ScalingDecision:
     """What brings the component there. `refused` is one of `UnknownWorker` (no such component, or more of one that is
     being removed), `BadTarget` (fewer than none), `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`,
@@ -107,7 +112,7 @@ def decide(
         if delta > 0:
             if template.retired:
                 raise UnknownWorker(f"{component} is being removed by an apply, and gets no more workers")
-            return _more(view, template, delta, by_person, wait_for_gpus, f"scale {change}")
+            return _more(view, template, delta, by_person, wait_for_gpus, f"scale {change}", wake=wake)
         return ()
 
     return _decision(stimulus_id, make)
@@ -137,11 +142,11 @@ def decide_drain(view: Fleet, name: str, *, stimulus_id: str, force: bool = Fals
             return (TakeBack(worker.name, "drain of a faulted worker"),)
         if worker.lapsed and worker.state is WorkerState.DRAINING:  # it may come back by itself; from now on it may not
             return (BeginDrain(worker.name, "drain"),)
-        if not worker.counts:
+        if not (worker.counts or worker.stands_by):
             return ()
         if worker.flip is not None:
             raise flip_under_way(worker, f"`dynamo drain {worker.name}`")
-        _check_not_last(view, [worker], force, f"`dynamo drain {worker.name}`")
+        check_not_last(view, [worker] if worker.counts else [], force, f"`dynamo drain {worker.name}`")
         return (taken(worker, "drain"),)
 
     return _decision(stimulus_id, make)
@@ -157,7 +162,7 @@ def decide_cancel(view: Fleet, name: str, *, stimulus_id: str) -> ScalingDecisio
         worker = view.worker(name)
         if worker.ready or worker.course is Course.RETURNING:
             return ()
-        restarts = worker.state is WorkerState.DRAINING and worker.served and worker.course is Course.RESTARTING
+        restarts = worker.drains_from_service and worker.course is Course.RESTARTING
         if not worker.cancellable and not restarts:
             raise DrainNotCancellable(_why_not_cancellable(worker))
         return (CancelDrain(worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
@@ -195,13 +200,14 @@ def _decision(stimulus_id: str, make: Callable[[], tuple[Move, ...]]) -> Scaling
 
 
 def _more(
-    view: Fleet, template: Template, count: int, by_person: bool, wait_for_gpus: bool, reason: str
+    view: Fleet, template: Template, count: int, by_person: bool, wait_for_gpus: bool, reason: str, *, wake: bool
 ) -> tuple[Move, ...]:
     component = template.component
     _check_limit(template, view.capacity(component) + count)
     drains = sorted((w for w in view.of(component) if w.cancellable), key=lambda w: (-w.since_s, w.n))[:count]
     back = tuple(CancelDrain(worker.name, f"{reason}: its drain is taken back") for worker in drains)
-    missing = count - len(back)
+    woken = woken_first(view, component, count - len(back), reason) if wake else ()
+    missing = count - len(back) - len(woken)
     faulted = [worker for worker in view.of(component) if worker.state is WorkerState.FAULTED]
     if missing and faulted and not by_person:
         worker = faulted[0]
@@ -210,7 +216,12 @@ def _more(
             f"unasked; see its log, then `dynamo restart {worker.name}` or `dynamo drain {worker.name}`"
         )
     starts = _starts(view, template, missing, drains, wait_for_gpus, reason)
-    return (*back, *starts, *_waiting_in_vain(view, drains))
+    return (*back, *woken, *starts, *_waiting_in_vain(view, drains))
+
+
+def check_limit(view: Fleet, component: str) -> None:
+    """Raises `TooManyWorkers` where one more is one too many."""
+    _check_limit(view.template(component), view.capacity(component) + 1)
 
 
 def _check_limit(template: Template, wanted: int) -> None:
@@ -238,7 +249,7 @@ def _starts(
         for name, _, entry in chosen
     ]
     promised = view.promised()
-    free = len(view.gpus.free) - sum(promised.values())
+    free = len(view.gpus.free_for(template.vram_share)) - sum(promised.values())
     spoken_for = [*returning, *(entry for _, _, entry in chosen if entry is not None)]
     coming = view.gpus_coming_back() - sum(len(worker.gpus) for worker in spoken_for)
     needed = sum(ask.gpu for ask in asks)
@@ -259,9 +270,9 @@ def _starts(
 
 def _startable(entry: Worker | None) -> bool:
     """Unused, faulted, or the template. A suffixed entry that exited is about to disappear: its name is not free."""
-    if entry is None or entry.state is WorkerState.FAULTED:
+    if entry is None or (entry.state is WorkerState.FAULTED and not entry.standby.wanted):
         return True
-    return entry.state is WorkerState.EXITED and entry.n == 0 and not entry.on_its_way
+    return entry.state is WorkerState.EXITED and entry.n == 0 and not (entry.on_its_way or entry.stands_by)
 
 
 def _waiting_in_vain(view: Fleet, returning: Sequence[Worker]) -> tuple[Move, ...]:
@@ -303,19 +314,24 @@ def _fewer(
     chosen = [*first, *then]
     if len(chosen) < count:
         raise flip_under_way(turning[0], f"`{reason}` of {component}")
-    _check_not_last(view, chosen, force, f"`{reason}` of {component}")
-    return tuple(taken(worker, reason) for worker in chosen)
+    check_not_last(view, chosen, force, f"`{reason}` of {component}")
+    return tuple(_spared(worker, reason) for worker in chosen)
+
+
+def _spared(worker: Worker, reason: str) -> BeginDrain | TakeBack | PutToSleep:
+    """One that is being woken, or waits to be, goes on sleeping."""
+    return PutToSleep(worker.name, reason=reason) if TRAITS[worker.state].standby else taken(worker, reason)
 
 
 def taken(worker: Worker, reason: str) -> BeginDrain | TakeBack:
     """How this one goes. One that is called back from a drain may serve already: it is drained again."""
     returns = worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING
-    if worker.ready or returns:
+    if worker.ready or returns or TRAITS[worker.state].standby:
         return BeginDrain(worker.name, reason)
     return TakeBack(worker.name, f"{reason}: it was {worker.state}")
 
 
-def _check_not_last(view: Fleet, going: Sequence[Worker], force: bool, what: str) -> None:
+def check_not_last(view: Fleet, going: Sequence[Worker], force: bool, what: str) -> None:
     """Raise `LastReadyWorker` where the component would be left without a ready worker, or without any on its way."""
     if force or not going:
         return
@@ -346,5 +362,7 @@ def _why_not_cancellable(worker: Worker) -> str:
     if worker.state is WorkerState.DRAIN_TIMED_OUT:
         return f"{what}it passed its deadline and its session is being ended; `dynamo scale {worker.component} +1`"
     if worker.state is WorkerState.DRAINING:
+        if worker.standby.drained:
+            return f"{what}it was asleep, and ends; `dynamo scale {worker.component} +1`"
         return f"{what}it was never ready, so there is nothing to go back to; `dynamo scale {worker.component} +1`"
     return f"{what}it is {worker.state}, not draining"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.core.life.fleet import Course, Fleet, FlipTarget, GpuReturn, Leaving
+from dynamo_local.core.life.fleet import Course, Fleet, GpuReturn
 from dynamo_local.core.life.invariants import Violated, validate
+from dynamo_local.core.life.moving import FlipTarget, Leaving
 from dynamo_local.core.types import WorkerState
 from tests.fakes.arbiter.fleet_views import fleet, name, on_ledger, put, worker
 
@@ -23,11 +24,13 @@ STATES = [
     "backing_off",
     "flipping",
 ]
+STATES = ["pending", "starting", "ready", "draining", "drain_timed_out", "crashed", "start_timed_out", "backing_off"]
+STANDBY = ["falling_asleep", "sleeping", "waking"]
 COURSES = ["draining/restarting", "draining/returning", "exited/restarting", "exited/returning", "crashed/leaving"]
 BUSY = worker(0, "ready").process
 
 
-@pytest.mark.parametrize("state", [*STATES, *COURSES, "faulted", "exited"])
+@pytest.mark.parametrize("state", [*STATES, *COURSES, *STANDBY, "faulted", "exited"])
 def test_each_state_can_be(state: str) -> None:
     """As the machine leaves it."""
     validate(fleet("ready", state))
@@ -55,6 +58,9 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("backing_off", {"due_s": None, "held_back": True}, "is forgotten: it waits for etcd and NATS, which answer"),
     ("crashed", {"sweeping": False}, "is forgotten: its process is gone and nothing follows"),
     ("start_timed_out", {"sweeping": False}, "is forgotten: its process is gone and nothing follows"),
+    ("falling_asleep", {"due_s": None}, "is forgotten: no deadline for its order"),
+    ("waking", {"due_s": None}, "is forgotten: no deadline for its order"),
+    ("sleeping", {"gpus": ("one",)}, "is booked as asleep"),
     ("exited", {"returning": GpuReturn(0.0)}, "is forgotten: nobody looks whether its GPUs come back"),
     ("flipping", {"flip": None}, "is flipping, and becomes None"),
     ("flipping", {"process": None}, "has no process, and none is being made"),
@@ -138,6 +144,13 @@ def test_a_process_on_too_few_devices_is_found(state: str) -> None:
     begun = fleet("ready", state)
     with pytest.raises(Violated, match="runs on 0 GPUs, fewer than it needs"):
         validate(put(replace(begun, gpus=begun.gpus.release(name(1))), name(1), gpus=()))
+
+
+def test_a_sleeper_of_which_the_ledger_knows_nothing_is_found() -> None:
+    """Its residue would be somebody else's memory."""
+    begun = fleet("ready", "sleeping")
+    with pytest.raises(Violated, match="what it keeps is not booked"):
+        validate(replace(begun, gpus=begun.gpus.release(name(1))))
 
 
 def test_a_fault_that_keeps_its_devices_is_found() -> None:

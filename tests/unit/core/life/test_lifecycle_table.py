@@ -28,6 +28,11 @@ EVENTS: tuple[Event, ...] = (
     lc.FlipRequested(stimulus_id="t", becomes="dynamo_PrefillWorker"),
     lc.Flipped(stimulus_id="t", was="dynamo_VllmWorker", lease="ab"),
     lc.FlipFailed(stimulus_id="t", reason="no canary"),
+    lc.SleepRequested(stimulus_id="t"),
+    lc.Slept(stimulus_id="t"),
+    lc.SleepCancelled(stimulus_id="t"),
+    lc.WakeRequested(stimulus_id="t"),
+    lc.Woken(stimulus_id="t"),
 )
 BY_NAME = {type(event).__name__: event for event in EVENTS}
 
@@ -65,6 +70,12 @@ UP = ("SpawnRequested", "Spawned", "Registered")
         (("SpawnRequested", "StartDeadlinePassed", "ProcessExited", "BackoffStarted"), S.BACKING_OFF),
         (("SpawnRequested", "SpawnFailed"), S.CRASHED),
         (("SpawnRequested", "DrainRequested", "Spawned", "Registered"), S.DRAINING),
+        ((*UP, "SleepRequested", "Slept"), S.SLEEPING),
+        ((*UP, "SleepRequested", "Slept", "WakeRequested", "Woken"), S.READY),
+        ((*UP, "SleepRequested", "WakeRequested", "Woken"), S.READY),
+        ((*UP, "SleepRequested", "SleepCancelled"), S.READY),
+        ((*UP, "SleepRequested", "Slept", "DrainRequested", "ProcessExited"), S.EXITED),
+        ((*UP, "SleepRequested", "Slept", "WakeRequested", "HealthFailed"), S.CRASHED),
         (("StartDeadlinePassed",), S.START_TIMED_OUT),
         (("Removed",), S.EXITED),
         ((*UP, "FlipRequested"), S.FLIPPING),

@@ -1,0 +1,172 @@
+"""Workers that sleep and wake on a real graph: nothing is lost or late, the GPU is somebody else's meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import time
+
+import pytest
+
+from dynamo_local.cli.common import ArbiterRefused
+from dynamo_local.errors import EXIT_FAILED, EXIT_OK
+from tests.drivers.scaled import ascale, events, kinds, load, streaming
+from tests.drivers.served import Served, auntil, until
+from tests.drivers.sleepers import asleep, awake, sleep, until_state, wake
+from tests.integration.standby.conftest import WAKE_S
+
+CYCLES = 8
+LATE_MAX_S = 0.05
+
+
+async def test_cycles_under_load_lose_nothing(graph: Served) -> None:
+    """Streams run to their ends, new ones go elsewhere, answers after a wake are the right ones; the process stays."""
+    pid = graph.pids()["VllmWorker_1"]
+    async with load(graph, 8) as streams:
+        for turn in range(CYCLES):
+            await asleep(graph, "VllmWorker_1", level=1 + turn % 2)
+            row = graph.worker("VllmWorker_1")
+            assert (row["gpus"], row["endpoints"], row["standby"]["gpus"]) == ([], [], ["1"])
+            assert row["lease"]
+            assert row["load"] is not None
+            await streams.more(4)
+            await awake(graph, "VllmWorker_1")
+            await streams.more(4)
+        streams.check()
+    assert graph.pids()["VllmWorker_1"] == pid
+    whole = ["SleepRequested", "Slept", "WakeRequested", "Woken"]
+    await auntil(lambda: kinds(events(graph, "VllmWorker_1"))[-4:] == whole)
+
+
+async def test_a_long_stream_is_finished_before_its_worker_sleeps(graph: Served) -> None:
+    """It is out of routing at once, asleep only after the last token."""
+    async with streaming(graph, "tell me", "tell me more", tokens=1500) as tasks:
+        victim = next(name for name in ("VllmWorker", "VllmWorker_1") if graph.worker(name)["load"] is not None)
+        sleep(graph, victim)
+        await auntil(lambda: graph.states()[victim] in ("falling_asleep", "sleeping"))
+        assert [reason for _, reason in await asyncio.gather(*tasks)] == ["length", "length"]
+    await until_state(graph, victim, "sleeping")
+
+
+async def test_woken_while_its_streams_end_it_goes_on_serving(graph: Served) -> None:
+    """Nothing was given up; the engine never slept."""
+    async with streaming(graph, "a", "b", "c", "d", tokens=1200) as tasks:
+        sleep(graph, "VllmWorker_1")
+        assert graph.states()["VllmWorker_1"] == "falling_asleep"
+        await awake(graph, "VllmWorker_1")
+        whole = ["SleepRequested", "WakeRequested", "Woken"]
+        await auntil(lambda: kinds(events(graph, "VllmWorker_1"))[-3:] == whole)
+        assert [reason for _, reason in await asyncio.gather(*tasks)] == ["length"] * 4
+
+
+@pytest.mark.timing
+async def test_a_wake_takes_what_is_configured_and_at_most_fifty_milliseconds(graph: Served) -> None:
+    """From the command to the worker's registration, by the event log's own times; the median of five."""
+    took_s = []
+    for _ in range(5):
+        await asleep(graph, "VllmWorker_1")
+        await awake(graph, "VllmWorker_1")
+        await auntil(lambda: kinds(events(graph, "VllmWorker_1"))[-2:] == ["WakeRequested", "Woken"])
+        asked, woken = events(graph, "VllmWorker_1")[-2:]
+        took_s.append(woken["time"] - asked["time"])
+    assert WAKE_S <= statistics.median(took_s) <= WAKE_S + LATE_MAX_S
+
+
+async def test_a_sleepers_gpu_is_given_to_somebody_else_and_it_is_told_who_has_it(graph: Served) -> None:
+    """Three of four devices are held; with two asleep, two more workers start, and one sleeper cannot wake."""
+    await asleep(graph, "VllmWorker_1")
+    made = await ascale(graph, "PrefillWorker", "+2")
+    assert [kind for kind, _ in made] == ["spawn", "spawn"]
+    await until_state(graph, "PrefillWorker_2", "ready")
+    assert graph.worker("PrefillWorker_2")["gpus"] == ["1"]
+    with pytest.raises(ArbiterRefused, match=r"cannot be woken on its GPUs.*dynamo_PrefillWorker_2 holds GPU 1"):
+        wake(graph, "VllmWorker_1")
+    await ascale(graph, "PrefillWorker", "=1")
+    reply = wake(graph, "VllmWorker_1")
+    assert reply["state"] in ("sleeping", "waking")
+    await until_state(graph, "VllmWorker_1", "ready")
+    await auntil(lambda: "PrefillWorker_2" not in graph.states())
+
+
+async def test_scale_wakes_before_it_starts(graph: Served) -> None:
+    """+1 costs half a second instead of a start; --no-wake starts one."""
+    await asleep(graph, "VllmWorker_1")
+    assert await ascale(graph, "VllmWorker", "+1") == [("wake", "VllmWorker_1")]
+    await until_state(graph, "VllmWorker_1", "ready")
+    await asleep(graph, "VllmWorker_1")
+    assert await ascale(graph, "VllmWorker", "+1", no_wake=True) == [("spawn", "VllmWorker_2")]
+    await until_state(graph, "VllmWorker_2", "ready")
+    assert graph.states()["VllmWorker_1"] == "sleeping"
+    assert await ascale(graph, "VllmWorker", "-1") == [("drain", "VllmWorker_2")]
+    await auntil(lambda: "VllmWorker_2" not in graph.states())
+
+
+async def test_the_last_ready_worker_is_not_put_to_sleep(graph: Served) -> None:
+    """Unless forced."""
+    await asleep(graph, "VllmWorker_1")
+    with pytest.raises(ArbiterRefused, match="the last ready worker of VllmWorker"):
+        sleep(graph, "VllmWorker")
+    await awake(graph, "VllmWorker_1")
+
+
+async def test_a_component_without_standby_says_how_to_have_it(graph: Served) -> None:
+    """Its engine was not made for it."""
+    with pytest.raises(ArbiterRefused, match=r"set `ServiceArgs.standby` of Processor"):
+        sleep(graph, "Processor", force=True)
+
+
+async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> None:
+    """Exit codes, JSON, and what `circusctl list` and `status` say."""
+    done = await asyncio.to_thread(graph.cli, "sleep", "VllmWorker_1", "--level", "2", "--wait", "--json")
+    assert done.returncode == EXIT_OK, done.stderr
+    assert json.loads(done.stdout)["watcher_name"] == "dynamo_VllmWorker_1"
+    assert graph.states()["VllmWorker_1"] == "sleeping"
+    shown = await asyncio.to_thread(graph.cli, "status")
+    assert "sleeping" in shown.stdout
+    refused = await asyncio.to_thread(graph.cli, "sleep", "VllmWorker_1", "--level", "1")
+    assert refused.returncode == EXIT_FAILED
+    assert "sleeping at level 2 already" in refused.stderr
+    woken = await asyncio.to_thread(graph.cli, "wake", "VllmWorker_1", "--wait")
+    assert woken.returncode == EXIT_OK, woken.stderr
+    assert graph.states()["VllmWorker_1"] == "ready"
+
+
+async def test_a_sleeper_that_is_drained_leaves_and_one_that_dies_sleeps_again(graph: Served) -> None:
+    """A drain has nothing to finish; a crash is restarted, and put to sleep as it was."""
+    await ascale(graph, "VllmWorker", "+1")
+    await until_state(graph, "VllmWorker_2", "ready")
+    await asleep(graph, "VllmWorker_2")
+    pid = graph.pids()["VllmWorker_2"]
+    os.kill(pid, signal.SIGKILL)
+    await auntil(lambda: graph.pids().get("VllmWorker_2", pid) != pid, 60.0)
+    await until_state(graph, "VllmWorker_2", "sleeping")
+    began_s = time.monotonic()
+    assert (await asyncio.to_thread(graph.cli, "drain", "VllmWorker_2", "--wait")).returncode == EXIT_OK
+    assert time.monotonic() - began_s < 20.0
+    assert "VllmWorker_2" not in graph.states()
+
+
+@pytest.mark.parametrize("state", ["falling_asleep", "sleeping", "waking"])
+async def test_an_arbiter_that_dies_meanwhile_is_succeeded_by_one_that_goes_on(graph: Served, state: str) -> None:
+    """SIGKILL in mid sleep and mid wake: the successor finds the worker, and brings it where it was to go."""
+    async with load(graph, 4) as streams:
+        if state == "falling_asleep":
+            await asyncio.to_thread(sleep, graph, "VllmWorker_1")
+        else:
+            await asleep(graph, "VllmWorker_1")
+        if state == "waking":
+            await asyncio.to_thread(wake, graph, "VllmWorker_1")
+        pid = graph.pids()["VllmWorker_1"]
+        await asyncio.to_thread(graph.kill_arbiter)
+        await asyncio.to_thread(graph.adopt)
+        await until_state(graph, "VllmWorker_1", "ready" if state == "waking" else "sleeping")
+        assert graph.pids()["VllmWorker_1"] == pid
+        await streams.more(4)
+        if state != "waking":
+            await awake(graph, "VllmWorker_1")
+        await streams.more(4)
+        streams.check()
+    until(lambda: graph.states()["VllmWorker_1"] == "ready")

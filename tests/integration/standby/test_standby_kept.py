@@ -1,0 +1,83 @@
+"""`ServiceArgs.standby: N`, and engines that go wrong in their sleep, on a real graph."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.drivers.scaled import ascale, events, load
+from tests.drivers.served import AGG, Served, auntil
+from tests.drivers.sleepers import asleep, until_state, wake
+
+WORDS = (
+    "--gpus=sim:3",
+    "--VllmWorker.ServiceArgs.workers=1",
+    "--VllmWorker.sim.speed=4",
+    "--VllmWorker.sim.sleep_host_bytes=1000000",
+)
+
+
+async def test_so_many_are_kept_asleep() -> None:
+    """Started and put to sleep; woken ones are replaced while there are GPUs; a dry run says so."""
+    with Served(*WORDS, "--VllmWorker.ServiceArgs.standby=1", target=AGG) as served:
+        served.start()
+        await until_state(served, "VllmWorker_1", "sleeping")
+        row = served.worker("VllmWorker_1")
+        assert row["standby"]["wanted"]
+        assert (row["standby"]["vram_bytes"], row["standby"]["host_bytes"]) == (1_500_000_000, 1_000_000)
+        async with load(served, 4) as streams:
+            assert await ascale(served, "VllmWorker", "+1") == [("wake", "VllmWorker_1")]
+            await until_state(served, "VllmWorker_1", "ready")
+            await until_state(served, "VllmWorker_2", "sleeping")
+            await streams.more(4)
+            assert await ascale(served, "VllmWorker", "-1") == [("drain", "VllmWorker_1")]
+            await streams.more(4)
+            streams.check()
+        await auntil(lambda: "VllmWorker_1" not in served.states(), 60.0)
+        assert (await asyncio.to_thread(served.cli, "drain", "VllmWorker_2", "--wait")).returncode == 0
+        await until_state(served, "VllmWorker_1", "sleeping")
+
+
+async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> None:
+    """Its process ends before it is in routing again, with the reason shown, and another one serves."""
+    with Served(
+        *WORDS,
+        "--VllmWorker.ServiceArgs.standby=0",
+        "--VllmWorker.ServiceArgs.workers=2",
+        "--VllmWorker.sim.corrupt_after_wakes=2",
+        target=AGG,
+    ) as served:
+        served.start()
+        pid = served.pids()["VllmWorker_1"]
+        async with load(served, 4) as streams:
+            await asleep(served, "VllmWorker_1")
+            wake(served, "VllmWorker_1")
+            await auntil(lambda: served.pids().get("VllmWorker_1", pid) != pid, 60.0)
+            await until_state(served, "VllmWorker_1", "ready")
+            await streams.more(4)
+            streams.check()
+        assert "after wake 2 the engine answers otherwise than at its start" in str(events(served, "VllmWorker_1"))
+
+
+async def test_a_process_whose_memory_grows_is_replaced() -> None:
+    """Asleep it is started anew, and sleeps again."""
+    with Served(
+        *WORDS,
+        "--VllmWorker.ServiceArgs.standby=0",
+        "--VllmWorker.ServiceArgs.workers=2",
+        "--VllmWorker.sim.sleep_growth_bytes=700000000",
+        target=AGG,
+    ) as served:
+        served.start()
+        pid = served.pids()["VllmWorker_1"]
+        async with load(served, 4) as streams:
+            await asleep(served, "VllmWorker_1")  # once grown, since the rehearsal: still below the bound
+            assert served.pids()["VllmWorker_1"] == pid
+            wake(served, "VllmWorker_1")
+            await until_state(served, "VllmWorker_1", "ready")
+            assert served.pids()["VllmWorker_1"] == pid
+            await asleep(served, "VllmWorker_1")
+            await auntil(lambda: served.pids().get("VllmWorker_1", pid) != pid, 60.0)
+            await until_state(served, "VllmWorker_1", "sleeping", "ready")
+            await streams.more(4)
+            streams.check()
+        assert "has grown from" in " ".join(note["text"] for note in served.status()["notes"])
