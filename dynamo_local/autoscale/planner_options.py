@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.config import PlannerConfig, check_planner, planned_components, planner_section
+from dynamo_local.config.planner.latencies import default_policy
 from dynamo_local.config.planner.options import POLICIES, options_of, own_names
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.planner.models.pass_model import Features
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import DownRule, Mode, Target, ThroughputLoadOptions
 from dynamo_local.planner.predictors.options import PredictorOptions
 from dynamo_local.planner.sources.prometheus import PrometheusOptions
 from dynamo_local.planner.values.series import Series
-from dynamo_local.profiles import shipped_profiles
+from dynamo_local.profiles import DEFAULT_PROFILE, shipped_profiles
 
 
 def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: GraphSpec) -> PlannerConfig:
@@ -27,14 +29,16 @@ def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: Grap
     Another policy begins with the defaults of its own options.
     """
     found = {key.replace("-", "_"): value for key, value in given.items()}
-    policy = str(found.get("policy", before.policy))
+    chosen = before.policy if "policy" in before.model_fields_set else default_policy(found)
+    policy = str(found.get("policy", chosen))
     found = own_names("Planner", found, policy)
     if "enabled" in found:
         raise BadInput("enabled belongs to the configuration's Planner section; say start or stop")
     now = before.model_dump(exclude_unset=True, exclude={"enabled"})
     if policy != before.policy and policy in POLICIES:
         now = {name: value for name, value in now.items() if name in options_of(policy)}
-    config = planner_section("Planner", {**now, **found})
+    named = {"policy": policy} if policy != before.policy else {}
+    config = planner_section("Planner", {**now, **named, **found})
     planned_components(graph)
     check_planner(config, graph)
     return config
@@ -49,6 +53,8 @@ def policy_options(config: PlannerConfig) -> PolicyOptions:
             return throughput_load_options(config)
         case "sla":
             return sla_options(config)
+        case "slo":
+            return slo_options(config)
 
 
 def load_options(config: PlannerConfig) -> LoadOptions:
@@ -127,6 +133,21 @@ def sla_options(config: PlannerConfig) -> SlaOptions:
         max_step=config.max_throughput_scaling_replicas,
         adaptive_intervals=config.adaptive_intervals,
         no_correction=config.no_correction,
+    )
+
+
+def slo_options(config: PlannerConfig) -> SloOptions:
+    """Of the policy `slo`. Without a profile it begins with the shipped one, and learns."""
+    return SloOptions(
+        profile=_text(config.profile_results_dir) or DEFAULT_PROFILE,
+        ttft_ms=config.ttft_ms,
+        itl_ms=config.itl_ms,
+        target=config.target,
+        thrift=config.thrift,
+        metric_pulling_interval_s=config.metric_pulling_interval,
+        min_endpoint=config.min_endpoint,
+        min_gpu_budget=config.min_gpu_budget,
+        max_gpu_budget=config.max_gpu_budget,
     )
 
 

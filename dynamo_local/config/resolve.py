@@ -180,6 +180,11 @@ def check_start(planner: PlannerConfig, graph: GraphSpec) -> None:
 
 def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
     """Dynamo's `mode` says what the graph is."""
+    if planner.policy == "slo" and not any(spec.role is Role.PREFILL for spec in graph.services):
+        raise ConfigError(
+            "Planner: the policy slo is for graphs with prefill workers of their own, and this graph has none; "
+            "throughput-load plans it"
+        )
     if planner.policy != "throughput-load" or planner.mode is None:
         return
     disaggregated = any(spec.role is Role.PREFILL for spec in graph.services)
@@ -190,6 +195,8 @@ def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
 
 def _floor(planner: PlannerConfig, spec: ServiceSpec) -> int:
     """Its fewest workers by the planner's options; 0 where it has none, or leaves that role alone."""
+    if planner.policy == "slo":
+        return planner.min_endpoint
     if planner.policy != "throughput-load":
         return 0
     role = "prefill" if spec.role is Role.PREFILL else "decode"

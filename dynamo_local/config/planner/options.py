@@ -7,12 +7,14 @@ from typing import Any, Self
 
 from pydantic import BaseModel, model_validator
 
-from dynamo_local.config.planner import shared, sla, targets, throughput_load
+from dynamo_local.config.planner import latencies, shared, sla, slo, targets, throughput_load
+from dynamo_local.config.planner.latencies import LatencyFields, default_policy
 from dynamo_local.config.planner.load import LoadFields
 from dynamo_local.config.planner.measuring import MeasuringFields
 from dynamo_local.config.planner.plugins import check_plugins
 from dynamo_local.config.planner.shared import SharedFields
 from dynamo_local.config.planner.sla import SlaFields
+from dynamo_local.config.planner.slo import SloFields
 from dynamo_local.config.planner.targets import TargetFields
 from dynamo_local.config.planner.throughput_load import ThroughputLoadFields
 from dynamo_local.errors import ConfigError
@@ -21,13 +23,16 @@ from dynamo_local.sdk.settings import validate_section
 
 POLICIES: Mapping[str, tuple[type[BaseModel], ...]] = {
     "load": (SharedFields, LoadFields),
-    "sla": (SharedFields, TargetFields, MeasuringFields, SlaFields),
-    "throughput-load": (SharedFields, TargetFields, MeasuringFields, ThroughputLoadFields),
+    "sla": (SharedFields, LatencyFields, TargetFields, MeasuringFields, SlaFields),
+    "slo": (SharedFields, LatencyFields, MeasuringFields, SloFields),
+    "throughput-load": (SharedFields, LatencyFields, TargetFields, MeasuringFields, ThroughputLoadFields),
 }
 """Whose options a policy takes."""
 
 _ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
     SharedFields: shared.ALIASES,
+    LatencyFields: latencies.ALIASES,
+    SloFields: slo.ALIASES,
     TargetFields: targets.ALIASES,
     SlaFields: sla.ALIASES,
     ThroughputLoadFields: throughput_load.ALIASES,
@@ -45,7 +50,9 @@ def aliases_of(policy: str) -> dict[str, str]:
 
 
 # The first base has the last fields.
-class PlannerConfig(ThroughputLoadFields, SlaFields, MeasuringFields, TargetFields, LoadFields, SharedFields):
+class PlannerConfig(
+    ThroughputLoadFields, SloFields, SlaFields, MeasuringFields, TargetFields, LatencyFields, LoadFields, SharedFields
+):
     """The section `Planner`. An option of another policy than the chosen one is refused."""
 
     @property
@@ -69,7 +76,7 @@ class PlannerConfig(ThroughputLoadFields, SlaFields, MeasuringFields, TargetFiel
             if down >= up:
                 raise ValueError(f"{what}_scale_down_threshold ({down}) must be below {what}_scale_up_threshold ({up})")
         interval = "adjustment_interval" if self.policy == "load" else "throughput_adjustment_interval_seconds"
-        if self.metric_pulling_interval > getattr(self, interval):
+        if self.policy != "slo" and self.metric_pulling_interval > getattr(self, interval):
             raise ValueError(
                 f"metric_pulling_interval ({self.metric_pulling_interval}) must not exceed "
                 f"{interval} ({getattr(self, interval)}): there would be intervals without a sample"
@@ -94,8 +101,10 @@ def known_names() -> dict[str, str]:
 def planner_section(section: str, values: Mapping[str, Any]) -> PlannerConfig:
     """The options of these values, under any of their names, checked as a whole. Raises `ConfigError`.
 
-    `section` says in the error where they stand.
+    `section` says in the error where they stand. Without a policy a target chooses one (`default_policy`).
     """
+    if "policy" not in values and (policy := default_policy(values)) != "load":
+        values = {"policy": policy, **values}
     return validate_section(PlannerConfig, section, own_names(section, values, str(values.get("policy", "load"))))
 
 
