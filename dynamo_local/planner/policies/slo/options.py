@@ -16,7 +16,8 @@ class SloOptions:
     """`target` is the share of requests that is to have the first token within `ttft_ms` and a mean gap between tokens
     within `itl_ms`; `thrift` says how much a GPU must do to be held (`choosing.price`).
 
-    `profile` is a profile's name or folder, `speed` how much faster these engines are, `engine` how they are used. Floors and budgets are those of the other policies. `start_up_s` is the lead until a start was seen.
+    `profile` is a profile's name or folder, `speed` how much faster these engines are, `engine` how they are used.
+    Floors and budgets are those of the other policies. `start_up_s` is the lead until a start was seen.
     """
 
     profile: str

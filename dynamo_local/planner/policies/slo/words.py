@@ -43,8 +43,8 @@ def notes(state: SloState) -> tuple[str, ...]:
     for role, raw in zip(ROLES, (state.factors.prefill_raw, state.factors.decode_raw), strict=True):
         if abs(raw - 1) >= FACTOR_SAID:
             found.append(
-                f"{role} takes {raw:.2g} times what the profile says: that is reckoned with; a profile of these engines "
-                "would be better"
+                f"{role} takes {raw:.2g} times what the profile says: that is reckoned with; "
+                "a profile of these engines would be better"
             )
     return tuple(found)
 
