@@ -1,11 +1,49 @@
-"""The part of a page that a benchmark writes: between `<!-- measured: COMMAND -->` and an end mark."""
+"""Benchmarks with a page of their own: their command line, the facts that they keep, and the part of the page that they
+write, between `<!-- measured: COMMAND -->` and an end mark."""
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, Self, TypeVar
 
+F = TypeVar("F", bound="KeptFacts")
 END = "<!-- end of what was measured -->"
+
+
+class KeptFacts(Protocol):
+    """What was measured, as a file."""
+
+    @classmethod
+    def load(cls, path: Path, /) -> Self:
+        """What `save` wrote."""
+        ...
+
+    def save(self, path: Path, /) -> None:
+        """Write them."""
+        ...
+
+
+def asked(command: str, doc: str | None, *, short: str, page: str) -> argparse.Namespace:
+    """The command line of `python -m COMMAND`: `short`, `facts` (a path or None) and `page`, with these words for two
+    of them."""
+    parser = argparse.ArgumentParser(prog=f"python -m {command}", description=(doc or "").partition("\n")[0])
+    parser.add_argument("--short", action="store_true", help=short)
+    parser.add_argument("--facts", type=Path, help="keep what was measured in this file; if it exists, show it")
+    parser.add_argument("--page", action="store_true", help=f"{page} (extra: bench)")
+    return parser.parse_args()
+
+
+def kept_or_measured(kind: type[F], path: Path | None, measure: Callable[[], F]) -> F:
+    """What the file keeps; without one, what is measured now, which is then kept there."""
+    if path is not None and path.exists():
+        return kind.load(path)
+    facts = measure()
+    if path is not None:
+        facts.save(path)
+    return facts
 
 
 def write_measured(page: Path, command: str, text: str) -> None:

@@ -8,7 +8,6 @@ See `docs/architecture.md` and `tests/contract/test_circus_arbiter.py`, which ke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shlex
@@ -19,7 +18,6 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
-import zmq
 from circus.arbiter import Arbiter
 from circus.controller import Controller
 from circus.process import Process
@@ -30,6 +28,7 @@ from tornado.ioloop import IOLoop
 from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
+from dynamo_local.circus_plugins.gate import gate_of, listen_again
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
@@ -190,6 +189,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self.supervisor: Any = None
         self.on_exit: ExitCallback | None = None
         self._exit_fds: dict[int, int] = {}
+        self._control_gate, self._events_gate = gate_of(endpoint), gate_of(pubsub_endpoint)
         super().__init__(
             [],
             endpoint,
@@ -216,7 +216,7 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self.context = context
         self._ensure_ioloop()
         self.ctrl = WorkerController(
-            self.endpoint,
+            f"ipc://{self._control_gate.inner}",
             self.multicast_endpoint,
             self.context,
             self.loop,
@@ -224,6 +224,16 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
             self.check_delay,
             self.endpoint_owner,
         )
+
+    def initialize(self) -> None:
+        """circus's, with gates before both of its sockets (`gate`). OSError where a gate cannot be."""
+        self.pubsub_endpoint = f"ipc://{self._events_gate.inner}"
+        try:
+            super().initialize()
+        finally:
+            self.pubsub_endpoint = f"ipc://{self._events_gate.outer}"
+        for gate in (self._control_gate, self._events_gate):
+            gate.open()
 
     async def start_process(self, spec: ProcessSpec) -> int:
         """See `ProcessHost`. KeyError if a watcher of that name has a live process."""
@@ -319,12 +329,14 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
     @property
     def socket_files(self) -> tuple[Path, ...]:
         """See `SupervisedHost`: those of the control endpoint and of circus's events."""
-        return tuple(socket_file(endpoint) for endpoint in (self.endpoint, self.pubsub_endpoint))
+        return tuple(file for gate in (self._control_gate, self._events_gate) for file in (gate.outer, gate.inner))
 
     async def renew_sockets(self) -> None:
         """See `SupervisedHost`."""
-        listen_again(self.ctrl.ctrl_socket, self.endpoint)
-        listen_again(self.evpub_socket, self.pubsub_endpoint)
+        for gate, socket in ((self._control_gate, self.ctrl.ctrl_socket), (self._events_gate, self.evpub_socket)):
+            listen_again(socket, f"ipc://{gate.inner}")
+            if not gate.outer.exists():
+                gate.open()
 
     def refuses_to_apply(self, file: str | None, overrides: Sequence[str]) -> Sequence[str]:
         """See `SupervisedHost`: whoever starts us says with what."""
@@ -349,26 +361,9 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         if self.running:
             self.stop_controller_and_close_sockets()
         self.context.destroy(linger=200)
-
-
-def socket_file(endpoint: str) -> Path:
-    """Of `ipc:///…`."""
-    return Path(endpoint.removeprefix("ipc://"))
-
-
-def listen_again(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Bind a socket once more whose file somebody has removed; nothing where it is there. OSError where it cannot be.
-
-    Whoever is connected by the removed file loses that connection, and connects again.
-    """
-    if socket_file(endpoint).exists():
-        return
-    with contextlib.suppress(zmq.ZMQError):  # it was not bound: the last try failed
-        socket.unbind(endpoint)
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise OSError(error.errno, str(error), str(socket_file(endpoint))) from error
+        for gate in (self._control_gate, self._events_gate):
+            await gate.close()
+            gate.inner.unlink(missing_ok=True)
 
 
 def _wait_status(code: int) -> int:

@@ -24,6 +24,7 @@ from tornado.ioloop import IOLoop
 from dynamo_local.errors import NamespaceBusy, StateError
 from dynamo_local.succession import leftovers
 from dynamo_local.succession.guarded_run import OPTION, GuardedRun
+from dynamo_local.succession.kept_files import KeptFiles
 from dynamo_local.succession.leftovers import Known
 from dynamo_local.succession.marks import marked
 from dynamo_local.succession.revoking import revoke
@@ -34,7 +35,7 @@ log = logging.getLogger("dynamo_local.guardian")
 
 LOCK_POLL_S = 0.02
 PRELOAD_AFTER_S = 5.0
-LOOK_AGAIN_S = 5.0
+LOOK_AGAIN_S = 2.0
 
 
 class Guardian(CircusPlugin):  # type: ignore[misc]
@@ -45,6 +46,7 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
     def __init__(self, *args: Any, **config: Any) -> None:
         super().__init__(*args, **config)
         self.guarded = GuardedRun.read(Path(config[OPTION]))
+        self.files = KeptFiles(Path(file) for file in self.guarded.files)
         self.arbiter_died = False
         self._pidfd: int | None = None
 
@@ -84,7 +86,7 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
         if self.arbiter_died:
             log.warning("the arbiter, pid %d, is gone; policy: %s", self.guarded.arbiter_pid, self._policy)
             if self.guarded.keep:
-                Keeper(self.guarded).run()
+                Keeper(self.guarded, self.files).run()
             else:
                 end_run(self.guarded)
 
@@ -143,10 +145,14 @@ def _take_namespace(guarded: GuardedRun) -> FileLock | None:
 
 
 class Keeper:
-    """Watches workers that serve without an arbiter. It leaves the statefile to the next arbiter."""
+    """Watches workers that serve without an arbiter, and the files that they and the next arbiter need.
 
-    def __init__(self, guarded: GuardedRun) -> None:
+    It leaves the statefile to the next arbiter.
+    """
+
+    def __init__(self, guarded: GuardedRun, files: KeptFiles) -> None:
         self._guarded = guarded
+        self._files = files
         self._poll = select.poll()
         self._watched: dict[int, Known] = {}
         self._seen: set[Known] = set()
@@ -158,6 +164,8 @@ class Keeper:
             if run.readable and run.run_id != self._guarded.run_id:
                 log.info("run %s has the namespace now", run.run_id)
                 return
+            if run.readable:
+                self._restore_files()
             for worker in run.workers:
                 # A worker without a start time is just being started: it cannot be told from another process yet.
                 if worker.started_s is not None and worker not in self._seen:
@@ -170,6 +178,13 @@ class Keeper:
                 return
             for fd, _ in self._poll.poll(LOOK_AGAIN_S * 1000):
                 self._ended(fd, leftovers.recorded(self._guarded.paths.statefile))
+
+    def _restore_files(self) -> None:
+        try:
+            for path in self._files.restore():
+                log.warning("%s was removed while no arbiter lives; made again", path)
+        except OSError as error:  # tried again at the next look
+            log.warning("what is missing of %s cannot be made again: %s", self._guarded.runtime, error)
 
     def _watch(self, worker: Known, run: leftovers.Recorded) -> None:
         try:

@@ -21,10 +21,11 @@ import zmq.asyncio
 from tornado.ioloop import IOLoop
 
 from dynamo_local.circus_plugins.answers import new_stimulus_id, refusal
-from dynamo_local.circus_plugins.arbiter import WorkerController, listen_again, socket_file
+from dynamo_local.circus_plugins.arbiter import WorkerController
 from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdError
 from dynamo_local.circus_plugins.client_host import CircusClientHost
 from dynamo_local.circus_plugins.commands import Commanded
+from dynamo_local.circus_plugins.gate import listen_again, socket_file
 from dynamo_local.errors import BadInput, DynamoError
 
 log = logging.getLogger(__name__)

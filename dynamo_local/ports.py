@@ -63,10 +63,6 @@ class KeyValueStore(Protocol):
         """Returns the revision. Raises `LeaseNotFound` if the lease is gone."""
         ...
 
-    async def put_if_absent(self, key: str, value: bytes, lease_id: int = 0) -> bool:
-        """Write the key unless it is there. Returns whether it was written."""
-        ...
-
     async def delete(self, key: str) -> bool:
         """Remove the key. Returns whether it was there."""
         ...

@@ -86,12 +86,6 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNats]:
 
 
 @pytest.fixture
-def nats_token(nats_server: RealNats) -> str:
-    """The token that `nats_server` demands."""
-    return nats_server.token
-
-
-@pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[RealEtcd]:
     """An etcd of this test's own, started; free to be killed and restarted."""
     server = RealEtcd(tmp_path)

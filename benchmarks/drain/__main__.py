@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -11,23 +10,16 @@ from benchmarks.drain.judge import judge
 from benchmarks.drain.page import section, write
 from benchmarks.drain.report import complaints
 from benchmarks.drain.run import LONG, SHORT, measure
+from benchmarks.measured_pages import asked, kept_or_measured
 
 PAGE = Path(__file__).parents[2] / "docs" / "drain.md"
 
 
 def main() -> int:
     """Exit code 1 if a request was dropped, wrong, or sent too late."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.drain", description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="40 scale actions instead of 1,000")
-    parser.add_argument("--facts", type=Path, help="keep the run's facts in this file; if it exists, judge these")
-    parser.add_argument("--page", action="store_true", help="write table and plot of docs/drain.md (extra: bench)")
-    options = parser.parse_args()
-    if options.facts is not None and options.facts.exists():
-        facts = Facts.load(options.facts)
-    else:
-        facts = measure(SHORT if options.short else LONG)
-        if options.facts is not None:
-            facts.save(options.facts)
+    words = {"short": "40 scale actions instead of 1,000", "page": "write table and plot of docs/drain.md"}
+    options = asked("benchmarks.drain", __doc__, **words)
+    facts = kept_or_measured(Facts, options.facts, lambda: measure(SHORT if options.short else LONG))
     verdict = judge(facts)
     print(section(verdict, facts))
     for line in complaints(verdict, facts):

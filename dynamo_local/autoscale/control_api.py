@@ -22,7 +22,7 @@ from dynamo_local.system.key_files import ApiKeys
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from dynamo_local.components.openai.server import HttpServer
+    from dynamo_local.components.openai.server import PrivateServer
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ class ControlApi:
         self._ready = ready
         self._api_key = api_key
         self._tasks = tasks
-        self._server: HttpServer | None = None
+        self._server: PrivateServer | None = None
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` where socket or keys cannot be had."""
         from dynamo_local.components.openai.access import ApiKeyMiddleware
-        from dynamo_local.components.openai.server import HttpServer, bind_private_socket
+        from dynamo_local.components.openai.server import PrivateServer
 
         app: Any = self
         if self._api_key is not None:
@@ -58,15 +58,23 @@ class ControlApi:
             app = ApiKeyMiddleware(app, keys)
             if source.kind == "file":
                 self._tasks.keep("API keys of the control API", keys.follow)
-        self._server = HttpServer(app, bind_private_socket(self._socket), idle=True)
+        self._server = PrivateServer(app, self._socket)
         await self._server.start()
 
     async def stop(self) -> None:
         """Stop listening; the socket goes."""
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop()
-            self._socket.unlink(missing_ok=True)
+        if self._server is not None:
+            await self._server.stop()
+
+    @property
+    def socket_files(self) -> tuple[Path, ...]:
+        """See `serve.runtime_folder.Listener`."""
+        return () if self._server is None else self._server.socket_files
+
+    async def renew_sockets(self) -> None:
+        """See `serve.runtime_folder.Listener`."""
+        if self._server is not None:
+            await self._server.renew_sockets()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from dynamo_local.autoscale.arbiter_world import ArbiterWorld, prefills_wait_in
 from dynamo_local.autoscale.connecting import connected_virtually
-from dynamo_local.autoscale.logged_decisions import LoggedDecisions
+from dynamo_local.autoscale.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.autoscale.observing import Observing
 from dynamo_local.autoscale.planner_options import changed_options, policy_options
 from dynamo_local.autoscale.plugins import NOBODY, PlannerPlugins
@@ -38,6 +38,7 @@ from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.pulling import Puller
 from dynamo_local.planner.records import decision_log as decisions
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
+from dynamo_local.planner.records.ticks import TickLog, tick_log_path
 from dynamo_local.planner.scaling_times import ScalingTimes
 from dynamo_local.state import PlannerEntry
 
@@ -91,6 +92,7 @@ class Planning:
         self.plugins = plugins
         self._loop: PlannerLoop | None = None
         self._logged: LoggedDecisions | None = None
+        self._ticks: LoggedTicks | None = None
         self._world: ArbiterWorld | None = None
         self._virtual: VirtualConnector | None = None
         self._changing = asyncio.Lock()
@@ -207,9 +209,10 @@ class Planning:
             self._note()
 
     async def written(self) -> None:
-        """Returns when the decisions so far are in the log, as far as it can be written."""
-        if self._logged is not None:
-            await self._logged.written()
+        """Returns when decisions and ticks so far are in their logs, as far as these can be written."""
+        for logged in (self._logged, self._ticks):
+            if logged is not None:
+                await logged.written()
 
     async def history(self, count: int) -> list[dict[str, Any]]:
         """The last so many decisions, as logged."""
@@ -343,6 +346,8 @@ class Planning:
         prefill, _ = planned_components(self._graph)
         logged = await asyncio.to_thread(LoggedDecisions, DecisionLog, self._log_path, self._background, self._tell)
         self._logged = logged
+        ticks_path = tick_log_path(self._log_path.parent)
+        self._ticks = await asyncio.to_thread(LoggedTicks, TickLog, ticks_path, self._background, self._tell)
         loop = PlannerLoop(
             world,
             Puller(
@@ -357,6 +362,7 @@ class Planning:
             last_number=logged.log.last_seq,
             tell=self._tell,
             forecaster=self._forecaster,
+            recorder=self._ticks,
         )
         loop.observers = self.observers
         self.observers.insert(0, logged)

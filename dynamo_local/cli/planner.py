@@ -13,6 +13,7 @@ import click
 from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
 from dynamo_local.cli.planner_plugins import plugins
 from dynamo_local.cli.planner_profile import profile
+from dynamo_local.cli.planner_replay import replay
 from dynamo_local.cli.planner_words import history_row, status_lines
 from dynamo_local.errors import NotRunning
 from dynamo_local.system.paths import Paths
@@ -37,6 +38,7 @@ def planner() -> None:
 
 planner.add_command(profile)
 planner.add_command(plugins)
+planner.add_command(replay)
 
 
 def planner_options(command: F) -> F:

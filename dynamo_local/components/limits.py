@@ -26,6 +26,10 @@ MAX_FIELD_BYTES: Final = 64 * 1024
 MAX_NAME_LENGTH: Final = 64
 """Characters of a client's own word (such as an unknown parameter) that an error or a log line repeats."""
 
+MAX_MODEL_SHOWN: Final = 200
+"""Characters of a model's name that an error repeats: long enough for the path of a folder. In JSON each may take six
+bytes."""
+
 LARGE_BYTES: Final = 64 * 1024
 """A body or prompt above this is parsed and tokenised beside the event loop, one after the other."""
 

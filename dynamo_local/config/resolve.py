@@ -9,6 +9,7 @@ from dynamo_local.config.loading import COMMON, HOST, PLANNER, Config
 from dynamo_local.config.merge import SERVICE_ARGS
 from dynamo_local.config.planner import PlannerConfig, planner_section
 from dynamo_local.config.schema import ServiceArgs
+from dynamo_local.core.floors import floor_workers
 from dynamo_local.core.life.roles import ROLES
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
 from dynamo_local.errors import ConfigError
@@ -146,7 +147,7 @@ def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
     _check_mode(planner, graph)
     if planner.namespace not in (None, graph.namespace):
         raise ConfigError(f"Planner: namespace is {planner.namespace!r}, but the graph's is {graph.namespace!r}")
-    smallest, floors = 0, 0
+    smallest, floors, told = 0, 0, list[str]()
     for spec in _planned(graph):
         option = "prefill_engine_num_gpu" if spec.role is Role.PREFILL else "decode_engine_num_gpu"
         given = getattr(planner, option)
@@ -156,15 +157,17 @@ def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
                 f"leave {option} out, or make them agree"
             )
         smallest += spec.resources.gpu
-        floors += spec.resources.gpu * _floor(planner, spec)
+        floor = _floor(planner, spec)
+        floors += spec.resources.gpu * floor
+        told.append(f"{floor} × {spec.resources.gpu} of {spec.name}")
     if smallest > planner.max_gpu_budget:
         raise ConfigError(
             f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but one worker of each role needs {smallest} GPUs"
         )
     if floors > planner.max_gpu_budget:
         raise ConfigError(
-            f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but the least numbers of workers (min_endpoint) "
-            f"need {floors} GPUs"
+            f"Planner: max_gpu_budget is {planner.max_gpu_budget}, but the least numbers of workers "
+            f"({_floor_words(planner)}) need {floors} GPUs: {', '.join(told)}; raise the budget, or lower the floor"
         )
 
 
@@ -195,8 +198,8 @@ def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
 
 def _floor(planner: PlannerConfig, spec: ServiceSpec) -> int:
     """Its fewest workers by the planner's options; 0 where it has none, or leaves that role alone."""
-    if planner.policy == "slo":
-        return planner.min_endpoint
+    if planner.policy in ("sla", "slo"):  # each role holds min_gpu_budget, as Dynamo's first planners count it
+        return max(planner.min_endpoint, floor_workers(planner.min_gpu_budget, spec.resources.gpu))
     if planner.policy != "throughput-load":
         return 0
     role = "prefill" if spec.role is Role.PREFILL else "decode"
@@ -204,6 +207,12 @@ def _floor(planner: PlannerConfig, spec: ServiceSpec) -> int:
         return 0
     own: int | None = getattr(planner, f"{role}_min_endpoint")
     return planner.min_endpoint if own is None else own
+
+
+def _floor_words(planner: PlannerConfig) -> str:
+    if planner.policy in ("sla", "slo"):
+        return f"min_endpoint {planner.min_endpoint}, and min_gpu_budget {planner.min_gpu_budget} for each role"
+    return "min_endpoint"
 
 
 def _planned(graph: GraphSpec) -> list[ServiceSpec]:

@@ -25,8 +25,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -159,19 +158,6 @@ class GpuLocks:
         """Descriptors to hand to the worker: `subprocess.Popen(..., pass_fds=locks.fds_for(uuids))`."""
         locks = [fd for uuid in uuids for fd in self._fds[uuid]]
         return [*locks, *self._folder_fds.values()] if locks else []
-
-    @contextmanager
-    def inheritable(self, uuids: Iterable[str]) -> Iterator[list[int]]:
-        """For spawners without `pass_fds` (circus with `use_sockets`, hence `close_fds=False`): children that are
-        started inside the block inherit the descriptors, later ones do not."""
-        fds = self.fds_for(uuids)
-        for fd in fds:
-            os.set_inheritable(fd, True)
-        try:
-            yield fds
-        finally:
-            for fd in fds:
-                os.set_inheritable(fd, False)
 
     def holder_of(self, uuid: str) -> LockHolder | None:
         """Who holds the lock now, in whatever process; None if nobody does."""

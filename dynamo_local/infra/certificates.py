@@ -70,13 +70,18 @@ class Certificates:
         """For a shell that wants to use `etcdctl`: sets its variables, and Dynamo's."""
         return self.folder / "etcd.env"
 
+    @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        """The files without which nobody can use the run's etcd and NATS."""
+        return self.authority, self.certificate, self.key
+
     def texts(self) -> dict[Path, str]:
         """What is in the files, to write them again if somebody removes them. Raises `OSError`."""
-        return {path: path.read_text() for path in (self.authority, self.certificate, self.key)}
+        return {path: path.read_text() for path in self.paths}
 
     def missing(self) -> list[Path]:
         """Those of the files that are not there."""
-        return [path for path in (self.authority, self.certificate, self.key) if not path.is_file()]
+        return [path for path in self.paths if not path.is_file()]
 
 
 def make(folder: Path) -> Certificates:

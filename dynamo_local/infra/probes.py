@@ -78,7 +78,8 @@ async def _poll(
             async with asyncio.timeout(min(left_s, _ATTEMPT_TIMEOUT_S)):
                 return await attempt()
         except TimeoutError:
-            last = " (it accepts connections, but is silent)"
+            if left_s >= _ATTEMPT_TIMEOUT_S or not last:  # the last attempt may be too short for any answer
+                last = " (it accepts connections, but is silent)"
         except (OSError, EOFError, _NotYet) as error:
             last = f" ({_reason(error)})"
         await asyncio.sleep(min(_PROBE_INTERVAL_S, max(0.0, deadline_s - loop.time())))

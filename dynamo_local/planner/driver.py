@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from dynamo_local.planner.pipeline.merging import merge
 from dynamo_local.planner.policies.protocol import Policy
+from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster, NoForecaster
 from dynamo_local.planner.values.decisions import Decision
 from dynamo_local.planner.values.forecasts import Prediction
@@ -72,7 +73,7 @@ def baseline_of(pull: Pull) -> dict[str, int]:
 
 
 class PolicyDriver:
-    """A policy and its state, from `now_s` on."""
+    """A policy and its state, from `now_s` on. A `recorder` is told all that a replay needs."""
 
     def __init__(
         self,
@@ -81,15 +82,19 @@ class PolicyDriver:
         *,
         forecaster: Forecaster | None = None,
         pipeline: Pipeline | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._policy = policy
         self._state = policy.first(now_s)
+        self._recorder = recorder
         self._began_s = now_s
         self._forecaster = forecaster or NoForecaster()
         self._pipeline = pipeline or BuiltIns()
         self._changes = 0
         self.prediction: Prediction | None = None
         """What the last tick went by."""
+        if recorder is not None:
+            recorder.began(policy.options, now_s)
 
     @property
     def next_at_s(self) -> float:
@@ -111,6 +116,8 @@ class PolicyDriver:
         """A person has changed the number of workers."""
         self._state, self._began_s = self._policy.manual(self._state, now_s), now_s
         self._changes += 1
+        if self._recorder is not None:
+            self._recorder.manual(now_s)
 
     def change(self, policy: Policy[Any], now_s: float) -> None:
         """Go on with other options, or begin with another policy."""
@@ -120,6 +127,8 @@ class PolicyDriver:
             self._state, self._began_s = policy.first(now_s), now_s
         self._policy = policy
         self._changes += 1
+        if self._recorder is not None:
+            self._recorder.changed(policy.options, now_s)
 
     async def tick(self, pull: Pull) -> Decision | None:
         """A decision, where the pull led to one.
@@ -143,6 +152,8 @@ class PolicyDriver:
         if changes != self._changes:
             return None
         self._state, self.prediction = state, prediction
+        if self._recorder is not None:
+            self._recorder.ticked(pull, decision)
         return decision
 
     def tick_now(self, pull: Pull) -> Decision | None:

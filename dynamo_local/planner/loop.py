@@ -29,6 +29,7 @@ from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.pulling import Puller
 from dynamo_local.planner.records.record import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
+from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster
 from dynamo_local.planner.values.decisions import Decision, Observation
 from dynamo_local.planner.values.passes import Capabilities, Engines, EngineSeen
@@ -95,6 +96,7 @@ class PlannerLoop:
         last_number: int = 0,
         tell: Tell = _logged,
         forecaster: Forecaster | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.state = PlannerState.STOPPED
         self.since_s = clock.now_s()
@@ -113,6 +115,7 @@ class PlannerLoop:
         self._number = last_number
         self._tell = tell
         self._forecaster = forecaster
+        self._recorder = recorder
         self._pipeline: Pipeline | None = None
         self._driver: PolicyDriver | None = None
         self._next_s = 0.0  # used while paused; otherwise the policy decides
@@ -177,7 +180,9 @@ class PlannerLoop:
         self._wake.set()
 
     def _driven(self, now_s: float) -> PolicyDriver:
-        return PolicyDriver(self._policy, now_s, forecaster=self._forecaster, pipeline=self._pipeline)
+        return PolicyDriver(
+            self._policy, now_s, forecaster=self._forecaster, pipeline=self._pipeline, recorder=self._recorder
+        )
 
     # --- the loop --------------------------------------------------------------------------------
 

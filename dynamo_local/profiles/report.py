@@ -5,13 +5,13 @@ Needs matplotlib (the extra `report`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dynamo_local.profiles.capacity import DecodeInterpolator, PrefillInterpolator, interpolators
 from dynamo_local.profiles.reading import Profile
-from dynamo_local.system.pages import STYLE, svg, write_page
+from dynamo_local.system.pages import STYLE, page_template, svg, write_page
 
 POINTS = 200
 """So many points a curve is drawn with."""
@@ -22,10 +22,18 @@ BEYOND = 1.5
 def write_report(path: Path, profile: Profile, facts: Mapping[str, Any]) -> None:
     """Write the page; `facts` are those of `showing.facts_of`. Raises `BadInput` without matplotlib, or where the file
     cannot be written."""
-    from jinja2 import Environment
+    title, told = f"Engine profile {facts['profile']}", list(_told(facts))
+    write_page(path, _PAGE.render(title=title, style=STYLE, plot=_plot(profile), **{**facts, "facts": told}))
 
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_PAGE)
-    write_page(path, page.render(style=STYLE, plot=_plot(profile), **facts))
+
+def _told(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What stands above the plots."""
+    yield from (("file", file) for file in facts["files"])
+    yield "KV cache", f"{facts['max_kv_tokens']:,} tokens"
+    prompts, contexts = facts["measured"]["isl"], facts["measured"]["context_length"]
+    measured = "prompts of {:g} to {:g} tokens, contexts of {:g} to {:g}"
+    yield "measured", measured.format(*prompts, *contexts)
+    yield from (("note", note) for note in facts["notes"])
 
 
 def _plot(profile: Profile) -> str:
@@ -137,29 +145,8 @@ def _map(axis: Any, figure: Any, profile: Profile, model: DecodeInterpolator) ->
     axis.set_title("decode: where it was measured (hatched: extrapolated)")
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>engine profile {{ profile }}</title>
-<style>
-{{ style }}
-</style>
-</head>
-<body>
-<h1>Engine profile {{ profile }}</h1>
-<table class="words">
-{% for file in files %}
-<tr><th>file</th><td>{{ file }}</td></tr>
-{% endfor %}
-<tr><th>KV cache</th><td>{{ "{:,}".format(max_kv_tokens) }} tokens</td></tr>
-<tr><th>measured</th><td>prompts of {{ "{:g} to {:g}".format(*measured.isl) }} tokens, contexts of
-{{ "{:g} to {:g}".format(*measured.context_length) }}</td></tr>
-{% for note in notes %}
-<tr><th>note</th><td>{{ note }}</td></tr>
-{% endfor %}
-</table>
-<p>Points were measured; lines are what planners go by, dotted where they are extrapolated.</p>
+_PAGE = page_template(
+    """<p>Points were measured; lines are what planners go by, dotted where they are extrapolated.</p>
 {{ plot | safe }}
 <h2>The most that a GPU decodes within an ITL</h2>
 <table>
@@ -192,7 +179,5 @@ _PAGE = """<!DOCTYPE html>
 <td>{{ "{:.2f}".format(row.itl_ms) }}</td><td>{{ "{:,.0f}".format(row.measured_thpt_per_gpu) }}</td>
 <td>{{ "{:,.0f}".format(row.thpt_per_gpu) }}</td></tr>
 {% endfor %}
-</table>
-</body>
-</html>
-"""
+</table>"""
+)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv.index import KvIndex
@@ -29,7 +29,7 @@ from dynamo_local.runtime.kv_wire import (
     parse_answer,
     parse_part,
 )
-from dynamo_local.runtime.nats_errors import flush, nats_call
+from dynamo_local.runtime.nats_errors import subscribe, unsubscribe
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,12 @@ class KvFeed:
         self._tracker = KvTracker(index)
         self._view = InstanceView(kv, namespace, component, KV_BLOCKS_ENDPOINT)
         self._syncs: dict[int, asyncio.Task[None]] = {}
-        self._subscription: Any = None
+        self._subscription: Subscription | None = None
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen, then list the workers. Raises `NatsUnavailable`; without etcd the view is empty until it answers."""
-        with nats_call(self._nats, f"listen on {self._subject}"):
-            self._subscription = await self._nats.subscribe(self._subject, cb=self._on_batch)
-            await flush(self._nats)
+        self._subscription = await subscribe(self._nats, self._subject, self._on_batch, f"listen on {self._subject}")
         await self._view.start(VIEW_TIMEOUT_S)
         self._join()
         self._following = asyncio.create_task(self._follow(), name=f"follow {self._subject}")
@@ -81,8 +79,7 @@ class KvFeed:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._view.close()
-        if self._subscription is not None and not self._nats.is_closed:
-            await self._subscription.unsubscribe()
+        await unsubscribe(self._nats, self._subscription)
         self._subscription = None
 
     async def synced(self, timeout_s: float) -> bool:

@@ -11,17 +11,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
-from dynamo_local.runtime.nats_errors import flush, nats_call
+from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
 from dynamo_local.runtime.scatter import scatter
 
 log = logging.getLogger(__name__)
@@ -103,14 +103,14 @@ class LoadPublisher:
         self._changed = changed
         self._clock = clock or AsyncioClock()
         self._once = _LogOnce()
-        self._subscription: Any = None
+        self._subscription: Subscription | None = None
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises `NatsUnavailable`."""
-        with nats_call(self._nats, "listen for load requests"):
-            self._subscription = await self._nats.subscribe(load_subject(self._namespace), cb=self._on_request)
-            await flush(self._nats)
+        self._subscription = await subscribe(
+            self._nats, load_subject(self._namespace), self._on_request, "listen for load requests"
+        )
         self._loop_task = asyncio.create_task(self._run(), name=f"load of {self._watcher_name}")
 
     async def close(self) -> None:
@@ -119,8 +119,7 @@ class LoadPublisher:
             self._loop_task.cancel()
             await asyncio.wait((self._loop_task,))
             self._loop_task = None
-        if self._subscription is not None and not self._nats.is_closed:
-            await self._subscription.unsubscribe()
+        await unsubscribe(self._nats, self._subscription)
         self._subscription = None
 
     async def _run(self) -> None:
@@ -217,20 +216,17 @@ class LoadView:
         self._subject = load_subject(namespace, component)
         self._clock = clock or AsyncioClock()
         self._once = _LogOnce()
-        self._subscription: Any = None
+        self._subscription: Subscription | None = None
         self._seen: dict[int, tuple[float, LoadReport]] = {}
         self._sweep_at_s = 0.0
 
     async def start(self) -> None:
         """Raises `NatsUnavailable`."""
-        with nats_call(self._nats, f"listen on {self._subject}"):
-            self._subscription = await self._nats.subscribe(self._subject, cb=self._on_load)
-            await flush(self._nats)
+        self._subscription = await subscribe(self._nats, self._subject, self._on_load, f"listen on {self._subject}")
 
     async def close(self) -> None:
         """Stop listening; the known loads grow old and become missing."""
-        if self._subscription is not None and not self._nats.is_closed:
-            await self._subscription.unsubscribe()
+        await unsubscribe(self._nats, self._subscription)
         self._subscription = None
 
     def get(self, instance_id: int) -> LoadReport | Missing:

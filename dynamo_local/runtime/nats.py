@@ -27,6 +27,7 @@ RECONNECT_WAIT_S = 0.15
 PENDING_BYTES = 16 * 1024 * 1024
 """Bytes that may wait to be sent, also while reconnecting; above it, publishing raises `OutboundBufferLimitError`."""
 CANCEL_AGAIN_S = 0.1
+"""Pause between cancellations of a call to nats-py that outlived its deadline: it can let one of them pass."""
 PING_INTERVAL_S = 5
 """With two pings outstanding a server that is silent is given up after 15 s (nats-py's default: six minutes)."""
 

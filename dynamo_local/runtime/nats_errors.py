@@ -1,11 +1,13 @@
-"""Turns failures of the NATS client into our typed errors; and a flush that really waits for the server."""
+"""Turns failures of the NATS client into our typed errors; and subscriptions that the server has when we say so."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from dynamo_local.errors import NatsUnavailable
@@ -39,3 +41,25 @@ async def flush(nats: Client) -> None:
     """
     for _ in range(2):
         await nats.flush(int(CALL_TIMEOUT_S))
+
+
+async def subscribe(nats: Client, subject: str, heard: Callable[[Msg], Awaitable[None]], what: str) -> Subscription:
+    """Hear what is published from now on: the server has it when this returns. `what` is as in `nats_call`.
+
+    Raises `NatsUnavailable`.
+    """
+    with nats_call(nats, what):
+        subscription = await nats.subscribe(subject, cb=heard)
+        try:
+            await flush(nats)
+        except BaseException:
+            with contextlib.suppress(NatsError):
+                await unsubscribe(nats, subscription)
+            raise
+    return subscription
+
+
+async def unsubscribe(nats: Client, subscription: Subscription | None) -> None:
+    """Hear no more. None and a connection that has ended are no error: the subscription ended with it."""
+    if subscription is not None and not nats.is_closed:
+        await subscription.unsubscribe()

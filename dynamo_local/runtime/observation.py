@@ -14,17 +14,17 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.passes import ForwardPass
 from dynamo_local.errors import DynamoError
 from dynamo_local.runtime.decoding import UNREADABLE, decode
-from dynamo_local.runtime.nats_errors import flush, nats_call
+from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
 from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
 from dynamo_local.runtime.passes.recorder import PassRecorder
 from dynamo_local.runtime.scatter import scatter
@@ -114,18 +114,17 @@ class ObservationServer:
         self._clock = clock or AsyncioClock()
         self._epoch = uuid.uuid4().hex
         self._began_s = self._clock.now_s()
-        self._subscription: Any = None
+        self._subscription: Subscription | None = None
 
     async def start(self) -> None:
         """Raises `NatsUnavailable`."""
-        with nats_call(self._nats, "listen for a planner's questions"):
-            self._subscription = await self._nats.subscribe(self._subject, cb=self._on_question)
-            await flush(self._nats)
+        self._subscription = await subscribe(
+            self._nats, self._subject, self._on_question, "listen for a planner's questions"
+        )
 
     async def close(self) -> None:
         """Answer no more."""
-        if self._subscription is not None and not self._nats.is_closed:
-            await self._subscription.unsubscribe()
+        await unsubscribe(self._nats, self._subscription)
         self._subscription = None
 
     async def _on_question(self, msg: Msg) -> None:

@@ -104,6 +104,7 @@ def compose(
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
     exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
+    control_api = _control_api(deployment, planning, state, tasks)
     servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))
     return Parts(
         deployment=deployment,
@@ -117,7 +118,7 @@ def compose(
         events=events,
         links=links,
         servers=servers,
-        guarding=Guarding(host, deployment, clock),
+        guarding=Guarding(host, deployment, clock, lambda: servers.files),
         system=system,
         effects=effects,
         shell=shell,
@@ -128,8 +129,8 @@ def compose(
         starts=StartWatch(namespace, shell, links, clock),
         planning=planning,
         exporter=exporter,
-        control_api=_control_api(deployment, planning, state, tasks),
-        runtime_folder=RuntimeFolder(paths, host, servers, clock, notes.tell),
+        control_api=control_api,
+        runtime_folder=RuntimeFolder(paths, [host, exporter, control_api], servers, clock, notes.tell),
     )
 
 

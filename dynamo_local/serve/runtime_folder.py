@@ -7,14 +7,15 @@ but nobody could ask it anything any more, and no new worker could read the toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
 
 from dynamo_local.clock import Clock
 from dynamo_local.errors import DynamoError
 from dynamo_local.infra.embedded import EmbeddedServers
 from dynamo_local.system.executors import FILES
 from dynamo_local.system.paths import Paths
-from dynamo_local.system.process_host import SupervisedHost
 
 log = logging.getLogger(__name__)
 
@@ -22,14 +23,32 @@ LOOK_EVERY_S = 2.0
 FILES_DEADLINE_S = 10.0
 
 
+class Listener(Protocol):
+    """Whoever listens on sockets in the runtime folder: the host of the processes, the planner's control API, …"""
+
+    @property
+    def socket_files(self) -> tuple[Path, ...]:
+        """The files of the sockets that it listens on now."""
+        ...
+
+    async def renew_sockets(self) -> None:
+        """Listen again where such a file is missing. OSError or `DynamoError` says why that cannot be."""
+        ...
+
+
 class RuntimeFolder:
     """`run` for as long as the run lives."""
 
     def __init__(
-        self, paths: Paths, host: SupervisedHost, servers: EmbeddedServers, clock: Clock, tell: Callable[[str], None]
+        self,
+        paths: Paths,
+        listeners: Sequence[Listener],
+        servers: EmbeddedServers,
+        clock: Clock,
+        tell: Callable[[str], None],
     ) -> None:
         self._paths = paths
-        self._host = host
+        self._listeners = listeners
         self._servers = servers
         self._clock = clock
         self._tell = tell
@@ -53,13 +72,15 @@ class RuntimeFolder:
         if not missing:
             return
         await FILES.run(self._make_files, FILES_DEADLINE_S, what=f"making {self._paths.runtime} again")
-        await self._host.renew_sockets()
+        for listener in self._listeners:
+            await listener.renew_sockets()
         self._tell(f"{missing} was removed while the run goes on; made again")
 
     def _missing(self) -> str:
         if not self._paths.runtime.is_dir():
             return str(self._paths.runtime)
-        gone = [path for path in (*self._host.socket_files, *self._servers.files) if not path.exists()]
+        sockets = [path for listener in self._listeners for path in listener.socket_files]
+        gone = [path for path in (*sockets, *self._servers.files) if not path.exists()]
         return ", ".join(str(path) for path in gone)
 
     def _make_files(self) -> None:

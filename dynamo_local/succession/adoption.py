@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life.fleet import Course, Fleet, Process, Worker
 from dynamo_local.core.life.restarts import RestartHistory
 from dynamo_local.core.life.states import TRAITS, HasProcess
-from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, suffix_of
+from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, suffix_of, watcher_name
 from dynamo_local.errors import ConfigError, DynamoError, GpuError, NamespaceBusy, NotRunning
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.infra.access import run_environment
@@ -40,6 +41,9 @@ from dynamo_local.system.processes import age_s, is_alive, start_time_s
 
 log = logging.getLogger(__name__)
 
+FILES_DEADLINE_S = 10.0
+"""A guardian looks every two seconds whether what it keeps is there; a busy host takes longer."""
+FILES_POLL_S = 0.05
 MAY_HAVE_PROCESS = frozenset(state for state, traits in TRAITS.items() if traits.process is not HasProcess.NO)
 
 
@@ -96,8 +100,28 @@ def _to_adopt(paths: Paths, run: leftovers.Recorded, marked: list[Marked]) -> Fo
             f"no worker of namespace {paths.namespace!r} lives that could be adopted; `dynamo serve` without --adopt "
             "starts anew"
         )
+    _wait_for_files(paths, state, marked)
     ended = leftovers.end_workers(paths, run, living=frozenset(pids) & state.components.keys())
     return Found(state, pids, tuple(ended))
+
+
+def _wait_for_files(paths: Paths, state: State, marked: list[Marked]) -> None:
+    """Until the guardian has written again what somebody has removed of the runtime folder, the files by which the
+    running etcd and NATS are reached. Raises `DynamoError` where they do not come."""
+    needed = [] if not state.certificates else list(Certificates(Path(state.certificates)).paths)
+    needed += [Path(state.nats_token_file)] if state.nats_token_file else []
+    guarded = any(found.name == watcher_name(paths.namespace, marks.GUARDIAN) for found in marked)
+    deadline_s = time.monotonic() + (FILES_DEADLINE_S if guarded else 0.0)
+    while missing := [path for path in needed if not path.is_file()]:
+        if time.monotonic() >= deadline_s:
+            late = f"its guardian has not made them again within {FILES_DEADLINE_S:g} s"
+            why = late if guarded else "no guardian lives that knows what was in them"
+            raise DynamoError(
+                f"namespace {paths.namespace!r} cannot be adopted: {', '.join(map(str, missing))}, by which its "
+                f"running etcd and NATS are reached, were removed, and {why}. Its workers finish what they stream: "
+                "`dynamo down` lets them finish and ends them, `dynamo serve --replace` starts anew"
+            )
+        time.sleep(FILES_POLL_S)
 
 
 def _running(state: State, marked: list[Marked]) -> Iterator[tuple[str, int]]:

@@ -15,7 +15,10 @@ OPTION = "guarded"
 
 @dataclass(frozen=True, slots=True)
 class GuardedRun:
-    """What a guardian watches: an arbiter (started so many seconds after boot), and what it would leave behind."""
+    """What a guardian watches: an arbiter (started so many seconds after boot), and what it would leave behind.
+
+    `files` are those that the guardian writes again if they go with the arbiter.
+    """
 
     namespace: str
     run_id: str
@@ -25,6 +28,7 @@ class GuardedRun:
     arbiter_pid: int
     arbiter_start_time: float
     keep: bool
+    files: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
         """Write it for the guardian to read; the file appears whole or not at all."""
@@ -36,7 +40,8 @@ class GuardedRun:
     @classmethod
     def read(cls, path: Path) -> GuardedRun:
         """What `write` wrote."""
-        return cls(**json.loads(path.read_text()))
+        read = json.loads(path.read_text())
+        return cls(**{**read, "files": tuple(read["files"])})
 
     @property
     def paths(self) -> Paths:

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,11 @@ PLUGIN = "dynamo_local.circus_plugins.guardian.Guardian"
 
 
 class Guarding:
-    """Keeps one guardian running."""
+    """Keeps one guardian running. `files` says which files it has to write again if they go with the arbiter."""
 
-    def __init__(self, host: ProcessHost, deployment: Deployment, clock: Clock) -> None:
+    def __init__(
+        self, host: ProcessHost, deployment: Deployment, clock: Clock, files: Callable[[], Iterable[Path]]
+    ) -> None:
         paths, run_id, keep = deployment.paths, deployment.run_id, deployment.settings.keep_on_arbiter_death
         self.name = watcher_name(paths.namespace, GUARDIAN)
         self.log_file = paths.log_file(self.name)
@@ -50,6 +52,7 @@ class Guarding:
         self._paths = paths
         self._run_id = run_id
         self._clock = clock
+        self._files = files
         self._leaving = False
         self._started_s = 0.0
         self._delay_s = RESTART_DELAY_S
@@ -86,6 +89,7 @@ class Guarding:
             arbiter_pid=os.getpid(),
             arbiter_start_time=start_time_s(os.getpid()) or 0.0,
             keep=self.keep,
+            files=tuple(str(path) for path in self._files()),
         )
         guarded.write(file)
         return file

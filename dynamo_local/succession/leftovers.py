@@ -133,7 +133,7 @@ def _known(name: str, entry: Mapping[str, Any]) -> Known:
     )
 
 
-def _in_sessions(of: Iterable[Known]) -> dict[int, str]:
+def in_sessions(of: Iterable[Known]) -> dict[int, str]:
     """pid -> name, of everything in the sessions that these processes lead, or led.
 
     A session's number is not reused while it has members. The session is not ours if its leader lives and is another
@@ -216,7 +216,7 @@ def end_workers(paths: Paths, run: Recorded, *, living: Iterable[str] = ()) -> l
             for found in marked(paths)
             if found.name not in helpers and not (found.name in spared and found.run_id == run.run_id)
         }
-        return by_mark | _in_sessions(condemned)
+        return by_mark | in_sessions(condemned)
 
     return end(find)
 
@@ -231,7 +231,7 @@ def end_children(paths: Paths, run_id: str, name: str) -> list[str]:
 def end_sessions(of: Iterable[Known]) -> list[str]:
     """End what is left in the sessions of these processes."""
     of = list(of)
-    return end(lambda: _in_sessions(of))
+    return end(lambda: in_sessions(of))
 
 
 def end_servers(paths: Paths, run: Recorded) -> list[str]:
@@ -242,7 +242,7 @@ def end_servers(paths: Paths, run: Recorded) -> list[str]:
         known = [server for server in run.servers if server.name == name]
 
         def find(name: str = name, known: list[Known] = known) -> dict[int, str]:
-            return {found.pid: name for found in marked(paths) if found.name == name} | _in_sessions(known)
+            return {found.pid: name for found in marked(paths) if found.name == name} | in_sessions(known)
 
         ended += end(find)
     return ended

@@ -1,8 +1,8 @@
 """A reserve of file descriptors for the moment when the process runs out of them.
 
-libzmq ends its whole process (SIGABRT) when somebody connects and there is no descriptor for the connection: an arbiter
-without descriptors died of the `dynamo status` that asked what was wrong. So it keeps a few, checks every
-second whether it can still open one, and releases the reserve if it cannot.
+An arbiter without descriptors cannot say what is wrong, read its statefile or start a worker. So it keeps a few, checks
+every second whether it can still open one, and releases the reserve if it cannot. (The sockets of libzmq, which ends
+its process where it cannot accept, have a reserve of their own: `circus_plugins.gate`.)
 """
 
 from __future__ import annotations

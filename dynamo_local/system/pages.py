@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, Template
+
 from dynamo_local.core.extras import how_to_install
 from dynamo_local.errors import BadInput
 
@@ -22,6 +24,35 @@ th, td { border: 1px solid #ccc; padding: .2rem .5rem; text-align: right; vertic
 th:first-child, td:first-child, .words td, .words th { text-align: left }
 svg { width: 100%; height: auto }
 """.strip()
+
+_PAGES = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+
+def page_template(body: str, head: str = "") -> Template:
+    """The template of a page: `title`, `style` and a table of `facts` (`(what, value)`) before the body, what is not
+    marked safe escaped. `head` stands before the title."""
+    return _PAGES.from_string(
+        f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+{head}<title>{{{{ title }}}}</title>
+<style>
+{{{{ style | safe }}}}
+</style>
+</head>
+<body>
+<h1>{{{{ title }}}}</h1>
+<table class="words">
+{{% for what, value in facts %}}
+<tr><th>{{{{ what }}}}</th><td>{{{{ value }}}}</td></tr>
+{{% endfor %}}
+</table>
+{body}
+</body>
+</html>
+"""
+    )
 
 
 def check_plots(option: str = "--report") -> None:

@@ -34,7 +34,7 @@ from dynamo_local.telemetry.plugin_metrics import PluginMetrics, PluginsNow
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from dynamo_local.components.openai.server import HttpServer
+    from dynamo_local.components.openai.server import HttpServer, PrivateServer
 
 LOOPBACK = "127.0.0.1"
 PATH = "/metrics"
@@ -73,7 +73,8 @@ class Exporter:
         self._tasks = tasks
         self._place = place or Place()
         self._gpu_seconds = GpuSeconds()
-        self._server: HttpServer | None = None
+        self._server: HttpServer | PrivateServer | None = None
+        self._private: PrivateServer | None = None
         self._reports: ReportSchedule | None = None
         self.metrics = ArbiterMetrics(self.now, components)
         shell.observers.append(self)
@@ -135,7 +136,7 @@ class Exporter:
     async def start(self) -> None:
         """Listen. Raises `ConfigError` where port, socket or keys cannot be had."""
         from dynamo_local.components.openai.access import ApiKeyMiddleware
-        from dynamo_local.components.openai.server import HttpServer, bind_private_socket, bind_socket
+        from dynamo_local.components.openai.server import HttpServer, PrivateServer, bind_socket
 
         place, app = self._place, metrics_app(self.metrics.exposition)
         if place.api_key is not None:
@@ -144,11 +145,11 @@ class Exporter:
             app = ApiKeyMiddleware(app, keys)
             if source.kind == "file":
                 self._tasks.keep("API keys", keys.follow)
+        server: HttpServer | PrivateServer
         if place.socket is not None:
-            sock = bind_private_socket(place.socket)
+            server = self._private = PrivateServer(app, place.socket)
         else:
-            sock = bind_socket(LOOPBACK, place.port, option=PORT_OPTION)
-        server = HttpServer(app, sock, idle=True)
+            server = HttpServer(app, bind_socket(LOOPBACK, place.port, option=PORT_OPTION), idle=True)
         self._server = server
         await server.start()
         if self._reports is not None:
@@ -164,11 +165,20 @@ class Exporter:
             await server.stop()
 
     @property
+    def socket_files(self) -> tuple[Path, ...]:
+        """See `serve.runtime_folder.Listener`."""
+        return () if self._private is None else self._private.socket_files
+
+    async def renew_sockets(self) -> None:
+        """See `serve.runtime_folder.Listener`."""
+        if self._private is not None:
+            await self._private.renew_sockets()
+
+    @property
     def url(self) -> str | None:
         """`http://127.0.0.1:40123/metrics`, or `unix:///run/user/1000/dynamo/dynamo/metrics.sock`."""
-        if self._server is None:
-            return None
-        return self._server.url + ("" if self._place.socket is not None else PATH)
+        url = None if self._server is None else self._server.url
+        return url if url is None or self._place.socket is not None else url + PATH
 
     def now(self) -> Now:
         """The values of the gauges at this moment."""

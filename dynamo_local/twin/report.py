@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
-
 from dynamo_local.planner.policies.explain import explain_reason
 from dynamo_local.planner.values.decisions import Reason
-from dynamo_local.system.pages import STYLE, svg, write_page
+from dynamo_local.system.pages import STYLE, page_template, svg, write_page
 from dynamo_local.twin.fleet import FleetPoint
 from dynamo_local.twin.metrics import Metrics, percentile
 from dynamo_local.twin.options import Slo
@@ -38,8 +36,7 @@ def write_report(
     """Write the page. `facts` are `(what, value)` of the whole. Raises `BadInput` without matplotlib, or where the file
     cannot be written."""
     plots = [_plot(one, slo) for one in told]
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_PAGE)
-    text = page.render(
+    text = _PAGE.render(
         title=title,
         style=STYLE,
         facts=facts,
@@ -197,23 +194,8 @@ def _decisions(axis: Any, run: Run) -> None:
     axis.set_title("what the planner saw and did (▲ one more, ▼ one less)" if run.sightings else "no planner")
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{{ title }}</title>
-<style>
-{{ style }}
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<table class="words">
-{% for what, value in facts %}
-<tr><th>{{ what }}</th><td>{{ value }}</td></tr>
-{% endfor %}
-</table>
-<table>
+_PAGE = page_template(
+    """<table>
 <tr><th>run</th>{% for label in head %}<th>{{ label }}</th>{% endfor %}</tr>
 {% for name, cells in rows %}
 <tr><td>{{ name }}</td>{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>
@@ -230,7 +212,5 @@ _PAGE = """<!DOCTYPE html>
 {% endfor %}
 </table>
 {% endif %}
-{% endfor %}
-</body>
-</html>
-"""
+{% endfor %}"""
+)

@@ -110,15 +110,6 @@ async def test_a_prefix_lists_its_keys_in_order_and_no_others(kv: KeyValueStore,
     assert listed_at == revision
 
 
-async def test_put_if_absent_writes_once(kv: KeyValueStore, namespace: str) -> None:
-    """The second one changes nothing and says so."""
-    assert await kv.put_if_absent(f"{namespace}/once", b"first") is True
-    assert await kv.put_if_absent(f"{namespace}/once", b"second") is False
-    found = await kv.get(f"{namespace}/once")
-    assert found is not None
-    assert found.value == b"first"
-
-
 async def test_delete_says_whether_the_key_was_there(kv: KeyValueStore, namespace: str) -> None:
     """Deleting twice is no error."""
     await kv.put(f"{namespace}/gone", b"x")
@@ -150,8 +141,6 @@ async def test_a_lease_that_is_gone_is_a_typed_error(kv: KeyValueStore, namespac
         await kv.keepalive(lease_id)
     with pytest.raises(LeaseNotFound):
         await kv.put(f"{namespace}/x", b"x", lease_id)
-    with pytest.raises(LeaseNotFound):
-        await kv.put_if_absent(f"{namespace}/x", b"x", lease_id)
     assert await kv.get(f"{namespace}/x") is None
 
 
@@ -245,7 +234,6 @@ async def test_a_store_that_is_away_is_a_typed_error_in_time(subject: Subject) -
         lambda: subject.kv.get("a"),
         lambda: subject.kv.get_prefix("a"),
         lambda: subject.kv.put("a", b""),
-        lambda: subject.kv.put_if_absent("a", b""),
         lambda: subject.kv.delete("a"),
         lambda: subject.kv.revision(),
         lambda: subject.kv.grant(10),

@@ -7,17 +7,20 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.clock import AsyncioClock
+from dynamo_local.components.openai.server import PrivateServer
 from dynamo_local.infra.binaries import ServerBinary
 from dynamo_local.infra.embedded import EmbeddedServers
 from dynamo_local.infra.specs import NatsSpec, prepare
 from dynamo_local.serve.runtime_folder import RuntimeFolder
 from dynamo_local.system.host_errors import HostRefused
 from dynamo_local.system.paths import Paths
+from dynamo_local.telemetry.exporter import metrics_app
 from tests.drivers.served import auntil
 
 TOKEN = "0123456789abcdef"
@@ -38,25 +41,36 @@ class Kept:
         prepare(self.nats)
         servers.adopt("ns_nats", self.nats, pid=1)
         self.told: list[str] = []
-        self.folder = RuntimeFolder(self.paths, self.arbiter, servers, AsyncioClock(), self.told.append)
+        self.api = PrivateServer(metrics_app(lambda: b"1"), self.paths.planner_socket)
+        self.folder = RuntimeFolder(self.paths, [self.arbiter, self.api], servers, AsyncioClock(), self.told.append)
 
     async def answers(self) -> bool:
-        """As `dynamo ctl` asks."""
-        return bool((await asyncio.to_thread(ask_arbiter, self.paths, "numwatchers"))["status"] == "ok")
+        """As `dynamo ctl` asks, and as who uses the socket of an HTTP server."""
+        asked = await asyncio.to_thread(ask_arbiter, self.paths, "numwatchers")
+        transport = httpx.AsyncHTTPTransport(uds=str(self.paths.planner_socket))
+        async with httpx.AsyncClient(transport=transport) as http:
+            page = await http.get("http://arbiter/metrics")
+        return (asked["status"], page.status_code, self._mode()) == ("ok", 200, 0o600)
+
+    def _mode(self) -> int:
+        return self.paths.planner_socket.stat().st_mode & 0o777
 
 
 @pytest.fixture
 async def kept(short_folder: Path) -> AsyncIterator[Kept]:
     kept = Kept(short_folder)
     await kept.arbiter.start()
+    await kept.api.start()
     yield kept
+    await kept.api.stop()
     await kept.arbiter.close()
 
 
 async def test_nothing_is_done_while_nothing_is_missing(kept: Kept) -> None:
-    before = {path: path.stat().st_ino for path in kept.arbiter.socket_files}
+    sockets = (*kept.arbiter.socket_files, *kept.api.socket_files)
+    before = {path: path.stat().st_ino for path in sockets}
     await kept.folder.look()
-    assert {path: path.stat().st_ino for path in kept.arbiter.socket_files} == before
+    assert {path: path.stat().st_ino for path in sockets} == before
     assert kept.told == []
 
 
@@ -78,6 +92,9 @@ async def test_a_removed_socket_is_bound_again(kept: Kept) -> None:
     kept.paths.control_socket.unlink()
     await kept.folder.look()
     assert await kept.answers()
+    kept.paths.planner_socket.unlink()
+    await kept.folder.look()
+    assert await kept.answers()
     assert kept.nats.token_file.stat().st_ino == token
 
 
@@ -94,7 +111,7 @@ async def test_what_cannot_be_made_is_told_once_and_tried_again(kept: Kept) -> N
         await auntil(kept.paths.control_socket.exists)
         assert await kept.answers()
         assert kept.told[0].startswith(f"what is missing of {kept.paths.runtime} cannot be made again: ")
-        assert len(kept.told) == 2
+        await auntil(lambda: len(kept.told) == 2, what=lambda: kept.told)
     finally:
         task.cancel()
         await asyncio.wait({task})

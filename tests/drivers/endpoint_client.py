@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dynamo_local.infra.access import NatsAccess
+from dynamo_local.ports import Instance
+from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.requests import RequestPlane
 from dynamo_local.runtime.requests.client import NatsEndpointClient
 from tests.drivers.served import Served
 
 
+class Snapshot:
+    """A view of the instances that hears no news (`client.View`)."""
+
+    stale = False
+
+    def __init__(self, instances: tuple[Instance, ...]) -> None:
+        self._instances = instances
+
+    def instances(self) -> tuple[Instance, ...]:
+        return self._instances
+
+    async def changed(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        return
+
+
 @asynccontextmanager
 async def endpoint_client(served: Served, component: str, endpoint: str) -> AsyncIterator[NatsEndpointClient]:
     """It follows etcd from the first list on."""
+    async with request_plane(served) as (plane, kv):
+        yield await plane.client(kv, served.namespace, component, endpoint)
+
+
+@asynccontextmanager
+async def request_plane(served: Served) -> AsyncIterator[tuple[RequestPlane, EtcdStore]]:
+    """What clients are made of, and the graph's etcd."""
     env = served.environment()
     kv = await served.etcd()
     nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env))
     plane = RequestPlane(nats)
     try:
         await plane.start()
-        yield await plane.client(kv, served.namespace, component, endpoint)
+        yield plane, kv
     finally:
         await plane.close()
         await close_quietly(nats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ from dynamo_local.autoscale.observing import Observing
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config import PlannerConfig
 from dynamo_local.core.life.fleet import Fleet, Worker
-from dynamo_local.core.types import GraphSpec, Role, ServiceSpec, WorkerState
+from dynamo_local.core.types import GraphSpec, Missing, Role, ServiceSpec, WorkerState
 from dynamo_local.infra.access import NatsAccess
+from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S
+from dynamo_local.planner.values.passes import Engines
+from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from tests.drivers.served import Served
 
@@ -64,3 +68,27 @@ async def observing(
     finally:
         made.close()
         await close_quietly(nats)
+
+
+async def counted(observed: Observing, since_s: float, within_s: float = 60.0) -> Traffic:
+    """The traffic of a window that began then at the latest."""
+    async with asyncio.timeout(within_s):
+        while True:
+            window_s = max(0.1, asyncio.get_running_loop().time() - since_s) + SCRAPE_EVERY_S / 2
+            traffic = await observed.traffic(window_s)
+            if isinstance(traffic, Traffic):
+                return traffic
+            await asyncio.sleep(0.2)
+
+
+async def all_seen(observed: Observing, engines: int, within_s: float = 60.0) -> Engines:
+    """The engines, once there are so many, and something is known of each."""
+    found: Engines = {}
+    try:
+        async with asyncio.timeout(within_s):
+            while len(found) != engines or any(isinstance(seen.last, Missing) for seen in found.values()):
+                await asyncio.sleep(0.2 if found else 0.0)
+                found = await observed.passes()
+    except TimeoutError:
+        raise AssertionError(found) from None
+    return found

@@ -6,13 +6,9 @@ import asyncio
 
 import pytest
 
-from dynamo_local.autoscale.observing import Observing
-from dynamo_local.core.types import Missing, Role
-from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S
-from dynamo_local.planner.values.passes import Engines
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.core.types import Role
 from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
-from tests.drivers.observed import observing
+from tests.drivers.observed import all_seen, counted, observing
 from tests.dynamo1x.dynamo_graphs import WAIT_S, ask, graph, instances, listed
 from tests.fakes.data_plane.passes import WORKER, passed
 
@@ -20,30 +16,6 @@ pytestmark = [pytest.mark.timeout(500)]
 
 ROLES = {"Frontend": Role.FRONTEND, "Mocker": Role.AGGREGATED}
 REQUESTS, TOKENS = 8, 20
-
-
-async def all_seen(observed: Observing, engines: int) -> Engines:
-    """The engines, once something is known of each."""
-    found: Engines = {}
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while len(found) < engines or any(isinstance(seen.last, Missing) for seen in found.values()):
-                await asyncio.sleep(0.2)
-                found = await observed.passes()
-    except TimeoutError:
-        raise AssertionError(found) from None
-    return found
-
-
-async def counted(observed: Observing, since_s: float) -> Traffic:
-    """A window that began then at the latest."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            window_s = max(0.1, asyncio.get_running_loop().time() - since_s) + SCRAPE_EVERY_S / 2
-            traffic = await observed.traffic(window_s)
-            if isinstance(traffic, Traffic):
-                return traffic
-            await asyncio.sleep(0.2)
 
 
 @pytest.mark.full
@@ -54,15 +26,15 @@ async def test_requests_passes_and_cards_of_dynamos_workers(plane: str) -> None:
         served.start()
         await listed(served)
         async with observing(served, ROLES, runtime="dynamo-1x", counting=True) as (observed, _):
-            await all_seen(observed, 2)
-            quiet = await counted(observed, asyncio.get_running_loop().time() + 1.0)
+            await all_seen(observed, 2, WAIT_S)
+            quiet = await counted(observed, asyncio.get_running_loop().time() + 1.0, WAIT_S)
             async with served.client() as http:
                 for n in range(REQUESTS):
                     assert await ask(http, f"the {n}th question", TOKENS) == TOKENS
-            traffic = await counted(observed, quiet.at_s)
+            traffic = await counted(observed, quiet.at_s, WAIT_S)
             assert (traffic.num_req, traffic.osl) == (REQUESTS, TOKENS)
             assert isinstance(traffic.ttft_ms, float)
-            found = await all_seen(observed, 2)
+            found = await all_seen(observed, 2, WAIT_S)
             passes = [one for seen in found.values() for one in seen.passes]
             assert sum(one.scheduled.num_decode_requests for one in passes) > 0
             assert {engine.worker_id for engine in found} == {

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dynamo_local.core.floors import floor_workers
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.policies.rules import floor_workers
 from dynamo_local.planner.values.decisions import Observation, Rule
 from dynamo_local.planner.values.readings import Reading
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, pool, reading, worker_pools

@@ -53,7 +53,6 @@ from tests.simulation.world import (
 )
 
 HEALTH_EVERY_S = 2.0
-BY_COMMAND = (DrainRequested, RestartRequested, SpawnRequested)
 LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
 
 

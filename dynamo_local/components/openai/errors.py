@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from dynamo_local import errors
+from dynamo_local.components.limits import MAX_MODEL_SHOWN, shortened
 
 RETRY_AFTER_S = 1
 """The default `Retry-After`: a new worker, or a free slot, is used within 50 ms."""
@@ -95,7 +96,8 @@ def unauthorized(*, shown: bool) -> ApiError:
 
 def model_not_found(model: str) -> ApiError:
     """404 for a model that nobody here has ever served."""
-    message = f"The model `{model}` does not exist here; GET /v1/models lists those that are served now."
+    shown = shortened(model, MAX_MODEL_SHOWN)  # a name of the client's, known to nobody
+    message = f"The model `{shown}` does not exist here; GET /v1/models lists those that are served now."
     return ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -192,6 +192,49 @@ class HttpServer:
             self._task.cancel()
 
 
+class PrivateServer:
+    """An application on a unix socket that only this user can open, from `start` to `stop`."""
+
+    def __init__(self, app: ASGIApp, path: Path) -> None:
+        self._app = app
+        self._path = path
+        self._server: HttpServer | None = None
+
+    @property
+    def socket_files(self) -> tuple[Path, ...]:
+        """The socket's, while it is listened on."""
+        return () if self._server is None else (self._path,)
+
+    @property
+    def url(self) -> str | None:
+        """`unix:///run/…/api.sock`; None while nobody listens."""
+        return None if self._server is None else self._server.url
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` where the socket cannot be had."""
+        server = HttpServer(self._app, bind_private_socket(self._path), idle=True)
+        try:
+            await server.start()
+        except BaseException:
+            await server.stop()
+            raise
+        self._server = server
+
+    async def renew_sockets(self) -> None:
+        """Listen again where somebody has removed the socket's file. Whoever is connected gets his answer first."""
+        before = self._server
+        if before is not None and not self._path.exists():
+            await self.start()
+            await before.stop()
+
+    async def stop(self) -> None:
+        """Stop listening; the socket goes. Nothing, if it was not started."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+            self._path.unlink(missing_ok=True)
+
+
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.critical("the HTTP server ended unexpectedly", exc_info=task.exception())

@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
+from dynamo_local.components.limits import shortened
 from dynamo_local.components.text.detokenizer import Detokenizer, TokenTable
 from dynamo_local.components.text.model import TINY_FOLDER, TINY_MODEL
 from dynamo_local.errors import ConfigError, InvalidRequest
@@ -84,6 +85,7 @@ def _text_of(content: Any, index: int) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
+            kind = shortened(str(kind))
             raise InvalidRequest(
                 f"messages[{index}].content holds a part of type {kind!r}; this server takes text parts only",
                 param="messages",

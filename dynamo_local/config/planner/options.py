@@ -85,6 +85,11 @@ class PlannerConfig(
             raise ValueError(
                 f"min_gpu_budget ({self.min_gpu_budget}) must not exceed max_gpu_budget ({self.max_gpu_budget})"
             )
+        if self.policy == "sla" and self.min_endpoint == 0:
+            raise ValueError(
+                "min_endpoint 0: the policy sla keeps one worker of each role, because its corrections are measured on "
+                "workers that serve; say 1, or take throughput-load, whose throughput loop goes to 0 and back"
+            )
         if self.policy == "throughput-load" and (why := throughput_load.wrong(self)) is not None:
             raise ValueError(why)
         check_plugins(self.scheduling, self.plugin_registration)

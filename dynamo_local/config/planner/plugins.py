@@ -23,7 +23,7 @@ Hold = Literal["ACCEPT_WHEN_IDLE", "HOLD_LAST"]
 Subject = Annotated[str, Field(min_length=1, max_length=128)]
 SecretSource = Annotated[str, AfterValidator(lambda text: str(parse_source(text)))]
 
-_TCP = re.compile(r"(?:grpc://)?((?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5})")
+_TCP = re.compile(r"(?:grpcs?://)?((?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5})")
 _UNIX = re.compile(r"unix:(?://)?(/\S+)")
 
 
@@ -56,8 +56,11 @@ class GatewayConfig(_Section):
     """Whether there is one."""
     listen: str | None = None
     """`unix:///PATH` or `HOST:PORT`; by default `plugins.sock` in the runtime folder, which only this user can open."""
+    tls: bool = False
+    """A port speaks TLS, with the certificate of DYN_PLUGIN_TLS_CERT_PATH and _KEY_PATH. With _CA_CERT_PATH whoever
+    registers must show one of that authority, too."""
     allow_insecure: bool = False
-    """A port is not encrypted: it wants this, and a secret that whoever registers must show."""
+    """A port without TLS is not encrypted: it wants this. Any port wants a secret that whoever registers must show."""
 
     @property
     def tcp(self) -> str | None:
@@ -75,10 +78,12 @@ class GatewayConfig(_Section):
     def _consistent(self) -> Self:
         if self.listen is not None and self.tcp is None and self.socket is None:
             raise ValueError("gateway.listen must be unix:///PATH or HOST:PORT")
-        if self.tcp is not None and not self.allow_insecure:
+        if self.tcp is not None and not (self.tls or self.allow_insecure):
             raise ValueError(
-                "gateway.listen is a port, which is not encrypted: set gateway.allow_insecure, or a socket"
+                "gateway.listen is a port, which is not encrypted: set gateway.tls, gateway.allow_insecure, or a socket"
             )
+        if self.tls and self.tcp is None:
+            raise ValueError("gateway.tls is of a port; a socket is this user's alone")
         return self
 
 
@@ -107,7 +112,7 @@ class ExternalPluginConfig(_PluginConfig):
     """A plugin that is a gRPC server, and does not register itself."""
 
     endpoint: str
-    """`unix:///PATH`, or `grpc://HOST:PORT` with `allow_insecure_grpc`."""
+    """`unix:///PATH`, `grpcs://HOST:PORT` (TLS), or `grpc://HOST:PORT` with `allow_insecure_grpc`."""
     auth_token: SecretSource | None = None
     """Where its token is, if it is to answer for itself at the gateway: `file:PATH` or `env:NAME`."""
     protocol_version: str = "1.0"

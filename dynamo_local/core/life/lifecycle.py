@@ -12,7 +12,8 @@ The rules, in prose:
 * A process that goes unasked has *crashed*, exit code 0 included; so has one that hangs (`HealthFailed`), also
   where its lease has expired of that first, which looked like a drain; and so has one that was silent when its lease
   ended, was not asked to leave by us, and ended by a signal or with another code than 0.
-* A crash, and a start past its deadline, end in *backing off* (then *starting* again) or *faulted*.
+* A crash, and a start past its deadline, end in *backing off* (then *starting* again) or *faulted*. So does the exit
+  of a worker whose lease somebody else revoked, under `on-foreign-revoke: restart`.
   `BackoffStarted`, `Faulted` and `Removed` are given only when no process is left: the GPU goes with the
   process, not with the state.
 * Past its deadline a drain is *drain timed out* until the killed session is gone, then *exited*.
@@ -197,6 +198,8 @@ NEXT: dict[tuple[S, type[Event]], S] = {
     (S.FAULTED, RestartRequested): S.PENDING,
     (S.FAULTED, Removed): S.EXITED,
     (S.EXITED, RestartRequested): S.PENDING,
+    (S.EXITED, BackoffStarted): S.BACKING_OFF,
+    (S.EXITED, Faulted): S.FAULTED,
 }
 
 

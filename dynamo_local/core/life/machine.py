@@ -82,8 +82,12 @@ def step(fleet: Fleet, stimulus: Stimulus, now_s: float) -> tuple[Fleet, tuple[I
 
 def next_due_s(fleet: Fleet) -> float | None:
     """When the next `Tick` is due; None while nothing is waited for but observations."""
-    times = [worker.due_s for worker in fleet.workers.values() if worker.due_s is not None]
-    times += [w.absent_s + observing.ABSENT_FOR_S for w in fleet.workers.values() if w.absent_s is not None]
+    times = []
+    for worker in fleet.workers.values():  # at every step, twice: one pass
+        if worker.due_s is not None:
+            times.append(worker.due_s)
+        if worker.absent_s is not None:
+            times.append(worker.absent_s + observing.ABSENT_FOR_S)
     if fleet.look_s is not None and not fleet.looking:
         times.append(fleet.look_s)
     return min(times, default=None)

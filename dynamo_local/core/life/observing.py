@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamo_local.core.life import leaving, starting
 from dynamo_local.core.life.draft import Draft
+from dynamo_local.core.life.endings import STARTED_AGAIN
 from dynamo_local.core.life.fleet import Course, Worker
 from dynamo_local.core.life.lifecycle import DrainCancelled, LeaseRevoked, Registered
 from dynamo_local.core.life.restarts import NOTICED_LATE_S, forgive
@@ -82,7 +83,7 @@ def unregistered(draft: Draft, worker: Worker, lease: str, why: str) -> None:
     guess: dict[str, Any] = {} if ours else {"due_s": None, "lapsed": _unheard(worker)}
     if not ours and draft.fleet.restart_revoked and worker.course is Course.STEADY and draft.fleet.leaving is None:
         guess["course"] = Course.RESTARTING
-        why += "; it is started again"
+        why += STARTED_AGAIN
     draft.apply(worker.name, event, **gone, **guess, lease_gone=not ours, reason=worker.reason or why)
 
 

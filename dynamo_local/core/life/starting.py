@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dynamo_local.core.exit_codes import how_it_ended
 from dynamo_local.core.gpus import occupant
 from dynamo_local.core.life import leaving
 from dynamo_local.core.life.draft import Draft
+from dynamo_local.core.life.endings import STARTED_AGAIN, UNHEARD, comes_back_unasked, was_leaving, why_it_ended
 from dynamo_local.core.life.fleet import Course, Exit, Failure, GpuReturn, Process, Worker
 from dynamo_local.core.life.instructions import (
     EndSession,
@@ -42,7 +42,6 @@ RETURN_DEADLINE_S = 30.0
 RETURN_POLL_S = 0.1
 GPU_POLL_S = 0.5
 """How often devices are looked at for those who wait for a free one."""
-UNHEARD = "it had answered nothing when its lease ended"
 RESTART_POLICY = "restart-policy"
 """The cause of what a worker's own failures bring about."""
 
@@ -150,7 +149,7 @@ def process_gone(draft: Draft, seen: ProcessGone) -> None:
 
 def exited(draft: Draft, worker: Worker, seen: Exit) -> None:
     """Its leases are revoked, what it left behind is ended; what comes after that is `after_process`."""
-    left = _was_leaving(worker, seen.code)
+    left = was_leaving(worker, seen.code)
     ran_s = 0.0 if worker.ready_s is None else seen.at_s - worker.ready_s
     event = ProcessExited(stimulus_id=seen.cause, exit_code=seen.code)
     _ended(draft, worker, event, Failure(seen.at_s, ran_s, seen.unit))
@@ -171,13 +170,14 @@ def ended_unseen(draft: Draft, name: str) -> None:
 
 def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure) -> None:
     """Apply the end of the process; it is a `failure` unless the worker was to leave. Its leases are revoked."""
-    left, reason = _was_leaving(worker, event.exit_code), _why_it_ended(worker, event.exit_code)
+    left, reason = was_leaving(worker, event.exit_code), why_it_ended(worker, event.exit_code)
     draft.process_ended(worker.name, event.exit_code)
     if left and worker.lease_gone and worker.asked_s is None and worker.course is Course.STEADY:
         draft.revoked_outside(worker)
     if worker.state is S.DRAINING and not left:
         draft.apply(worker.name, HealthFailed(stimulus_id=leaving.HEALTH, reason=reason or UNHEARD))
-    draft.apply(worker.name, event, failure=None if left else failure, reason=reason)
+    counts = not left or comes_back_unasked(worker)
+    draft.apply(worker.name, event, failure=failure if counts else None, reason=reason)
     # First those of what is behind it: requests are still sent there.
     for lease in (*worker.other_leases, worker.lease):
         if lease is not None:
@@ -187,25 +187,6 @@ def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure)
 def _sweep(draft: Draft, name: str) -> None:
     draft.change(name, write=False, sweeping=True)
     draft.do(Sweep(name))
-
-
-def _was_leaving(worker: Worker, code: int | None) -> bool:
-    """It ended because it was to. Not one whose lease went while nobody heard of it, and that did not end in order:
-    it was stopped for longer than its lease lives, and died of something else."""
-    if worker.state is S.DRAINING:
-        return not worker.lapsed or code in (0, None)
-    return worker.state is S.DRAIN_TIMED_OUT
-
-
-def _why_it_ended(worker: Worker, code: int | None) -> str | None:
-    left = _was_leaving(worker, code)
-    if not left and worker.state is S.DRAINING:
-        return f"{how_it_ended(code)}; {UNHEARD}"
-    if not left and worker.state in (S.STARTING, S.READY):
-        return how_it_ended(code)
-    if left and code not in (0, None) and worker.state is S.DRAINING:
-        return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
-    return worker.reason
 
 
 def swept(draft: Draft, name: str) -> None:
@@ -225,7 +206,9 @@ def after_process(draft: Draft, name: str) -> None:
     if draft.fleet.leaving is not None:
         return
     if worker.state is S.EXITED:
-        if worker.course in (Course.RESTARTING, Course.RETURNING):
+        if comes_back_unasked(worker):
+            after_failure(draft, name)
+        elif worker.course in (Course.RESTARTING, Course.RETURNING):
             revive(draft, name, worker.cause or "restart")
         else:
             remove(draft, name)
@@ -240,25 +223,30 @@ def after_process(draft: Draft, name: str) -> None:
 
 
 def after_failure(draft: Draft, name: str) -> None:
-    """Restart with back-off, counted from the end of the process, or give up: `restarts` decides."""
+    """Restart with back-off, counted from the end of the process, or give up: `restarts` decides.
+
+    A worker that comes back after a lease that somebody else revoked is counted as one that failed: whoever revokes
+    every lease as soon as he sees it would else have it started again and again without a pause.
+    """
     worker = draft.worker(name)
     failure = worker.failure or Failure(draft.now_s, 0.0, 0.5)
     if worker.course is Course.LEAVING:  # taken back meanwhile
         draft.apply(name, Removed(stimulus_id=RESTART_POLICY), course=Course.STEADY)
         remove(draft, name)
         return
+    why = (worker.reason or "it failed").removesuffix(STARTED_AGAIN)
     history, verdict = after_exit(
         worker.history,
         now_s=draft.now_s,
         ran_s=failure.ran_s,
         infra_ok=draft.fleet.infra_ok,
         unit=failure.unit,
-        why=worker.reason or "it failed",
+        why=why,
         policy=draft.fleet.policy,
     )
     if isinstance(verdict, Fault):
         event = Faulted(stimulus_id=RESTART_POLICY, reason=verdict.reason)
-        draft.apply(name, event, history=history, reason=verdict.reason)
+        draft.apply(name, event, course=Course.STEADY, history=history, reason=verdict.reason)
         told = f"{name} is faulted: {verdict.reason}; `dynamo restart {name}` tries again"
         draft.do(Tell(told, Ailing(name)))
         give_back(draft, name, keep=False)
@@ -266,7 +254,7 @@ def after_failure(draft: Draft, name: str) -> None:
     waits = isinstance(verdict, WaitForInfra)
     due_s = None if waits else max(draft.now_s, failure.at_s + verdict.delay_s)
     event_ = BackoffStarted(stimulus_id=RESTART_POLICY, delay_s=verdict.delay_s)
-    draft.apply(name, event_, history=history, held_back=waits, due_s=due_s)
+    draft.apply(name, event_, course=Course.STEADY, history=history, held_back=waits, due_s=due_s)
 
 
 def backoff_over(draft: Draft, worker: Worker) -> None:

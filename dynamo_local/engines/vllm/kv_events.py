@@ -7,7 +7,6 @@ is known, and unknown blocks count as not cached.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.engines.vllm.zmq_listener import ZmqListener
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import KvEventPublisher
 
@@ -123,30 +123,24 @@ class KvEventBridge:
         self.blocks = KvBlocks()
         self._publisher = publisher
         self._next_seq = 0
-        self._context: zmq.asyncio.Context | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._listener = ZmqListener(self._heard, "vLLM's KV events")
 
     def start(self) -> None:
         """Listen. Call it before the engine starts, so that no event is missed."""
-        self._context = zmq.asyncio.Context()
-        socket = self._context.socket(zmq.SUB)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)  # no bound: a dropped event would be a gap
-        socket.subscribe(b"")
-        socket.connect(self.endpoint)
-        self._task = asyncio.create_task(self._listen(socket), name="vLLM's KV events")
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        def attach(socket: zmq.asyncio.Socket) -> None:
+            socket.setsockopt(zmq.RCVHWM, 0)  # no bound: a dropped event would be a gap
+            socket.subscribe(b"")
+            socket.connect(self.endpoint)
+
+        self._listener.start(zmq.SUB, attach)
+
+    def _heard(self, frames: Sequence[bytes]) -> None:
         try:
-            while True:
-                frames = await socket.recv_multipart()
-                try:
-                    self.received(frames)
-                except (msgspec.DecodeError, ValueError, KeyError, TypeError, OverflowError):
-                    log.exception("an event of vLLM's KV cache cannot be read; nothing is known of the cache any more")
-                    self._publisher.publish(list(self.blocks.clear()))
-        finally:
-            socket.close()
+            self.received(frames)
+        except (msgspec.DecodeError, ValueError, KeyError, TypeError, OverflowError):
+            log.exception("an event of vLLM's KV cache cannot be read; nothing is known of the cache any more")
+            self._publisher.publish(list(self.blocks.clear()))
 
     def received(self, frames: Sequence[bytes]) -> None:
         """`topic, sequence number (8 bytes, big endian), msgpack of [timestamp, events, rank]`."""
@@ -163,8 +157,4 @@ class KvEventBridge:
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-        if self._context is not None:
-            self._context.term()
+        await self._listener.close()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.engines.vllm.pass_watch import ToldPasses
+from dynamo_local.engines.vllm.zmq_listener import ZmqListener
 from dynamo_local.ports import PassSink
 
 log = logging.getLogger(__name__)
@@ -39,35 +39,21 @@ class PassBridge:
     def __init__(self, endpoint: str, sink: PassSink) -> None:
         self.endpoint = endpoint
         self._sink = sink
-        self._context: zmq.asyncio.Context | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._listener = ZmqListener(self._heard, "vLLM's passes")
 
     def start(self) -> None:
         """Listen. Call it before the engine starts."""
-        self._context = zmq.asyncio.Context()
-        socket = self._context.socket(zmq.PULL)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(self.endpoint)
-        self._task = asyncio.create_task(self._listen(socket), name="vLLM's passes")
+        self._listener.start(zmq.PULL, lambda socket: socket.bind(self.endpoint))
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+    def _heard(self, frames: Sequence[bytes]) -> None:
         try:
-            while True:
-                message = await socket.recv()
-                try:
-                    received(message, self._sink.record, asyncio.get_running_loop().time())
-                except (msgspec.DecodeError, TypeError):
-                    log.exception("what vLLM's scheduler told cannot be read")
-        finally:
-            socket.close()
+            received(frames[0], self._sink.record, asyncio.get_running_loop().time())
+        except (msgspec.DecodeError, TypeError):
+            log.exception("what vLLM's scheduler told cannot be read")
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-        if self._context is not None:
-            self._context.term()
+        await self._listener.close()
 
 
 def received(message: bytes, record: Callable[[ForwardPass], None], now_s: float) -> None:

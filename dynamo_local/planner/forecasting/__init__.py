@@ -1,1 +1,1 @@
-"""What runs a `ForecastTask` where it holds nobody up: `runners.Forecaster`, and the process behind it."""
+"""What runs a `ForecastTask` where it holds nobody up: `planner.sources.Forecaster`, and the process behind it."""

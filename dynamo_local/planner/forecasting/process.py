@@ -54,7 +54,8 @@ class ForecastProcess:
         return None if self._child is None else self._child.pid
 
     async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
-        """See `runners.Forecaster`. Waiting for an earlier task, and the process's start, are part of the deadline."""
+        """See `Forecaster` (`planner.sources`). Waiting for an earlier task, and the process's start, are part of the
+        deadline."""
         try:
             async with asyncio.timeout(deadline_s), self._turn:
                 return await self._answer(task)

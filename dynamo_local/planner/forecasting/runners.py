@@ -1,8 +1,6 @@
-"""Who runs a forecast: the arbiter off its loop, the twin here and now."""
+"""Who runs a forecast (`planner.sources.Forecaster`): the arbiter off its loop, the twin here and now."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.forecasting.answering import answer
@@ -12,18 +10,6 @@ from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
 
 DEADLINE_S = 60.0
 """For one forecast, where the windows are not shorter: the first one of a process has seconds of imports before it."""
-
-
-class Forecaster(Protocol):
-    """Runs forecasts."""
-
-    async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
-        """The answer, or the reason why there is none within `deadline_s` seconds. Never raises for a task."""
-        ...
-
-    async def close(self) -> None:
-        """End what it has started."""
-        ...
 
 
 class InlineForecaster:
@@ -47,4 +33,5 @@ class ArbiterForecaster:
         return answer(task) if is_light(task.predictor) else await self._process.run(task, deadline_s)
 
     async def close(self) -> None:
+        """End the process."""
         await self._process.close()

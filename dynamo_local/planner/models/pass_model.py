@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from dynamo_local.planner.models.regression import Linear, Sample, fitted, kept, proportional, spread
+from dynamo_local.planner.models.regression import MIN_PREDICTION_S, Linear, Sample, fitted, kept, proportional, spread
 from dynamo_local.planner.values.passes import ForwardPass
 
 
@@ -51,18 +51,19 @@ RECENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """The last `RECENT` values of something, whose mean is asked for."""
+    """The last `RECENT` values of something, whose mean is asked for: once for each engine and tick, so it is at hand.
+
+    `mean` is None before the first value: never 0."""
 
     values: tuple[float, ...] = ()
+    mean: float | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", sum(self.values) / len(self.values) if self.values else None)
 
     def with_(self, more: Sequence[float]) -> Recent:
         """With these, the newest last."""
         return Recent((*self.values, *more)[-RECENT:]) if more else self
-
-    @property
-    def mean(self) -> float | None:
-        """None before the first value: never 0."""
-        return sum(self.values) / len(self.values) if self.values else None
 
 
 NOTHING, USUAL = Recent(), Learning()
@@ -86,6 +87,10 @@ class PassModel:
     isl: Recent = NOTHING
     decode_length: Recent = NOTHING
     prefill_tokens: Recent = NOTHING
+    _per: tuple[float, float, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_per", self._coefficients())
 
     @property
     def ready(self) -> bool:
@@ -116,8 +121,23 @@ class PassModel:
 
     def pass_s(self, *, prefill_tokens: float = 0, decode_requests: float = 0, decode_kv: float = 0) -> float:
         """Seconds that such a pass takes. The model must be ready."""
-        assert self.line is not None, "a model that is not ready was asked"
-        return self.line.at(self._x(prefill_tokens, decode_requests, decode_kv))
+        line, (per_token, per_request, per_kv) = self.line, self._per
+        assert line is not None, "a model that is not ready was asked"
+        took_s = line.intercept + per_token * prefill_tokens + per_request * decode_requests + per_kv * decode_kv
+        return took_s if took_s > MIN_PREDICTION_S else MIN_PREDICTION_S
+
+    def _coefficients(self) -> tuple[float, float, float]:
+        """The line's, of prompt tokens, decode requests and their KV; 0 of what the duration does not depend on.
+
+        `pass_s` is asked some hundred times in a tick, so that it finds them in their places."""
+        if self.line is None:
+            return 0.0, 0.0, 0.0
+        of = self.line.coefficients
+        if self.kind is Kind.PREFILL:
+            return of[0], 0.0, 0.0
+        if self.kind is Kind.AGG:
+            return of[0], 0.0, of[1]
+        return (0.0, of[0], of[1]) if self._by_requests else (0.0, 0.0, of[0])
 
     def _with(self, found: Sequence[Sample], source: str) -> PassModel:
         rules = self.learning

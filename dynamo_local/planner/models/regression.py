@@ -51,20 +51,28 @@ def kept(samples: Sequence[Sample], *, most: int, buckets: int) -> tuple[Sample,
     """
     if len(samples) <= most:
         return tuple(samples)
-    dimensions = range(len(samples[0].x))
-    parts = buckets if len(dimensions) == 1 else math.isqrt(buckets)
-    lows = [min(sample.x[d] for sample in samples) for d in dimensions]
-    spans = [max(sample.x[d] for sample in samples) - lows[d] for d in dimensions]
-    rooms: dict[tuple[int, ...], deque[int]] = {}
-    for index, sample in enumerate(samples):
-        room = tuple(
-            min(parts - 1, int(parts * (sample.x[d] - lows[d]) / spans[d])) if spans[d] > 0 else 0 for d in dimensions
-        )
-        rooms.setdefault(room, deque()).append(index)
+    dimensions = len(samples[0].x)
+    parts = buckets if dimensions == 1 else math.isqrt(buckets)
+    places = [0] * len(samples)
+    for values in zip(*(sample.x for sample in samples), strict=True):
+        low = min(values)
+        span = max(values) - low
+        if span > 0:
+            last = parts - 1
+            places = [
+                place * parts + min(last, int(parts * (value - low) / span))
+                for place, value in zip(places, values, strict=True)
+            ]
+    rooms: dict[int, deque[int]] = {}
+    for index, place in enumerate(places):
+        rooms.setdefault(place, deque()).append(index)
     dropped = set()
+    counts = {place: len(indices) for place, indices in rooms.items()}
     for _ in range(len(samples) - most):
-        fullest = max(rooms.values(), key=lambda indices: (len(indices), -indices[0] if indices else 0))
-        dropped.add(fullest.popleft())
+        largest = max(counts.values())
+        fullest = min((place for place, count in counts.items() if count == largest), key=lambda place: rooms[place][0])
+        dropped.add(rooms[fullest].popleft())
+        counts[fullest] -= 1
     return tuple(sample for index, sample in enumerate(samples) if index not in dropped)
 
 

@@ -19,7 +19,7 @@ ALIGNED_S = 1e-3
 
 _VERSION = re.compile(r"\d{1,6}(\.\d{1,6}){0,3}")
 _PATH = re.compile(r"[a-z][a-z_]{0,63}(\.[a-z][a-z_]{0,63}){0,3}")
-_TCP = re.compile(r"grpc://((?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5}))")
+_TCP = re.compile(r"grpcs?://((?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5}))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a plugin listens, as a gRPC target. `transport` is "unix" or "grpc"."""
+    """Where a plugin listens, as a gRPC target. `transport` is "unix", "grpc", or "grpcs" (TLS)."""
 
     transport: str
     target: str
@@ -90,9 +90,11 @@ def endpoint_of(text: str, rules: Rules) -> Endpoint:
             raise ValueError("a unix socket is unix:///PATH, of at most 107 bytes")
         return Endpoint("unix", f"unix:{path}")
     if not (found := _TCP.fullmatch(text)) or not 0 < int(found[2]) < 65536:
-        raise ValueError("an endpoint is unix:///PATH or grpc://HOST:PORT")
+        raise ValueError("an endpoint is unix:///PATH, grpcs://HOST:PORT or grpc://HOST:PORT")
+    if text.startswith("grpcs:"):
+        return Endpoint("grpcs", found[1])
     if not rules.allow_insecure_grpc:
-        raise ValueError("grpc:// is neither encrypted nor authenticated: it needs allow_insecure_grpc")
+        raise ValueError("grpc:// is neither encrypted nor authenticated: it needs allow_insecure_grpc, or grpcs://")
     return Endpoint("grpc", found[1])
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 
 from dynamo_local.errors import ConfigError
+from dynamo_local.infra.access import Tls
+from dynamo_local.infra.grpc_tls import server_credentials
 from dynamo_local.planner.pipeline.answers import Unusable, shown
 from dynamo_local.planner.pipeline.registering import malformed
 from dynamo_local.planner.plugins import codec, wire
@@ -33,8 +35,9 @@ class Gateway:
         self._server: grpc.aio.Server | None = None
         self.where: str | None = None
 
-    async def start(self, *, socket: Path | None = None, tcp: str | None = None) -> None:
-        """On a unix socket, or on HOST:PORT. Raises `ConfigError` where it cannot."""
+    async def start(self, *, socket: Path | None = None, tcp: str | None = None, tls: Tls | None = None) -> None:
+        """On a unix socket, or on HOST:PORT, there with TLS where it is given. Raises `ConfigError` where it cannot."""
+        credentials = None if tls is None else server_credentials(tls)
         server = grpc.aio.server(
             maximum_concurrent_rpcs=CALLS_MAX,
             options=[("grpc.max_receive_message_length", REQUEST_BYTES_MAX), ("grpc.so_reuseport", 0)],
@@ -49,7 +52,10 @@ class Gateway:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(f"{wire.PACKAGE}.{SERVICE}", methods),))
         target = f"unix:{_fit(socket)}" if socket is not None else str(tcp)
         try:
-            port = server.add_insecure_port(target)
+            if credentials is None:
+                port = server.add_insecure_port(target)
+            else:
+                port = server.add_secure_port(target, credentials)
         except RuntimeError:
             port = 0
         if port == 0:
@@ -62,7 +68,7 @@ class Gateway:
         if socket is not None:
             os.chmod(socket, 0o600)
         self._server = server
-        self.where = f"unix://{socket}" if socket is not None else f"grpc://{target.rpartition(':')[0]}:{port}"
+        self.where = f"unix://{socket}" if socket is not None else _url(target, port, tls)
 
     async def stop(self) -> None:
         """Ends the server; calls under way have half a second."""
@@ -107,6 +113,10 @@ class Gateway:
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED, f"{what}: you have registered no such plugin; register it (again)"
             )
+
+
+def _url(target: str, port: int, tls: Tls | None) -> str:
+    return f"{'grpc' if tls is None else 'grpcs'}://{target.rpartition(':')[0]}:{port}"
 
 
 def _handler(name: str, handle: Handler) -> Any:

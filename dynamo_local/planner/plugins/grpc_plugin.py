@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import grpc
 
+from dynamo_local.infra.access import Tls
+from dynamo_local.infra.grpc_tls import channel_credentials
 from dynamo_local.planner.pipeline.answers import Unusable, shown
 from dynamo_local.planner.pipeline.context import PipelineContext
 from dynamo_local.planner.pipeline.registering import Endpoint
@@ -21,28 +23,34 @@ RECONNECT_MS = 5000
 """A plugin that comes back is found at the next probe of its circuit: gRPC's own pause between attempts grows to two
 minutes."""
 
+SYSTEM_S = Tls()
+"""The authorities of the system are trusted, and no certificate is shown."""
+
 _LIFECYCLE = wire.methods("PluginLifecycle")
 
 
 class GrpcPlugin:
     """A connection to it, which gRPC makes when it is first used and again when it is lost."""
 
-    def __init__(self, endpoint: Endpoint, *, message_bytes_max: int, keepalive_time_ms: int) -> None:
+    def __init__(
+        self, endpoint: Endpoint, *, message_bytes_max: int, keepalive_time_ms: int, tls: Tls = SYSTEM_S
+    ) -> None:
         self.transport = endpoint.transport
-        self.where = endpoint.target if endpoint.transport == "unix" else f"grpc://{endpoint.target}"
+        self.where = endpoint.target if endpoint.transport == "unix" else f"{endpoint.transport}://{endpoint.target}"
         self._bytes_max = message_bytes_max
         self._bootstrapped = False
-        self._channel = grpc.aio.insecure_channel(
-            endpoint.target,
-            options=[
-                ("grpc.max_send_message_length", message_bytes_max),
-                ("grpc.max_receive_message_length", min(message_bytes_max, ANSWER_BYTES_MAX)),
-                ("grpc.keepalive_time_ms", keepalive_time_ms),
-                ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
-                ("grpc.enable_http_proxy", 0),
-                ("grpc.use_local_subchannel_pool", 1),
-            ],
-        )
+        options = [
+            ("grpc.max_send_message_length", message_bytes_max),
+            ("grpc.max_receive_message_length", min(message_bytes_max, ANSWER_BYTES_MAX)),
+            ("grpc.keepalive_time_ms", keepalive_time_ms),
+            ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if endpoint.transport == "grpcs":
+            self._channel = grpc.aio.secure_channel(endpoint.target, channel_credentials(tls), options=options)
+        else:
+            self._channel = grpc.aio.insecure_channel(endpoint.target, options=options)
 
     async def ask(
         self, stage: Stage, context: PipelineContext, proposals: Sequence[Proposal], timeout_s: float

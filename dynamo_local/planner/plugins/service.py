@@ -17,6 +17,7 @@ from dynamo_local.config.planner.plugins import ExternalPluginConfig, PluginRegi
 from dynamo_local.core.extras import how_to_install
 from dynamo_local.core.notes import Tell
 from dynamo_local.errors import ConfigError
+from dynamo_local.infra.access import PLUGIN_TLS, Tls
 from dynamo_local.planner.pipeline.registering import Endpoint, Rules, malformed, spec_of
 from dynamo_local.planner.plugins import in_process, listed
 from dynamo_local.planner.plugins.calling import Plugin
@@ -62,6 +63,7 @@ class PluginService:
         self._runtime = runtime
         self._tell = tell
         self._gateway: Gateway | None = None
+        self._tls = Tls()
         self._following: asyncio.Task[None] | None = None
         self.registry = Registry(
             clock,
@@ -92,6 +94,7 @@ class PluginService:
         external, gateway = self._scheduling.external_plugins, self._scheduling.gateway
         if external or gateway.enabled:
             await self._in_thread(_import_grpc)
+            self._tls = await self._in_thread(lambda: Tls.of(self._environ, PLUGIN_TLS))
         tokens = await self._in_thread(lambda: Tokens.load(self._registration.auth, self._environ))
         for found in await self._in_thread(lambda: list(self._of_this_process())):
             self._take(found)
@@ -176,6 +179,7 @@ class PluginService:
             endpoint,
             message_bytes_max=transport.max_message_size_bytes,
             keepalive_time_ms=transport.keepalive_time_ms,
+            tls=self._tls,
         )
 
     async def _open_gateway(self, tokens: Tokens) -> None:
@@ -184,7 +188,7 @@ class PluginService:
         config = self._scheduling.gateway
         gateway = Gateway(self.registry, tokens)
         if config.tcp is not None:
-            await gateway.start(tcp=config.tcp)
+            await gateway.start(tcp=config.tcp, tls=self._tls if config.tls else None)
         else:
             await gateway.start(socket=Path(config.socket) if config.socket else self._runtime / SOCKET)
         self._gateway = gateway

@@ -22,6 +22,8 @@ from typing import Any
 import grpc
 
 from dynamo_local.errors import DynamoError
+from dynamo_local.infra.access import Tls
+from dynamo_local.infra.grpc_tls import channel_credentials, server_credentials
 from dynamo_local.planner.pipeline.answers import Unusable, usable
 from dynamo_local.planner.pipeline.stages import PluginSpec, Stage
 from dynamo_local.planner.plugins import codec, reading, wire
@@ -47,31 +49,37 @@ async def serve(
     gateway: str | None = None,
     token: str = "",
     ready: Callable[[str], None] = lambda endpoint: None,
+    tls: Tls | None = None,
 ) -> None:
     """Serve the plugin until it is cancelled. `ready` is told the endpoint each time it can be called:
     it listens and, with a gateway, is registered.
 
     `listen`: `unix:///PATH` or `HOST:PORT` (port 0: any free one). With `gateway` (the same forms) it registers itself,
     sends heartbeats, and registers again where the planner has forgotten it; without, the planner's configuration names
-    it. Raises `RegistrationRefused`, and `DynamoError` where it cannot listen.
+    it. With `tls` a port speaks it (`Tls.of(os.environ, PLUGIN_TLS)`), and so it is spoken to a gateway at
+    `grpcs://HOST:PORT`. Raises `RegistrationRefused`, and `DynamoError` where it cannot listen.
     """
-    server = grpc.aio.server()
+    server, unix = grpc.aio.server(), listen.startswith("unix:")
     server.add_generic_rpc_handlers(_handlers(plugin, spec.stage))
     try:
-        port = server.add_insecure_port(_target(listen))
+        if tls is None or unix:
+            port = server.add_insecure_port(_target(listen))
+        else:
+            port = server.add_secure_port(_target(listen), server_credentials(tls))
     except RuntimeError:
         port = 0
     if port == 0:
         raise DynamoError(f"the plugin cannot listen on {listen}: the port is taken, or the folder is not there")
     await server.start()
-    unix = listen.startswith("unix:")
-    endpoint = f"unix://{_target(listen)[5:]}" if unix else f"grpc://{_target(listen).rpartition(':')[0]}:{port}"
+    scheme = "grpc" if tls is None else "grpcs"
+    endpoint = f"unix://{_target(listen)[5:]}" if unix else f"{scheme}://{_target(listen).rpartition(':')[0]}:{port}"
     try:
         if gateway is None:
             ready(endpoint)
             await server.wait_for_termination()
         else:
-            await _registered(spec, endpoint, _target(gateway), token, ready)
+            async with _to(gateway, tls) as channel:
+                await _registered(channel, spec, endpoint, token, ready)
     finally:
         await server.stop(0.5)
 
@@ -80,7 +88,7 @@ def _target(address: str) -> str:
     """As gRPC writes it."""
     if address.startswith("unix:"):
         return "unix:/" + address[5:].lstrip("/")
-    return address.removeprefix("grpc://")
+    return address.removeprefix("grpc://").removeprefix("grpcs://")
 
 
 # --- being asked ---------------------------------------------------------------------------------
@@ -135,26 +143,34 @@ async def _called(method: Any, *given: Any) -> object:
 # --- registering ---------------------------------------------------------------------------------
 
 
-async def _registered(spec: PluginSpec, endpoint: str, gateway: str, token: str, ready: Callable[[str], None]) -> None:
+def _to(gateway: str, tls: Tls | None) -> grpc.aio.Channel:
+    options = [("grpc.enable_http_proxy", 0)]
+    if gateway.startswith("grpcs://"):
+        return grpc.aio.secure_channel(_target(gateway), channel_credentials(tls or Tls()), options=options)
+    return grpc.aio.insecure_channel(_target(gateway), options=options)
+
+
+async def _registered(
+    channel: grpc.aio.Channel, spec: PluginSpec, endpoint: str, token: str, ready: Callable[[str], None]
+) -> None:
     """Registered for as long as this runs. A planner that is away for a while is waited for."""
-    async with grpc.aio.insecure_channel(gateway, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        known = False
-        try:
-            while True:
-                try:
-                    if known:
-                        await _call(channel, "Heartbeat", plugin_id=spec.plugin_id, auth_token=token)
-                    else:
-                        await _register(channel, spec, endpoint, token)
-                        known = True
-                        ready(endpoint)
-                except grpc.aio.AioRpcError as error:
-                    known = known and error.code() is not grpc.StatusCode.PERMISSION_DENIED
-                    log.warning("the planner's gateway: %s", error.details())
-                await asyncio.sleep(HEARTBEAT_S)
-        finally:
-            if known:
-                await _leave(channel, spec, token)
+    known = False
+    try:
+        while True:
+            try:
+                if known:
+                    await _call(channel, "Heartbeat", plugin_id=spec.plugin_id, auth_token=token)
+                else:
+                    await _register(channel, spec, endpoint, token)
+                    known = True
+                    ready(endpoint)
+            except grpc.aio.AioRpcError as error:
+                known = known and error.code() is not grpc.StatusCode.PERMISSION_DENIED
+                log.warning("the planner's gateway: %s", error.details())
+            await asyncio.sleep(HEARTBEAT_S)
+    finally:
+        if known:
+            await _leave(channel, spec, token)
 
 
 async def _register(channel: Any, spec: PluginSpec, endpoint: str, token: str) -> None:

@@ -20,12 +20,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from dynamo_local.core.floors import floor_workers
 from dynamo_local.planner.policies.rules import (
     NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD,
     Facts,
     Side,
     Verdict,
-    floor_workers,
     judge,
 )
 from dynamo_local.planner.values.decisions import Counterfactual, Rule

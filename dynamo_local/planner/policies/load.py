@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from dynamo_local.core.floors import floor_workers
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.counterfactuals import mean_name, nearest
 from dynamo_local.planner.policies.options import LoadOptions
@@ -15,7 +16,6 @@ from dynamo_local.planner.policies.rules import (
     Facts,
     Side,
     Verdict,
-    floor_workers,
     judge,
 )
 from dynamo_local.planner.values.decisions import Decision, Observation, Reason

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dynamo_local.core.floors import floor_workers
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.intervals import AdjustmentIntervals
 from dynamo_local.planner.policies.load import LoadPolicy
 from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.policies.rules import floor_workers
 from dynamo_local.planner.values.decisions import Decision, Reason, Rule
 from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
 from dynamo_local.planner.values.pools import WorkerPools

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 from dynamo_local.core.types import Missing
+from dynamo_local.planner.policies.options import PolicyOptions
 from dynamo_local.planner.values.decisions import Decision
 from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
 from dynamo_local.planner.values.proposals import ComponentTarget, Proposal
@@ -28,6 +29,11 @@ class Policy(Protocol[S]):
     A policy that holds proposes nothing; `settle` then says why. While `pull.blind` says that the workers cannot be
     observed, every other value of the pull is `Missing`, and a policy holds.
     """
+
+    @property
+    def options(self) -> PolicyOptions:
+        """What it goes by."""
+        ...
 
     def first(self, now_s: float) -> S:
         """The state at a start, or after a pause."""

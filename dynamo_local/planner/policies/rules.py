@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dynamo_local.core.floors import floor_workers
 from dynamo_local.planner.values.decisions import Rule
 
 NEW_DECODE_WORKER_GRACE_PERIOD = 3
@@ -81,11 +82,6 @@ class Verdict(NamedTuple):
 
 _Answer = tuple[Rule, int, bool]
 """A verdict without the count."""
-
-
-def floor_workers(min_gpu_budget: int, gpus_per_worker: int) -> int:
-    """The fewest workers that hold `min_gpu_budget` GPUs; never below one."""
-    return max(1, -(-min_gpu_budget // max(1, gpus_per_worker)))
 
 
 def judge(facts: Facts) -> tuple[Verdict, ...]:

@@ -36,7 +36,7 @@ class Forecaster(Protocol):
     """Continues series: `planner.forecasting` in a process of its own, or in the twin inline."""
 
     async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
-        """The answer, or why there was none within `deadline_s` seconds."""
+        """The answer, or why there was none within `deadline_s` seconds. Never raises for a task."""
         ...
 
 

@@ -86,6 +86,12 @@ class Series:
             _without_leading_zeros(window.osl for window in self.windows),
         )
 
+    @property
+    def known(self) -> bool:
+        """Whether there is something in each of the `columns`."""
+        windows = self.windows
+        return any(one.isl > 0 for one in reversed(windows)) and any(one.osl > 0 for one in reversed(windows))
+
     def prediction(self, forecasts: Forecasts | Missing, step: int = 1) -> Prediction | Missing:
         """The window `step` steps ahead (1: the next one), made of the forecasts of `columns`.
 

@@ -136,15 +136,6 @@ class EtcdStore:
         response = await self._ask(f"put {key}", lambda m: m.kv.Put, request)
         return int(response.header.revision)
 
-    async def put_if_absent(self, key: str, value: bytes, lease_id: int = 0) -> bool:
-        """Write unless the key exists; whether it was written. Raises `LeaseNotFound` if the lease is gone."""
-        raw = key.encode()
-        absent = rpc.Compare(key=raw, target=rpc.Compare.VERSION, result=rpc.Compare.EQUAL, version=0)
-        put = rpc.RequestOp(request_put=rpc.PutRequest(key=raw, value=value, lease=lease_id))
-        request = rpc.TxnRequest(compare=[absent], success=[put])
-        response = await self._ask(f"create {key}", lambda m: m.kv.Txn, request)
-        return bool(response.succeeded)
-
     async def delete(self, key: str) -> bool:
         """Delete; whether the key was there."""
         request = rpc.DeleteRangeRequest(key=key.encode())

@@ -34,7 +34,8 @@ class _Requests(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Queued(msgspec.Struct, frozen=True, gc=False):
-    """Without KV that is read: that is known when a request is scheduled."""
+    """Without KV that is read: that is known when a request is scheduled. Not a part of `_Requests`: the fields are
+    written in Dynamo's order, byte for byte."""
 
     num_prefill_requests: _Count = 0
     sum_prefill_tokens: _Count = 0

@@ -7,11 +7,13 @@ import itertools
 import json
 import logging
 from collections import OrderedDict
-from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+
+from dynamo_local.runtime.nats_errors import unsubscribe
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class PullInbox:
         self._nats = nats
         self._subject = subject
         self._prefix: str | None = None
-        self._subscription: Any = None
+        self._subscription: Subscription | None = None
         self._numbers = itertools.count()
         self._waiting: OrderedDict[str, asyncio.Future[Msg | None]] = OrderedDict()
 
@@ -61,8 +63,7 @@ class PullInbox:
 
     async def close(self) -> None:
         """Stop listening: the server then forgets the requests that are still open."""
-        if self._subscription is not None and not self._nats.is_closed:
-            await self._subscription.unsubscribe()
+        await unsubscribe(self._nats, self._subscription)
         self._subscription = self._prefix = None
 
     async def _on_message(self, msg: Msg) -> None:

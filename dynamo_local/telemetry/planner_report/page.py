@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jinja2 import Environment
-
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.records.decision_log import words
 from dynamo_local.planner.records.figures import Line
-from dynamo_local.system.pages import STYLE
+from dynamo_local.system.pages import STYLE, page_template
 from dynamo_local.telemetry.planner_report.charts import BLUE, GREEN, ORANGE, RED, Chart, column, known_charts
 from dynamo_local.telemetry.planner_report.drawing import (
     CHART_WIDTH,
@@ -190,25 +188,9 @@ _STYLE = """
 .dot { display: inline-block; width: .6em; height: .6em; border-radius: 50%; margin-right: .4em }
 """.strip()
 
-_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-    """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{{ title }}</title>
-<style>
-{{ style | safe }}
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<table class="words">
-{% for what, value in facts %}
-<tr><th>{{ what }}</th><td>{{ value }}</td></tr>
-{% endfor %}
-</table>
-{% if per_point > 1 %}
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_PAGE = page_template(
+    """{% if per_point > 1 %}
 <p>A point of a curve stands for up to {{ per_point }} decisions: their mean, or the last of what is counted.</p>
 {% endif %}
 <p>Point at a chart for its values, at the decisions for their reasons; drag to look closer, double-click for all. Times are UTC.</p>
@@ -239,8 +221,6 @@ _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_
 <script type="application/json" id="data">{{ data | safe }}</script>
 <script>
 {{ script | safe }}
-</script>
-</body>
-</html>
-"""  # noqa: E501 - a line of HTML
+</script>""",  # noqa: E501 - a line of HTML
+    head=f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n',
 )

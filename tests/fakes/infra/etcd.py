@@ -109,13 +109,6 @@ class FakeEtcd:
         await self._enter("put")
         return self.put_now(key, value, lease_id)
 
-    async def put_if_absent(self, key: str, value: bytes, lease_id: int = 0) -> bool:
-        await self._enter("put_if_absent")
-        if key in self._keys:
-            return False
-        self.put_now(key, value, lease_id)
-        return True
-
     async def delete(self, key: str) -> bool:
         await self._enter("delete")
         if key not in self._keys:

@@ -10,17 +10,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from dynamo_local.autoscale.observing import Observing
 from dynamo_local.core.types import Missing
 from dynamo_local.infra.access import NatsAccess
-from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S
 from dynamo_local.planner.sources.passes import STALE_AFTER_S
-from dynamo_local.planner.values.passes import Capabilities, Engines, EngineSeen, ForwardPass
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.values.passes import Capabilities, EngineSeen, ForwardPass
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.passes.event_plane import subject, unseal
 from dynamo_local.runtime.passes.fpm import decode_pass
-from tests.drivers.observed import observing
+from tests.drivers.observed import all_seen, counted, observing
 from tests.drivers.served import DISAGG, Served, messages, stream_chat, tokenizer
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
@@ -50,27 +47,6 @@ async def ask_all(served: Served, count: int = REQUESTS) -> None:
     async with served.client() as http, asyncio.TaskGroup() as group:
         for n in range(count):
             group.create_task(stream_chat(http, prompt(n), TOKENS, ignore_eos=True))
-
-
-async def counted(observed: Observing, since_s: float) -> Traffic:
-    """The traffic of a window that began then at the latest."""
-    async with asyncio.timeout(WITHIN_S):
-        while True:
-            window_s = max(0.1, asyncio.get_running_loop().time() - since_s) + SCRAPE_EVERY_S / 2
-            traffic = await observed.traffic(window_s)
-            if isinstance(traffic, Traffic):
-                return traffic
-            await asyncio.sleep(0.2)
-
-
-async def all_seen(observed: Observing, engines: int) -> Engines:
-    """The engines, once there are so many of which something is known."""
-    async with asyncio.timeout(WITHIN_S):
-        while True:
-            found = await observed.passes()
-            if len(found) == engines and not any(isinstance(seen.last, Missing) for seen in found.values()):
-                return found
-            await asyncio.sleep(0.2)
 
 
 def computed(seen: EngineSeen) -> int:

@@ -12,7 +12,8 @@ import pytest
 from dynamo_local.errors import WorkerDraining, WorkerLost
 from dynamo_local.ports import DeleteEvent
 from dynamo_local.runtime.etcd import EtcdStore
-from tests.drivers.endpoint_client import endpoint_client
+from dynamo_local.runtime.requests.client import NatsEndpointClient
+from tests.drivers.endpoint_client import Snapshot, request_plane
 from tests.drivers.scaled import ascale, command, events, load, names, settled, streaming
 from tests.drivers.served import AGG, Served, auntil, expected, messages, stream_chat, tokenizer
 
@@ -64,22 +65,23 @@ async def test_requests_that_were_on_their_way_are_served_or_sent_on(graph: Serv
     """A caller that has not heard of the deregistration yet is served at first, then told to go elsewhere."""
     ids = tokenizer().encode_chat(messages("Too late?"))
     request = {"request_id": "late", "token_ids": ids, "sampling": {"max_tokens": 4, "ignore_eos": True}}
-    decoding = endpoint_client(graph, "VllmWorker", "generate")
-    async with decoding as client, streaming(graph, "One.", "Two.", "Three.", tokens=250):
+    where = ("VllmWorker", "generate")
+    async with request_plane(graph) as (plane, kv), streaming(graph, "One.", "Two.", "Three.", tokens=250):
+        client = await plane.client(kv, graph.namespace, *where)
         await client.wait_for_instances(5.0)
         victim = int(graph.worker("VllmWorker_1")["lease"], 16)
-        stale = client.instances()
+        # What a caller still sees who has not heard the news.
+        late = NatsEndpointClient(plane.sender, Snapshot(client.instances()), *where)
         scaling = asyncio.create_task(ascale(graph, "VllmWorker", "-1"))
         async with asyncio.timeout(5.0):
             while victim in {i.instance_id for i in client.instances()}:
                 await asyncio.sleep(0.001)  # no thread: stragglers are served for a quarter of a second only
-        client._view.instances = lambda: stale  # what the caller would still see, had the news not come
-        at_once = [item async for item in await client.call(request, instance_id=victim)]
+        at_once = [item async for item in await late.call(request, instance_id=victim)]
         await scaling
         await asyncio.sleep(0.5)  # twice the time for which stragglers are served
         with pytest.raises((WorkerDraining, WorkerLost)):
-            await client.call(request, instance_id=victim)
-        sent_on = [await client.call(request) for _ in range(4)]
+            await late.call(request, instance_id=victim)
+        sent_on = [await late.call(request) for _ in range(4)]
         answers = [[item async for item in stream] for stream in sent_on]
 
     tokens = [[token for item in answer for token in item["token_ids"]] for answer in (at_once, *answers)]

@@ -21,6 +21,7 @@ import pytest
 from dynamo_local.errors import EXIT_OK, EXIT_TIMED_OUT
 from tests.drivers.scaled import streaming
 from tests.drivers.served import AGG, Served, asking, auntil, expected, until
+from tests.tools.alone import alone
 
 pytestmark = pytest.mark.infra
 
@@ -115,7 +116,7 @@ def notify_socket(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
 
 def test_sighup_is_refused_and_hurts_nobody() -> None:
     """lesson 20: no reload, no second copy of a GPU worker; the reason is shown, all pids stay."""
-    with Served(target=AGG) as served:
+    with alone() as served:
         process = served.start_foreground()
         before = served.pids(), served.server_pid("etcd"), served.server_pid("nats")
 

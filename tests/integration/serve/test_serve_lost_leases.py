@@ -29,7 +29,7 @@ async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back()
     """`etcdctl lease revoke`, as the predecessor's tools drain: draining, its stream completes, exit, no new key."""
     with Served("--VllmWorker.ServiceArgs.workers=2") as served:
         served.start()
-        async with streaming(served, "Let me finish.", tokens=2500) as (stream,):
+        async with streaming(served, "Let me finish.", tokens=1500) as (stream,):
             name = await auntil(lambda: _streaming_worker(served), what=served.status)
             row = served.worker(name)
             served.etcdctl("lease", "revoke", row["lease"])
@@ -37,7 +37,7 @@ async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back()
             assert not stream.done()
             assert row["lease"] not in " ".join(served.keys())
             assert await _ask(served, "Who else?") == expected("Who else?", 8)[0]
-            assert await stream == expected("Let me finish.", 2500, ignore_eos=True)
+            assert await stream == expected("Let me finish.", 1500, ignore_eos=True)
         await auntil(lambda: not is_alive(row["pid"]), 30.0)
         await auntil(lambda: served.states().get(name, "exited") == "exited", 30.0, what=served.states)
         assert "gone" in served.log(name).splitlines()[-1]
@@ -74,10 +74,10 @@ async def test_with_restart_a_worker_that_was_revoked_comes_back_and_cuts_nothin
     with Served("--Host.on-foreign-revoke=restart", target=AGG) as served:
         served.start()
         before = served.pids()["VllmWorker"]
-        async with streaming(served, "Let me finish.", tokens=2500) as (stream,):
+        async with streaming(served, "Let me finish.", tokens=1000) as (stream,):
             served.etcdctl("lease", "revoke", served.worker("VllmWorker")["lease"])
             await auntil(lambda: served.status()["state"] == "degraded", 30.0, what=served.status)
-            assert await stream == expected("Let me finish.", 2500, ignore_eos=True)
+            assert await stream == expected("Let me finish.", 1000, ignore_eos=True)
         await auntil(lambda: served.status()["state"] == "ready", 30.0, what=served.status)
         assert served.pids()["VllmWorker"] != before
         assert await _ask(served, "Back again?") == expected("Back again?", 8)[0]

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.infra
 KEEP = ("--on-arbiter-death", "keep")
 PATIENCE_S = 15.0
 STREAMS = 20
-TOKENS = 5000
-"""Half a minute of streaming: an adoption takes a second, and ten where the machine does much else."""
+TOKENS = 2000
+"""Twelve seconds of streaming at the least: an adoption takes a second, and where the machine does so much else that
+it takes ten, twenty such streams take much longer, too."""
 
 
 # --- adopt ---------------------------------------------------------------------------------------

@@ -199,6 +199,37 @@ def test_a_killed_arbiters_run_is_adopted_by_another_shell(shell: str) -> None:
         assert served.leftovers() == []
 
 
+def test_a_run_whose_runtime_folder_went_with_its_arbiter_is_adopted() -> None:
+    """The certificates and the token were in it alone; its guardian, which outlives the arbiter, knows them too."""
+    with _echo(*KEEP) as served:
+        served.start()
+        pids = served.pids()
+        served.kill_arbiter()
+        shutil.rmtree(served.paths.runtime.parent)
+        done = served.cli(*served.serve_words("--adopt", "--detach"), timeout_s=90.0)
+        assert done.returncode == EXIT_OK, done.stderr
+        assert served.pids() == pids
+        assert served.states() == {"Echo": "ready"}
+        scaled = served.cli("scale", "Echo", "+1", "--wait", "--timeout", "60", timeout_s=90.0)
+        assert scaled.returncode == EXIT_OK, "what is new reads the same certificates and the same token"
+
+
+def test_a_run_whose_runtime_folder_and_guardian_are_gone_is_not_adopted_and_not_ended() -> None:
+    """Nobody knows any more by what its servers are reached: that is said, with what can be done."""
+    with _echo(*KEEP) as served:
+        served.start()
+        pids = served.pids()
+        served.kill_arbiter(guardian=True)
+        shutil.rmtree(served.paths.runtime.parent)
+        refused = served.cli(*served.serve_words("--adopt", "--detach"), timeout_s=90.0)
+        assert refused.returncode not in (EXIT_OK, EXIT_BUSY)
+        for said in ("cannot be adopted", "no guardian lives", "`dynamo down`", "--replace"):
+            assert said in refused.stdout + refused.stderr
+        assert all(is_alive(pid) for pid in pids.values())
+        assert served.cli("down", timeout_s=90.0).returncode == EXIT_OK
+        assert served.leftovers() == []
+
+
 def test_a_run_of_an_earlier_release_is_adopted() -> None:
     """Its statefile names no log folder, and its lock was in the runtime folder."""
     with _echo(*KEEP) as served:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +12,6 @@ from dynamo_local.errors import BadInput, ConfigError, DynamoError
 from dynamo_local.planner.records.decision_log import decision_log_path, read
 from dynamo_local.state import PlannerEntry
 from tests.fakes.planner.planned_arbiter import QUICK, Arbiter
-
-
-@pytest.fixture
-async def arbiter(tmp_path: Path) -> AsyncIterator[Arbiter]:
-    """With a statefile; its planner is stopped afterwards."""
-    arbiter = Arbiter(tmp_path)
-    await arbiter.statefile.create()
-    yield arbiter
-    await arbiter.planning.halt()
-    await asyncio.gather(*arbiter.tasks)
-
 
 # --- starting and stopping -------------------------------------------------------------------------
 
@@ -209,7 +196,9 @@ async def test_a_persons_change_reaches_the_planner(arbiter: Arbiter) -> None:
     """It holds for an interval: the scaler tells it."""
     await arbiter.planning.start({"adjustment_interval": 5})
     first = arbiter.planning.status()["next_decision_s"]
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10.0):
+        while arbiter.planning.status()["next_decision_s"] > first - 0.05:
+            await asyncio.sleep(0.005)
     for told in arbiter.on_manual:
         told("scale:1f0c9a3e")
     assert arbiter.planning.status()["next_decision_s"] == pytest.approx(first, abs=0.04)
@@ -230,7 +219,10 @@ async def test_in_a_virtual_environment_it_writes_its_decisions_and_scales_nothi
     found = {kv.key.rpartition("/")[2]: kv.value for kv in kvs}
     assert found == {"num_prefill_workers": b"1", "num_decode_workers": b"2", "decision_id": b"0"}
     assert arbiter.scaled == []
-    await asyncio.sleep(1.0)
+    pulls = arbiter.planning.counts.pulls
+    async with asyncio.timeout(10.0):
+        while arbiter.planning.counts.pulls < pulls + 5:  # more than two intervals
+            await asyncio.sleep(0.01)
     assert len(await arbiter.decisions(1)) == 1
     status = arbiter.planning.status()
     assert (status["adjusting"], status["virtual"]["pending"]) == (True, True)

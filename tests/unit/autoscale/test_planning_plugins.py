@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,16 +16,6 @@ from dynamo_local.planner.pipeline.context import PipelineContext
 from dynamo_local.planner.values.proposals import Override
 from tests.fakes.planner.planned_arbiter import QUICK, Arbiter
 from tests.fakes.planner.plugins import override
-
-
-@pytest.fixture
-async def arbiter(tmp_path: Path) -> AsyncIterator[Arbiter]:
-    """With a statefile; its planner is stopped afterwards."""
-    arbiter = Arbiter(tmp_path)
-    await arbiter.statefile.create()
-    yield arbiter
-    await arbiter.planning.halt()
-    await asyncio.gather(*arbiter.tasks)
 
 
 async def test_plugins_come_and_go_with_the_planner(arbiter: Arbiter) -> None:

@@ -105,6 +105,36 @@ def test_what_the_graph_cannot_be_or_afford_is_refused(values: dict[str, Any], s
         check_planner(section(**values), served)
 
 
+def sla(**values: object) -> PlannerConfig:
+    return planner_section("Planner", {"policy": "sla", **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "served", "told"),
+    [
+        ({"min_endpoint": 5}, DISAGG, "min_endpoint 5, .* need 10 GPUs: 5 × 1 of Prefill, 5 × 1 of Decode"),
+        ({"min_gpu_budget": 8}, DISAGG, "min_gpu_budget 8 for each role. need 16 GPUs"),
+        ({"min_gpu_budget": 5}, graph(Role.PREFILL, Role.DECODE, gpu=2), "need 12 GPUs: 3 × 2 of Prefill"),
+    ],
+)
+def test_floors_of_sla_are_held_against_the_budget(values: dict[str, Any], served: GraphSpec, told: str) -> None:
+    """Each role holds `min_gpu_budget`, as its policy counts it."""
+    with pytest.raises(ConfigError, match=told):
+        check_planner(sla(**values), served)
+
+
+def test_floors_of_sla_that_fit_are_taken() -> None:
+    check_planner(sla(min_endpoint=4), DISAGG)
+    check_planner(sla(min_gpu_budget=4), DISAGG)
+    check_planner(sla(min_gpu_budget=-1), DISAGG)
+
+
+def test_sla_does_not_go_to_zero_and_says_why() -> None:
+    with pytest.raises(ConfigError, match="min_endpoint 0: the policy sla keeps one worker of each role"):
+        sla(min_endpoint=0)
+    assert section(min_endpoint=0).min_endpoint == 0
+
+
 def test_what_fits_the_graph_is_taken() -> None:
     check_planner(section(), DISAGG)
     check_planner(section(mode="agg", min_endpoint=8), AGG)

@@ -154,22 +154,6 @@ def test_a_child_without_the_descriptor_does_not_hold_the_lock(locks: GpuLocks, 
         sibling.wait(5)
 
 
-def test_descriptors_are_inheritable_inside_the_block_only(locks: GpuLocks, rivals: GpuLocks) -> None:
-    """For a spawner with `close_fds=False` (circus): the child of the block holds the lock."""
-    locks.acquire([A], MINE)
-    with locks.inheritable([A]) as fds:
-        worker = subprocess.Popen(SLEEPER, close_fds=False)
-        assert [os.get_inheritable(fd) for fd in fds] == [True, True]
-    try:
-        assert [os.get_inheritable(fd) for fd in fds] == [False, False]
-        locks.release([A])
-        assert rivals.holder_of(A) == MINE
-    finally:
-        worker.kill()
-        worker.wait(5)
-    assert rivals.holder_of(A) is None
-
-
 ARBITER = """
 import os, subprocess, sys
 from pathlib import Path

@@ -20,7 +20,11 @@ from dynamo_local.profiles import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
 
 WORKERS, WINDOWS, PASSES = 64, 600, 64
-MEDIAN_MAX_MS = {"load": 5.0, "sla": 5.0, "throughput-load": 10.0}
+DECISIONS = 20
+"""So many are measured."""
+LEARNING = 3
+"""Windows with passes before the ones that are measured: enough for as many samples as a model keeps."""
+MEDIAN_MAX_MS = {"load": 2.0, "sla": 3.0, "throughput-load": 5.0}
 """The last one's includes what it learns from 4,096 passes that came since the last pull."""
 YARDSTICK_MS = 13.0
 """What `yardstick_ms` is on a 2.8 GHz Xeon core. A slower machine may take longer in the same proportion."""
@@ -88,14 +92,14 @@ def test_a_decision_takes_a_few_milliseconds(options: PolicyOptions) -> None:
     driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
     took_ms = []
     windows = tick = 0
-    while windows < WINDOWS + 20:
+    while len(took_ms) < DECISIONS:
         wants = driver.wants
         windows += wants.traffic_window_s is not None or not wants.passes
-        seen = pull(driver.next_at_s, tick, wants if windows > WINDOWS or wants.traffic_window_s else Wants())
+        heard = wants if windows > WINDOWS - LEARNING else Wants(wants.traffic_window_s)
+        seen = pull(driver.next_at_s, tick, heard)
         tick += 1
         began_s = time.thread_time()
         decision = driver.tick_now(seen)
         if decision is not None and windows > WINDOWS:
             took_ms.append((time.thread_time() - began_s) * 1000)
-    assert len(took_ms) >= 20
     assert statistics.median(took_ms) < MEDIAN_MAX_MS[name_of(options)] * max(1.0, yardstick_ms() / YARDSTICK_MS)

@@ -35,7 +35,7 @@ ETCD, NATS = "http://127.0.0.1:1", "nats://127.0.0.1:2"
 
 def test_a_ward_is_read_as_it_was_written(tmp_path: Path) -> None:
     """A private file, replaced whole."""
-    guarded = GuardedRun("test", RUN, "/run/x", "/state/test.json", "/logs", 17, 12.34, True)
+    guarded = GuardedRun("test", RUN, "/run/x", "/state/test.json", "/logs", 17, 12.34, True, ("/run/x/nats/token",))
     path = tmp_path / "guardian.json"
     guarded.write(path)
     assert GuardedRun.read(path) == guarded

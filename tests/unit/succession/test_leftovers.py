@@ -59,7 +59,7 @@ def spawn(paths: Paths) -> Iterator[Spawn]:
 
     yield start
     for process in started:
-        for pid in leftovers._in_sessions([Known("test_W", process.pid, 0.0)]):
+        for pid in leftovers.in_sessions([Known("test_W", process.pid, 0.0)]):
             os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait()
@@ -187,10 +187,10 @@ def test_a_session_holds_a_child_without_marks_also_when_its_leader_is_dead(spaw
     """lesson 3: a crashed engine's helper, started with another environment."""
     leader = spawn(WITH_CHILD)
     worker = known(leader)
-    child = next(pid for pid in leftovers._in_sessions([worker]) if pid != leader.pid)
+    child = next(pid for pid in leftovers.in_sessions([worker]) if pid != leader.pid)
     leader.kill()
     leader.wait()
-    assert leftovers._in_sessions([worker]) == {child: "test_W"}
+    assert leftovers.in_sessions([worker]) == {child: "test_W"}
 
 
 def test_a_pid_that_was_given_to_somebody_else_is_left_alone(spawn: Spawn) -> None:
@@ -198,7 +198,7 @@ def test_a_pid_that_was_given_to_somebody_else_is_left_alone(spawn: Spawn) -> No
     stranger = spawn(env={})
     for off_s in (-100.0, 100.0):
         reused = Known("test_W", stranger.pid, (start_time_s(stranger.pid) or 0.0) + off_s)
-        assert leftovers._in_sessions([reused]) == {}
+        assert leftovers.in_sessions([reused]) == {}
         assert not reused.alive
     assert not Known("test_W", stranger.pid, None).alive
 
@@ -305,7 +305,7 @@ def test_adoption_finds_the_living_by_pid_and_start_time_and_ends_orphans(paths:
     assert found is not None
     assert dict(found.pids) == {"test_W": worker.pid}
     assert found.notes == (f"test_W_1 (pid {orphan.pid})",)
-    assert len(leftovers._in_sessions([known(worker)])) == 2
+    assert len(leftovers.in_sessions([known(worker)])) == 2
 
 
 @pytest.mark.parametrize("state", ["starting", "ready"])

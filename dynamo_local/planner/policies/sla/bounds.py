@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from dynamo_local.planner.policies.rules import floor_workers
+from dynamo_local.core.floors import floor_workers
 from dynamo_local.planner.policies.sla.sizing import Need
 from dynamo_local.planner.policies.throughput_load.budget import fitting
 

@@ -18,6 +18,9 @@ from dynamo_local.planner.values.decisions import Counterfactual
 _LOOK_AT = 16
 """So many changes of either role are looked at in each direction: one that is farther off tells nobody anything."""
 
+_NEAR = 1e-13
+"""Of a number of requests: rounding moves a change by less."""
+
 Step = Callable[[Facts], int]
 
 
@@ -57,7 +60,7 @@ def _edges(facts: Facts, direction: int) -> list[float]:
     for side in facts.sides:
         if side.need is None or side.wanted is not None:
             continue
-        engine = side.need.engine_tokens_per_s * facts.interval_s / max(side.need.tokens_per_request, 1e-12)
+        engine = side.need.requests_per_engine(facts.interval_s)
         first = math.floor(facts.next_num_req / engine) + (direction > 0)
         changes |= {engine * (first + direction * n) for n in range(_LOOK_AT)}
     ahead = (count for count in changes if count >= 0 and (count - facts.next_num_req) * direction >= 0)
@@ -67,7 +70,22 @@ def _edges(facts: Facts, direction: int) -> list[float]:
 
 
 def _exactly(facts: Facts, same: float, different: float, now: int, step: Step) -> Counterfactual:
-    """The float at which the step changes, between one where it is the same and one where it is not."""
+    """The float at which the step changes, between one where it is the same and one where it is not.
+
+    Halving the whole distance takes some fifty judgements; mostly the change is where one of the roles needs another
+    engine, so the few floats around those points are looked at first."""
+    for side in facts.sides:
+        if side.need is None or side.wanted is not None:
+            continue
+        edge = side.need.edge((same + different) / 2, facts.interval_s)
+        low, high = sorted((same, different))
+        near = [edge * (1 - _NEAR), edge * (1 + _NEAR)]
+        if not (low < near[0] and near[1] < high):
+            continue
+        before, after = near if same < different else reversed(near)
+        if step(facts._replace(next_num_req=before)) == now != step(facts._replace(next_num_req=after)):
+            same, different = before, after
+            break
     while (middle := same + (different - same) / 2) not in (same, different):
         if step(facts._replace(next_num_req=middle)) == now:
             same = middle

@@ -236,9 +236,7 @@ class SlaPolicy:
         series = state.series.after(traffic)
         factors = corrected(state.corrections, traffic, pull.pools.decode.ready, self.prefill, self.decode)
         nobody = (SlaRule.NO_TRAFFIC_DATA, NOBODY_YET)
-        return replace(
-            state, series=series, corrections=factors, held=None if all(series.columns) else nobody, sizing=None
-        )
+        return replace(state, series=series, corrections=factors, held=None if series.known else nobody, sizing=None)
 
     def _sizing(self, ahead: tuple[float, float, float], factors: Corrections, prefill: Pool, decode: Pool) -> Sizing:
         (num_req, isl, osl), options = ahead, self.options

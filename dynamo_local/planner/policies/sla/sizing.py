@@ -110,6 +110,15 @@ class Need:
         """The fewest engines that carry the load."""
         return max(0, math.ceil(self.load(num_req, interval_s) / self.engine_tokens_per_s - _ROUNDING))
 
+    def requests_per_engine(self, interval_s: float) -> float:
+        """So many requests in the interval keep one engine busy."""
+        return self.engine_tokens_per_s * interval_s / max(self.tokens_per_request, 1e-12)
+
+    def edge(self, num_req: float, interval_s: float) -> float:
+        """The number of requests nearest to this one at which it takes one engine more, up to rounding."""
+        one = self.requests_per_engine(interval_s)
+        return one * (max(0, round(num_req / one)) + _ROUNDING)
+
 
 def corrected(
     before: Corrections, traffic: Traffic, decode_workers: int, prefill: PrefillModel, decode: DecodeModel

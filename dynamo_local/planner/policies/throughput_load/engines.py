@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from dynamo_local.core.types import Missing
@@ -22,6 +23,9 @@ PASSES_LOOKED_AT = 8
 
 MAX_AGE_INTERVALS = 3
 """A last pass older than this many load intervals says nothing of now."""
+
+
+_WALL_TIME_S = attrgetter("wall_time_s")
 
 
 class EngineLoad(NamedTuple):
@@ -89,7 +93,7 @@ def _busy_s(passes: tuple[ForwardPass, ...], before: ForwardPass | None) -> floa
     if not passes:
         return 0.0
     first = passes[0].counter_id - 1 if before is None else before.counter_id
-    return sum([one.wall_time_s for one in passes]) * max(1.0, (passes[-1].counter_id - first) / len(passes))
+    return sum(map(_WALL_TIME_S, passes)) * max(1.0, (passes[-1].counter_id - first) / len(passes))
 
 
 def _now(last: ForwardPass | Missing, last_pass: ForwardPass | None, oldest_s: float) -> tuple[EngineLoad | None, bool]:

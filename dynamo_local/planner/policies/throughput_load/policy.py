@@ -104,7 +104,7 @@ class ThroughputLoadPolicy:
         if not options.predicts or not due(state, pull.at_s, options.throughput_adjustment_interval_s):
             return None
         series = state.series.after(pull.traffic)
-        if not _counted(pull) or not all(series.columns):
+        if not _counted(pull) or not series.known:
             return None
         return ForecastTask(
             options.load_predictor,
@@ -123,7 +123,7 @@ class ThroughputLoadPolicy:
             return state, None
         if not _counted(pull):
             return replace(state, why_not_predicted=ThroughputScaling.NO_TRAFFIC_DATA), None
-        if not all(state.series.columns):
+        if not state.series.known:
             return replace(state, why_not_predicted=ThroughputScaling.MODEL_NOT_READY), None
         asked = forecasts or Missing("nobody was asked")
         windows = [state.series.prediction(asked, step) for step in range(1, self._lead(pull) + 1)]

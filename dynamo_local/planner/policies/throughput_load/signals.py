@@ -128,10 +128,12 @@ def _prefill(load: RoleLoad, options: ThroughputLoadOptions) -> Signals:
         worst = max((_ttft_ms(engine, one, 1.0, rides) for one in load.most), default=0.0)
         return Signals(up, (Compared("estimated_ttft_ms_max", worst, sla * share, over=False),))
 
+    most = set(load.most)
+
     def waits(shared: float, name: str) -> Compared:
         """The wait behind the queue, of the engine where least of what it may be is left."""
         waiting, allowed = 0.0, max(0.0, sla - alone) * share
-        for one in load.most:
+        for one in most:
             own = _ttft_ms(engine, one._replace(queued_prefill_tokens=0), shared, rides)
             wait, may = _ttft_ms(engine, one, shared, rides) - own, max(0.0, sla - own) * share
             if may - wait < allowed - waiting:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
 from tests.drivers.hostile import Hostile, hostile_bodies
 from tests.drivers.served import MODEL
@@ -18,6 +18,9 @@ SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, 
 
 
 @given(hostile=hostile_bodies(200_000))
+@example(hostile=Hostile("/v1/chat/completions", "model", "escapes", 1824))
+@example(hostile=Hostile("/v1/completions", "model", "escapes", 512 * 6))
+@example(hostile=Hostile("/v1/chat/completions", "model", "emoji", 512 * 4))
 @SETTINGS
 def test_a_hostile_body_is_answered_or_refused(house: Make, serve_model: Make, hostile: Hostile):
     """Never a failure of ours; a refusal is short, in OpenAI's format, and never reaches the Processor."""

@@ -51,10 +51,60 @@ def test_with_restart_one_that_was_revoked_comes_back() -> None:
     life.gone(1)
     life.swept(1)
     life.gpus()
+    assert life.state(1) == "backing_off"
+    life.until_due()
+    life.gpus()
     assert life.state(1) == "starting"
     life.up(1, pid=77)
     assert life.states() == ["ready", "ready"]
     assert (life.worker(1).gpus, lacking(life.fleet)) == (gpus, ())
+
+
+def test_with_restart_one_that_is_revoked_again_and_again_is_left_alone_in_the_end() -> None:
+    """The pauses and the number are those of crashes: 1, 2, 4 and 8 s, then a fault, which a person clears."""
+    life = Life(restarting("ready", "ready"))
+    pauses_s = []
+    for turn in range(4):
+        life.key_gone(1, life.worker(1).lease)
+        life.gone(1)
+        life.swept(1)
+        gone_s = life.now_s
+        assert life.state(1) == "backing_off"
+        life.until_due()
+        life.gpus()
+        pauses_s.append(life.now_s - gone_s)
+        life.up(1, pid=7000 + turn)
+    assert pauses_s == [1.0, 2.0, 4.0, 8.0]
+
+    life.key_gone(1, life.worker(1).lease)
+    life.gone(1)
+    life.swept(1)
+    assert life.state(1) == "faulted"
+    assert life.worker(1).reason == "5 failures within 600 s, the last: its lease was revoked or has expired"
+    life.gpus()
+    assert life.worker(1).gpus == ()
+    life.feed(st.Restart(stimulus_id="command:1", target=name(1)))
+    assert life.state(1) == "starting"
+
+
+def test_with_restart_one_that_is_revoked_during_an_outage_waits_for_its_end() -> None:
+    """As one that crashes: it could not register."""
+    life = Life(restarting("ready", "ready"))
+    life.key_gone(1)
+    life.infra(False)
+    life.gone(1)
+    life.swept(1)
+    assert (life.state(1), life.worker(1).held_back) == ("backing_off", True)
+    assert life.worker(1).history.failures_s == ()
+
+
+def test_with_restart_a_scale_down_during_the_pause_is_obeyed() -> None:
+    """One that is to come back is capacity, which a command may take away."""
+    life = Life(restarting("ready", "ready"))
+    left(life, 1)
+    life.feed(st.Scale(stimulus_id="command:1", component="VllmWorker", change=Change(1, relative=False)))
+    life.gpus()
+    assert life.states() == ["ready"]
 
 
 def test_with_restart_one_whose_lease_had_only_expired_goes_on() -> None:
@@ -97,6 +147,8 @@ def test_all_revoked_is_degraded_whatever_follows() -> None:
         life.swept(n)
     life.gpus()
     assert "no worker serves" in what(life)[0]
+    life.until_due()
+    life.gpus()
     life.up(0, pid=77)
     assert lacking(life.fleet) == ()
 

@@ -17,7 +17,7 @@ from dynamo_local.planner.models.estimates import (
     prefill_capacity,
     ttft_s,
 )
-from dynamo_local.planner.models.pass_model import Kind
+from dynamo_local.planner.models.pass_model import Kind, PassModel
 from dynamo_local.planner.values.passes import Capabilities
 from tests.fakes.planner.engines_seen import LIMITS, MODELS
 
@@ -86,19 +86,16 @@ def test_so_many_batches_are_tried_and_no_more() -> None:
     tried = []
     many = replace(DECODE, limits=Limits(max_num_seqs=100_000, max_kv_tokens=10**9))
     model = many.model
-    line = model.line
-    assert line is not None
 
-    class Watched:
-        coefficients, intercept = line.coefficients, line.intercept
+    class Watched(PassModel):
+        def pass_s(self, **load: float) -> float:
+            tried.append(load["decode_requests"])
+            return super().pass_s(**load)
 
-        def at(self, x: tuple[float, ...]) -> float:
-            tried.append(x)
-            return line.at(x)
-
-    decode_capacity(replace(many, model=replace(model, line=Watched())), isl=10, osl=10, itl_target_s=1e9)
+    watched = Watched(model.kind, samples=model.samples, line=model.line)
+    decode_capacity(replace(many, model=watched), isl=10, osl=10, itl_target_s=1e9)
     assert len(tried) <= MAX_BATCHES + 1
-    assert (tried[0][0], tried[-1][0]) == (1, 100_000)
+    assert (tried[0], tried[-1]) == (1, 100_000)
 
 
 def test_limits_that_no_engine_tells_are_dynamos() -> None:

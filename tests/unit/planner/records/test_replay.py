@@ -1,0 +1,204 @@
+"""A log of ticks decides once more what was decided, tick for tick."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dynamo_local.cli.main import cli
+from dynamo_local.core.types import Load, Missing
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.errors import BadInput
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.forecasting.runners import InlineForecaster
+from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
+from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.records import ticks
+from dynamo_local.planner.replaying import Replay
+from dynamo_local.planner.values.decisions import Decision
+from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass, Requests
+from dynamo_local.planner.values.pull import Pull
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.system.logs.jsonl import Record
+from dynamo_local.twin.options import FleetShape, TwinOptions
+from dynamo_local.twin.simulation import Simulation
+from dynamo_local.twin.trace import TraceRequest
+from tests.fakes.planner.observations import DECODE, PREFILL, pool, worker_pools
+
+OPTIONS = [
+    LoadOptions(
+        adjustment_interval_s=4.0,
+        max_gpu_budget=6,
+        decode_kv_scale_up_threshold=0.03,
+        decode_kv_scale_down_threshold=0.01,
+    ),
+    SlaOptions(DEFAULT_PROFILE, ttft_ms=400.0, itl_ms=12.0, adjustment_interval_s=10.0, max_gpu_budget=6),
+    ThroughputLoadOptions(
+        optimization_target=Target.SLA,
+        enable_load_scaling=True,
+        load_predictor="kalman",
+        profile=DEFAULT_PROFILE,
+        throughput_adjustment_interval_s=20.0,
+        load_adjustment_interval_s=5.0,
+        ttft_ms=400.0,
+        itl_ms=12.0,
+        max_gpu_budget=6,
+    ),
+]
+BURST = [TraceRequest(n / 40, 3000, 100) for n in range(2400)]
+SIM = SimOptions(num_gpu_blocks=6000)
+
+
+class Recorded:
+    """A `Recorder` that keeps the records."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def began(self, options: PolicyOptions, at_s: float) -> None:
+        self.records.append(ticks.options_record(ticks.BEGAN, options, at_s))
+
+    def changed(self, options: PolicyOptions, at_s: float) -> None:
+        self.records.append(ticks.options_record(ticks.CHANGED, options, at_s))
+
+    def manual(self, at_s: float) -> None:
+        self.records.append(ticks.manual_record(at_s))
+
+    def ticked(self, pull: Pull, decision: Decision | None) -> None:
+        self.records.append(ticks.tick_record(pull, decision))
+
+
+def of_the_twin(options: PolicyOptions) -> list[dict[str, Any]]:
+    recorder = Recorded()
+    driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster(), recorder=recorder)
+    Simulation(TwinOptions(shape=FleetShape(1, 1), sim=SIM, gpus=8), BURST, planner=driver).run()
+    return recorder.records
+
+
+def written(path: Path, records: list[dict[str, Any]]) -> Path:
+    ticks.TickLog(path).append(records)
+    return path
+
+
+def numbered(records: list[dict[str, Any]]) -> list[Record]:
+    return [{"seq": n, **record} for n, record in enumerate(records, 1)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+def test_a_log_of_the_twin_decides_the_same_tick_for_tick(options: PolicyOptions, tmp_path: Path) -> None:
+    log = written(tmp_path / "ticks.jsonl", of_the_twin(options))
+    again = Replay()
+    found = list(again.run(ticks.oldest_first(log)))
+    assert len(found) >= 2
+    assert any(one.then is not None and any(one.then.steps.values()) for one in found)
+    assert [one.now for one in found] == [one.then for one in found]
+    assert (again.whole, again.without, again.policies) == (True, 0, [name_of(options)])
+
+
+def test_other_options_decide_otherwise() -> None:
+    """It is not the log that is told once more."""
+    records = of_the_twin(OPTIONS[1])
+    other = Replay(replace(OPTIONS[1], itl_ms=30.0, max_gpu_budget=2))
+    assert any(not one.agrees for one in other.run(numbered(records)))
+
+
+def test_changes_and_persons_are_part_of_the_log() -> None:
+    recorder = Recorded()
+    options = LoadOptions(adjustment_interval_s=10.0, metric_pulling_interval_s=1.0, max_gpu_budget=4)
+    driver = PolicyDriver(policy_of(options), 0.0, recorder=recorder)
+
+    def pulls(until_s: float, kv: float) -> None:
+        while driver.next_at_s <= until_s:
+            driver.tick_now(
+                Pull(Reading(driver.next_at_s, 0, {"w": Load(gpu_cache_usage_perc=kv)}), worker_pools(1, 1))
+            )
+
+    pulls(25.0, 0.95)
+    driver.manual(25.5)
+    pulls(40.0, 0.95)
+    driver.change(policy_of(replace(options, adjustment_interval_s=5.0, max_gpu_budget=2)), 40.5)
+    pulls(60.0, 0.95)
+    found = list(Replay().run(numbered(recorder.records)))
+    assert len(found) >= 5
+    assert all(one.agrees for one in found)
+
+
+def test_a_log_that_lost_its_beginning_is_read_from_the_next_options_on() -> None:
+    records = numbered(of_the_twin(OPTIONS[0]))
+    goes_on = {"seq": 0, **ticks.options_record(ticks.GOES_ON, OPTIONS[0], float(records[30]["at_s"]))}
+    again = Replay()
+    found = list(again.run([*records[20:30], goes_on, *records[30:]]))
+    assert (again.whole, again.ticks) == (False, len(records) - 30)
+    assert found
+
+
+def test_a_pull_is_the_same_after_it_was_written_and_read() -> None:
+    engine = EngineId("18446744073709551615", 3)
+    seen = ForwardPass(engine, 7, 0.1 + 0.2, Requests(1, 200, 1 / 3, 4, 5, 60, 0.5), Requests(), at_s=1e9 / 7)
+    pull = Pull(
+        Reading(
+            12.3,
+            Missing("nats timeout"),
+            {"a": Load(gpu_cache_usage_perc=1 / 3, num_requests_waiting=2), "b": Missing("x")},
+        ),
+        worker_pools(pool(PREFILL, 2, added_at_s=3.0), pool(DECODE, 1, coming=1, waiting=1)),
+        Traffic(12.3, 10.0, 0.0, isl=Missing("no request")),
+        {engine: EngineSeen(DECODE, (seen,), seen), EngineId("2"): EngineSeen(PREFILL)},
+        {DECODE: Capabilities(8192, None, 100)},
+        None,
+    )
+    record = json.loads(json.dumps({"seq": 1, **ticks.tick_record(pull, None)}))
+    assert ticks.tick_in(record) == (pull, None)
+    for other in (replace(pull, traffic=Missing("away"), blind="etcd is away"), replace(pull, traffic=None)):
+        assert ticks.tick_in({"seq": 1, **ticks.tick_record(other, None)}) == (other, None)
+
+
+def test_what_is_no_tick_of_ours_is_refused_by_its_number(tmp_path: Path) -> None:
+    newer = written(tmp_path / "newer.jsonl", [{"version": 2, "kind": "tick", "at_s": 0.0}])
+    with pytest.raises(BadInput, match="record 1 has version 2"):
+        list(ticks.oldest_first(newer))
+    began = ticks.options_record(ticks.BEGAN, OPTIONS[0], 0.0)
+    for spoilt in ({"pull": "AAAA", "decided": None}, {"pull": 3, "decided": None}, {}):
+        with pytest.raises(BadInput, match="record 2 of the log of ticks cannot be read"):
+            list(Replay().run(numbered([began, {"version": 1, "kind": "tick", "at_s": 1.0, **spoilt}])))
+    with pytest.raises(BadInput, match="not known here"):
+        list(Replay().run(numbered([{"version": 1, "kind": "other", "at_s": 1.0}])))
+
+
+def test_the_log_is_bounded(tmp_path: Path) -> None:
+    log = ticks.TickLog(tmp_path / "ticks.jsonl", max_bytes=20_000, kept=2)
+    for record in of_the_twin(OPTIONS[2]) * 3:
+        log.append([record])
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3
+    assert all(file.stat().st_size <= 25_000 for file in files)
+
+
+def test_the_command_tells_what_differs(tmp_path: Path) -> None:
+    log = written(tmp_path / "ticks.jsonl", of_the_twin(OPTIONS[1]))
+
+    def ask(*words: str) -> Any:
+        done = CliRunner().invoke(cli, ["planner", "replay", str(log), *words], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    same = json.loads(ask("--json"))
+    assert (same["differ"], same["whole"], same["policies"]) == (0, True, ["sla"])
+    assert same["decisions"] >= 3
+    assert "0 other" in ask()
+    profile = f"profile-results-dir={DEFAULT_PROFILE}"
+    settings = (profile, "itl=12", "ttft=400", "adjustment-interval=10", "max-gpu-budget=2")
+    other = ask("--policy", "sla", *(word for setting in settings for word in ("--set", setting)))
+    assert "; now PrefillWorker 1" in other
+    load = json.loads(ask("--policy", "load", "--json"))
+    assert load["policies"] == ["load"]
+    assert load["differ"] > 0
