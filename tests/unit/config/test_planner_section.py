@@ -18,9 +18,9 @@ def test_load_is_what_plans_unless_something_else_is_named() -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"ttft_ms": 300}, "ttft_ms is an option of the policy sla and throughput-load, and the policy is load"),
+        ({"policy": "load", "ttft_ms": 300}, "ttft_ms is an option of the policy sla and slo and throughput-load, and the policy is load"),
         ({"policy": "sla", "prefill-queue-scale-up-threshold": 1}, "prefill_queue_scale_up_threshold.*load"),
-        ({"policy": "throughput"}, "'load', 'sla' or 'throughput-load'"),
+        ({"policy": "throughput"}, "'load', 'sla', 'slo' or 'throughput-load'"),
         ({"policy": "sla", "ttft": 300, "ttft_ms": 300}, "'ttft_ms' and another spelling"),
         ({"policy": "sla", "ttft-ms": 0}, "ttft_ms: must be greater than 0"),
         ({"policy": "sla", "metric_pulling_interval": 200}, "must not exceed throughput_adjustment_interval_seconds"),
@@ -54,3 +54,9 @@ def test_settings_of_the_command_line_are_read_by_any_name() -> None:
     assert found == {"policy": "throughput-load", "ttft": 300, "load_predictor": "kalman", "profile_results_dir": None}
     with pytest.raises(BadInput, match="ttft-ms"):
         parse_settings(["ttft-m=3"])
+
+
+def test_whoever_names_a_target_and_no_policy_gets_slo() -> None:
+    assert planner_section("Planner", {"ttft": 2000, "itl": 50}).policy == "slo"
+    assert planner_section("Planner", {"budget": 4, "itl-ms": 50}).max_gpu_budget == 4
+    assert planner_section("Planner", {"max_gpu_budget": 4}).policy == "load"
