@@ -48,9 +48,10 @@ class World:
     def _requests(self, at_s: float, rate: float) -> Requests:
         count = round(rate * 5)
         began = tuple(at_s - 5 + 5 * (number + 0.5) / max(1, count) for number in range(count))
-        streams = rate / self.fleet[1] * OSL * 0.006
-        context = ISL + OSL / 2
-        itl_s = PASSES.itl_s(int(max(1.0, streams) * context), context) * self.slower
+        context, itl_s = ISL + OSL / 2, 0.005
+        for _ in range(20):  # streams last longer on slower engines, and so are more at once (Little's law)
+            streams = max(1.0, rate / self.fleet[1] * OSL * itl_s)
+            itl_s = PASSES.itl_s(int(streams * context), context) * self.slower
         ended = tuple(Ended(at, ISL, OSL, PASSES.ttft_s(ISL) * self.slower + itl_s, itl_s) for at in began)
         return Requests(at_s - 5, at_s, began, ended)
 
