@@ -21,6 +21,7 @@ NAMES = (
     "statefile",
     "sim_engine",
     "routing",
+    "dispatch",
     "kv_index",
     "simulate",
     "arbiter_idle",

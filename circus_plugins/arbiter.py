@@ -29,6 +29,7 @@ from zmq import Context
 
 from dynamo_local.circus_plugins.commands import install_commands
 from dynamo_local.circus_plugins.gate import gate_of, listen_again
+from dynamo_local.circus_plugins.renaming import rename
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
@@ -275,9 +276,13 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         watcher._status = "active"
 
     def _watch_exit(self, name: str, pid: int) -> None:
-        fd = os.pidfd_open(pid)
-        self._exit_fds[pid] = fd
-        asyncio.get_running_loop().add_reader(fd, self._exited, name, pid)
+        self._exit_fds[pid] = os.pidfd_open(pid)
+        self._watch_exit_of(name, pid)
+
+    def _watch_exit_of(self, name: str, pid: int) -> None:
+        """In the place of what watched that process under another name."""
+        if (fd := self._exit_fds.get(pid)) is not None:
+            asyncio.get_running_loop().add_reader(fd, self._exited, name, pid)
 
     def _exited(self, name: str, pid: int) -> None:
         """A pidfd became readable: reap now instead of at the next `check_delay`."""
@@ -318,6 +323,11 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
     def manage_watchers(self) -> Any:
         """Replaces circus's, which respawns, kills surplus processes and takes the exclusive slot."""
         return asyncio.ensure_future(self.manage())
+
+    def rename(self, was: str, name: str, pid: int) -> None:
+        """See `ProcessHost`."""
+        if rename(self, was, name, pid):
+            self._watch_exit_of(name, pid)
 
     async def forget(self, name: str) -> None:
         """See `ProcessHost`."""

@@ -75,6 +75,8 @@ class CircusClientHost:
         self._reply_timeout_s = reply_timeout_s
         self._connection: CircusClient | None = None
         self._running: dict[str, Running] = {}
+        self._listed: dict[str, str] = {}
+        """Of those that were renamed: what circusd, which cannot rename a watcher, still calls each."""
         self._removals: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -125,14 +127,29 @@ class CircusClientHost:
             self._tickets.withdraw(offer)
         # Nothing is awaited from here on, so the caller knows the pid before it can hear of the exit.
         self._running[spec.name] = Running(claim.pid, claim.pidfd)
-        asyncio.get_running_loop().add_reader(claim.pidfd, self._exited, spec.name)
+        self._watch(spec.name)
         return claim.pid
+
+    def _watch(self, name: str) -> None:
+        """In the place of what watched that process before."""
+        asyncio.get_running_loop().add_reader(self._running[name].pidfd, self._exited, name)
+
+    def rename(self, was: str, name: str, pid: int) -> None:
+        """See `ProcessHost`. In circusd's list it keeps the name under which it was made."""
+        running = self._running.get(was)
+        if running is None or running.pid != pid:
+            return
+        self._running[name] = self._running.pop(was)
+        listed = self._listed.pop(was, was)
+        if listed != name:
+            self._listed[name] = listed
+        self._watch(name)
 
     def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
         """See `AdoptingHost`. Its watcher is in circusd's list, or was of a circusd that was killed."""
         pidfd = os.pidfd_open(pid)
         self._running[spec.name] = Running(pid, pidfd)
-        asyncio.get_running_loop().add_reader(pidfd, self._exited, spec.name)
+        self._watch(spec.name)
 
     async def _started(self, offer: Offer) -> Claim:
         spec = offer.spec
@@ -218,6 +235,7 @@ class CircusClientHost:
 
     async def forget(self, name: str) -> None:
         """See `ProcessHost`. Where circusd is busy the removal goes on in the background."""
+        name = self._listed.pop(name, name)
         await self._stop_removing(name)
         if self.hurried:
             log.info("%s stays in circusd's list, stopped, until the next start", name)

@@ -18,7 +18,7 @@ from circus.exc import ArgumentError, MessageError
 from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, supervisor_of, text
 from dynamo_local.circus_plugins.planner_commands import Planned
 from dynamo_local.circus_plugins.stock import REFUSED, install_commands
-from dynamo_local.errors import DynamoError
+from dynamo_local.errors import BadTarget, DynamoError
 
 FORCE = ("", "force", False, "even if it leaves the role without a ready worker")
 
@@ -46,6 +46,16 @@ class Commanded(Protocol):
 
     async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
         """`{"watcher_name", "state"}`, once committed."""
+        ...
+
+    async def flip(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """`{"watcher_name", "becomes", "state"}`, once committed; with `cancel`, when it has stayed what it was."""
+        ...
+
+    async def scale_flip(
+        self, gives: str, takes: str, count: int, *, force: bool, victim_policy: str | None, stimulus_id: str
+    ) -> dict[str, Any]:
+        """`{"components", "instructions"}`, once committed."""
         ...
 
     async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
@@ -187,6 +197,52 @@ class DynamoDrain(_Asked, Command):  # type: ignore[misc]
         )
 
 
+class DynamoFlip(_Asked, Command):  # type: ignore[misc]
+    """\
+    Have a prefill worker decode, or the other way round: dynamo_flip NAME
+    ======================================================================
+
+    The same as `dynamo flip`. `cancel` has it stay what it is. Answers once the intent is committed.
+    """
+
+    name = "dynamo_flip"
+    arguments = ("name",)
+    options: ClassVar[list[Any]] = [FORCE, ("", "cancel", False, "have it stay what it is")]
+
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """See `Commanded.flip`."""
+        return supervisor.flip(
+            text(props, "name"), cancel=flag(props, "cancel"), force=flag(props, "force"), stimulus_id=stimulus_id
+        )
+
+
+class DynamoScaleFlip(_Asked, Command):  # type: ignore[misc]
+    """\
+    Give workers of one component to another: dynamo_scale_flip PrefillWorker VllmWorker 1
+    ======================================================================================
+
+    The same as `dynamo scale PrefillWorker -1 VllmWorker +1 --flip`. Answers once the intent is committed.
+    """
+
+    name = "dynamo_scale_flip"
+    arguments = ("gives", "takes", "count")
+    options: ClassVar[list[Any]] = DynamoScale.options
+
+    def ask(self, supervisor: Commanded, props: Any, stimulus_id: str) -> Awaitable[dict[str, Any]]:
+        """See `Commanded.scale_flip`."""
+        count = str(props.get("count"))
+        if not count.isascii() or not count.isdecimal() or not 1 <= int(count) <= 9999:
+            raise BadTarget(f"{count!r} is no number of workers: 1 or more")
+        return supervisor.scale_flip(
+            text(props, "gives"),
+            text(props, "takes"),
+            int(count),
+            force=flag(props, "force"),
+            victim_policy=None if props.get("victim_policy") is None else text(props, "victim_policy"),
+            stimulus_id=stimulus_id,
+        )
+
+
 class DynamoRestart(_Asked, Command):  # type: ignore[misc]
     """\
     Drain a worker (or each of a component) and start it again
@@ -234,8 +290,10 @@ __all__ = [
     "DynamoApply",
     "DynamoDown",
     "DynamoDrain",
+    "DynamoFlip",
     "DynamoRestart",
     "DynamoScale",
+    "DynamoScaleFlip",
     "DynamoStatus",
     "Planned",
     "install_commands",

@@ -44,6 +44,25 @@ class AsyncioClock:
         await asyncio.sleep(max(0.0, deadline_s - self.now_s()))
 
 
+HOLD_MAX_S = 0.002
+"""Long work on the event loop lets others have it after so long: nobody is to wait for 5 ms."""
+
+
+class Turns:
+    """For a loop over many things, each of which takes some time: `await turns.next()` between two of them."""
+
+    def __init__(self, hold_max_s: float = HOLD_MAX_S) -> None:
+        self._hold_max_s = hold_max_s
+        self._began_s = asyncio.get_running_loop().time()
+
+    async def next(self) -> None:
+        """Lets others have the loop, once this has had it for long enough."""
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._began_s >= self._hold_max_s:
+            await asyncio.sleep(0)
+            self._began_s = loop.time()
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop whose time stands still while anything is ready, and jumps to the next timer when nothing is.
 

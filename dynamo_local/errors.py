@@ -189,6 +189,31 @@ class NotRestartable(DynamoError):
     code = "not_restartable"
 
 
+class NotFlippable(DynamoError):
+    """The worker cannot change its role (now); the message says why."""
+
+    code = "not_flippable"
+
+
+class FlipUnderWay(DynamoError):
+    """The worker changes its role at this moment. Retry when it has."""
+
+    code = "flip_under_way"
+    retryable = True
+
+
+class FlipNotCancellable(DynamoError):
+    """The worker does not change its role, or has already done so."""
+
+    code = "flip_not_cancellable"
+
+
+class FlipFailed(DynamoError):
+    """The worker could not take over its new role, and has stayed in the old one."""
+
+    code = "flip_failed"
+
+
 class NotApplicable(BadInput):
     """A deployment that a running graph cannot take over, with all reasons. Nothing has changed."""
 

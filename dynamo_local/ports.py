@@ -330,10 +330,12 @@ class PulledTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """`pending` waits (JetStream's num_pending); `outstanding` = pending + pulled but not acked."""
+    """`pending` waits (JetStream's num_pending); `outstanding` = pending + pulled but not acked. `late` of those that
+    wait cannot keep their target any more, and wait behind the others."""
 
     pending: int
     outstanding: int
+    late: int = 0
 
 
 class PrefillQueue(Protocol):
@@ -342,8 +344,16 @@ class PrefillQueue(Protocol):
     ack_wait_s: float
     """A pulled entry that shows no sign of life for so long is delivered again."""
 
-    async def enqueue(self, request_id: str, payload: Mapping[str, Any], *, deadline_s: float) -> None:
-        """Append. `deadline_s` is seconds from now after which the entry is worthless."""
+    async def enqueue(
+        self,
+        request_id: str,
+        payload: Mapping[str, Any],
+        *,
+        deadline_s: float,
+        start_within_s: float | None = None,
+    ) -> None:
+        """Append. `deadline_s` is seconds from now after which the entry is worthless; `start_within_s`: those within
+        which it has to be begun for its target to be kept (None: it has none; below 0: it is late already)."""
         ...
 
     async def cancel(self, request_id: str) -> None:
@@ -351,7 +361,10 @@ class PrefillQueue(Protocol):
         ...
 
     async def pull(self, timeout_s: float) -> PulledTask | None:
-        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped."""
+        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped.
+
+        What can keep its target comes before what cannot, which has a turn of every `core.dispatch.line.LATE_EVERY`.
+        """
         ...
 
     async def depth(self) -> QueueDepth:

@@ -60,6 +60,13 @@ class EntryResources(_Model):
         return self
 
 
+class FlipEntry(_Model):
+    """What a worker is about to be called, and in which component, once it has changed its role."""
+
+    watcher_name: Name
+    component: Name
+
+
 class ComponentEntry(_Model):
     """One worker, or (without pid, lease and resources) the template of a component that has none.
 
@@ -70,7 +77,8 @@ class ComponentEntry(_Model):
     `reason` is the cause of the last change of state; `course` says what follows a drain that does not end the worker
     for good (`core.life.fleet.Course`). For the arbiter's successor, in seconds of the host's monotonic clock:
     `asked_s`, when it was asked to leave, and `failures_s`, when it failed lately; `failures_streak` is how often in
-    a row.
+    a row. `flip` is there while it changes its role; `born` is the name under which its process was made, and which is
+    in that process's environment, where that is another one.
     """
 
     watcher_name: Name
@@ -97,6 +105,8 @@ class ComponentEntry(_Model):
     asked_s: Seconds | None = None
     failures_s: list[Seconds] | None = None
     failures_streak: Annotated[int, Field(ge=0)] | None = None
+    flip: FlipEntry | None = None
+    born: Name | None = None
 
     @model_validator(mode="after")
     def _endpoints_under_lease(self) -> ComponentEntry:

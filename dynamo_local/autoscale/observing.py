@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from dynamo_local.autoscale.planner_options import prometheus_options
-from dynamo_local.clock import Clock
+from dynamo_local.clock import Clock, Turns
 from dynamo_local.commands.launching import DYNAMO_1X
 from dynamo_local.config import PlannerConfig, planned_components
 from dynamo_local.control.links import Links
@@ -158,7 +158,9 @@ class Observing:
         except DynamoError as error:
             log.debug("no passes: %s", error)
             return
+        turns = Turns()
         for name, one in heard.items():
+            await turns.next()
             if name not in expected:
                 continue
             can = Capabilities(**{limit: value for limit, value in one.limits.items() if value is not None})

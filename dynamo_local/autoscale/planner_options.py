@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.config import PlannerConfig, check_planner, planned_components, planner_section
-from dynamo_local.config.planner.latencies import default_policy
 from dynamo_local.config.planner.options import POLICIES, options_of, own_names
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import BadInput, ConfigError
@@ -29,16 +28,14 @@ def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: Grap
     Another policy begins with the defaults of its own options.
     """
     found = {key.replace("-", "_"): value for key, value in given.items()}
-    chosen = before.policy if "policy" in before.model_fields_set else default_policy(found)
-    policy = str(found.get("policy", chosen))
+    policy = str(found.get("policy", before.policy))
     found = own_names("Planner", found, policy)
     if "enabled" in found:
         raise BadInput("enabled belongs to the configuration's Planner section; say start or stop")
     now = before.model_dump(exclude_unset=True, exclude={"enabled"})
     if policy != before.policy and policy in POLICIES:
         now = {name: value for name, value in now.items() if name in options_of(policy)}
-    named = {"policy": policy} if policy != before.policy else {}
-    config = planner_section("Planner", {**now, **named, **found})
+    config = planner_section("Planner", {**now, **found})
     planned_components(graph)
     check_planner(config, graph)
     return config

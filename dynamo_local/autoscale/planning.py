@@ -268,10 +268,7 @@ class Planning:
             "adjusting": standing is not None and standing.adjusting,
             "next_decision_s": None if next_s is None else round(next_s - now_s, 3),
             "waiting_for_gpus": [] if standing is None else list(standing.deferred),
-            "pulls": loop.counts.pulls,
-            "decisions": loop.counts.decisions,
-            "failed_ticks": loop.counts.failed_ticks,
-            "lag_s": round(loop.counts.lag_s, 4),
+            **loop.counts.as_json(),
             "trouble": loop.trouble,
             "last_decision": None if loop.last is None else decisions.as_json(loop.last),
         }

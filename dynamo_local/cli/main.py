@@ -19,6 +19,7 @@ COMMANDS = {
     "top": ("dynamo_local.cli.views.top:top", "Watch GPUs, workers, drains and the planner, live."),
     "scale": ("dynamo_local.cli.workers.scale:scale", "Add workers, or let some finish and leave."),
     "drain": ("dynamo_local.cli.workers.drain:drain", "Let one worker finish and leave, or take that back."),
+    "flip": ("dynamo_local.cli.workers.flip:flip", "Have a prefill worker decode, or the other way round."),
     "apply": ("dynamo_local.cli.workers.apply:apply", "Make what runs what a file says, dropping no request."),
     "restart": ("dynamo_local.cli.workers.restart:restart", "Drain workers and start them again."),
     "planner": ("dynamo_local.cli.planner:planner", "Start, change and question the load planner."),

@@ -49,6 +49,10 @@ def status_lines(planner: Mapping[str, Any], *, options: bool) -> Iterator[str]:
     if planner.get("pulls"):
         failed = planner["failed_ticks"]
         yield f"counts    {planner['pulls']} pulls, {planner['decisions']} decisions, {failed} failed ticks"
+    if held := planner.get("loop_held_max_ms"):
+        longest = max(held, key=lambda what: float(held[what]["wall"]))
+        wall_ms, cpu_ms = held[longest]["wall"], held[longest]["cpu"]
+        yield f"loop      held for {wall_ms:.1f} ms at most ({longest}; CPU {cpu_ms:.1f} ms)"
     if planner.get("follow"):
         yield f"follow    {follow_line(planner['follow'])}"
     if options:

@@ -73,6 +73,13 @@ class Shape(click.ParamType):
 @click.option("--max-prefill-queue-size", type=click.IntRange(min=0), default=2, show_default=True, help="The same.")
 @click.option("--always-remote", is_flag=True, help="Every prefill goes to prefill workers (no conditional-disagg).")
 @click.option(
+    "--disagg-policy",
+    type=click.Choice(["threshold", "slo"]),
+    default="threshold",
+    show_default=True,
+    help="As the worker's; slo decides by --ttft, --itl and the profile.",
+)
+@click.option(
     "--max-inflight", type=click.IntRange(min=1), default=MAX_INFLIGHT, show_default=True, help="As the Frontend's."
 )
 @click.option(
@@ -85,7 +92,7 @@ class Shape(click.ParamType):
     show_default=True,
     help="As the Frontend's.",
 )
-@click.option("--router", type=click.Choice(["least-loaded", "round-robin", "random"]), default="least-loaded")
+@click.option("--router", type=click.Choice(["least-loaded", "slo", "round-robin", "random"]), default="least-loaded")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random router.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Runs at once.  [default: one for each core]")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page (extra `report`).")
@@ -186,23 +193,28 @@ def _case(
     from functools import partial
 
     from dynamo_local.autoscale.planner_options import policy_options
-    from dynamo_local.components.routing.pickers import make_picker
+    from dynamo_local.components.routing.pickers import sim_picker
     from dynamo_local.config import planner_section
     from dynamo_local.core.disagg import DisaggSettings
+    from dynamo_local.core.dispatch.targets import Targets
     from dynamo_local.engines.sim.options import SimOptions
     from dynamo_local.twin.cases import Case
     from dynamo_local.twin.options import FleetShape, TwinOptions
 
     config = planner_section("--planner", _with_targets(given, words))
+    sim = SimOptions.from_mapping(given["sim"])
+    targets = Targets.of_ms(words["ttft_ms"], words["itl_ms"])
     options = TwinOptions(
         shape=FleetShape(*shape),
-        sim=SimOptions.from_mapping(given["sim"]),
+        sim=sim,
         gpus=_gpus(words["gpus"]),
         prefill_gpus=config.prefill_engine_num_gpu or 1,
         decode_gpus=config.decode_engine_num_gpu or 1,
         start_up_s=words["start_up_s"],
         disagg=DisaggSettings(words["max_local_prefill_length"], words["max_prefill_queue_size"]),
         conditional=not words["always_remote"],
+        disagg_policy=words["disagg_policy"],
+        targets=targets,
         max_inflight=words["max_inflight"],
         max_num_waiting=words["max_num_waiting"],
         request_timeout_s=words["request_timeout_s"],
@@ -212,7 +224,7 @@ def _case(
         options,
         planner=policy_options(config) if planned and config.enabled else None,
         no_operation=config.no_operation,
-        make_picker=partial(make_picker, words["router"], words["seed"]),
+        make_picker=partial(sim_picker, words["router"], words["seed"], sim, targets),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ENGINE = "engine"
+"""Under which a component hands its engine over to the next role of its process."""
 EngineName = Literal["sim", "vllm"]
 
 
@@ -150,26 +153,48 @@ def _vocab_size(model: str) -> int | None:
 
 
 async def start_observed_engine(
-    config: EngineConfig, context: WorkerContext, kv_events: KvEventPublisher | None = None
+    config: EngineConfig,
+    context: WorkerContext,
+    kv_events: KvEventPublisher | None = None,
+    more: Callable[[], Mapping[str, float]] = dict,
 ) -> Engine:
-    """A started engine of which planners may ask what it does. See `start_engine`."""
+    """A started engine of which planners may ask what it does, with `more` counters. See `start_engine`. It is closed
+    with the process.
+
+    The one that this process has, where it had another role before; one whose worker may have another role later can
+    both give KV and take it.
+    """
     passes = await context.passes(publish=config.fpm_events) if config.forward_passes else None
-    engine = await start_engine(config, context.gpus, kv_events, passes)
+    engine: Engine | None = context.inherited.get(ENGINE)
+    if engine is None:
+        engine = await start_engine(config, context.gpus, kv_events, passes, both=context.flips_to is not None)
+        context.keep(engine.close)
+        context.vital(engine.wait_failed(), "the engine")
 
     async def counters() -> Mapping[str, float]:
-        return engine.counters()
+        return {**engine.counters(), **more()}
 
     context.observe(counters, engine.info.limits)
     return engine
 
 
 async def start_engine(
-    config: EngineConfig, gpus: int, kv_events: KvEventPublisher | None = None, passes: PassSink | None = None
+    config: EngineConfig,
+    gpus: int,
+    kv_events: KvEventPublisher | None = None,
+    passes: PassSink | None = None,
+    *,
+    both: bool = False,
 ) -> Engine:
-    """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind."""
+    """A started engine. Raises `ConfigError` for options that cannot be used. Cancelled, it leaves no engine behind.
+
+    `both`: it gives KV and takes it, whatever its section says.
+    """
     options: VllmOptions | dict[str, Any]
     if config.engine_name == "vllm":
         options = config.vllm_options(gpus)
+        if both:
+            options = replace(options, transfer="both")
     else:
         options = sim_options(config.model, config.max_model_len, config.sim)
     engine = make_engine(config.engine_name, options, kv_events=kv_events, passes=passes)

@@ -96,6 +96,13 @@ class PrefillEntry(msgspec.Struct, frozen=True):
     reply_subject: str
 
 
+class CanaryRequest(msgspec.Struct, frozen=True):
+    """What `PrefillWorker.canary` takes; it answers one prefill reply."""
+
+    request_id: RequestId
+    token_ids: Annotated[list[int], Meta(max_length=1024)]
+
+
 class PrefillReply(msgspec.Struct, frozen=True):
     """What a prefill worker answers: the KV's identity."""
 

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from dynamo_local.components.engine_options import EngineConfig, start_observed_engine
+from dynamo_local.components.engine_options import ENGINE, EngineConfig, start_observed_engine
+from dynamo_local.components.messages import CanaryRequest
 from dynamo_local.ports import Engine
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import Work, current_context
@@ -47,7 +49,11 @@ class PrefillWorker:
 
         self._context = context = current_context()
         config: PrefillWorkerConfig = context.settings
-        self._engine = await start_observed_engine(config, context)
+        # Whoever decodes later is asked by Routers what it has cached, also of what it has computed before that.
+        kv_events = await context.kv_events() if context.flips_to is not None else None
+        self._engine = await start_observed_engine(config, context, kv_events)
+        if kv_events is not None:
+            kv_events.block_size = self._engine.info.block_size
         self._prefiller = Prefiller(
             self._engine,
             await context.prefill_queue(),
@@ -59,7 +65,6 @@ class PrefillWorker:
             await context.register_whole_key(engine_key(context.namespace, card.engine_id), card.encode())
         context.set_load_source(self._engine.load, self._engine.load_changed)
         context.set_work_source(lambda: Work(self._prefiller.request_ids, self._prefiller.in_hand))
-        context.vital(self._engine.wait_failed(), "the engine")
         context.on_drain(self._finished)
         context.on_resume(self._resumed)
         self._pull()
@@ -81,6 +86,26 @@ class PrefillWorker:
             "given_back": counts.given_back,
         }
 
+    @endpoint()
+    async def canary(self, request: CanaryRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """The KV of a few tokens, at once: for a worker that tries out whether it can decode what is prefilled here."""
+        from dynamo_local.components.canary import prefilled
+
+        assert self._engine is not None
+        yield await prefilled(self._engine, request)
+
+    def hand_over(self) -> Mapping[str, Any]:
+        """See `sdk.flipping.Flippable`."""
+        return {ENGINE: self._engine}
+
+    async def try_out(self) -> None:
+        """See `sdk.flipping.Flippable`. It pulls already; an entry that fails goes back to the queue."""
+
+    async def settle(self) -> None:
+        """See `sdk.flipping.Flippable`. KV that nobody has pulled yet stays in the engine, which goes on."""
+        await self._until_pull_ended()
+        await self._prefiller.finish_entries()
+
     async def _finished(self) -> None:
         """Return when the pulled entries are finished and their KV has been pulled."""
         await self._until_pull_ended()
@@ -97,10 +122,8 @@ class PrefillWorker:
 
     @on_shutdown
     async def stop(self) -> None:
-        """End the engine; entries that are still in hand go back to the queue."""
+        """Entries that are still in hand go back to the queue; the engine is closed with the process."""
         if self._pulling is not None:
             self._pulling.cancel()
             await self._until_pull_ended()
             await self._prefiller.give_back()
-        if self._engine is not None:
-            await self._engine.close()

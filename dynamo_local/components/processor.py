@@ -13,12 +13,13 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.messages import TextRequest
 from dynamo_local.components.router import Router
 from dynamo_local.components.routing.pickers import make_picker
+from dynamo_local.components.targets import RoutingOptions, usable_costs
 from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.components.vllm_worker import VllmWorker
 from dynamo_local.core.routing import RouterPolicy
@@ -27,7 +28,7 @@ from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, ser
 from dynamo_local.sdk.context import current_context
 
 
-class ProcessorConfig(BaseModel):
+class ProcessorConfig(RoutingOptions):
     """Options of the `Processor` service."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,10 +41,11 @@ class ProcessorConfig(BaseModel):
     served_model_name: str | None = Field(
         default=None, min_length=1, description="The model's name in the API; by default `model`."
     )
-    router: RouterPolicy = Field(
-        default="least-loaded",
-        description="How a worker is picked: least-loaded, kv-load, round-robin or random; kv needs the Router "
-        "service. Where there is one it is asked, and this is for when it is away (kv then means kv-load).",
+    router: RouterPolicy | None = Field(
+        default=None,
+        description="How a worker is picked: least-loaded, slo, kv-load, round-robin or random; kv needs the Router "
+        "service. Where there is one it is asked, and this is for when it is away (kv then means kv-load). By default "
+        "slo where ttft or itl is given, else least-loaded.",
     )
     router_seed: int | None = Field(default=None, description="Seed of what is left to chance; None: another each run.")
     router_timeout_s: float = Field(
@@ -83,9 +85,9 @@ class Processor:
         clock = AsyncioClock()
         self._view = LoadView(context.nats, context.namespace, self.worker.component, clock)
         self._stack.push_async_callback(self._view.close)
-        if config.router not in ("round-robin", "random"):
+        if config.policy not in ("round-robin", "random"):
             await self._view.start()
-        picker = make_picker(config.router, config.router_seed)
+        picker = make_picker(config.policy, config.router_seed, costs=usable_costs(config))
         models = ModelsView(context.namespace, name)
         follow = asyncio.create_task(models.follow(context.kv), name="model cards")
         self._stack.push_async_callback(_end, follow)

@@ -6,10 +6,11 @@ import contextlib
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.messages import RouteRequest, parse_route_request
+from dynamo_local.components.targets import RoutingOptions, usable_costs
 from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.components.vllm_worker import VllmWorker
 from dynamo_local.core.routing import RouterPolicy, RouterSettings
@@ -20,7 +21,7 @@ FIRST_VIEW_TIMEOUT_S = 5.0
 """How long a start waits to learn what the workers have cached; after that they are asked in the background."""
 
 
-class RouterConfig(BaseModel):
+class RouterConfig(RoutingOptions):
     """Options of the `Router` service."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -29,10 +30,10 @@ class RouterConfig(BaseModel):
     served_model_name: str | None = Field(
         default=None, min_length=1, description="The model's name in the API; by default `model`."
     )
-    router: RouterPolicy = Field(
-        default="least-loaded",
-        description="How a worker is picked: least-loaded, kv, kv-load, round-robin or random. "
-        "Changeable at run time, in etcd.",
+    router: RouterPolicy | None = Field(
+        default=None,
+        description="How a worker is picked: least-loaded, slo, kv, kv-load, round-robin or random. "
+        "Changeable at run time, in etcd. By default slo where ttft or itl is given, else least-loaded.",
     )
     router_seed: int | None = Field(default=None, description="Seed of what is left to chance; None: another each run.")
     kv_block_expiry_s: float | None = Field(
@@ -65,7 +66,7 @@ class Router:
         clock = AsyncioClock()
         component = self.worker.component
         key = router_settings_key(context.namespace, config.served_model_name or config.model)
-        settings = WatchedSettings(context.kv, key, RouterSettings(config.router))
+        settings = WatchedSettings(context.kv, key, RouterSettings(config.policy))
         self._stack.push_async_callback(settings.close)
         await settings.start()
         view = LoadView(context.nats, context.namespace, component, clock)
@@ -86,6 +87,7 @@ class Router:
             lambda: settings.current,
             seed=config.router_seed,
             clock=clock,
+            costs=usable_costs(config),
         )
 
     @endpoint()

@@ -5,23 +5,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from dynamo_local.components.engine_options import EngineConfig, start_observed_engine
+from dynamo_local.components.engine_options import ENGINE, EngineConfig, start_observed_engine
 from dynamo_local.components.messages import GenerateRequest
 from dynamo_local.components.models_view import ModelCard, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
+from dynamo_local.components.prefilling.counts import DispatchCounts
+from dynamo_local.components.targets import TargetOptions, timing_of
 from dynamo_local.core.admission import MAX_NUM_WAITING
 from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.core.dispatch.targets import DisaggPolicy, Timing
+from dynamo_local.core.types import Missing
+from dynamo_local.errors import FlipFailed
 from dynamo_local.runtime.kv_wire import KvBlocksRequest
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import WorkerContext, current_context
+from dynamo_local.sdk.flipping import FORMER_INSTANCE
 
 if TYPE_CHECKING:  # imported by `start`, so that importing a graph stays cheap
     from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
+    from dynamo_local.core.dispatch.prefilling import DecodeSide
     from dynamo_local.engines.vllm.options import Transfer
 
 log = logging.getLogger(__name__)
@@ -29,7 +36,7 @@ log = logging.getLogger(__name__)
 _DEFAULT = DisaggSettings()
 
 
-class VllmWorkerConfig(EngineConfig):
+class VllmWorkerConfig(EngineConfig, TargetOptions):
     """Options of the `VllmWorker` service, and those of its engine."""
 
     max_num_waiting: int = Field(
@@ -41,6 +48,11 @@ class VllmWorkerConfig(EngineConfig):
         default=True, description="Say which KV blocks are cached; a Router with the policy kv needs it."
     )
     remote_prefill: bool = Field(default=False, description="Send prefills to the prefill workers.")
+    disagg_policy: DisaggPolicy | None = Field(
+        default=None,
+        description="How it is decided which: slo, by what each way will cost (docs/routing.md), or threshold, by the "
+        "options below. By default slo where ttft or itl is given.",
+    )
     conditional_disagg: bool = Field(default=False, description="Only those that the two thresholds below let through.")
     max_local_prefill_length: int = Field(
         default=_DEFAULT.max_local_prefill_length,
@@ -71,6 +83,21 @@ class VllmWorkerConfig(EngineConfig):
     def kv_transfer(self) -> Transfer:
         return "consumer" if self.remote_prefill else "none"
 
+    @property
+    def wants_slo(self) -> bool:
+        """Whether prefills go here or there by what that will cost."""
+        return self.remote_prefill and (self.disagg_policy or ("slo" if self.targets.given else "threshold")) == "slo"
+
+    def timing(self) -> Timing | Missing:
+        """The times that its decisions are made from. Raises `ConfigError`."""
+        return timing_of(self.profile_results_dir, self.sim if self.engine_name == "sim" else None)
+
+    def what_slo_lacks(self) -> str | None:
+        """Why `slo` cannot decide although it is wanted; None: it can, or it is not. Raises `ConfigError`."""
+        if not self.wants_slo or not isinstance(timing := self.timing(), Missing):
+            return None
+        return f"disagg-policy slo decides as threshold: {timing.reason}"
+
     def more_vllm_options(self) -> dict[str, Any]:
         return {"kv_pull_timeout_s": self.kv_pull_timeout_s}
 
@@ -83,18 +110,17 @@ class VllmWorker:
 
     def __init__(self) -> None:
         self._stack = contextlib.AsyncExitStack()  # `stop` is also called after a start that was cut short
+        self._counts = DispatchCounts()
 
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then say that the model is served."""
         from dynamo_local.components.decode import DecodeService
 
-        context = current_context()
+        self._context = context = current_context()
         config: VllmWorkerConfig = context.settings
         self._kv_events = await context.kv_events() if config.kv_events else None
-        self._engine = await start_observed_engine(config, context, self._kv_events)
-        self._stack.push_async_callback(self._engine.close)
-        context.vital(self._engine.wait_failed(), "the engine")
+        self._engine = await start_observed_engine(config, context, self._kv_events, self._counts.numbers)
         if self._kv_events is not None:
             self._kv_events.block_size = self._engine.info.block_size
         self._remote = None
@@ -102,7 +128,10 @@ class VllmWorker:
             log.warning("remote-prefill is on, but the graph has no prefill worker: every prefill is local")
         elif config.remote_prefill:
             self._remote = await self._make_remote(context, config)
-        self._decoder = DecodeService(self._engine, self._remote, config.max_num_waiting)
+        if context.flips_to is not None:  # it may hold KV that it has computed as a prefill worker
+            context.on_drain(self._engine.wait_handoffs)
+        side = None if self._remote is None else self._remote.side
+        self._decoder = DecodeService(self._engine, self._remote, config.max_num_waiting, side)
         context.set_load_source(self._engine.load, self._engine.load_changed)
         card = ModelCard(config.name, context.component, "generate", self._engine.info.max_model_len, time.time())
         await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())
@@ -117,7 +146,8 @@ class VllmWorker:
         self._stack.push_async_callback(settings.close)
         await settings.start()
         workers = await context.endpoint_client(self.prefill_worker.component, "status")
-        directory = EngineDirectory(context.kv, context.namespace, self._engine.info)
+        self._canaries = await context.endpoint_client(self.prefill_worker.component, "canary")
+        self._directory = directory = EngineDirectory(context.kv, context.namespace, self._engine.info)
         self._stack.push_async_callback(directory.close)
         remote = RemotePrefill(
             await context.prefill_queue(),
@@ -127,9 +157,29 @@ class VllmWorker:
             conditional=config.conditional_disagg,
             timeout_s=config.prefill_timeout_s,
             check=directory.check,
+            side=self._side(config),
+            counts=self._counts,
         )
         self._stack.push_async_callback(remote.finish)
         return remote
+
+    def _side(self, config: VllmWorkerConfig) -> DecodeSide | None:
+        from dynamo_local.core.dispatch.prefilling import DecodeSide
+
+        if not config.wants_slo:
+            return None
+        timing = config.timing()
+        if isinstance(timing, Missing):
+            self._counts.lacking = True
+            log.warning("disagg-policy slo decides as threshold: %s", timing.reason)
+            return None
+        info = self._engine.info
+        return DecodeSide(
+            timing,
+            config.targets,
+            max_kv_tokens=info.num_gpu_blocks * info.block_size,
+            max_pass_tokens=info.max_num_batched_tokens,
+        )
 
     @endpoint()
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[dict[str, Any], None]:
@@ -148,7 +198,25 @@ class VllmWorker:
             async for item in items:
                 yield item
 
+    def hand_over(self) -> Mapping[str, Any]:
+        """See `sdk.flipping.Flippable`."""
+        return {ENGINE: self._engine}
+
+    async def try_out(self) -> None:
+        """See `sdk.flipping.Flippable`: a few tokens, prefilled by another worker and decoded here."""
+        from dynamo_local.components.canary import Canary
+
+        if self._remote is None:
+            raise FlipFailed("remote-prefill is off: a prefill worker has nothing to become here")
+        await Canary(
+            self._engine, self._canaries, self._directory.check, itself=self._context.inherited.get(FORMER_INSTANCE)
+        ).sing()
+
+    async def settle(self) -> None:
+        """See `sdk.flipping.Flippable`. All its work are its endpoints' streams."""
+
     @on_shutdown
     async def stop(self) -> None:
-        """The streams have ended; take their last cancelled entries out of the queue, then end the engine."""
+        """The streams have ended; take their last cancelled entries out of the queue. The engine is closed with the
+        process."""
         await self._stack.aclose()

@@ -116,6 +116,7 @@ def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Confi
         max_workers=limit,
         runtime=getattr(service.inner, "runtime", None),
         target=graph.targets.get(service.name),
+        flippable=args.flippable,
     )
 
 

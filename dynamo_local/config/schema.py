@@ -152,3 +152,5 @@ class ServiceArgs(BaseModel):
     envs: Any = None
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
+    flippable: bool = True
+    """Its workers may change their role with those of the other side, where both have the same engine."""

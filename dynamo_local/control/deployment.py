@@ -108,6 +108,11 @@ class Deployment:
             "nats_server": self.nats_server or "embedded",
             "planner": self.load_planner.model_dump(mode="json") if self.load_planner_starts else None,
             "follow": None if self.follow is None else root(self.graph.namespace, self.follow),
+            "flips": {
+                each.name: each.flips_to or f"no: {each.cannot_flip}"
+                for each in self.graph.services
+                if ROLES[each.role].computes
+            },
             "infra_watchers": [f"{self.graph.namespace}_{name}" for name in infra],
             "watchers": [
                 {
@@ -176,7 +181,8 @@ class WatcherFactory:
 
     def launch_of(self, worker: Worker) -> WatcherPlan:
         """How that worker is started, but for its devices: what the statefile keeps of it."""
-        return self.plan(self.service(worker.component), worker.name, ())
+        plan = self.plan(self.service(worker.component), worker.name, ())
+        return replace(plan, log_file=self.paths.log_file(worker.born_as))
 
     def log_tail_of(self, worker: Worker) -> str:
         """The end of its log, quoted."""
@@ -196,6 +202,8 @@ class WatcherFactory:
             self.start_deadline_s(spec),
             spec.drain_deadline_s or self.settings.drain_deadline_s,
             fingerprint=self._fingerprint(spec),
+            flips_to=spec.flips_to,
+            cannot_flip=spec.cannot_flip,
         )
 
     def _fingerprint(self, spec: ServiceSpec) -> str:
@@ -213,6 +221,8 @@ class WatcherFactory:
         env = dict(self.base_env)
         env.update(self.key_env.get(spec.name, {}))
         env.update(spec.envs)
+        if spec.flips_to is not None:
+            env["DYN_FLIPS_TO"] = spec.flips_to
         if self.settings.pin_gpus:
             # Empty, not absent: a worker that asked for no GPU must not see all of them.
             env["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(gpus)

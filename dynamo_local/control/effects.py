@@ -11,13 +11,16 @@ from typing import Protocol
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.instructions import (
     CallBack,
+    CallOffFlip,
     Commit,
     CountRequests,
     EndSession,
+    FlipRole,
     Forget,
     Instruction,
     LookAtGpus,
     LookUpKey,
+    Rename,
     Revoke,
     Signal,
     Spawn,
@@ -28,7 +31,21 @@ from dynamo_local.core.life.stimuli import Stimulus
 from dynamo_local.core.notes import About
 from dynamo_local.gpus.locks import GpuLocked
 
-Act = Spawn | Revoke | Signal | EndSession | CallBack | CountRequests | LookUpKey | Sweep | LookAtGpus | Forget
+Act = (
+    Spawn
+    | Revoke
+    | Signal
+    | EndSession
+    | CallBack
+    | CountRequests
+    | LookUpKey
+    | Sweep
+    | LookAtGpus
+    | Forget
+    | FlipRole
+    | CallOffFlip
+    | Rename
+)
 """What is done to the world once the intent is committed."""
 
 Done = Callable[[Stimulus | None], None]

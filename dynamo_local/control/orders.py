@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 from dynamo_local.control.shell import Shell
 from dynamo_local.core.life.deciding import decide_scale, decide_scale_all
 from dynamo_local.core.life.decisions import rolling, scaling
-from dynamo_local.core.life.decisions.moves import BeginDrain, Move, Revive, SpawnWorker, TakeBack
+from dynamo_local.core.life.decisions.moves import (
+    BeginDrain,
+    CallOffFlipOf,
+    FlipWorker,
+    Move,
+    Revive,
+    SpawnWorker,
+    TakeBack,
+)
 from dynamo_local.core.life.decisions.moves import CancelDrain as CancelDrainMove
 from dynamo_local.core.life.decisions.victims import parse_policy
 from dynamo_local.core.life.fleet import Fleet, Worker
@@ -38,6 +46,8 @@ KINDS: dict[type[Move], str] = {
     BeginDrain: "drain",
     CancelDrainMove: "cancel_drain",
     TakeBack: "take_back",
+    FlipWorker: "flip",
+    CallOffFlipOf: "cancel_flip",
 }
 CALL_BACK_TIMEOUT_S = 10.0
 """A call back is two questions to a worker, each with its own deadline."""
@@ -77,7 +87,7 @@ class Orders:
             wait_for_gpus=wait_for_gpus,
         )
         moves = await self._on_a_fresh_look(order, lambda: decide_scale(self._shell.fleet, order))
-        self._changed(moves, stimulus_id, by_person)
+        self.changed(moves, stimulus_id, by_person)
         return self._answer(component, moves)
 
     async def scale_all(
@@ -96,7 +106,7 @@ class Orders:
         fleet = self._shell.fleet
         return {
             "component": component,
-            "instructions": _as_json(moves),
+            "instructions": as_json(moves),
             "ready": len(fleet.ready(component)),
             "target": fleet.capacity(component),
         }
@@ -114,10 +124,10 @@ class Orders:
             order = Drain(stimulus_id=stimulus_id, name=name, force=force)
             moves = scaling.decide_drain(self._shell.fleet, name, stimulus_id=stimulus_id, force=force).or_raise()
             await self.committed(order)
-            self._changed(moves, stimulus_id, True)
+            self.changed(moves, stimulus_id, True)
         worker = self._shell.fleet.workers.get(name)
         state = "removed" if worker is None else str(worker.state)
-        return {"watcher_name": name, "state": state, "instructions": _as_json(moves)}
+        return {"watcher_name": name, "state": state, "instructions": as_json(moves)}
 
     async def restart(
         self, target: str, *, rolling_: bool = False, force: bool = False, stimulus_id: str
@@ -167,7 +177,7 @@ class Orders:
             self._answers[stimulus_id] = answer
         try:
             await self.committed(CancelDrain(stimulus_id=stimulus_id, name=name))
-            self._changed(moves, stimulus_id, True)
+            self.changed(moves, stimulus_id, True)
             error = await self._refusal(answer) if asked else None
         finally:
             self._answers.pop(stimulus_id, None)
@@ -219,11 +229,13 @@ class Orders:
         then()
         await written
 
-    def _changed(self, moves: Iterable[Move], stimulus_id: str, by_person: bool) -> None:
+    def changed(self, moves: Iterable[Move], stimulus_id: str, by_person: bool = True) -> None:
+        """A command has begun these moves: whoever plans by itself is told of a person's."""
         if by_person and tuple(moves):
             for told in self.on_manual:
                 told(stimulus_id)
 
 
-def _as_json(moves: Iterable[Move]) -> list[dict[str, str]]:
+def as_json(moves: Iterable[Move]) -> list[dict[str, str]]:
+    """What is done to which worker, and why, as a command's answer has it."""
     return [{"kind": KINDS[type(move)], "watcher_name": move.name, "reason": move.reason} for move in moves]

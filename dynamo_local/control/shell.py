@@ -5,7 +5,8 @@ no event loop: what takes time is begun through `Effects`, and comes back as ano
 
 Order: a step's locks are taken first, and if one is refused the step never happened. Its commit comes next, and its
 acts when that is written. Acts on one worker are carried out one after the other; those on different workers do not
-wait for each other. Ending a session waits for nobody: whoever hangs in an act is ended all the same.
+wait for each other. Ending a session, or a change of role, waits for nobody: whoever hangs in an act is ended all the
+same.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dynamo_local.control.effects import Act, Effects, GpuLocked, Observer
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.instructions import (
     CallOff,
+    CallOffFlip,
     Commit,
     EndSession,
     Instruction,
@@ -35,6 +37,8 @@ from dynamo_local.core.life.invariants import validate
 from dynamo_local.core.life.machine import next_due_s, step
 from dynamo_local.core.life.stimuli import GpuReserved, SpawnBegun, Stalled, Stimulus, Tick
 
+AtOnce = Tell | Report | Unlock | EndSession | LookAtGpus | CallOffFlip
+"""What does not wait for the worker's other acts."""
 LOCK_TRIES = 16
 """More devices than a host has: each refusal takes one device out of what can be chosen."""
 PULSE_EVERY_S = 1.0
@@ -153,7 +157,7 @@ class Shell:
             observer.on_stimulus(stimulus)
         batch = _Batch()
         commit: Commit | None = None
-        at_once: list[Tell | Report | Unlock | EndSession | LookAtGpus] = []
+        at_once: list[AtOnce] = []
         names: dict[str, None] = {}
         for each in instructions:
             match each:
@@ -165,7 +169,7 @@ class Shell:
                     self._call_off(name)
                 case WaitUntil(at_s=at_s):
                     self._effects.wake_at(at_s)
-                case Tell() | Report() | Unlock() | EndSession() | LookAtGpus():
+                case Tell() | Report() | Unlock() | EndSession() | LookAtGpus() | CallOffFlip():
                     at_once.append(each)
                 case _:
                     self._lines.setdefault(each.name, _Line()).waiting.append((each, batch))
@@ -198,7 +202,7 @@ class Shell:
         for observer in self.observers:
             observer.on_fleet(self.fleet)
 
-    def _at_once(self, each: Tell | Report | Unlock | EndSession | LookAtGpus) -> None:
+    def _at_once(self, each: AtOnce) -> None:
         match each:
             case Tell(text=text, about=about):
                 self._effects.tell(text, about)
@@ -208,7 +212,7 @@ class Shell:
                     self._effects.report(replace(worker, state=state), reason)
             case Unlock(uuids=uuids):  # somebody else of ours may have been given one since
                 self._effects.unlock([uuid for uuid in uuids if uuid not in self.fleet.gpus.holder_of])
-            case EndSession(name=name):
+            case EndSession(name=name) | CallOffFlip(name=name):
                 self._effects.begin(each, self._worker(name), self._observed)
             case LookAtGpus():
                 self._effects.begin(each, None, self._observed)

@@ -18,7 +18,7 @@ from dynamo_local.core.life.restart_plan import RestartPlan
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import StateError
-from dynamo_local.state import ComponentEntry, EntryResources, RestartEntry, State, StateStore
+from dynamo_local.state import ComponentEntry, EntryResources, FlipEntry, RestartEntry, State, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -204,6 +204,12 @@ class Statefile:
         entry.role, entry.gpus_per_worker = worker.role, launch.gpus_per_worker
         entry.state, entry.reason = _state_in_file(worker, entry.state), worker.reason
         process = worker.process
+        if process is not None and entry.pid != process.pid and worker.born is not None:
+            _write_lease(state, worker)  # it was made under another name, and has written them there
+        entry.flip = None
+        if worker.flip is not None:
+            entry.flip = FlipEntry(watcher_name=worker.flip.name, component=worker.flip.component)
+        entry.born = worker.born
         entry.pid = None if process is None else process.pid
         entry.pid_start_time = None if process is None else process.start_time
         entry.started_at = None if process is None else process.started_at

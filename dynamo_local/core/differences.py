@@ -144,7 +144,7 @@ def _of_process(old: ServiceSpec, new: ServiceSpec) -> Iterator[Difference]:
 
 
 def _of_deadlines(old: ServiceSpec, new: ServiceSpec) -> Iterator[Difference]:
-    for key in ("start_deadline_s", "drain_deadline_s"):
+    for key in ("start_deadline_s", "drain_deadline_s", "flippable"):
         yield from _leaf((new.name, "ServiceArgs", key), old, new, key)
 
 

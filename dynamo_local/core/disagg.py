@@ -32,6 +32,16 @@ DEPTH_MAX_AGE_S = 0.05
 """How old the queue's depth may be when it decides about a request."""
 
 
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """The prefill queue as one decode worker knows it: entries that wait (`late` of them behind all others), and all
+    that are unfinished, those being computed included."""
+
+    pending: int
+    outstanding: int
+    late: int = 0
+
+
 class SampledDepth:
     """The prefill queue's depth as one decode worker knows it: the last sample, and what it enqueued since.
 
@@ -40,7 +50,7 @@ class SampledDepth:
     """
 
     def __init__(self) -> None:
-        self._value: int | Missing = Missing("not sampled yet")
+        self._value: QueueView | Missing = Missing("not sampled yet")
         self._fresh_until_s = float("-inf")
         self._enqueued = 0
 
@@ -52,7 +62,7 @@ class SampledDepth:
         """A sample is being taken: what is enqueued from now on may not be in it."""
         self._enqueued = 0
 
-    def sampled(self, value: int | Missing, now_s: float) -> None:
+    def sampled(self, value: QueueView | Missing, now_s: float) -> None:
         """This was the answer."""
         self._value = value
         self._fresh_until_s = now_s + DEPTH_MAX_AGE_S
@@ -64,7 +74,15 @@ class SampledDepth:
     @property
     def pending(self) -> int | Missing:
         """Entries waiting, as far as is known."""
-        return self._value if isinstance(self._value, Missing) else self._value + self._enqueued
+        return self._value if isinstance(self._value, Missing) else self._value.pending + self._enqueued
+
+    @property
+    def view(self) -> QueueView | Missing:
+        """The same, with what is unfinished."""
+        seen, more = self._value, self._enqueued
+        if isinstance(seen, Missing):
+            return seen
+        return QueueView(seen.pending + more, seen.outstanding + more, seen.late)
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,6 +218,12 @@ class GpuLedger:
         kept = {name: uuids for name, uuids in self.held_uuids.items() if name != watcher_name}
         return replace(self, held_uuids=kept)
 
+    def renamed(self, watcher_name: str, to: str) -> GpuLedger:
+        """What the watcher holds is held by `to` from now on: the same process under another name."""
+        uuids = self.held_uuids.get(watcher_name, ())
+        self._check_holds_nothing(to)
+        return self.release(watcher_name)._holding(to, uuids)
+
     def quarantine(self, uuid: str, reason: str) -> GpuLedger:
         """Hand this device out no more. Whoever held it holds it no more."""
         self._check_known(uuid)

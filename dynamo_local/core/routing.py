@@ -25,9 +25,9 @@ ON_ITS_WAY_S = 0.1
 ENDED_KEPT_S = 3 * PUBLISH_INTERVAL_S
 """No older sample is believed, so nobody asks what was in flight before."""
 
-RouterPolicy = Literal["least-loaded", "kv", "kv-load", "round-robin", "random"]
-"""How a worker is picked: fewest requests; what it has cached against its load; its load as `kv` sees it; in turn;
-by chance."""
+RouterPolicy = Literal["least-loaded", "slo", "kv", "kv-load", "round-robin", "random"]
+"""How a worker is picked: fewest requests; fewest expected misses of targets; what it has cached against its load; its
+load as `kv` sees it; in turn; by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,19 @@ NO_HITS: Mapping[int, float] = {}
 class Picker(Protocol):
     """A choice among instance ids. `routed` and `finished` bracket each request that was sent."""
 
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
-        """One of `candidates` (never empty). `hits` is the share (0..1) of the prompt that a worker has cached."""
+    def pick(
+        self,
+        candidates: Sequence[int],
+        loads: Mapping[int, Sample],
+        hits: Mapping[int, float] = NO_HITS,
+        prompt_tokens: int = 0,
+    ) -> int:
+        """One of `candidates` (never empty). `hits` is the share (0..1) of the prompt that a worker has cached; it has
+        `prompt_tokens` (0: nobody says)."""
         ...
 
-    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
-        """The request went to that worker; `tokens` bounds what it may still generate."""
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float, prompt_tokens: int = 0) -> None:
+        """The request went to that worker; `tokens` bounds what it may still generate, beyond its `prompt_tokens`."""
         ...
 
     def finished(self, instance_id: int, request_id: str, now_s: float) -> None:
@@ -75,12 +82,18 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
+    def pick(
+        self,
+        candidates: Sequence[int],
+        loads: Mapping[int, Sample],
+        hits: Mapping[int, float] = NO_HITS,
+        prompt_tokens: int = 0,
+    ) -> int:
         order = sorted(candidates)
         self._last = next((i for i in order if i > self._last), order[0])
         return self._last
 
-    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float, prompt_tokens: int = 0) -> None:
         """Turns do not depend on load."""
 
     def finished(self, instance_id: int, request_id: str, now_s: float) -> None:
@@ -155,14 +168,20 @@ class LeastLoaded:
         self._sent = SentRequests()
         self._turn = RoundRobin()
 
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
+    def pick(
+        self,
+        candidates: Sequence[int],
+        loads: Mapping[int, Sample],
+        hits: Mapping[int, float] = NO_HITS,
+        prompt_tokens: int = 0,
+    ) -> int:
         known = {i: score for i in candidates if (score := self._score(i, loads.get(i))) is not None}
         worst = max(known.values(), default=(0, 0, 0))
         scores = {i: known[i] if i in known else max(worst, (0, *self.in_flight(i))) for i in candidates}
         best = min(scores.values())
         return self._turn.pick([i for i in candidates if scores[i] == best], loads)
 
-    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float, prompt_tokens: int = 0) -> None:
         self._sent.routed(instance_id, request_id, tokens, now_s)
 
     def finished(self, instance_id: int, request_id: str, now_s: float) -> None:

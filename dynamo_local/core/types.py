@@ -39,6 +39,7 @@ class WorkerState(enum.StrEnum):
     FAULTED = "faulted"
     START_TIMED_OUT = "start_timed_out"
     DRAIN_TIMED_OUT = "drain_timed_out"
+    FLIPPING = "flipping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,9 @@ class ServiceSpec:
     `config` is the service's section without `ServiceArgs`, keys with underscores;
     `drain_deadline_s`/`start_deadline_s` are None where the command line's default applies;
     `max_workers` is None where the class sets no bound. `runtime` is that of a service that is a command (None: a
-    class); `target` is where its class is, if that is not the graph's.
+    class); `target` is where its class is, if that is not the graph's. `flips_to` is the
+    component whose role its workers can take over (`flippable` false: they shall not); where that is None,
+    `cannot_flip` says why.
     """
 
     name: str
@@ -80,6 +83,9 @@ class ServiceSpec:
     max_workers: int | None = None
     runtime: str | None = None
     target: str | None = None
+    flippable: bool = True
+    flips_to: str | None = None
+    cannot_flip: str = "no other component has an engine like its own"
 
 
 @dataclass(frozen=True, slots=True)

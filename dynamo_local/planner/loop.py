@@ -11,7 +11,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from dynamo_local.planner.connectors.local_connector import Committed, Refused
 from dynamo_local.planner.connectors.protocol import Connector
 from dynamo_local.planner.connectors.virtual_connector import Written
 from dynamo_local.planner.driver import Pipeline, PolicyDriver
+from dynamo_local.planner.holding import Holding
 from dynamo_local.planner.observing import PlannerObserver
 from dynamo_local.planner.policies.intervals import STALE_PULLS
 from dynamo_local.planner.policies.load_planner import LoadPlanner
@@ -75,12 +76,28 @@ class World(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """Counters since the loop was made. `lag_s` is the lateness of the last pull, in seconds."""
+    """Counters since the loop was made. `lag_s` is the lateness of the last pull, in seconds; `held`: for how long the
+    arbiter's loop was held by one step of a tick, or of a source."""
 
     pulls: int = 0
     decisions: int = 0
     failed_ticks: int = 0
     lag_s: float = 0.0
+    held: Holding = field(default_factory=Holding)
+
+    def as_json(self) -> dict[str, Any]:
+        """As the planner's status has them."""
+        held = {
+            what: {"wall": round(longest.wall_s * 1e3, 3), "cpu": round(longest.cpu_s * 1e3, 3)}
+            for what, longest in self.held.longest.items()
+        }
+        return {
+            "pulls": self.pulls,
+            "decisions": self.decisions,
+            "failed_ticks": self.failed_ticks,
+            "lag_s": round(self.lag_s, 4),
+            "loop_held_max_ms": held,
+        }
 
 
 class PlannerLoop:
@@ -104,7 +121,7 @@ class PlannerLoop:
         self._policy: Policy[Any] = LoadPlanner(self.options)
         self.no_operation = False
         self.observers: list[PlannerObserver] = []
-        self.counts = Counts()
+        self.counts = Counts(held=puller.held)
         self.last: DecisionRecord | None = None
         self.trouble: str | None = None
         """Why it holds, or what failed in its last tick; None while all is well."""
@@ -224,7 +241,7 @@ class PlannerLoop:
         self.counts.lag_s = max(0.0, now_s - self._due_s())
         self._pulled_s = now_s
         self._next_s = max(self._next_s + self.options.metric_pulling_interval_s, now_s)
-        reading = await self._tick()
+        reading = await self.counts.held.timed("tick", self._tick())
         self._unseen = self._unseen + 1 if (unknown := _unknown(reading)) is not None else 0
         why = self._world.blind() or (unknown if self._unseen >= STALE_PULLS else None)
         self._say(None if why is None else f"holds: {why}")
@@ -246,6 +263,7 @@ class PlannerLoop:
         driver = self._driver
         pull = await self._observed(Wants() if driver is None else driver.wants)
         self._tell_observers(lambda observer: observer.on_pull(pull))
+        await asyncio.sleep(0)  # gauges, and then a decision: not in one step
         if driver is not None and driver is self._driver:  # else it was paused meanwhile
             decision = await driver.tick(pull)
             if decision is not None and driver is self._driver:
@@ -283,6 +301,7 @@ class PlannerLoop:
         )
         self.counts.decisions += 1
         self.last = record
+        await asyncio.sleep(0)
         self._tell_observers(lambda observer: observer.on_decision(record))
 
     async def _outcomes(self, decision: Decision, pools: WorkerPools, stimulus_id: str) -> dict[str, StepOutcome]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
+from dynamo_local.planner.holding import Holding
 from dynamo_local.planner.policies.intervals import fresh
 from dynamo_local.planner.sources import PassSource, TrafficSource
 from dynamo_local.planner.values.passes import Capabilities, Engines
@@ -62,7 +63,7 @@ class LoadSource(Protocol):
 
 class Puller:
     """Asks the sources. `queue` is None where the graph has no prefill component; without `traffic` and `passes` those
-    are missing."""
+    are missing. `held`: what their steps took of the loop."""
 
     def __init__(
         self,
@@ -74,14 +75,21 @@ class Puller:
         passes: PassSource | None = None,
     ) -> None:
         self._clock = clock
-        self._loads = _PendingSample(loads.loads, clock)
-        self._queue = None if queue is None else _PendingSample(queue.depth, clock)
+        self.held = Holding()
+        self._loads = self._pending("loads", loads.loads)
+        self._queue = None if queue is None else self._pending("queue", queue.depth)
         self._known: dict[str, Sampled[Load]] = {}
         self._depth: Sampled[int] | None = None
         self._window_s = 0.0
-        self._traffic = None if traffic is None else _PendingSample(partial(self._ask, traffic), clock)
+        self._traffic = None if traffic is None else self._pending("traffic", partial(self._ask, traffic))
         self._passes = passes
-        self._engines = None if passes is None else _PendingSample(passes.passes, clock)
+        self._engines = None if passes is None else self._pending("passes", passes.passes)
+
+    def _pending(self, what: str, ask: Callable[[], Coroutine[Any, Any, T | Missing]]) -> _PendingSample[T]:
+        async def timed() -> T | Missing:
+            return await self.held.timed(what, ask())
+
+        return _PendingSample(timed, self._clock)
 
     async def pull(self, ready: Collection[str], interval_s: float) -> Reading:
         """A reading of the decode workers that are ready, within `DEADLINE_PULLS` of the interval (seconds)."""
@@ -141,7 +149,7 @@ class Puller:
 class _PendingSample(Generic[T]):
     """A source, with at most one call to it under way. `failed` says why the last call gave no sample."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T | Missing]], clock: Clock) -> None:
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T | Missing]], clock: Clock) -> None:
         self._ask = ask
         self._clock = clock
         self._task: asyncio.Future[T | Missing] | None = None

@@ -58,6 +58,7 @@ class NatsKvEventPublisher:
         self.block_size = 0
         """Tokens per block; set by the component once its engine has started."""
         self._nats = nats
+        self._namespace = namespace
         self._subject = kv_events_subject(namespace, component)
         self._lease_id = lease_id_getter
         self._clock = clock or AsyncioClock()
@@ -74,6 +75,16 @@ class NatsKvEventPublisher:
     async def start(self) -> None:
         """Start sending."""
         self._loop_task = asyncio.create_task(self._run(), name=f"KV events on {self._subject}")
+
+    def moved(self, component: str, lease_id_getter: Callable[[], int]) -> None:
+        """The same engine works for another component from now on: Routers of that one ask for all that is held."""
+        self._subject = kv_events_subject(self._namespace, component)
+        self._lease_id = lease_id_getter
+        self._epoch = uuid.uuid4().hex
+        self._unsent.clear()
+        self._kept.clear()
+        self._kept_blocks = 0
+        self._news.set()
 
     async def close(self) -> None:
         """Send the batches that are left, if NATS is connected, and stop."""

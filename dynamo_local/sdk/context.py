@@ -77,6 +77,10 @@ class WorkerContext(Protocol):
     kv: KeyValueStore
     nats: Any
     draining: asyncio.Event
+    inherited: Mapping[str, Any]
+    """What the component handed over whose role this process had before; empty in its first role."""
+    flips_to: str | None
+    """The component whose role this worker can take over; None where it cannot."""
 
     @property
     def lease_id(self) -> int:
@@ -110,6 +114,11 @@ class WorkerContext(Protocol):
     def vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` beside everything else. If it raises, the worker is of no use any more: its process ends
         at once, with a non-zero exit code and the reason in its log. Returning, or being cancelled, is fine."""
+        ...
+
+    def keep(self, close: Callable[[], Awaitable[None]]) -> None:
+        """What stays when the worker changes its role: `close` is awaited when the process ends, after the components'
+        shutdown hooks."""
         ...
 
     def wait_for(self, what: str) -> None:

@@ -19,6 +19,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.control.deployment import Deployment, Launcher
 from dynamo_local.control.executor.arbiter_effects import ArbiterEffects
 from dynamo_local.control.executor.host_system import HostSystem
+from dynamo_local.control.flips import FlipOrders
 from dynamo_local.control.head import head_of
 from dynamo_local.control.links import Links
 from dynamo_local.control.notes import Notes
@@ -69,6 +70,7 @@ class Parts:
     shell: Shell
     waiting: Waiting
     orders: Orders
+    flips: FlipOrders
     registrations: Registrations
     sampling: Sampling
     starts: StartWatch
@@ -99,7 +101,7 @@ def compose(
     system = _system(deployment)
     effects = _effects(host, system, pool, launcher, links, statefile, events, clock, notes, failed)
     shell = _shell(deployment, effects, links, clock, notes)
-    orders = Orders(shell, pool.look)
+    orders, waiting = Orders(shell, pool.look), Waiting(shell, clock.now_s)
     sampling = Sampling(namespace, shell, links, clock)
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
     exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
@@ -122,8 +124,9 @@ def compose(
         system=system,
         effects=effects,
         shell=shell,
-        waiting=Waiting(shell, clock.now_s),
+        waiting=waiting,
         orders=orders,
+        flips=FlipOrders(shell, orders, waiting),
         registrations=Registrations(namespace, shell.feed, links),
         sampling=sampling,
         starts=StartWatch(namespace, shell, links, clock),

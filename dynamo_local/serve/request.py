@@ -26,7 +26,9 @@ from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.gpus.inventory import pinning_disabled
 from dynamo_local.sdk.loader import load_graph
 from dynamo_local.serve.access_checks import check_access, insecure
+from dynamo_local.serve.dispatch_checks import check_dispatch
 from dynamo_local.serve.engine_checks import check_engines
+from dynamo_local.serve.flip_checks import with_flips
 from dynamo_local.system.paths import Paths
 from dynamo_local.telemetry import tensorboard
 
@@ -95,8 +97,10 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
         check_planner(planner, spec)
         tensorboard.check(planner.log_dir)
     follow = _followed(options, spec, starts)
+    spec = with_flips(graph, spec, config)
     notes = (
         *check_engines(graph, spec, config, only_plan=only_plan),
+        *check_dispatch(graph, spec, config),
         *check_commands(graph, config, environ, only_plan=only_plan),
         *check_access(graph, spec, config, environ, only_plan=only_plan),
     )

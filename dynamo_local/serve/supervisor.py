@@ -280,6 +280,22 @@ class Supervisor:
         self._check_running()
         return await self.parts.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
 
+    async def flip(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """`dynamo flip NAME [--cancel]`."""
+        self._check_running()
+        if cancel:
+            return await self.parts.flips.cancel(name, stimulus_id=stimulus_id)
+        return await self.parts.flips.flip(name, force=force, stimulus_id=stimulus_id)
+
+    async def scale_flip(
+        self, gives: str, takes: str, count: int, *, force: bool, victim_policy: str | None, stimulus_id: str
+    ) -> dict[str, Any]:
+        """`dynamo scale GIVES -N TAKES +N --flip`."""
+        self._check_running()
+        return await self.parts.flips.scale(
+            gives, takes, count, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id
+        )
+
     async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
         """`dynamo restart NAME|COMPONENT`."""
         self._check_running()

@@ -20,10 +20,9 @@ from dynamo_local.control.deployment import WatcherFactory, WatcherPlan
 from dynamo_local.control.head import without_credentials
 from dynamo_local.control.statefile import restart_of_entry
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.fleet import Course, Fleet, Process, Worker
-from dynamo_local.core.life.restarts import RestartHistory
+from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.states import TRAITS, HasProcess
-from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, suffix_of, watcher_name
+from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, watcher_name
 from dynamo_local.errors import ConfigError, DynamoError, GpuError, NamespaceBusy, NotRunning
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.infra.access import run_environment
@@ -33,11 +32,12 @@ from dynamo_local.infra.embedded import EmbeddedServers
 from dynamo_local.infra.specs import EtcdSpec, NatsSpec
 from dynamo_local.state import ComponentEntry, ServerEntry, State, load
 from dynamo_local.succession import leftovers, marks
+from dynamo_local.succession.entries import with_process, worker_of
 from dynamo_local.succession.marks import Marked
 from dynamo_local.system.lock import busy
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import AdoptingHost, ProcessSpec
-from dynamo_local.system.processes import age_s, is_alive, start_time_s
+from dynamo_local.system.processes import is_alive
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _to_adopt(paths: Paths, run: leftovers.Recorded, marked: list[Marked]) -> Fo
             "starts anew"
         )
     _wait_for_files(paths, state, marked)
-    ended = leftovers.end_workers(paths, run, living=frozenset(pids) & state.components.keys())
+    ended = leftovers.end_workers(paths, run, living=_known_as(state, pids))
     return Found(state, pids, tuple(ended))
 
 
@@ -122,6 +122,12 @@ def _wait_for_files(paths: Paths, state: State, marked: list[Marked]) -> None:
                 "`dynamo down` lets them finish and ends them, `dynamo serve --replace` starts anew"
             )
         time.sleep(FILES_POLL_S)
+
+
+def _known_as(state: State, pids: Mapping[str, int]) -> frozenset[str]:
+    """The names of the workers that live, and those in their processes' environments."""
+    living = [entry for name, entry in state.components.items() if name in pids]
+    return frozenset(name for entry in living for name in (entry.watcher_name, entry.born) if name is not None)
 
 
 def _running(state: State, marked: list[Marked]) -> Iterator[tuple[str, int]]:
@@ -288,11 +294,11 @@ class Adoption:
         now = {template.component: template.fingerprint for template in empty.templates}
         for name, entry in self.found.state.components.items():
             pid = self.found.pids.get(name)
-            worker = _worker(empty.namespace, entry, empty.gpus.held_uuids.get(name, ()), now_s)
+            worker = worker_of(empty.namespace, entry, empty.gpus.held_uuids.get(name, ()), now_s)
             if entry.launched is None:  # of an older version, which changed nothing at run time
                 worker = replace(worker, launched=now.get(worker.component, ""))
             if pid is not None:
-                worker = _with_process(worker, entry, pid, now_s)
+                worker = with_process(worker, entry, pid, now_s)
             workers[name] = worker
         restarts = tuple(restart_of_entry(each) for each in self.found.state.restarts or ())
         return replace(empty, workers=workers, restarts=restarts, revoked=self.found.state.revoked or {})
@@ -329,59 +335,6 @@ class Adoption:
                 except ProcessLookupError:
                     pid = None
             servers.adopt(name, spec, pid)
-
-
-def _worker(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_s: float) -> Worker:
-    """An entry of the statefile as a worker without a process."""
-    return Worker(
-        entry.watcher_name,
-        entry.component,
-        entry.role,
-        suffix_of(entry.watcher_name, namespace, entry.component),
-        entry.state,
-        since_s=now_s,
-        gpus=gpus,
-        course=_course(entry),
-        reason=entry.reason,
-        starts=entry.restarts + 1,
-        launched=entry.launched or "",
-        history=_history(entry, now_s),
-        lease=entry.lease,
-        other_leases=tuple(entry.other_leases or ()),
-    )
-
-
-def _with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) -> Worker:
-    """The worker with its process. Its running time is not taken from the wall clock, which may have been set since."""
-    served = TRAITS[entry.state].serves or TRAITS[entry.state].leaves
-    began_s = now_s - age_s(pid)
-    asked_s = None
-    if TRAITS[entry.state].drains:  # its deadline still counts from when it was asked
-        asked_s = now_s if entry.asked_s is None else min(now_s, entry.asked_s)
-    return replace(
-        worker,
-        process=Process(pid, start_time_s(pid), began_s, entry.started_at),
-        lease=None,  # comes from the registry, for this very pid
-        served=served,
-        ready_s=began_s if served else None,
-        heard_s=now_s if served else None,  # its silence counts from here on
-        asked_s=asked_s,
-    )
-
-
-def _history(entry: ComponentEntry, now_s: float) -> RestartHistory:
-    """The failures by which its next restart is decided; times in the future (from before a reboot, or edited) are
-    left out."""
-    failures_s = tuple(at_s for at_s in entry.failures_s or () if at_s <= now_s)
-    return RestartHistory(failures_s, entry.failures_streak or 0)
-
-
-def _course(entry: ComponentEntry) -> Course:
-    try:
-        return Course(entry.course or Course.STEADY)
-    except ValueError:
-        log.warning("%s: its course %r is of a newer version; left out", entry.watcher_name, entry.course)
-        return Course.STEADY
 
 
 def _server_spec(entry: ServerEntry, paths: Paths, made: Certificates | None) -> EtcdSpec | NatsSpec:

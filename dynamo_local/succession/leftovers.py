@@ -50,6 +50,8 @@ class Known:
     started_s: float | None
     role: str = "other"
     drain_deadline_s: float = 600.0
+    born: str | None = None
+    """The name under which it was made, where it has another one now."""
 
     @property
     def alive(self) -> bool:
@@ -130,6 +132,7 @@ def _known(name: str, entry: Mapping[str, Any]) -> Known:
         started_s=float(started) if isinstance(started, int | float) else None,
         role=str(entry.get("role", "other")),
         drain_deadline_s=float(deadline) if isinstance(deadline, int | float) else 600.0,
+        born=entry["born"] if isinstance(entry.get("born"), str) else None,
     )
 
 

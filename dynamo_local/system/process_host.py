@@ -43,6 +43,13 @@ class ProcessHost(Protocol):
         """
         ...
 
+    def rename(self, was: str, name: str, pid: int) -> None:
+        """The watcher `was`, whose process is `pid`, is called `name` from now on; nothing where it has ended.
+
+        What had that name has no process any more: it is dropped.
+        """
+        ...
+
     async def forget(self, name: str) -> None:
         """Drop the watcher of a process that is gone; an unknown name is no error."""
         ...

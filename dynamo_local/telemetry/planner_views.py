@@ -147,6 +147,16 @@ def _families(now: PlannerNow) -> Iterator[Metric]:
     ticks, failed = now.counts.pulls, now.counts.failed_ticks
     yield CounterMetricFamily(f"{PREFIX}_ticks", "Ticks: pulls of the metrics, failed ones included", ticks)
     yield CounterMetricFamily(f"{PREFIX}_failed_ticks", "Ticks that raised; each was tried again", failed)
+    held = GaugeMetricFamily(
+        f"{PREFIX}_loop_held_max_seconds",
+        "The longest that one step of a tick, or of asking a source, held the arbiter's loop so far; on a busy host "
+        "the wall clock counts what others had of the core",
+        labels=["work", "clock"],
+    )
+    for work, longest in now.counts.held.longest.items():
+        held.add_metric([work, "wall"], longest.wall_s)
+        held.add_metric([work, "cpu"], longest.cpu_s)
+    yield held
     yield CounterMetricFamily(
         f"{PREFIX}_tensorboard_dropped_points", "TensorBoard points that never reached the disk", now.dropped
     )

@@ -20,13 +20,16 @@ from dynamo_local.core.life.fleet import Fleet, Template, Worker
 from dynamo_local.core.life.fleet import Process as WorkerProcess
 from dynamo_local.core.life.instructions import (
     CallBack,
+    CallOffFlip,
     Commit,
     CountRequests,
     EndSession,
+    FlipRole,
     Forget,
     Instruction,
     LookAtGpus,
     LookUpKey,
+    Rename,
     Revoke,
     Signal,
     Spawn,
@@ -36,6 +39,7 @@ from dynamo_local.core.life.instructions import (
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.life.stimuli import (
     CalledBack,
+    FlipAnswered,
     GpusSeen,
     KeyLookedUp,
     KeyPut,
@@ -282,7 +286,10 @@ class VirtualFleet:
                 done(Swept(stimulus_id="sweep", name=name))
             case LookAtGpus():
                 done(self._seen)
-            case Forget() | Revoke():
+            case FlipRole(name=name, pid=pid, to=to):
+                unable = "the twin's workers keep their roles"
+                done(FlipAnswered(stimulus_id="flip", name=name, pid=pid, to=to, error=unable))
+            case Forget() | Revoke() | CallOffFlip() | Rename():
                 done(None)
             case _:
                 assert_never(act)

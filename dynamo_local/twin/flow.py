@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from dynamo_local.core.disagg import decide_prefill
+from dynamo_local.core.dispatch.line import PrefillLine
 from dynamo_local.core.routing import Picker, Sample
 from dynamo_local.core.types import Load, Role
 from dynamo_local.engines.sim.facts import load_of, shape_of
@@ -28,6 +28,7 @@ from dynamo_local.twin.agenda import Agenda, What
 from dynamo_local.twin.fleet import VirtualFleet
 from dynamo_local.twin.options import TwinOptions
 from dynamo_local.twin.passes_seen import PassesSeen
+from dynamo_local.twin.prefill_choice import PrefillChoices
 from dynamo_local.twin.process import Dropped, Job, Process
 from dynamo_local.twin.trace import block_keys
 from dynamo_local.twin.traffic_seen import TrafficSeen
@@ -47,7 +48,8 @@ class Flow:
         self._perf = perf
         self._agenda = agenda
         self._picker = picker
-        self._queue: deque[Job] = deque()
+        self._queue: PrefillLine[Job] = PrefillLine()
+        self._choices = PrefillChoices(options, perf, self._config, self._queue)
         self._idle: deque[Process] = deque()
         self._processes: dict[int, Process] = {}
         self._dirty: set[int] = set()
@@ -69,7 +71,8 @@ class Flow:
     def make_process(self, instance_id: int, name: str, role: Role) -> Process:
         """A fresh engine: its cache is empty."""
         watch = None if self.passes_seen is None else self.passes_seen.watch(instance_id)
-        process = Process(instance_id, name, role, SimScheduler(self._config, self._perf, watch=watch))
+        scheduler = SimScheduler(self._config, self._perf, watch=watch)
+        process = Process(instance_id, name, role, scheduler, side=self._choices.side(role))
         self._processes[instance_id] = process
         self._all.append(process)
         return process
@@ -128,10 +131,13 @@ class Flow:
 
     def _on_event(self, process: Process, event: Event, now_s: float) -> None:
         if isinstance(event, Tokens):
-            if event.first == 0 and process.role is not Role.PREFILL:
+            if process.role is not Role.PREFILL:
                 job = process.streams[event.request_id]
-                job.first_s = event.times_s[0]
-                self.seen.first_token(job, job.first_s)
+                if event.first == 0:
+                    job.first_s = event.times_s[0]
+                    self.seen.first_token(job, job.first_s)
+                if process.side is not None:
+                    process.side.tokens(str(job.number), len(event.times_s), event.times_s[0])
         elif isinstance(event, Finished):
             job = process.streams.pop(event.request_id)
             if process.role is Role.PREFILL:
@@ -167,13 +173,13 @@ class Flow:
     def _dispatch(self, job: Job, now_s: float) -> None:
         """To the worker that the picker names; full ones refuse, and others are asked."""
         candidates = {process.instance_id: process for process in self._fleet.serving(*DECODES)}
-        refused = bool(candidates)
+        refused, length = bool(candidates), job.request.input_length
         while candidates:
-            picked = self._picker.pick(list(candidates), self._samples(candidates, now_s))
+            picked = self._picker.pick(list(candidates), self._samples(candidates, now_s), prompt_tokens=length)
             process = candidates.pop(picked)
             self._roll(process, now_s)
             if process.num_waiting < self._options.max_num_waiting:
-                self._picker.routed(picked, str(job.number), job.request.output_length, now_s)
+                self._picker.routed(picked, str(job.number), job.request.output_length, now_s, length)
                 self._take(process, job, now_s)
                 return
         self._drop(job, Dropped.WORKERS_FULL if refused else Dropped.NO_WORKER)
@@ -196,26 +202,15 @@ class Flow:
         if process.role is Role.AGGREGATED:
             self._submit(process, job, now_s)
             return
-        depth = process.depth
-        if depth.due(now_s):
-            depth.asked()
-            depth.sampled(len(self._queue), now_s)
-        length = job.request.input_length
-        decision = decide_prefill(
-            prompt_length=length,
-            prefix_hit_rate=process.scheduler.matched_tokens(job.keys) / length,
-            queue_size=depth.pending,
-            prefill_workers=len(self._fleet.serving(Role.PREFILL)),
-            settings=self._options.disagg,
-            conditional=self._options.conditional,
-        )
-        if not decision.remote:
+        prefillers = self._fleet.serving(Role.PREFILL)
+        computing = sum(len(each.streams) for each in prefillers)
+        remote, start_by_s = self._choices.decide(process, job, len(prefillers), computing, now_s)
+        if not remote:
             self._submit(process, job, now_s)
             return
-        depth.enqueued()
         job.queued = job.away = job.remote = True
         process.waiting[job.number] = job
-        self._queue.append(job)
+        self._queue.append(job, start_by_s)
         self._agenda.add(now_s + self._options.prefill_timeout_s, What.PREFILL_DEADLINE, job.number)
         self._feed(now_s)
 
@@ -224,6 +219,8 @@ class Flow:
         request = job.request
         job.engine_id = f"{job.number}-{job.tries}" if pull else f"{job.number}-{job.tries}-local"
         process.streams[job.engine_id] = job
+        if process.side is not None:
+            self._choices.submitted(process.side, job, now_s, pull=pull)
         self._roll(process, now_s)
         process.scheduler.submit(
             SimRequest(
@@ -251,7 +248,7 @@ class Flow:
             process = self._idle.popleft()
             if not process.serves:
                 continue
-            job = self._queue.popleft()
+            job = self._queue.popleft(process.turns, now_s)
             job.queued, job.source = False, process
             process.last_arrival_s = now_s
             entry = f"{job.number}-{job.tries}"
@@ -331,8 +328,13 @@ class Flow:
     def _completed(self, process: Process, job: Job, at_s: float) -> None:
         job.last_s = at_s
         self.seen.ended(job, at_s)
-        self._picker.finished(process.instance_id, str(job.number), at_s)
+        self._left(process, job, at_s, completed=True)
         self._end(job)
+
+    def _left(self, process: Process, job: Job, now_s: float, *, completed: bool = False) -> None:
+        self._picker.finished(process.instance_id, str(job.number), now_s)
+        if process.side is not None:
+            process.side.ended(str(job.number), completed=completed)
 
     def request_deadline(self, number: int, now_s: float) -> None:
         """The Frontend gives the request up, wherever it is (504)."""
@@ -342,7 +344,7 @@ class Flow:
         self._roll(process, now_s)
         if job.ended:
             return
-        self._picker.finished(process.instance_id, str(job.number), now_s)
+        self._left(process, job, now_s)
         self._release_source(job, now_s)
         self._abandon(job)
         if process.streams.pop(job.engine_id, None) is not None:
@@ -373,7 +375,7 @@ class Flow:
                     self._abandon(job)
                     self._submit(job.worker, job, now_s)
                 continue
-            self._picker.finished(process.instance_id, str(job.number), now_s)
+            self._left(process, job, now_s)
             self._release_source(job, now_s)
             self._abandon(job)
             job.worker = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dynamo_local.core.admission import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
 from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.core.dispatch.targets import DisaggPolicy, Targets
 from dynamo_local.core.types import Role
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import ConfigError
@@ -16,6 +17,8 @@ PREFILL = "PrefillWorker"
 DECODE = "VllmWorker"
 
 DISAGG = DisaggSettings(max_local_prefill_length=10, max_prefill_queue_size=2)
+
+NO_TARGETS = Targets()
 
 START_UP_S = 30.0
 """From the decision to a worker that serves, unless said otherwise."""
@@ -56,6 +59,9 @@ class TwinOptions:
     start_up_s: float = START_UP_S
     disagg: DisaggSettings = DISAGG
     conditional: bool = True
+    disagg_policy: DisaggPolicy = "threshold"
+    targets: Targets = NO_TARGETS
+    """What `slo` decides by; what is judged by is `Slo`."""
     prefill_timeout_s: float = 15.0
     max_inflight: int = MAX_INFLIGHT
     max_num_waiting: int = MAX_NUM_WAITING

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynamo_local.core.disagg import SampledDepth
+from dynamo_local.core.dispatch.line import Turns
+from dynamo_local.core.dispatch.prefilling import DecodeSide
 from dynamo_local.core.life.decisions.drains import exit_in_s
 from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S, Sample
 from dynamo_local.core.types import Role
@@ -70,7 +72,7 @@ class Job:
 @dataclass(slots=True, eq=False)
 class Process:
     """A process that has been ready. `streams` are its requests by their names in its engine; of a decode worker
-    `away` counts those that wait for a remote prefill."""
+    `away` counts those that wait for a remote prefill; with `disagg-policy: slo` it has a `side`, which decides."""
 
     instance_id: int
     name: str
@@ -83,6 +85,8 @@ class Process:
     waiting: dict[int, Job] = field(default_factory=dict)
     sample: Sample | None = None
     depth: SampledDepth = field(default_factory=SampledDepth)
+    turns: Turns = field(default_factory=Turns)
+    side: DecodeSide | None = None
 
     @property
     def serves(self) -> bool:

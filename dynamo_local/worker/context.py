@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.core.passes import ForwardPass
 from dynamo_local.core.types import Load, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.infra.access import EtcdAccess, NatsAccess
@@ -26,6 +27,8 @@ from dynamo_local.sdk.context import KvEvents, Work
 
 log = logging.getLogger("dynamo_local.worker")
 
+KV_EVENTS, PASSES = "kv_events", "passes"
+"""Under which what tells of an engine is handed on to the next role."""
 Callback = Callable[[], Awaitable[None]]
 KeyOf = Callable[[int], str]
 """The key under a lease."""
@@ -47,6 +50,7 @@ class Identity:
     lease_ttl_s: int
     start_deadline_s: float
     gpus: int = 0
+    flips_to: str | None = None
 
     @classmethod
     def of(cls, env: Mapping[str, str], component: str) -> Identity:
@@ -74,6 +78,7 @@ class Identity:
             lease_ttl_s=int(env.get("DYN_LEASE_TTL_S", "10")),
             start_deadline_s=float(env.get("DYN_START_DEADLINE_S", "300")),
             gpus=int(env.get("DYN_WORKER_GPUS", "0")),
+            flips_to=env.get("DYN_FLIPS_TO") or None,
         )
 
 
@@ -84,13 +89,13 @@ class Connections:
     kv: KeyValueStore
     nats: Any
     plane: RequestPlane
-    lease: LeaseKeeper
 
 
 class Context:
     """The component's context. Keeps what the component registered (callbacks, sources, keys, facts).
 
-    `stack` closes what the component opened, before the connections are closed. `on_fatal` is called with
+    `stack` closes what the component opened, before the connections are closed; `kept` what stays in the process when
+    it changes its role, and `inherited` is what stayed of the role before. `on_fatal` is called with
     the reason when the worker has become useless. `on_facts` is called when `facts` has changed, `on_wait` with what
     the start waits for.
     """
@@ -99,10 +104,13 @@ class Context:
         self,
         identity: Identity,
         connections: Connections,
+        lease: LeaseKeeper,
         settings: Any,
         *,
         draining: asyncio.Event,
         stack: contextlib.AsyncExitStack,
+        kept: contextlib.AsyncExitStack,
+        inherited: Mapping[str, Any],
         on_fatal: Callable[[str, BaseException], None],
         on_facts: Callable[[], None],
         on_wait: Callable[[str], None],
@@ -116,6 +124,8 @@ class Context:
         self.kv = connections.kv
         self.nats = connections.nats
         self.draining = draining
+        self.inherited = inherited
+        self.flips_to = identity.flips_to
         self.facts: dict[str, str] = {}
         self.load_source: Callable[[], Load] | None = None
         self.load_changed: Callback = _never
@@ -123,10 +133,13 @@ class Context:
         self._counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None
         self._limits: Callable[[], Mapping[str, int | None]] = dict
         self._passes: PassRecorder | None = None
+        self._pass_listeners: list[Callable[[ForwardPass], None]] = []
         self._observed = False
         self._plane = connections.plane
-        self._lease = connections.lease
+        self._lease = lease
         self._stack = stack
+        self._kept = kept
+        self._events: NatsKvEventPublisher | None = None
         self._on_fatal = on_fatal
         self._on_facts = on_facts
         self._on_wait = on_wait
@@ -161,6 +174,9 @@ class Context:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_fatal(task.get_name(), error)
 
+    def keep(self, close: Callback) -> None:
+        self._kept.push_async_callback(close)
+
     def wait_for(self, what: str) -> None:
         self._on_wait(what)
 
@@ -190,18 +206,23 @@ class Context:
         return replies
 
     async def kv_events(self) -> KvEvents:
-        events = NatsKvEventPublisher(self.nats, self.namespace, self.component, lambda: self.lease_id)
-        self._stack.push_async_callback(events.close)
-        await events.start()
+        events: NatsKvEventPublisher | None = self.inherited.get(KV_EVENTS)
+        if events is None:
+            events = NatsKvEventPublisher(self.nats, self.namespace, self.component, lambda: self.lease_id)
+            self.keep(events.close)
+            await events.start()
+        self._events = events
         return events
 
     async def passes(self, *, publish: bool) -> PassRecorder:
-        recorder = self._passes = PassRecorder()
+        recorder = self._passes = self.inherited.get(PASSES) or PassRecorder()
         if publish:
             events = PassEvents(self.nats, self.namespace, self.component, lambda: str(self.lease_id))
             self._stack.push_async_callback(events.close)
             events.start()
-            recorder.listeners.append(events.publish)
+            self._pass_listeners.append(events.publish)
+        if PASSES not in self.inherited:
+            recorder.listeners[:] = self._pass_listeners
         return recorder
 
     def observe(
@@ -210,6 +231,17 @@ class Context:
         limits: Callable[[], Mapping[str, int | None]] = dict,
     ) -> None:
         self._counters, self._limits, self._observed = counters, limits, True
+
+    def handed_on(self) -> dict[str, Any]:
+        """What stays of this context itself, for the next role's."""
+        return {name: each for name, each in ((PASSES, self._passes), (KV_EVENTS, self._events)) if each is not None}
+
+    def take_over(self) -> None:
+        """This role is the process's from now on: what was inherited tells of it."""
+        if self._events is not None:
+            self._events.moved(self.component, lambda: self.lease_id)
+        if self._passes is not None:
+            self._passes.listeners[:] = self._pass_listeners
 
     # --- for the process -------------------------------------------------------------------------
 

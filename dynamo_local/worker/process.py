@@ -4,6 +4,8 @@ connect -> serve the control endpoint -> grant a lease (`registration`) -> make 
 -> wait for what it depends on -> serve its endpoints on NATS (`endpoints`) -> register them in etcd -> ready
 -> (SIGTERM, the lease is revoked, or a message) drain (`drain`); it can be taken back -> shut down -> exit 0
 
+What it serves is its role (`served_role`), which may be changed while it lives (`flipping`).
+
 Asked to leave while it starts, it leaves at once. When something vital fails, its engine first of all, it ends
 at once with exit code 1: whoever supervises it decides what follows.
 """
@@ -18,21 +20,16 @@ import signal
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from dynamo_local.core.types import Load, lease_hex
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError, LeaseNotFound, StartTimedOut
-from dynamo_local.runtime.load import LoadPublisher
 from dynamo_local.runtime.requests import DependencyClient
-from dynamo_local.sdk import dynamo_context
-from dynamo_local.sdk.context import set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
-from dynamo_local.sdk.settings import load_settings
 from dynamo_local.state import StateStore
-from dynamo_local.worker.context import Connections, Context, Identity, run_all
+from dynamo_local.worker.context import Identity, run_all
 from dynamo_local.worker.drain import Drain, Phase
-from dynamo_local.worker.endpoints import Endpoints
-from dynamo_local.worker.registration import Registration
-from dynamo_local.worker.startup import connect, dependency_clients, dynamo_context_of
+from dynamo_local.worker.flipping import Flipping
+from dynamo_local.worker.served_role import RoleHost, ServedRole
+from dynamo_local.worker.startup import connect
 from dynamo_local.worker.statefile_entry import Entry, EntryWriter
 from dynamo_local.worker.status import worker_status
 
@@ -55,25 +52,44 @@ class WorkerProcess:
         self.service = service
         self.identity = identity
         self.hurried = False
-        self._settings = load_settings(service)
         self._waiting_for = "starting"
-        self._draining = asyncio.Event()
         self._drain: Drain = None  # type: ignore[assignment]  # made by `run`: it belongs to its loop
         self._failed: asyncio.Future[BaseException] = None  # type: ignore[assignment]
         store = StateStore(identity.statefile, run_id=identity.run_id)
         self._entry = EntryWriter(store, identity.watcher_name, self._truth)
         self._stack = contextlib.AsyncExitStack()
-        self._endpoints = Endpoints(identity)
-        self._registration = Registration(
-            identity,
-            self._endpoints,
-            facts=lambda: {} if self._context is None else self._context.facts,
+        self._kept = contextlib.AsyncExitStack()
+        self._operations = {
+            "status": self._op_status,
+            "drain": self._op_drain,
+            "cancel_drain": self._op_cancel_drain,
+            "flip": self._op_flip,
+            "cancel_flip": self._op_cancel_flip,
+        }
+        host = RoleHost(
+            graph,
+            self._operations,
+            self._kept,
+            on_fatal=self._fail,
+            on_wait=self._wait_for,
             on_change=self._entry.touch,
-            on_revoked=lambda: self._drain.begin("its lease was revoked"),
-            serves=lambda: self._drain.phase is Phase.READY,
+            on_revoked=self._revoked,
+            serves=lambda role: role is self._role and self._drain.phase is Phase.READY,
+            is_draining=self._is_draining,
         )
-        self._context: Context | None = None
-        self._component: Any = None
+        self._roles = Flipping(
+            host,
+            ServedRole(host, service, identity, {}),
+            on_switched=self._switched,
+            flush=self._entry.flush,
+            refusal=self._no_flip_now,
+            bounded=_bounded,
+        )
+
+    @property
+    def _role(self) -> ServedRole:
+        """The one of now."""
+        return self._roles.role
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -109,7 +125,7 @@ class WorkerProcess:
         starting.cancel()
         await asyncio.wait({starting}, timeout=HURRIED_TIMEOUT_S)
         error = starting.exception() if starting.done() and not starting.cancelled() else None
-        if isinstance(error, LeaseNotFound) and self._registration.revoked:
+        if isinstance(error, LeaseNotFound) and self._role.registration.revoked:
             self._drain.begin("its lease was revoked")
         if self._drain.left.done() or self._failed.done():
             log.info("leaving before it was ready: %s", self._drain.reason)
@@ -129,89 +145,55 @@ class WorkerProcess:
         """The engine is dead, so nothing can be finished: deregister and end. Callers see their streams break."""
         self.hurried = True
         await self._drain.close()
-        if self._registration.lease is not None:
+        if self._role.registration.lease is not None:
             # If this fails, the arbiter or the guardian revokes the lease.
-            await _bounded("giving the lease back", self._registration.give_back_failed(LAST_REVOKE_S), LAST_REVOKE_S)
+            await _bounded(
+                "giving the lease back", self._role.registration.give_back_failed(LAST_REVOKE_S), LAST_REVOKE_S
+            )
 
     async def _shut_down(self) -> None:
         timeout_s = HURRIED_TIMEOUT_S if self.hurried else HOOKS_TIMEOUT_S
         await self._drain.close()
-        if self._component is not None:
-            for hook in self.service.on_shutdown:
-                await _bounded(f"the shutdown hook {hook}", _call_hook(self._component, hook), timeout_s)
-        if self._registration.holds_lease:
-            await _bounded("giving the lease back", self._registration.give_back(LAST_REVOKE_S), 2 * LAST_REVOKE_S)
+        await _bounded("ending former roles", self._roles.close(), timeout_s)
+        for role in (self._role, *self._roles.former):
+            await role.run_hooks(lambda what, work: _bounded(what, work, timeout_s))
+        await _bounded("closing what the components kept", self._kept.aclose(), timeout_s)
+        if self._role.registration.holds_lease:
+            await _bounded("giving the lease back", self._role.registration.give_back(LAST_REVOKE_S), 2 * LAST_REVOKE_S)
         self._entry.touch()
         await self._entry.flush(ENTRY_TIMEOUT_S)
         await self._entry.close()
+        for role in (*self._roles.former, self._role):
+            await _bounded("closing the component", role.close(), timeout_s)
         await _bounded("closing the connections", self._stack.aclose(), timeout_s)
 
     # --- starting ------------------------------------------------------------------------------
 
     async def _start(self) -> None:
+        role = self._role
         connections = await connect(
             self.identity,
             self._stack,
-            self._registration,
-            {"status": self._op_status, "drain": self._op_drain, "cancel_drain": self._op_cancel_drain},
-            is_draining=self._is_draining,
+            role.answer,
             on_nats_closed=self._nats_closed,
             waiting_for=self._wait_for,
         )
-        self._context = context = self._make_context(connections)
-        clients = dependency_clients(self.graph, self.service, self.identity, connections)
-        self._component = self.service.create(clients)
-        self._wait_for(f"{self.service.name}'s start hooks")
-        for hook in self.service.on_start:
-            await getattr(self._component, hook)()
-        await self._wait_for_dependencies(clients)
+        self._roles.connected(connections)
+        await role.take_lease(connections)
+        await self._wait_for_dependencies(await role.begin(connections))
         self._wait_for("its registration")
-        await self._serve(context)
-        await self._registration.register_endpoints()
-        await context.register_waiting_keys()
-        await self._registration.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
-        endpoints = ", ".join(self.service.endpoints) or "none"
-        log.info("ready: lease %s, endpoints %s", lease_hex(context.lease_id), endpoints)
+        await role.serve()
+        await role.register()
+        await role.register_ready(lambda: self._entry.flush(ENTRY_TIMEOUT_S))
 
     def _wait_for(self, what: str) -> None:
         self._waiting_for = what
-
-    def _make_context(self, connections: Connections) -> Context:
-        context = Context(
-            self.identity,
-            connections,
-            self._settings,
-            draining=self._draining,
-            stack=self._stack,
-            on_fatal=self._fail,
-            on_facts=self._entry.touch,
-            on_wait=self._wait_for,
-        )
-        set_current_context(context)
-        dynamo_context.update(dynamo_context_of(context, self.service, connections))
-        return context
 
     async def _wait_for_dependencies(self, clients: Mapping[str, DependencyClient | None]) -> None:
         for attribute, client in clients.items():
             if client is not None and not self.service.depends[attribute].optional:
                 self._wait_for(f"a worker of {client.component}")
                 await client.wait_ready(self.identity.start_deadline_s)
-
-    async def _serve(self, context: Context) -> None:
-        """Take requests on NATS before registering: whoever sees the key may send at once."""
-        await self._endpoints.serve(context, self.service, self._component, self._load)
-        publisher = LoadPublisher(
-            context.nats,
-            context.namespace,
-            context.component,
-            context.watcher_name,
-            lambda: context.lease_id,
-            self._load,
-            context.load_changed,
-        )
-        self._stack.push_async_callback(publisher.close)
-        await publisher.start()
-        await context.answer_planners()
 
     async def _nats_closed(self) -> None:
         """The client ended for good (the server disconnected us): no request reaches us any more, so leave."""
@@ -223,30 +205,49 @@ class WorkerProcess:
     # --- draining, and taking it back (drain.DrainSteps) -------------------------------------------
 
     async def deregister(self) -> None:
-        await self._registration.deregister()
+        await self._roles.abort()
+        await self._role.registration.deregister()
 
     def stop_accepting(self, linger_s: float) -> None:
-        self._draining.set()
-        self._endpoints.stop_accepting(linger_s)
+        self._role.draining.set()
+        self._role.endpoints.stop_accepting(linger_s)
 
     async def finish(self) -> None:
-        assert self._context is not None
-        await run_all("the drain", [*self._context.drain_callbacks(), *self._endpoints.until_idle()])
+        assert self._role.context is not None
+        own = [*self._role.context.drain_callbacks(), *self._role.endpoints.until_idle()]
+        await run_all("the drain", [*own, self._roles.finish])
 
     async def resume(self) -> None:
         """Accept, then register under a new lease, then let the component go on, if it had been told to stop."""
-        assert self._context is not None
-        self._endpoints.resume_accepting()
-        await self._registration.restore()
-        if self._draining.is_set():  # not where the drain was taken back while it still deregistered
-            self._draining.clear()
-            await self._context.resume()
+        role = self._role
+        assert role.context is not None
+        role.endpoints.resume_accepting()
+        await role.registration.restore()
+        if role.draining.is_set():  # not where the drain was taken back while it still deregistered
+            role.draining.clear()
+            await role.context.resume()
+
+    # --- changing its role -----------------------------------------------------------------------
+
+    def _no_flip_now(self) -> str | None:
+        return None if self._drain.phase is Phase.READY else f"it is {self._drain.phase}: {self._drain.reason}"
+
+    def _revoked(self, role: ServedRole) -> None:
+        if role is self._role:  # a former one's is given back by us, one that comes up fails
+            self._drain.begin("its lease was revoked")
+
+    def _switched(self, role: ServedRole) -> None:
+        self.identity, self.service = role.identity, role.service
+        self._entry.renamed(role.identity.watcher_name)
+
+    async def _op_flip(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._roles.flip(args)
+
+    async def _op_cancel_flip(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+        await self._roles.cancel()
+        return self._status()
 
     # --- what others may ask -------------------------------------------------------------------
-
-    def _load(self) -> Load:
-        source = self._context.load_source if self._context is not None else None
-        return source() if source is not None else Load(request_active_slots=self._endpoints.in_flight)
 
     async def _op_status(self, _args: Mapping[str, Any]) -> dict[str, Any]:
         return self._status()
@@ -260,18 +261,11 @@ class WorkerProcess:
         return self._status()
 
     def _status(self) -> dict[str, Any]:
-        return worker_status(
-            self.identity,
-            self._drain,
-            self._endpoints,
-            self._context,
-            lease=self._registration.held_lease(),
-            waiting=self._waiting_for,
-        )
+        return worker_status(self._role, self._roles.former, self._drain, waiting=self._waiting_for)
 
     def _truth(self) -> Entry:
         """What the statefile should say of this worker now."""
-        registration, context = self._registration, self._context
+        registration, context = self._role.registration, self._role.context
         return Entry(
             pid=os.getpid(),
             lease=registration.held_lease(),
@@ -279,12 +273,6 @@ class WorkerProcess:
             draining=self._drain.reason if self._drain.phase is Phase.DRAINING and not registration.ready else None,
             frontend_url=None if context is None else context.facts.get("frontend_url"),
         )
-
-
-async def _call_hook(component: Any, hook: str) -> None:
-    result = getattr(component, hook)()
-    if asyncio.iscoroutine(result):
-        await result
 
 
 async def _bounded(what: str, work: Awaitable[None], timeout_s: float) -> None:

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from dynamo_local.runtime.control import ControlServer
 from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.runtime.lease import LeaseKeeper
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.requests import DependencyClient, RequestPlane
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.worker.context import Connections, Context, Identity
-from dynamo_local.worker.registration import Registration
 
 CONNECT_TIMEOUT_S = 60.0
-
-Operation = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 
 async def connect(
     identity: Identity,
     stack: contextlib.AsyncExitStack,
-    registration: Registration,
-    operations: Mapping[str, Operation],
+    on_nats: Callable[[Any], Awaitable[None]],
     *,
-    is_draining: Callable[[], Awaitable[bool]],
     on_nats_closed: Callable[[], Awaitable[None]],
     waiting_for: Callable[[str], None],
 ) -> Connections:
-    """NATS first: from then on the control endpoint answers. Then etcd, and the worker's lease there.
+    """NATS first, with which `on_nats` is awaited: from then on the control endpoint answers. Then etcd.
 
     `stack` closes each in the reverse order. `waiting_for` is called with what this waits for, in words. Raises
-    `NatsUnavailable`, `EtcdUnavailable`, `LeaseNotFound` (somebody has revoked the lease meanwhile).
+    `NatsUnavailable`, `EtcdUnavailable`.
     """
     push = stack.push_async_callback
     waiting_for("NATS")
@@ -45,18 +40,14 @@ async def connect(
         on_closed=on_nats_closed,
     )
     push(close_quietly, nats)
-    control = ControlServer(nats, identity.namespace, identity.watcher_name, dict(operations))
-    push(control.close)
-    await control.start()
+    await on_nats(nats)
     waiting_for(f"etcd at {identity.etcd_endpoints}")
     kv = await EtcdStore.connect_when_up(identity.etcd_endpoints, CONNECT_TIMEOUT_S, access=identity.etcd_access)
     push(kv.close)
     plane = RequestPlane(nats)
     push(plane.close)
     await plane.start()
-    push(registration.close)
-    lease = await registration.take_lease(kv, is_draining)
-    return Connections(kv, nats, plane, lease)
+    return Connections(kv, nats, plane)
 
 
 def dependency_clients(
@@ -72,7 +63,7 @@ def dependency_clients(
     return {attribute: None if other is None else client_of(other) for attribute, other in bindings.items()}
 
 
-def dynamo_context_of(context: Context, service: DynamoService[Any], connections: Connections) -> dict[str, Any]:
+def dynamo_context_of(context: Context, service: DynamoService[Any], lease: LeaseKeeper) -> dict[str, Any]:
     """What Dynamo's graphs expect to find in `dynamo_context`."""
     return {
         "runtime": context,
@@ -80,5 +71,5 @@ def dynamo_context_of(context: Context, service: DynamoService[Any], connections
         "namespace": context.namespace,
         "service_name": service.name,
         "endpoints": list(service.endpoints),
-        "lease": connections.lease,
+        "lease": lease,
     }

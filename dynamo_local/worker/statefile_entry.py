@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import StateError
 from dynamo_local.state import State, StateStore
@@ -41,8 +42,8 @@ class Entry:
         if self.frontend_url is not None:
             state.frontend_url = self.frontend_url
         entry = state.components.get(watcher_name)
-        if entry is None:
-            return
+        if entry is None or TRAITS[entry.state].gone or entry.pid not in (None, self.pid):
+            return  # the entry that its component has kept, or another worker's: its own has another name
         entry.endpoints = []  # first: endpoints under another lease would be invalid
         entry.pid, entry.lease = self.pid, self.lease
         entry.endpoints = list(self.endpoints)
@@ -73,6 +74,11 @@ class EntryWriter:
         self._clean.clear()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="statefile entry")
+
+    def renamed(self, watcher_name: str) -> None:
+        """Its entry has another name from now on."""
+        self._watcher_name = watcher_name
+        self.touch()
 
     async def flush(self, timeout_s: float) -> bool:
         """Whether all changes so far were written within `timeout_s`."""

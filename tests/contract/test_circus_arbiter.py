@@ -74,6 +74,24 @@ async def test_output_goes_to_the_workers_own_file_and_survives_the_arbiter(harn
     assert (harness.folder / "ns_A.log").stat().st_mode & 0o777 == 0o600
 
 
+async def test_a_watcher_has_another_name_and_the_same_process(harness: Harness) -> None:
+    """A worker that has changed its role: circusctl agrees, its exit is told under the new name, and the old name is
+    free."""
+    pid = await harness.run("ns_A", "import time; time.sleep(60)")
+    harness.arbiter.rename("ns_A", "ns_Other", pid + 1)  # another process than it was: nothing is changed
+    assert (await harness.ask("list"))["watchers"] == ["ns_a"]
+    harness.arbiter.rename("ns_A", "ns_B", pid)
+    assert (await harness.ask("list"))["watchers"] == ["ns_b"]
+    assert (await harness.ask("list", name="ns_B"))["pids"] == [pid]
+    again = await harness.run("ns_A", "import time; time.sleep(60)")
+    assert again != pid
+    os.kill(pid, signal.SIGKILL)
+    name, found, code, _ = await asyncio.wait_for(harness.exits.get(), 10)
+    assert (name, found, code) == ("ns_B", pid, -signal.SIGKILL)
+    harness.arbiter.rename("ns_A", "ns_B", again)  # that watcher has no process any more: it makes room
+    assert (await harness.ask("list"))["watchers"] == ["ns_b"]
+
+
 async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harness) -> None:
     """Lesson 20, lesson 13: list/status/options/numprocesses work, reload and its like say why not."""
     await harness.run("ns_A", "import time; time.sleep(60)")

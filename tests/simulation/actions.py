@@ -47,6 +47,30 @@ def apply(it: Scenario) -> None:
     it.arbiter.run(it.arbiter.apply(renewed, counts, force=force, stimulus_id=it.stimulus()))
 
 
+def flip(it: Scenario) -> None:
+    """One by its name; how well that goes is drawn with it."""
+    it.world.flip_s = it.rng.choice((0.01, 0.05, 0.5, 3.0))
+    it.world.flips_fail = it.rng.random() < 0.2
+    it.arbiter.run(
+        it.arbiter.flip(it.some_name(), cancel=False, force=it.rng.random() < 0.2, stimulus_id=it.stimulus())
+    )
+
+
+def cancel_flip(it: Scenario) -> None:
+    """Of one that flips, if one does."""
+    turning = [w.name for w in it.arbiter.workers.values() if w.flip is not None]
+    name = it.rng.choice(turning) if turning else it.some_name()
+    it.arbiter.run(it.arbiter.flip(name, cancel=True, force=False, stimulus_id=it.stimulus()))
+
+
+def scale_flip(it: Scenario) -> None:
+    """One component gives what the other takes."""
+    gives, takes = it.rng.sample(("VllmWorker", "PrefillWorker"), 2)
+    force = it.rng.random() < 0.2
+    count = it.rng.choice((1, 1, 2))
+    it.arbiter.run(it.arbiter.scale_flip(gives, takes, count, force=force, stimulus_id=it.stimulus()))
+
+
 def crash(it: Scenario) -> None:
     """A worker dies: a signal, a code, or 0 without having been asked. One that is stopped can only be killed."""
     if (process := it.someone()) is not None:
@@ -163,7 +187,7 @@ def fates(it: Scenario) -> None:
 def many(it: Scenario) -> None:
     """Commands without end, all at once."""
     for _ in range(it.rng.choice((5, 12))):
-        it.rng.choice((scale, drain, cancel, restart))(it)
+        it.rng.choice((scale, drain, cancel, restart, flip, cancel_flip))(it)
 
 
 def clock_jumps(it: Scenario) -> None:
@@ -177,6 +201,9 @@ ACTIONS: dict[Callable[[Scenario], None], int] = {
     cancel: 12,
     restart: 8,
     apply: 8,
+    flip: 16,
+    cancel_flip: 5,
+    scale_flip: 6,
     crash: 14,
     stop: 6,
     hang: 4,

@@ -9,6 +9,7 @@ from typing import Any
 
 from dynamo_local.control.deployment import Launcher, gpu_asks
 from dynamo_local.control.executor.arbiter_effects import ArbiterEffects
+from dynamo_local.control.flips import FlipOrders
 from dynamo_local.control.links import Links
 from dynamo_local.control.orders import Orders
 from dynamo_local.control.registrations import Registrations
@@ -24,6 +25,7 @@ from dynamo_local.core.life.instructions import Transition
 from dynamo_local.core.life.lifecycle import (
     DrainRequested,
     Faulted,
+    Flipped,
     IllegalTransition,
     ProcessExited,
     Removed,
@@ -39,6 +41,7 @@ from dynamo_local.gpus.locks import GpuLocks
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.state import State
 from tests.fakes.arbiter.memory_store import MemoryStore
+from tests.simulation.flip_commands import FlipCommands
 from tests.simulation.watched_shell import WatchedShell
 from tests.simulation.world import (
     NAMESPACE,
@@ -56,7 +59,7 @@ HEALTH_EVERY_S = 2.0
 LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
 
 
-class Arbiter:
+class Arbiter(FlipCommands):
     """One arbiter's life. `crash_at` is the write, counted from 1, before or after which it dies."""
 
     failure: BaseException | None = None
@@ -117,6 +120,7 @@ class Arbiter:
         self.registrations = Registrations(NAMESPACE, self._feed, self.links)
         self.sampling = Sampling(NAMESPACE, self.shell, self.links, clock)
         self.waiting = Waiting(self.shell, clock.now_s)
+        self.flips = FlipOrders(self.shell, self.orders, self.waiting)
         self.host.on_exit = self._guarded(self.effects.exited)
 
     def _nobody(self) -> Fleet:
@@ -324,7 +328,7 @@ class Arbiter:
     def _on_moves(self, order: Stimulus, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
         self._wanted_before = set(self.wanted)
-        going = {each.name for each in moves if type(each).__name__ == "BeginDrain"}
+        going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker")}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
             if order.stimulus_id in self.unforced and not left:
@@ -335,7 +339,7 @@ class Arbiter:
                 self.wanted.add(each.name)
                 if kind == "CancelDrain":
                     self._cancelling.add(order.stimulus_id)
-            else:
+            elif kind != "FlipWorker":  # wanted under the name that it has, and then under the other
                 self.wanted.discard(each.name)
 
     def _on_refused(self) -> None:
@@ -371,7 +375,10 @@ class Arbiter:
             f"    {name}: {before} -> {transition.after}/{worker.course}, {type(event).__name__} ({event.stimulus_id})"
         )
         comes = isinstance(event, RestartRequested | SpawnRequested) or worker.course is Course.RESTARTING
-        if isinstance(event, Faulted | Removed):
+        if isinstance(event, Flipped) and event.was in self.wanted:
+            self.wanted.discard(event.was)
+            self.wanted.add(name)
+        elif isinstance(event, Faulted | Removed):
             self.wanted.discard(name)
         elif (
             isinstance(event, DrainRequested | RestartRequested | SpawnRequested) and event.stimulus_id in self.restarts

@@ -22,7 +22,13 @@ def check(arbiter: Arbiter) -> None:
 
 def _check_processes(arbiter: Arbiter) -> None:
     for process in arbiter.world.living():
-        worker = arbiter.workers.get(process.name)
+        worker = next((w for w in arbiter.workers.values() if w.pid == process.pid), None)
+        worker = worker or arbiter.workers.get(process.name)
+        # It has its new name a moment before the arbiter calls it so.
+        if worker is not None and worker.pid == process.pid and process.name != worker.name:
+            becomes = None if worker.flip is None else worker.flip.name
+            if process.name != becomes and arbiter.shell.fleet.leaving is None:
+                raise Broken(f"{process.name} ({process.pid}) has the entry {worker.name}")
         if worker is None:
             raise Broken(f"{process.name} ({process.pid}) has no entry")
         if worker.pid is not None and worker.pid != process.pid:

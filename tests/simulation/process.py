@@ -23,6 +23,7 @@ from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.statefile_entry import Entry, EntryWriter
 from tests.fakes.arbiter.memory_store import MemoryStore
 from tests.fakes.infra.etcd import FakeEtcd
+from tests.simulation.role_changes import RoleChanges
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -71,7 +72,7 @@ class ProcessKv:
         return await self._etcd.get(key)
 
 
-class SimProcess:
+class SimProcess(RoleChanges):
     """One process. Everything of it ends with `die`; its exit is the world's to tell."""
 
     def __init__(self, world: World, pid: int, spec: ProcessSpec, fate: Fate) -> None:
@@ -90,6 +91,11 @@ class SimProcess:
         self._store = MemoryStore(world.file, run_id=spec.env["DYN_RUN_ID"])
         self._entry = EntryWriter(self._store, self.name, self._truth)
         self._lease: LeaseKeeper | None = None
+        self._leases: list[LeaseKeeper] = []
+        self._control: ControlServer | None = None
+        self._flipping: asyncio.Task[None] | None = None
+        self._becomes = ""
+        self._past = False
         self._lease_gone = self._registered = False
         self.drain = Drain(self)
         self._tasks = {asyncio.ensure_future(self._main())}
@@ -133,9 +139,8 @@ class SimProcess:
         """Nothing of it runs any more."""
         self.alive = False
         self.nats.close_now()
-        lease = self._lease
-        extra = [self._entry._task, self.drain._running, self.drain._resuming]
-        if lease is not None:
+        extra = [self._entry._task, self.drain._running, self.drain._resuming, self._flipping]
+        for lease in self._leases:
             extra += [lease._keeping, lease._watching]
         for task in (*self._tasks, *extra):
             if task is not None:
@@ -185,21 +190,11 @@ class SimProcess:
         return 0
 
     async def _start(self) -> None:
-        ops = {"status": self._op_status, "cancel_drain": self._op_cancel}
         while not self.nats.is_connected:
             await asyncio.sleep(0.1)
-        await ControlServer(self.nats, self.world.namespace, self.name, ops).start()  # type: ignore[arg-type]
-        self._lease = LeaseKeeper(
-            self._kv,  # type: ignore[arg-type]
-            is_draining=self._is_draining,
-            on_regrant=self._on_regrant,
-            ttl_s=10,
-            clock=self.world.clock,
-        )
-        await self._lease.start()
+        self._control = await self._answer(self.name)
+        self._lease = await self._granted(self.name)
         self._spawn(self._until_revoked())
-        about = json.dumps({"pid": self.pid}).encode()
-        await self._lease.register(partial(lease_key, self.world.namespace, self.name), lambda _lease: about)
         self._entry.touch()
         if self.fate.start_s is None:
             await asyncio.Event().wait()
@@ -211,10 +206,40 @@ class SimProcess:
         await self._entry.flush(2.0)
         await self._lease.register(partial(ready_key, self.world.namespace, self.name), self._ready_value)
 
+    async def _answer(self, name: str) -> ControlServer:
+        ops = {
+            "status": self._op_status,
+            "cancel_drain": self._op_cancel,
+            "flip": self._op_flip,
+            "cancel_flip": self._op_cancel_flip,
+        }
+        control = ControlServer(self.nats, self.world.namespace, name, ops)  # type: ignore[arg-type]
+        await control.start()
+        return control
+
+    async def _granted(self, name: str) -> LeaseKeeper:
+        lease = LeaseKeeper(
+            self._kv,  # type: ignore[arg-type]
+            is_draining=self._is_draining,
+            on_regrant=self._on_regrant,
+            ttl_s=10,
+            clock=self.world.clock,
+        )
+        self._leases.append(lease)
+        await lease.start()
+        about = json.dumps({"pid": self.pid}).encode()
+        await lease.register(partial(lease_key, self.world.namespace, name), lambda _lease: about)
+        return lease
+
     async def _until_revoked(self) -> None:
         assert self._lease is not None
         while True:
-            await self._lease.revoked.wait()
+            lease = self._lease
+            waiting = asyncio.ensure_future(lease.revoked.wait())
+            await asyncio.wait({waiting}, timeout=1.0)
+            waiting.cancel()
+            if self._lease is not lease or not lease.revoked.is_set():
+                continue
             self.drain.begin("its lease was revoked")
             while self._lease.revoked.is_set():
                 await asyncio.sleep(0.05)
@@ -245,6 +270,7 @@ class SimProcess:
 
     async def deregister(self) -> None:
         """See `Steps`."""
+        await self._stay()
         self._registered = False
         self._entry.touch(resumed=False)
         while True:

@@ -114,6 +114,7 @@ class Scenario:
         for handle in self.passing:
             handle.cancel()
         world.etcd.available, world.nats.up, world.file.full = True, True, False
+        world.flip_s, world.flips_fail = 0.05, False
         world.fates, world.refusals, world.spawn_s, world.kind = [], [], 0.003, Fate()
         world.etcd.fail_next(0)
         for process in world.living():

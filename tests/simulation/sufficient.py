@@ -27,7 +27,13 @@ def check_sufficient(world: World) -> State:
                 raise Broken(f"the statefile gives {uuid} to {holders[uuid]} and to {name}")
             holders[uuid] = name
     for process in world.living():
-        entry = state.components.get(process.name)  # type: ignore[assignment]
+        own = [each for each in state.components.values() if each.pid == process.pid]
+        if len(own) > 1:
+            raise Broken(f"{process.pid} is in the statefile as {[each.watcher_name for each in own]}")
+        entry = own[0] if own else state.components.get(process.name)  # type: ignore[assignment]
+        names = () if entry is None else (entry.watcher_name, entry.born, entry.flip and entry.flip.watcher_name)
+        if entry is not None and not {process.name, process.spec.name} <= set(names):
+            raise Broken(f"{process.name}, made as {process.spec.name}, is in the statefile as {names}")
         if entry is None:
             raise Broken(f"{process.name} ({process.pid}) lives and is not in the statefile")
         if entry.pid not in (None, process.pid):

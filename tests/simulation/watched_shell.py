@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable
 
 from dynamo_local.control.shell import Shell
+from dynamo_local.core.life import flipping
 from dynamo_local.core.life.deciding import decide_scale, decide_scale_all
 from dynamo_local.core.life.decisions import scaling
 from dynamo_local.core.life.decisions.moves import Move
 from dynamo_local.core.life.fleet import Fleet
 from dynamo_local.core.life.instructions import Instruction
-from dynamo_local.core.life.stimuli import Apply, CancelDrain, Drain, Scale, ScaleAll, Stimulus
+from dynamo_local.core.life.stimuli import Apply, CancelDrain, Drain, Flip, Scale, ScaleAll, ScaleFlip, Stimulus
 from dynamo_local.errors import DynamoError
 
 
@@ -50,4 +51,6 @@ def _moves(fleet: Fleet, stimulus: Stimulus) -> tuple[Move, ...]:
             return scaling.decide_drain(fleet, stimulus.name, stimulus_id="seen", force=stimulus.force).moves
         case CancelDrain():
             return scaling.decide_cancel(fleet, stimulus.name, stimulus_id="seen").moves
+        case Flip() | ScaleFlip():
+            return flipping.decided(fleet, stimulus)
     return ()

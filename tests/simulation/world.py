@@ -127,7 +127,10 @@ def graph(decode: int, prefill: int, big: bool) -> GraphSpec:
         ServiceSpec("VllmWorker", Role.DECODE, workers=decode, resources=one),
     ]
     if prefill:
-        services.append(ServiceSpec("PrefillWorker", Role.PREFILL, workers=prefill, resources=one))
+        services[-1] = replace(services[-1], flips_to="PrefillWorker")
+        services.append(
+            ServiceSpec("PrefillWorker", Role.PREFILL, workers=prefill, resources=one, flips_to="VllmWorker")
+        )
     if big:
         services.append(ServiceSpec("Router", Role.OTHER, workers=1, resources=Resources(gpu=2)))
     return GraphSpec(NAMESPACE, "graphs.sim:Frontend", tuple(services))
@@ -168,6 +171,8 @@ class World:
         self.fates: list[Fate] = []
         self.refusals: list[OSError] = []
         self.spawn_s = 0.003
+        self.flip_s = 0.05
+        self.flips_fail = False
         self.kind = Fate()
         self.host: SimHost | None = None
         self.story: list[str] = []
@@ -189,7 +194,7 @@ class World:
         pid = next(self._pids)
         process = SimProcess(self, pid, spec, fate)
         for other in self.living():
-            if other.name == process.name:
+            if process.name in (other.name, other.spec.name):
                 raise Broken(f"{process.name} has a second process, {pid} beside {other.pid}")
             if shared := set(other.gpus) & set(process.gpus):
                 raise Broken(f"{process.name} is started on {shared}, which {other.name} is on")
@@ -231,6 +236,11 @@ class SimHost:
         self.world = world
         self.dead = False
         self.on_exit: ExitCallback | None = None
+        self.called: dict[int, str] = {}
+
+    def rename(self, was: str, name: str, pid: int) -> None:
+        """See `ProcessHost`."""
+        self.called[pid] = name
 
     async def start_process(self, spec: ProcessSpec) -> int:
         """See `ProcessHost`."""
@@ -247,7 +257,7 @@ class SimHost:
     def exited(self, process: SimProcess, code: int) -> None:
         """Told by the world."""
         if self.on_exit is not None and not self.dead:
-            self.on_exit(process.name, process.pid, code)
+            self.on_exit(self.called.get(process.pid, process.spec.name), process.pid, code)
 
 
 class MemoryEvents:
@@ -280,7 +290,9 @@ class SimSystem:
         return float(pid)
 
     async def end_children(self, name: str) -> list[str]:
-        """See `System`. Processes here have no children."""
+        """See `System`. Processes here have no children, but a live one of that mark would be ended with them."""
+        if found := [each for each in self._world.living() if each.spec.name == name != each.name]:
+            raise Broken(f"the sweep of {name} ends {[(each.name, each.pid) for each in found]}")
         return []
 
     def put_log_aside(self, plan: WatcherPlan) -> None:

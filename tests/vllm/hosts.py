@@ -39,10 +39,12 @@ class VllmHost:
         planned = {} if planner is None else {"Planner": dict(planner)}
         return self._served(folder, "agg", {"VllmWorker": self._worker(decode), **planned}, router)
 
-    def disaggregated(self, folder: Path, *, router: str | None = None, **decode: Any) -> Served:
-        """`graphs.disagg`, every prefill remote unless `decode` says otherwise."""
-        workers = {"VllmWorker": self._worker({"remote-prefill": True, **decode}), "PrefillWorker": self._worker({})}
-        return self._served(folder, "disagg", workers, router)
+    def disaggregated(self, folder: Path, *, router: str | None = None, workers: int = 1, **decode: Any) -> Served:
+        """`graphs.disagg`, so many `workers` of each role, every prefill remote unless `decode` says otherwise."""
+        count = {"ServiceArgs": {"workers": workers}}
+        decoding, prefilling = {"remote-prefill": True, **count, **decode}, dict(count)
+        sections = {"VllmWorker": self._worker(decoding), "PrefillWorker": self._worker(prefilling)}
+        return self._served(folder, "disagg", sections, router)
 
     def _worker(self, more: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.args, **more, "common-configs": ["model", "served-model-name"]}

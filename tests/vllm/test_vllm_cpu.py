@@ -18,6 +18,11 @@ class TestDisaggregated(cases.Disaggregated):
 
 
 @pytest.mark.full
+class TestFlipping(cases.Flipping):
+    """Prefill workers become decode workers, and back."""
+
+
+@pytest.mark.full
 class TestRouted(cases.Routed):
     """KV-aware routing."""
 

@@ -14,6 +14,7 @@ import click
 
 from dynamo_local.cli.common import find_paths, namespace_option
 from dynamo_local.errors import BadInput, NotRunning
+from dynamo_local.succession.leftovers import recorded
 from dynamo_local.system.logs.files import Interleaver, colour_of, last_lines, lines_since
 from dynamo_local.system.logs.times import merged, since, timed
 from dynamo_local.system.paths import Paths
@@ -60,9 +61,11 @@ def logs(
 
 
 def _files(paths: Paths) -> dict[str, Path]:
-    """Of each process that has written something that is still kept."""
+    """Of each process that has written something that is still kept, under the name that it has now: one that has
+    changed its role writes where it began."""
     found = {file.name.partition(".log")[0] for file in paths.logs.glob("*.log*")}
-    return {name: paths.log_file(name) for name in sorted(found)}
+    born = {worker.born: worker.name for worker in recorded(paths.statefile).workers if worker.born is not None}
+    return {born.get(name, name): paths.log_file(name) for name in sorted(found)}
 
 
 def choose(files: Mapping[str, Path], namespace: str, names: Iterable[str]) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.cli.numbers import SECONDS
 from dynamo_local.cli.views.status import drain_note
 from dynamo_local.core.life.states import traits_of
+from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import TimedOut, WorkerDied
 from dynamo_local.system.logs.files import tail
 from dynamo_local.system.paths import Paths
@@ -56,6 +57,8 @@ class Goal(enum.Enum):
     RESTARTED = "restarted"
     REPLACED = "replaced"
     """Gone, but only when another worker is ready."""
+    FLIPPED = "flipped"
+    """The same process under another name, ready."""
 
 
 ONE_BY_ONE = (Goal.RESTARTED, Goal.REPLACED)
@@ -104,6 +107,18 @@ class Want:
         if traits.gone and self.goal is Goal.READY:
             return WaitResult("was taken back before it was ready", failed=True)
         return None
+
+    def judge_flip(self, rows: Rows) -> WaitResult | None:
+        """As `judge`: the worker is looked for by its process, because its name changes."""
+        row = next((each for each in rows.values() if self.pid is not None and each["pid"] == self.pid), None)
+        if row is None:
+            return WaitResult("ended while it changed its role", failed=True, show_log=True)
+        self.moved = self.moved or row["state"] != self.state
+        if row["watcher_name"] != self.name:
+            return WaitResult(f"is {row['watcher_name']} now") if traits_of(row["state"]).serves else None
+        if traits_of(row["state"]).serves:  # the command has answered: it was flipping before we looked
+            return WaitResult("has stayed what it was: its flip has failed, or was taken back", failed=True)
+        return WaitResult(f"is {row['state']}", failed=True) if row["state"] != WorkerState.FLIPPING else None
 
     def _judge_gone(self, row: Mapping[str, Any] | None) -> WaitResult | None:
         if row is None:
@@ -167,7 +182,7 @@ class Wait:
             row = rows.get(name)
             if row is not None and row.get("log_file"):
                 self._logs[name] = row["log_file"]
-            outcome = want.judge(row)
+            outcome = want.judge_flip(rows) if want.goal is Goal.FLIPPED else want.judge(row)
             if outcome is None:
                 self._progress(name, row)
             else:

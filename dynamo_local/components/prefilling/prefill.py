@@ -90,9 +90,13 @@ class Prefiller:
         """Return when nothing is in hand and all KV was taken over. Cancelled, it leaves everything going on."""
         if self._serving:
             log.info("finishing %d prefills first: %s", self.in_hand, ", ".join(self.request_ids))
+        await self.finish_entries()
+        await self._engine.wait_handoffs()
+
+    async def finish_entries(self) -> None:
+        """Return when nothing is in hand; KV that was handed out may still be held."""
         while self._serving:
             await asyncio.wait(tuple(self._serving))
-        await self._engine.wait_handoffs()
 
     async def give_back(self) -> None:
         """Give the entries in hand back to the queue, for another worker. Returns when the queue has confirmed."""

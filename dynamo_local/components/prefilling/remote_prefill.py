@@ -13,7 +13,9 @@ from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
-from dynamo_local.core.disagg import DisaggSettings, SampledDepth, decide_prefill
+from dynamo_local.components.prefilling.counts import DispatchCounts
+from dynamo_local.core.disagg import DisaggSettings, QueueView, SampledDepth, decide_prefill
+from dynamo_local.core.dispatch.prefilling import Ask, Choice, DecodeSide
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.ports import EngineRequest, PrefillQueue
@@ -39,12 +41,20 @@ class QueueGauge:
 
     async def pending(self) -> int | Missing:
         """Entries waiting, at most `DEPTH_MAX_AGE_S` old; `Missing` where the queue does not answer."""
+        await self._fresh()
+        return self._depth.pending
+
+    async def view(self) -> QueueView | Missing:
+        """The same, with what is unfinished."""
+        await self._fresh()
+        return self._depth.view
+
+    async def _fresh(self) -> None:
         if self._depth.due(self._clock.now_s()):
             if self._refresh is None or self._refresh.done():
                 self._refresh = asyncio.create_task(self._sample(), name="prefill queue depth")
             # Shielded: one caller's cancellation must not take the sample from the others.
             await asyncio.shield(self._refresh)
-        return self._depth.pending
 
     async def close(self) -> None:
         """End a sample that is under way."""
@@ -54,10 +64,11 @@ class QueueGauge:
 
     async def _sample(self) -> None:
         self._depth.asked()
-        value: int | Missing
+        value: QueueView | Missing
         try:
             async with asyncio.timeout(DEPTH_TIMEOUT_S):
-                value = (await self._queue.depth()).pending
+                depth = await self._queue.depth()
+            value = QueueView(depth.pending, depth.outstanding, depth.late)
         except TimeoutError:
             value = Missing(f"no answer within {DEPTH_TIMEOUT_S} s")
         except InfraUnavailable as error:
@@ -70,7 +81,7 @@ class RemotePrefill:
 
     `settings` gives the current thresholds, `prefill_workers` how many are registered, `timeout_s` bounds how
     long a request waits for its KV. `conditional=False` sends every prefill away. `check` raises `KvTransferError`
-    for KV that cannot be used here.
+    for KV that cannot be used here. With a `side` (`disagg-policy: slo`) it decides, and the thresholds do not count.
     """
 
     def __init__(
@@ -84,7 +95,11 @@ class RemotePrefill:
         timeout_s: float,
         check: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None,
         clock: Clock | None = None,
+        side: DecodeSide | None = None,
+        counts: DispatchCounts | None = None,
     ) -> None:
+        self.side = side
+        self.counts = counts or DispatchCounts()
         self._queue = queue
         self._replies = replies
         self._settings = settings
@@ -100,21 +115,18 @@ class RemotePrefill:
 
     async def prefill(self, request: EngineRequest, prefix_hit_rate: float) -> Mapping[str, Any] | None:
         """The `kv_transfer_params` for the decode engine, or None: prefill locally. Raises nothing of its own."""
-        decision = decide_prefill(
-            prompt_length=len(request.prompt_token_ids),
-            prefix_hit_rate=prefix_hit_rate,
-            queue_size=await self._gauge.pending(),
-            prefill_workers=self._prefill_workers(),
-            settings=self._settings(),
-            conditional=self._conditional,
-        )
-        log.info("request %s: %s", request.request_id, decision.reason)
-        if not decision.remote:
+        choice = None
+        if self.side is None:
+            remote = await self._by_thresholds(request, prefix_hit_rate)
+        else:
+            choice = await self._by_costs(self.side, request, prefix_hit_rate)
+            remote = choice.remote
+        if not remote:
             return None
         self.waiting += 1
         settled = False
         try:
-            params = await self._away(request)
+            params = await self._away(request, choice)
             settled = True
             return params
         except DynamoError as error:
@@ -124,17 +136,56 @@ class RemotePrefill:
             self.waiting -= 1
             if not settled:  # also when the client went away
                 self.abandon(request.request_id)
+                self.came_to_nothing(request)
 
-    async def _away(self, request: EngineRequest) -> Mapping[str, Any]:
+    async def _by_thresholds(self, request: EngineRequest, prefix_hit_rate: float) -> bool:
+        decision = decide_prefill(
+            prompt_length=len(request.prompt_token_ids),
+            prefix_hit_rate=prefix_hit_rate,
+            queue_size=await self._gauge.pending(),
+            prefill_workers=self._prefill_workers(),
+            settings=self._settings(),
+            conditional=self._conditional,
+        )
+        log.info("request %s: %s", request.request_id, decision.reason)
+        self.counts.decided(remote=decision.remote)
+        return decision.remote
+
+    async def _by_costs(self, side: DecodeSide, request: EngineRequest, prefix_hit_rate: float) -> Choice:
+        queue = await self._gauge.view()
+        now_s, length = self._clock.now_s(), len(request.prompt_token_ids)
+        ask = Ask(length, int(length * prefix_hit_rate), side.waited_s(request.request_id, now_s))
+        choice = side.decide(ask, now_s, queue=queue, prefill_workers=self._prefill_workers())
+        log.info("request %s: Remote prefill: %s (%s)", request.request_id, choice.remote, choice.reason)
+        self.counts.decided(remote=choice.remote, fallback=choice.fallback)
+        estimated_s = side.estimates(choice)
+        if choice.remote:
+            side.went_remote(request.request_id, choice.work_s, now_s, estimated_s)
+        else:
+            side.went_local(request.request_id, length - ask.cached_tokens, now_s, estimated_s)
+        return choice
+
+    async def _away(self, request: EngineRequest, choice: Choice | None) -> Mapping[str, Any]:
         deadline_s = self._clock.now_s() + self._timeout_s
         with self._replies.expect(request.request_id) as expected:
             entry = messages.prefill_entry(request, self._replies.reply_subject)
-            await self._queue.enqueue(request.request_id, entry, deadline_s=self._timeout_s)
+            start_by_s = None if choice is None else choice.start_by_s
+            start_within_s = None if start_by_s is None else start_by_s - self._clock.now_s()
+            await self._queue.enqueue(
+                request.request_id, entry, deadline_s=self._timeout_s, start_within_s=start_within_s
+            )
             self._gauge.enqueued()
             params = messages.parse_prefill_reply(await expected.wait(deadline_s - self._clock.now_s()))
         if self._check is not None:
             await self._check(params)
+        if self.side is not None:
+            self.side.handed_over(request.request_id, self._clock.now_s())
         return params
+
+    def came_to_nothing(self, request: EngineRequest) -> None:
+        """It is prefilled here after all."""
+        if self.side is not None:
+            self.side.went_local(request.request_id, len(request.prompt_token_ids), self._clock.now_s())
 
     def abandon(self, request_id: str) -> None:
         """Take the entry out of the queue, in the background: the request must not wait for that."""

@@ -84,6 +84,7 @@ class Dispatcher:
         max_tries = self._max_tries if max_tries is None else max_tries
         deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
         failures: dict[int, DynamoError] = {}
+        prompt_tokens = len(payload.get("token_ids", ()))
         while _failed(failures) < max_tries:
             routed = await self._choose(payload, request_id, tokens, failures)
             if routed is None:
@@ -91,7 +92,7 @@ class Dispatcher:
             worker = routed.worker
             known = {} if routed.prefix_hit_rate is None else {"prefix_hit_rate": routed.prefix_hit_rate}
             left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
-            self._picker.routed(worker, request_id, tokens, self._clock.now_s())
+            self._picker.routed(worker, request_id, tokens, self._clock.now_s(), prompt_tokens)
             produced = False
             try:
                 stream = await self._client.call(
@@ -123,7 +124,9 @@ class Dispatcher:
             untried = self._untried(failures)
             if routed is not None and routed.worker in untried:
                 return routed
-        return Routed(self._picker.pick(untried, self._loads(untried))) if untried else None
+        if not untried:
+            return None
+        return Routed(self._picker.pick(untried, self._loads(untried), prompt_tokens=len(payload.get("token_ids", ()))))
 
     def _untried(self, failures: Mapping[int, DynamoError]) -> list[int]:
         return [i.instance_id for i in self._client.instances() if i.instance_id not in failures]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
 from dynamo_local.components.routing.pickers import make_picker
+from dynamo_local.core.dispatch.targets import Costs
 from dynamo_local.core.kv.index import KvIndex
 from dynamo_local.core.kv.routing import KvCost, hit_rates
 from dynamo_local.core.routing import NO_HITS, Picker, RouterPolicy, RouterSettings, Sample
@@ -24,7 +25,8 @@ FORGET_S = 10.0
 
 
 class RouteDecisions:
-    """Answers route requests. `settings` gives the current policy, `block_sizes` each worker's tokens per block."""
+    """Answers route requests. `settings` gives the current policy, `block_sizes` each worker's tokens per block,
+    `costs` what `slo` decides by."""
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class RouteDecisions:
         *,
         seed: int | None = None,
         clock: Clock | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self._workers = workers
         self._loads = loads
@@ -43,6 +46,7 @@ class RouteDecisions:
         self._block_sizes = block_sizes
         self._settings = settings
         self._seed = seed
+        self._costs = costs
         self._clock = clock or AsyncioClock()
         self._pickers: dict[RouterPolicy, Picker] = {}
         self._sent: deque[tuple[float, Picker, int, str]] = deque()
@@ -58,7 +62,7 @@ class RouteDecisions:
         policy = self._settings().router
         picker = self._picker(policy)
         hits = self._hits(request)
-        worker = picker.pick(candidates, self._loads(candidates), hits)
+        worker = picker.pick(candidates, self._loads(candidates), hits, len(request.token_ids))
         rate = hits.get(worker, 0.0)
         self._remember(picker, worker, request, rate)
         log.info("request %s: worker %x by %s, prefix hit rate %.3f", request.request_id, worker, policy, rate)
@@ -71,7 +75,7 @@ class RouteDecisions:
 
     def _picker(self, policy: RouterPolicy) -> Picker:
         if policy not in self._pickers:
-            self._pickers[policy] = make_picker(policy, self._seed, hears_ends=False)
+            self._pickers[policy] = make_picker(policy, self._seed, hears_ends=False, costs=self._costs)
         return self._pickers[policy]
 
     def _hits(self, request: messages.RouteRequest) -> Mapping[int, float]:
@@ -103,7 +107,7 @@ class RouteDecisions:
             picker.block_size = max(self._block_sizes().values(), default=0)
             tokens = round(len(request.token_ids) * (1 - rate))
         number = str(next(self._numbers))  # a retried request counts as another one
-        picker.routed(worker, number, tokens, now_s)
+        picker.routed(worker, number, tokens, now_s, len(request.token_ids))
         self._sent.append((now_s, picker, worker, number))
         while self._sent[0][0] < now_s - FORGET_S:
             _, old, its_worker, its_number = self._sent.popleft()

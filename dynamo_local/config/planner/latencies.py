@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field
 
 from dynamo_local.config.planner.kinds import OPTIONS, Milliseconds
-from dynamo_local.sdk.service_config import underscored
 
 ALIASES = {"ttft": "ttft_ms", "itl": "itl_ms"}
 """The first SLA planner's names."""
@@ -25,13 +23,7 @@ class LatencyFields(BaseModel):
     itl_ms: Milliseconds = 50.0
     """Target for the mean gap between tokens, ms (`slo`: of each request, else of the mean)."""
     min_endpoint: Annotated[int, Field(ge=0)] = 1
-    """Workers of each role, at least."""
+    """Workers of each role, at least. `sla` and `slo` take no 0: they keep one of each, by which they measure."""
     profile_results_dir: Path | None = None
     """Folder of a profile of the engines (NPZ or JSON, as Dynamo's profiler writes them). Without one `slo` begins with
     the shipped one, and corrects it by what it sees."""
-
-
-def default_policy(given: Iterable[str]) -> str:
-    """The policy where none is named: whoever names a target wants it kept."""
-    named = {underscored(name) for name in given}
-    return "slo" if named & {"ttft", "itl", "ttft_ms", "itl_ms"} else "load"

@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, model_validator
 
 from dynamo_local.config.planner import latencies, shared, sla, slo, targets, throughput_load
-from dynamo_local.config.planner.latencies import LatencyFields, default_policy
+from dynamo_local.config.planner.latencies import LatencyFields
 from dynamo_local.config.planner.load import LoadFields
 from dynamo_local.config.planner.measuring import MeasuringFields
 from dynamo_local.config.planner.plugins import check_plugins
@@ -85,10 +85,11 @@ class PlannerConfig(
             raise ValueError(
                 f"min_gpu_budget ({self.min_gpu_budget}) must not exceed max_gpu_budget ({self.max_gpu_budget})"
             )
-        if self.policy == "sla" and self.min_endpoint == 0:
+        if self.policy in ("sla", "slo") and self.min_endpoint == 0:
             raise ValueError(
-                "min_endpoint 0: the policy sla keeps one worker of each role, because its corrections are measured on "
-                "workers that serve; say 1, or take throughput-load, whose throughput loop goes to 0 and back"
+                f"min_endpoint 0: the policy {self.policy} keeps one worker of each role, because its corrections are "
+                "measured on workers that serve; say 1, or take throughput-load, whose throughput loop goes to 0 "
+                "and back"
             )
         if self.policy == "throughput-load" and (why := throughput_load.wrong(self)) is not None:
             raise ValueError(why)
@@ -106,10 +107,8 @@ def known_names() -> dict[str, str]:
 def planner_section(section: str, values: Mapping[str, Any]) -> PlannerConfig:
     """The options of these values, under any of their names, checked as a whole. Raises `ConfigError`.
 
-    `section` says in the error where they stand. Without a policy a target chooses one (`default_policy`).
+    `section` says in the error where they stand.
     """
-    if "policy" not in values and (policy := default_policy(values)) != "load":
-        values = {"policy": policy, **values}
     return validate_section(PlannerConfig, section, own_names(section, values, str(values.get("policy", "load"))))
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, assert_never
 from dynamo_local.clock import Clock
 from dynamo_local.control.deployment import Launcher, WatcherPlan
 from dynamo_local.control.effects import Act, Done
+from dynamo_local.control.executor.flip_asks import FlipAsks
 from dynamo_local.control.executor.host_system import System
 from dynamo_local.control.executor.starts import Starts
 from dynamo_local.control.executor.worker_asks import WorkerAsks
@@ -25,13 +26,16 @@ from dynamo_local.control.statefile import Statefile
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.instructions import (
     CallBack,
+    CallOffFlip,
     Commit,
     CountRequests,
     EndSession,
+    FlipRole,
     Forget,
     Instruction,
     LookAtGpus,
     LookUpKey,
+    Rename,
     Revoke,
     Signal,
     Spawn,
@@ -39,6 +43,7 @@ from dynamo_local.core.life.instructions import (
 )
 from dynamo_local.core.life.stimuli import (
     CalledBack,
+    FlipAnswered,
     GpusSeen,
     KeyLookedUp,
     ProcessGone,
@@ -103,6 +108,7 @@ class ArbiterEffects:
         self._launcher = launcher
         self._links = links
         self.asks = WorkerAsks(links, launcher.factory.graph.namespace, clock)
+        self.flips = FlipAsks(self.asks, lambda component: launcher.factory.service(component).config)
         self._statefile = statefile
         self._events = events
         self._clock = clock
@@ -264,6 +270,8 @@ class ArbiterEffects:
                 return CalledBack(stimulus_id=f"control:{name}", name=name, pid=pid, error=why, asked_by=asked_by)
             case CountRequests(name=name, pid=pid):
                 return RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=Missing(why))
+            case FlipRole(name=name, pid=pid, to=to):
+                return FlipAnswered(stimulus_id=f"control:{name}", name=name, pid=pid, to=to, error=why, unknown=True)
             case LookUpKey():
                 return self._looked_up(act, removed=False)
             case Sweep(name=name):
@@ -284,10 +292,16 @@ class ArbiterEffects:
                 return await self.asks.call_back(act, worker)
             case CountRequests():
                 return await self.asks.count_requests(act)
+            case FlipRole():
+                return await self.flips.ask(act)
+            case CallOffFlip():
+                await self.flips.call_off(act)
+            case Rename(name=name, was=was, pid=pid):
+                self._host.rename(was, name, pid)
             case LookUpKey():
                 return await self._look_up(act)
-            case Sweep(name=name):
-                return await self._sweep(name)
+            case Sweep(name=name, born=born):
+                return await self._sweep(name, born or name)
             case LookAtGpus():
                 return (await self._pool.look()).seen("gpus")
             case Forget(name=name):
@@ -322,9 +336,9 @@ class ArbiterEffects:
             log.warning("%s: its lease %s could not be revoked (%s); it expires by itself", act.name, act.lease, error)
         return None
 
-    async def _sweep(self, name: str) -> Stimulus:
+    async def _sweep(self, name: str, born: str) -> Stimulus:
         try:
-            for what in await self._system.end_children(name):
+            for what in await self._system.end_children(born):
                 log.warning("left behind by a worker that is gone, ended: %s", what)
         except DynamoError as error:
             self.tell(f"something of a worker that is gone stays behind: {error}")

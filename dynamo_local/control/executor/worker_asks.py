@@ -66,10 +66,10 @@ class WorkerAsks:
         cause = "drain-deadline"
         return RequestsCounted(stimulus_id=cause, name=act.name, pid=act.pid, in_flight=in_flight, requests=requests)
 
-    async def control(self, name: str, op: str, **args: Any) -> dict[str, Any]:
+    async def control(self, name: str, op: str, *, timeout_s: float = CONTROL_TIMEOUT_S, **args: Any) -> dict[str, Any]:
         """Ask a worker's control endpoint; raises `RequestError` kinds, `NatsUnavailable`."""
         from dynamo_local.runtime.control import ControlClient
 
         client = ControlClient(self._links.nats, self._namespace)
-        answer: dict[str, Any] = await client.call(name, op, timeout_s=CONTROL_TIMEOUT_S, **args)
+        answer: dict[str, Any] = await client.call(name, op, timeout_s=timeout_s, **args)
         return answer

@@ -70,13 +70,19 @@ class KvCost:
         self._prefix_weight = PREFIX_WEIGHT if prefix else 0.0
         self._sent = SentRequests()
 
-    def pick(self, candidates: Sequence[int], loads: Mapping[int, Sample], hits: Mapping[int, float] = NO_HITS) -> int:
+    def pick(
+        self,
+        candidates: Sequence[int],
+        loads: Mapping[int, Sample],
+        hits: Mapping[int, float] = NO_HITS,
+        prompt_tokens: int = 0,
+    ) -> int:
         values = kv_values(self._terms(candidates, loads), hits, self._prefix_weight)
         best = max(values.values())
         ties = [worker for worker in sorted(values) if values[worker] == best]
         return ties[0] if len(ties) == 1 else self._choose(ties)
 
-    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float, prompt_tokens: int = 0) -> None:
         self._sent.routed(instance_id, request_id, tokens, now_s)
 
     def finished(self, instance_id: int, request_id: str, now_s: float) -> None:

@@ -67,6 +67,9 @@ def _busy(fleet: Fleet) -> Iterator[str]:
     for plan in fleet.restarts:
         left = ", ".join(dict.fromkeys((*plan.awaited, *plan.removed, *(name for name, _ in plan.todo))))
         yield f"{plan.stimulus_id} is under way, and has not come to {left}: wait until it is done"
+    for worker in fleet.workers.values():
+        if worker.flip is not None:
+            yield f"{worker.name} becomes {worker.flip.name} at this moment: wait until it has"
 
 
 def _replace_templates(draft: Draft, order: Apply) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo_local.core.life import leaving, observing, starting
+from dynamo_local.core.life import flipping, leaving, observing, starting
 from dynamo_local.core.life.decisions import rolling, scaling
 from dynamo_local.core.life.decisions.moves import (
     BeginDrain,
+    CallOffFlipOf,
+    FlipWorker,
     Move,
     Revive,
     SpawnWorker,
@@ -148,6 +150,9 @@ def carry_out(draft: Draft, moves: Sequence[Move], *, answered: bool = False) ->
         if isinstance(move, SpawnWorker):
             _spawn(draft, move)
             continue
+        if isinstance(move, FlipWorker | CallOffFlipOf):
+            flipping.carry_out(draft, move)
+            continue
         worker = draft.worker(move.name)
         if isinstance(move, Revive):
             starting.revive(draft, move.name, draft.stimulus_id)
@@ -232,6 +237,8 @@ def _resume_running(draft: Draft, worker: Worker) -> None:
         _call_back(draft, worker, asked_by=None)
     elif worker.state is S.DRAINING:
         leaving.ask(draft, worker.name)
+    elif worker.state is S.FLIPPING:
+        flipping.ask(draft, worker)
     elif worker.state is not S.READY:
         leaving.finish(draft, worker)  # as was decided
     elif worker.lease is None:

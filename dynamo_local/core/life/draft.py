@@ -15,7 +15,7 @@ from dynamo_local.core.life.instructions import Aside, Commit, Instruction, Lock
 from dynamo_local.core.life.lifecycle import STARTS, Event, apply
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.notes import Elsewhere
-from dynamo_local.core.types import Missing
+from dynamo_local.core.types import Missing, WorkerState
 
 NO_PROCESS: dict[str, Any] = {
     "process": None,
@@ -28,6 +28,7 @@ NO_PROCESS: dict[str, Any] = {
     "absent_s": None,
     "counting": False,
     "exit": None,
+    "flip": None,
 }
 """What is forgotten with a process."""
 
@@ -57,6 +58,14 @@ class Draft:
     def get(self, name: str) -> Worker | None:
         """The worker as it is so far."""
         return self._workers.get(name)
+
+    def with_pid(self, name: str, pid: int) -> Worker | None:
+        """The worker of that name if its process is `pid`, else the one whose process it is: it was called `name` when
+        that was observed."""
+        worker = self._workers.get(name)
+        if worker is not None and worker.pid == pid:
+            return worker
+        return next((each for each in self._workers.values() if each.pid == pid), None)
 
     def worker(self, name: str) -> Worker:
         """As `get`, of one that is known to be there."""
@@ -95,6 +104,8 @@ class Draft:
         self._transitions.append(Transition(name, worker.component, worker.state, after, event))
         if after is not worker.state:
             fields = {"since_s": self.now_s, **fields}
+        if after is not WorkerState.FLIPPING and worker.flip is not None:
+            fields = {"flip": None, **fields}
         if isinstance(event, STARTS):
             fields = {"starts": worker.starts + 1, **fields}
         if TRAITS[after].serves and not worker.served:
@@ -107,11 +118,20 @@ class Draft:
         fields = {**NO_PROCESS, "load": Missing("not sampled"), "process": process}
         fresh = dict.fromkeys(NOT_YET, False)
         reason = self._workers[name].reason if keep_reason else None
-        self.change(name, **fields, **fresh, asked_s=None, unheard_s=0.0, silent_s=0.0, reason=reason)
+        self.change(name, **fields, **fresh, asked_s=None, unheard_s=0.0, silent_s=0.0, reason=reason, born=None)
 
     def process_ended(self, name: str, code: int | None) -> None:
         """Forget what belonged to the process."""
         self.change(name, **NO_PROCESS, exit_code=code, due_s=None)
+
+    def rename(self, name: str, to: str, **fields: Any) -> None:
+        """The same worker under another name, with other fields; its devices go with it."""
+        uuids = self._workers[name].gpus
+        worker = replace(self._workers[name], name=to, gpus=(), **fields)
+        ledger = self.fleet.gpus.renamed(name, to)
+        self.drop(name)
+        self.add(worker)
+        self._hold(to, ledger, uuids)
 
     def drop(self, name: str) -> None:
         """Forget the worker."""

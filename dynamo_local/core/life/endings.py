@@ -29,7 +29,7 @@ def why_it_ended(worker: Worker, code: int | None) -> str | None:
     left = was_leaving(worker, code)
     if not left and worker.state is S.DRAINING:
         return f"{how_it_ended(code)}; {UNHEARD}"
-    if not left and worker.state in (S.STARTING, S.READY):
+    if not left and worker.state in (S.STARTING, S.READY, S.FLIPPING):
         return how_it_ended(code)
     if left and code not in (0, None) and worker.state is S.DRAINING:
         return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"

@@ -46,7 +46,8 @@ class Template:
     """How one more worker of a component is made. `max_workers` is None where the class sets no bound.
 
     `fingerprint` stands for everything that a worker reads when it starts: with another one it would be started
-    differently. `retired`: the component is wanted no more, and its template goes with its last worker.
+    differently. `retired`: the component is wanted no more, and its template goes with its last worker. `flips_to` is
+    the component whose role its workers can take over; where that is None, `cannot_flip` says why.
     """
 
     component: str
@@ -57,6 +58,22 @@ class Template:
     drain_deadline_s: float = 600.0
     fingerprint: str = ""
     retired: bool = False
+    flips_to: str | None = None
+    cannot_flip: str = "no other component has an engine like its own"
+
+
+@dataclass(frozen=True, slots=True)
+class FlipTarget:
+    """A change of role that is under way: what the worker is to be called, in which component, with which suffix.
+
+    `asking`: it is being asked now. `cancelled`: a person has taken it back, which may come too late.
+    """
+
+    name: str
+    component: str
+    n: int
+    asking: bool = False
+    cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +139,9 @@ class Worker:
     when its key has been missing from a registry that lists all keys. `counting`: it is past its drain deadline and
     being asked what that will cut.
 
+    Changing its role: `flip` is what it is about to become (None: nothing). `born` is the name under which its process
+    was made, where that is another than its name of now: marks in its environment and its log file have that one.
+
     Health: `heard_s` is when it first answered, or became ready (None: neither yet); `unheard_s` for how long it has
     not answered since, counting only time in which the arbiter asked; `silent_s` the same without the time in which it
     could not be asked (NATS was away).
@@ -166,6 +186,8 @@ class Worker:
     heard_s: float | None = None
     unheard_s: float = 0.0
     silent_s: float = 0.0
+    flip: FlipTarget | None = None
+    born: str | None = None
 
     @property
     def pid(self) -> int | None:
@@ -176,6 +198,16 @@ class Worker:
     def runs(self) -> bool:
         """It has a process."""
         return self.process is not None
+
+    @property
+    def born_as(self) -> str:
+        """The name under which its process was made."""
+        return self.born or self.name
+
+    @property
+    def headed(self) -> str:
+        """The component for which it counts: the one that it goes to, while it changes its role."""
+        return self.component if self.flip is None else self.flip.component
 
     @property
     def restarts(self) -> int:
@@ -298,7 +330,8 @@ class Fleet:
 
     def on_their_way(self, component: str) -> tuple[Worker, ...]:
         """Those that will serve."""
-        return tuple(worker for worker in self.of(component) if worker.on_its_way)
+        coming = (worker for worker in self.workers.values() if worker.on_its_way and worker.headed == component)
+        return tuple(sorted(coming, key=lambda worker: (worker.flip is not None, worker.n)))
 
     def running(self) -> tuple[Worker, ...]:
         """Those that have a process."""
@@ -306,7 +339,17 @@ class Fleet:
 
     def capacity(self, component: str) -> int:
         """How many serve, or will."""
-        return sum(worker.counts for worker in self.of(component))
+        return sum(worker.counts for worker in self.workers.values() if worker.headed == component)
+
+    def reserved(self) -> frozenset[str]:
+        """Names that nobody new may have: of a flip under way, and of processes that were made under them and flipped.
+
+        A process is known by the name in its environment: two of the same would be taken for each other.
+        """
+        workers = self.workers.values()
+        made = (worker for worker in workers if worker.runs or worker.sweeping)
+        born = {worker.born for worker in made if worker.born is not None}
+        return frozenset(born | {worker.flip.name for worker in workers if worker.flip is not None})
 
     def names_from_lowest(self, component: str) -> Iterator[tuple[str, int, Worker | None]]:
         """`(watcher name, suffix, entry or None)` from the bare name up, without end."""

@@ -124,6 +124,33 @@ class CallBack:
 
 
 @dataclass(frozen=True, slots=True)
+class FlipRole:
+    """Have the worker take over the role of that component, under the name `to`. Asked again it says how far it is."""
+
+    name: str
+    pid: int
+    to: str
+    component: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallOffFlip:
+    """Have the worker stay in its role, if it is not too late. What comes of it is the answer to `FlipRole`."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The supervisor's watcher `was`, whose process is `pid`, is the worker's from now on."""
+
+    name: str
+    was: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class CountRequests:
     """Ask the worker what it still holds."""
 
@@ -142,9 +169,11 @@ class LookUpKey:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """End what the worker's process left behind outside of its session."""
+    """End what the worker's process left behind outside of its session; `born` is its name there where it is another
+    one, since its role has changed."""
 
     name: str
+    born: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +222,9 @@ Instruction = (
     | Signal
     | EndSession
     | CallBack
+    | FlipRole
+    | CallOffFlip
+    | Rename
     | CountRequests
     | LookUpKey
     | Sweep
@@ -221,6 +253,12 @@ def words(instruction: Instruction) -> str:
             return "call off spawn"
         case CallBack():
             return "call back"
+        case FlipRole(to=to):
+            return f"flip to {to}"
+        case CallOffFlip():
+            return "call off flip"
+        case Rename(was=was):
+            return f"rename {was}"
         case CountRequests():
             return "count requests"
         case LookUpKey(lease=lease):

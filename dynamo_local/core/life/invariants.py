@@ -16,7 +16,11 @@ class Violated(AssertionError):
 
 def validate(fleet: Fleet) -> None:
     """Raises `Violated` that names every broken rule; returns nothing for a fleet that can be."""
-    broken = [*_of_gpus(fleet), *(why for worker in fleet.workers.values() for why in _of_worker(fleet, worker))]
+    broken = [
+        *_of_gpus(fleet),
+        *_of_flips(fleet),
+        *(why for worker in fleet.workers.values() for why in _of_worker(fleet, worker)),
+    ]
     if broken:
         raise Violated("; ".join(broken))
 
@@ -32,6 +36,24 @@ def _of_gpus(fleet: Fleet) -> Iterator[str]:
     parts = [*held, *ledger.quarantined, *ledger.taken, *(device.uuid for device in ledger.free)]
     if sorted(parts) != sorted(device.uuid for device in ledger.devices):
         yield f"devices are counted as {sorted(parts)}, there are {[device.uuid for device in ledger.devices]}"
+
+
+def _of_flips(fleet: Fleet) -> Iterator[str]:
+    """A process is in one role; whoever changes it has a name kept for it, which nobody else has or gets."""
+    workers = fleet.workers.values()
+    for what, values in (
+        ("pid", [worker.pid for worker in workers if worker.pid is not None]),
+        ("name at birth", [worker.born_as for worker in workers if worker.runs or worker.spawning]),
+        ("name to become", [worker.flip.name for worker in workers if worker.flip is not None]),
+    ):
+        if len(set(values)) < len(values):
+            yield f"two workers have the same {what}: {sorted(map(str, values))}"
+    for worker in workers:
+        if (worker.flip is not None) is not (worker.state is S.FLIPPING):
+            yield f"{worker.name} is {worker.state}, and becomes {worker.flip}"
+        kept = None if worker.flip is None else fleet.workers.get(worker.flip.name)
+        if kept is not None and kept.state is not S.EXITED:
+            yield f"{worker.name} becomes {kept.name}, which is {kept.state}"
 
 
 def _of_worker(fleet: Fleet, worker: Worker) -> Iterator[str]:
@@ -73,6 +95,8 @@ def _forgotten(fleet: Fleet, worker: Worker) -> str | None:
         return "it waits for etcd and NATS, which answer"
     if worker.state is S.STARTING and worker.runs and worker.due_s is None:
         return "no deadline for its start"
+    if worker.flip is not None and not worker.flip.asking and worker.due_s is None:
+        return "nobody asks how far its change of role is"
     if worker.state is S.DRAINING and worker.runs and worker.asked_s is not None:
         return None if worker.due_s is not None or worker.counting else "no deadline for its drain"
     if TRAITS[worker.state].waits and not (clearing or worker.held_back or worker.due_s is not None or looks):

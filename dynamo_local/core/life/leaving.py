@@ -176,7 +176,7 @@ def hung(draft: Draft, worker: Worker, reason: str) -> None:
         end(draft, worker, reason, drains.cut(worker.load))
         draft.stimulus_id = heard
         return
-    if worker.state not in (S.READY, S.DRAINING):
+    if worker.state not in (S.READY, S.DRAINING, S.FLIPPING):
         return  # a start has its own deadline
     draft.apply(worker.name, HealthFailed(stimulus_id=HEALTH, reason=reason), reason=reason)
     if worker.lease is not None:

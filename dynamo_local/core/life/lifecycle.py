@@ -18,6 +18,8 @@ The rules, in prose:
   process, not with the state.
 * Past its deadline a drain is *drain timed out* until the killed session is gone, then *exited*.
 * `RestartRequested` by a person clears a fault, skips a back-off, and brings an exited entry back.
+* *flipping* is committed before the worker is asked to change its role (`FlipRequested`). It ends as *ready* in the
+  new role, under its new name (`Flipped`, observed), or in the old one (`FlipFailed`, what the worker answered).
 * Observations that may arrive late (`Spawned`, `Registered`, `LeaseRevoked`, `ProcessExited`) are legal
   wherever a race can bring them; a command that makes no sense is illegal.
 
@@ -141,6 +143,28 @@ class Faulted(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipRequested(Event):
+    """We ask it to change its role; it `becomes` a worker of that name."""
+
+    becomes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flipped(Event):
+    """It has registered in its new role under `lease` (hex); until now it was called `was`."""
+
+    was: str
+    lease: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipFailed(Event):
+    """It has stayed in its role, or has gone back to it."""
+
+    reason: str
+
+
 STARTS = (SpawnRequested, BackoffElapsed)
 """The events that commit that a process is about to be made."""
 
@@ -200,6 +224,14 @@ NEXT: dict[tuple[S, type[Event]], S] = {
     (S.EXITED, RestartRequested): S.PENDING,
     (S.EXITED, BackoffStarted): S.BACKING_OFF,
     (S.EXITED, Faulted): S.FAULTED,
+    (S.READY, FlipRequested): S.FLIPPING,
+    (S.FLIPPING, Flipped): S.READY,
+    (S.FLIPPING, FlipFailed): S.READY,
+    (S.FLIPPING, Registered): S.FLIPPING,
+    (S.FLIPPING, LeaseRevoked): S.FLIPPING,
+    (S.FLIPPING, DrainRequested): S.DRAINING,
+    (S.FLIPPING, ProcessExited): S.CRASHED,
+    (S.FLIPPING, HealthFailed): S.CRASHED,
 }
 
 

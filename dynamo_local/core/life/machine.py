@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamo_local.core.life import applying, deciding, leaving, observing, starting
+from dynamo_local.core.life import applying, deciding, flipping, leaving, observing, starting
 from dynamo_local.core.life import stimuli as st
 from dynamo_local.core.life.draft import Draft
 from dynamo_local.core.life.fleet import Fleet, Worker
@@ -29,6 +29,9 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.CancelDrain: deciding.cancel_drain,
     st.Restart: deciding.restart,
     st.Apply: applying.apply,
+    st.Flip: flipping.flip,
+    st.ScaleFlip: flipping.flip,
+    st.CancelFlip: flipping.flip,
     st.Leave: leaving.leave,
     st.Resume: deciding.resume,
     st.SpawnBegun: starting.spawn_begun,
@@ -45,6 +48,7 @@ HANDLERS: Mapping[type[Stimulus], Handler] = {
     st.LoadsHeard: observing.loads_heard,
     st.CalledBack: leaving.called_back,
     st.RequestsCounted: leaving.requests_counted,
+    st.FlipAnswered: observing.flip_answered,
     st.GpusSeen: starting.gpus_seen,
     st.GpuReserved: starting.gpu_reserved,
     st.Tick: lambda draft, tick: _tick(draft),
@@ -58,6 +62,7 @@ AT_DEADLINE: Mapping[S, Callable[[Draft, Worker], None]] = {
     S.CRASHED: leaving.still_there,
     S.START_TIMED_OUT: leaving.still_there,
     S.BACKING_OFF: starting.backoff_over,
+    S.FLIPPING: flipping.ask,
 }
 """What the deadline of a state (`Worker.due_s`) is for."""
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.core.life import leaving, starting
+from dynamo_local.core.life import flipping, leaving, starting
 from dynamo_local.core.life.draft import Draft
 from dynamo_local.core.life.endings import STARTED_AGAIN
 from dynamo_local.core.life.fleet import Course, Worker
 from dynamo_local.core.life.lifecycle import DrainCancelled, LeaseRevoked, Registered
 from dynamo_local.core.life.restarts import NOTICED_LATE_S, forgive
 from dynamo_local.core.life.states import TRAITS
-from dynamo_local.core.life.stimuli import InfraSeen, KeyGone, KeyLookedUp, KeyPut, LoadsHeard, RegistryListed, Stalled
+from dynamo_local.core.life.stimuli import (
+    FlipAnswered,
+    InfraSeen,
+    KeyGone,
+    KeyLookedUp,
+    KeyPut,
+    LoadsHeard,
+    RegistryListed,
+    Stalled,
+)
 from dynamo_local.core.types import Missing
 from dynamo_local.core.types import WorkerState as S
 
@@ -31,9 +40,13 @@ and writes all of its keys anew where etcd has lost them. After a lease's time t
 
 def key_put(draft: Draft, seen: KeyPut) -> None:
     """It has registered: it is ready, or has come back from a drain, or was asked to leave in that moment."""
+    turned = flipping.awaited(draft, seen.name, seen.pid)
+    if turned is not None and not seen.failed:
+        flipping.become(draft, turned, seen.lease, seen.endpoints, seen.other_leases)
+        return
     worker = draft.get(seen.name)
     if worker is None or worker.pid != seen.pid:
-        return  # a key of a worker that is gone, until its lease is
+        return  # a key of a worker that is gone, or has another name now, until its lease is
     if seen.failed:
         draft.change(seen.name, write=False, engine_failed=True)  # its exit is a crash, its key's end no drain
         return
@@ -79,6 +92,9 @@ def unregistered(draft: Draft, worker: Worker, lease: str, why: str) -> None:
         draft.change(worker.name, **gone)
         return
     event = LeaseRevoked(stimulus_id=f"etcd:{lease}", lease=lease)
+    if worker.state is S.FLIPPING:  # it gives it back itself; what becomes of it, its answer or its new key will tell
+        draft.apply(worker.name, event, **gone)
+        return
     ours = worker.state is S.DRAINING
     guess: dict[str, Any] = {} if ours else {"due_s": None, "lapsed": _unheard(worker)}
     if not ours and draft.fleet.restart_revoked and worker.course is Course.STEADY and draft.fleet.leaving is None:
@@ -157,6 +173,14 @@ def loads_heard(draft: Draft, seen: LoadsHeard) -> None:
 def _unheard(worker: Worker) -> bool:
     """For longer than a load is good for. A lease outlives a worker that is stopped by more than that."""
     return worker.heard_s is None or worker.unheard_s > STALE_S
+
+
+def flip_answered(draft: Draft, seen: FlipAnswered) -> None:
+    """It has changed its role, or has not. One that stays, and is not registered any more, leaves."""
+    flipping.answered(draft, seen)
+    worker = draft.get(seen.name)
+    if worker is not None and worker.runs and worker.ready and worker.lease is None:
+        unregistered(draft, worker, "", "its lease was revoked or has expired")
 
 
 # --- time ------------------------------------------------------------------------------------------

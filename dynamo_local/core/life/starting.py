@@ -71,7 +71,7 @@ def try_start(draft: Draft, name: str) -> None:
     cause = worker.cause or draft.stimulus_id
     backs_off = worker.state is S.BACKING_OFF
     event = BackoffElapsed(stimulus_id=RESTART_POLICY) if backs_off else SpawnRequested(stimulus_id=cause)
-    draft.apply(name, event, spawning=True, due_s=None, launched=draft.template(name).fingerprint)
+    draft.apply(name, event, spawning=True, due_s=None, launched=draft.template(name).fingerprint, born=None)
     draft.do(Spawn(name, event.stimulus_id, first=draft.worker(name).starts == 1))
 
 
@@ -136,13 +136,13 @@ def start_deadline(draft: Draft, worker: Worker) -> None:
 
 def process_gone(draft: Draft, seen: ProcessGone) -> None:
     """A ready worker that left in order was told to by the end of its key, of which we may not have heard yet."""
-    worker = draft.get(seen.name)
-    if worker is None or worker.pid != seen.pid:
+    worker = draft.with_pid(seen.name, seen.pid)
+    if worker is None:
         return
     exit_ = Exit(draft.now_s, seen.code, seen.unit, seen.stimulus_id)
     if seen.code == 0 and TRAITS[worker.state].serves and worker.lease is not None:
-        draft.change(seen.name, write=False, exit=exit_)
-        draft.do(LookUpKey(seen.name, seen.pid, worker.lease))
+        draft.change(worker.name, write=False, exit=exit_)
+        draft.do(LookUpKey(worker.name, seen.pid, worker.lease))
     else:
         exited(draft, worker, exit_)
 
@@ -186,7 +186,7 @@ def _ended(draft: Draft, worker: Worker, event: ProcessExited, failure: Failure)
 
 def _sweep(draft: Draft, name: str) -> None:
     draft.change(name, write=False, sweeping=True)
-    draft.do(Sweep(name))
+    draft.do(Sweep(name, draft.worker(name).born))
 
 
 def swept(draft: Draft, name: str) -> None:

@@ -78,6 +78,33 @@ class Restart(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flip(Stimulus):
+    """`dynamo flip NAME`: see `flips.decide`."""
+
+    name: str
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleFlip(Stimulus):
+    """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip`: so many workers of one component go over to the
+    other, or none does. See `flips.decide_scale`."""
+
+    gives: str
+    takes: str
+    count: int = 1
+    force: bool = False
+    victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelFlip(Stimulus):
+    """`dynamo flip --cancel NAME`: see `flips.decide_cancel`. It may come too late."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Apply(Stimulus):
     """`dynamo apply`: the components of now on (others are retired), how many workers of some of them, and what the
     arbiter itself goes by. See `applying`, whose refusals `step` raises.
@@ -247,6 +274,22 @@ class RequestsCounted(Stimulus):
     pid: int
     in_flight: int | Missing
     requests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipAnswered(Stimulus):
+    """What a worker answered when it was to be called `to`, in another role: its registration there, or why not.
+
+    `error` is None where it is registered under `lease` (hex). `unknown`: nobody could tell; it may have flipped.
+    """
+
+    name: str
+    pid: int
+    to: str
+    lease: str | None = None
+    endpoints: tuple[str, ...] = ()
+    error: str | None = None
+    unknown: bool = False
 
 
 # --- observations: GPUs ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dynamo_local.errors import ConfigError
 KV_LEASE_S = 30.0
 """vLLM's default of `kv_lease_duration`: how long a prefill engine keeps KV that nobody pulls."""
 
-Transfer = Literal["none", "producer", "consumer"]
+Transfer = Literal["none", "producer", "consumer", "both"]
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _NOT_HERE = {
@@ -91,7 +91,7 @@ class VllmOptions:
         }
         extra = config.get("kv_connector_extra_config") or {}
         lease_s = float(extra.get("kv_lease_duration", KV_LEASE_S)) if isinstance(extra, Mapping) else KV_LEASE_S
-        if self.transfer == "consumer" and self.kv_pull_timeout_s >= lease_s:
+        if self.transfer in ("consumer", "both") and self.kv_pull_timeout_s >= lease_s:
             raise ConfigError(
                 f"kv-pull-timeout-s is {self.kv_pull_timeout_s:g}, but the KV is kept for {lease_s:g} s only: past "
                 "that wrong KV would be pulled; lower it, or raise kv_lease_duration on both sides"

@@ -13,6 +13,10 @@ log = logging.getLogger(__name__)
 
 RUN, ID, EXPIRES = "Dynamo-Run-Id", "Dynamo-Request-Id", "Dynamo-Expires-At"
 ATTEMPTS, REASON, DIED = "Dynamo-Attempts", "Dynamo-Reason", "Dynamo-Died-At"
+START_BY = "Dynamo-Start-By"
+"""When its prefill has to begin for its target to be kept, Unix seconds; absent: there is no target."""
+BEFORE = "Dynamo-Attempts-Before"
+"""Deliveries to workers before the entry went to the second line."""
 X_REQUEST_ID = "Dynamo-X-Request-Id"
 """The client's id, for the logs of prefill workers; absent from entries of an older version."""
 MSG_ID = "Nats-Msg-Id"

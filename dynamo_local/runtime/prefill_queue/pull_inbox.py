@@ -41,8 +41,8 @@ class PullInbox:
         self._numbers = itertools.count()
         self._waiting: OrderedDict[str, asyncio.Future[Msg | None]] = OrderedDict()
 
-    async def next(self, timeout_s: float) -> Msg | None:
-        """One entry, or None when the server has none within `timeout_s`."""
+    async def next(self, timeout_s: float, *, wait: bool = True) -> Msg | None:
+        """One entry, or None when the server has none within `timeout_s`; without `wait`, when it has none now."""
         if self._prefix is None:
             self._prefix = self._nats.new_inbox()
             self._subscription = await self._nats.subscribe(f"{self._prefix}.*", cb=self._on_message)
@@ -50,7 +50,8 @@ class PullInbox:
         future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         self._waiting[inbox] = future
         try:
-            body = json.dumps({"batch": 1, "expires": int(timeout_s * 1e9)}).encode()
+            asked = {"batch": 1, "expires": int(timeout_s * 1e9)} if wait else {"batch": 1, "no_wait": True}
+            body = json.dumps(asked).encode()
             await self._nats.publish(self._subject, body, reply=inbox)
             await asyncio.wait((future,), timeout=timeout_s + PULL_GRACE_S)
         except asyncio.CancelledError:

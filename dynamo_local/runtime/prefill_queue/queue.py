@@ -6,6 +6,12 @@ One subject per entry, `{ns}_prefill_queue.{run_id}.{request_id}`. This gives, w
   The server takes the entry out of `num_pending` (or of what is in flight: then its ack is a no-op).
 * a run's start purges the subjects of other runs of its namespace (lesson 18), and nothing else.
 
+Two lines. An entry that says when it has to be begun (`start_within_s`) and comes to its turn after that, while others
+wait, is moved to the stream `{ns}_prefill_late`: copied, then removed, so that a death in between loses nothing, and
+the copy's message id makes the second one a duplicate. That stream is pulled from when the first has nothing, and at
+every eighth turn (`core.dispatch.line`). Nobody has to wait on both: who moves an entry looks for work just then, and
+ends at the second line before it waits.
+
 Dead letters. A server-side `max_deliver` leaves the message in the stream for ever, in no count, and says so once,
 in a core-NATS advisory that is lost if nobody is connected just then (circus-facts, "NATS"): the worker that
 would listen is the one that died. So the server redelivers without limit, every delivery carries its number, and
@@ -27,18 +33,21 @@ from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolic
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError
 
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.dispatch.line import Turns, is_late
 from dynamo_local.errors import InvalidRequest, NatsUnavailable, WorkerBusy
 from dynamo_local.ports import PrefillTask, QueueDepth
 from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, nats_call
 from dynamo_local.runtime.prefill_queue.codec import decode_entry, encode_entry
 from dynamo_local.runtime.prefill_queue.entries import (
     ATTEMPTS,
+    BEFORE,
     DIED,
     EXPIRES,
     ID,
     MSG_ID,
     REASON,
     RUN,
+    START_BY,
     X_REQUEST_ID,
     DeadLetter,
     dead_letter_of,
@@ -82,6 +91,7 @@ class JetStreamPrefillQueue:
         self._js = nats.jetstream(timeout=CALL_TIMEOUT_S)
         self.stream = f"{namespace}_prefill_queue"
         """JetStream's name of the queue."""
+        self._late_stream = f"{namespace}_prefill_late"
         self._dead_stream = f"{namespace}_prefill_dead"
         self._run_id = run_id
         self._run = subject_token(run_id)
@@ -91,19 +101,21 @@ class JetStreamPrefillQueue:
         self._ready = False
         self._ready_lock = asyncio.Lock()
         self._inbox = PullInbox(nats, f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{CONSUMER}")
+        self._late_inbox = PullInbox(nats, f"$JS.API.CONSUMER.MSG.NEXT.{self._late_stream}.{CONSUMER}")
+        self._turns = Turns()
 
     async def start(self, *, purge_stale: bool = False) -> None:
         """Create what is missing. `purge_stale` (the arbiter's start) drops the entries and dead letters
         of other runs of this namespace. Raises `NatsUnavailable`."""
         await self._ensure(anew=True)
         if purge_stale:
-            for stream in (self.stream, self._dead_stream):
+            for stream in (self.stream, self._late_stream, self._dead_stream):
                 await self._purge_other_runs(stream)
 
     async def delete(self) -> None:
         """Remove the streams of this namespace, dead letters too: the run has left. Raises `NatsUnavailable`."""
         with nats_call(self._nats, f"delete {self.stream}"):
-            for stream in (self.stream, self._dead_stream):
+            for stream in (self.stream, self._late_stream, self._dead_stream):
                 with contextlib.suppress(NotFoundError):
                     await self._js.delete_stream(stream)
         self._ready = False
@@ -111,8 +123,16 @@ class JetStreamPrefillQueue:
     async def close(self) -> None:
         """Stop pulling. Entries in hand can still be acked; the connection stays open, it is the caller's."""
         await self._inbox.close()
+        await self._late_inbox.close()
 
-    async def enqueue(self, request_id: str, payload: Mapping[str, Any], *, deadline_s: float) -> None:
+    async def enqueue(
+        self,
+        request_id: str,
+        payload: Mapping[str, Any],
+        *,
+        deadline_s: float,
+        start_within_s: float | None = None,
+    ) -> None:
         """Append; returns when the server has stored it.
 
         `payload`'s `…token_ids` are carried as int32 (bound: `prefill_codec`). Enqueuing an id again within two
@@ -128,6 +148,8 @@ class JetStreamPrefillQueue:
             ID: quote(request_id),
             EXPIRES: repr(self._clock.wall_s() + deadline_s),
         }
+        if start_within_s is not None:
+            headers[START_BY] = repr(self._clock.wall_s() + start_within_s)
         if x_request_id():
             headers[X_REQUEST_ID] = quote(x_request_id())
         timeout_s = max(0.01, min(CALL_TIMEOUT_S, deadline_s))
@@ -150,8 +172,8 @@ class JetStreamPrefillQueue:
         """
         await self._ensure()
         with nats_call(self._nats, f"cancel the prefill of {request_id}"):
-            subject = f"{self.stream}.{self._run}.{subject_token(request_id)}"
-            await self._js.purge_stream(self.stream, subject=subject)
+            for stream in (self.stream, self._late_stream):  # in the order in which an entry moves
+                await self._js.purge_stream(stream, subject=f"{stream}.{self._run}.{subject_token(request_id)}")
 
     async def pull(self, timeout_s: float) -> JetStreamPulledTask | None:
         """The next live entry of this run, exactly one, or None past `timeout_s`. Raises `NatsUnavailable`.
@@ -167,7 +189,7 @@ class JetStreamPrefillQueue:
             slice_s = min(left_s, PULL_SLICE_S)
             with nats_call(self._nats, f"pull from {self.stream}"):
                 try:
-                    msg = await self._inbox.next(slice_s)
+                    msg = await self._next(slice_s)
                 except NoConsumer:
                     self._ready = False
                     msg = None
@@ -181,10 +203,15 @@ class JetStreamPrefillQueue:
         """How many entries wait, and how many are unfinished. Raises `NatsUnavailable`: an unknown depth is not 0."""
         await self._ensure()
         with nats_call(self._nats, f"read the depth of {self.stream}"):
-            info = await self._js.consumer_info(self.stream, CONSUMER)
+            first, late = await asyncio.gather(*map(self._counts, (self.stream, self._late_stream)))
+        return QueueDepth(first[0] + late[0], sum(first) + sum(late), late[0])
+
+    async def _counts(self, stream: str) -> tuple[int, int]:
+        """Entries of a line that wait, and those in hand."""
+        info = await self._js.consumer_info(stream, CONSUMER)
         if info.num_pending is None or info.num_ack_pending is None:
-            raise NatsUnavailable(f"could not read the depth of {self.stream}: the server's answer has no counts")
-        return QueueDepth(info.num_pending, info.num_pending + info.num_ack_pending)
+            raise NatsUnavailable(f"could not read the depth of {stream}: the server's answer has no counts")
+        return info.num_pending, info.num_ack_pending
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The last entries given up (100 at most), oldest first. Raises `NatsUnavailable`."""
@@ -206,6 +233,15 @@ class JetStreamPrefillQueue:
 
     # --- inside -------------------------------------------------------------------------------
 
+    async def _next(self, wait_s: float) -> Msg | None:
+        """The next entry of either line, as it is their turn."""
+        if self._turns.late_first and (msg := await self._late_inbox.next(CALL_TIMEOUT_S, wait=False)) is not None:
+            return msg
+        for inbox in (self._inbox, self._late_inbox):
+            if (msg := await inbox.next(CALL_TIMEOUT_S, wait=False)) is not None:
+                return msg
+        return await self._inbox.next(wait_s)
+
     async def _live(self, msg: Msg) -> JetStreamPulledTask | None:
         """The entry to hand out; None for one that was dropped, or moved to the dead letters, here."""
         with bound(unquote((msg.headers or {}).get(X_REQUEST_ID, ""))):
@@ -214,7 +250,8 @@ class JetStreamPrefillQueue:
     async def _live_bound(self, msg: Msg) -> JetStreamPulledTask | None:
         headers = msg.headers or {}
         request_id = unquote(headers.get(ID, msg.subject))
-        attempt = msg.metadata.num_delivered
+        attempt = int(number_of(headers.get(BEFORE)) or 0) + msg.metadata.num_delivered
+        late = msg.metadata.stream == self._late_stream
         if unquote(headers.get(RUN, "")) != self._run_id:
             await self._drop(msg, f"prefill entry {request_id} belongs to another run")
             return None
@@ -225,11 +262,15 @@ class JetStreamPrefillQueue:
         if attempt > self.max_deliver:
             await self._bury(msg, self.max_deliver, f"not finished in {self.max_deliver} attempts")
             return None
+        if not late and msg.metadata.num_pending and is_late(number_of(headers.get(START_BY)), self._clock.wall_s()):
+            await self._put_behind(msg, attempt - 1)
+            return None
         try:
             payload = decode_entry(msg.data)
         except InvalidRequest as error:
             await self._bury(msg, attempt, error.message)
             return None
+        self._turns.pulled(late=late)
         return JetStreamPulledTask(self._nats, msg, PrefillTask(request_id, payload, attempt, x_request_id()))
 
     async def _drop(self, msg: Msg, why: str) -> None:
@@ -237,12 +278,20 @@ class JetStreamPrefillQueue:
         with nats_call(self._nats, "drop a prefill entry"):
             await msg.ack_sync(CALL_TIMEOUT_S)
 
+    async def _put_behind(self, msg: Msg, attempts: int) -> None:
+        """Move the entry to the second line, as `_bury` moves one to the dead letters."""
+        subject = self._late_stream + msg.subject.removeprefix(self.stream)
+        headers = {**(msg.headers or {}), BEFORE: str(attempts), MSG_ID: subject}
+        with nats_call(self._nats, f"move a prefill entry to {self._late_stream}"):
+            await self._js.publish(subject, msg.data, timeout=CALL_TIMEOUT_S, headers=headers)
+            await msg.ack_sync(CALL_TIMEOUT_S)
+
     async def _bury(self, msg: Msg, attempts: int, reason: str) -> None:
         """Move the entry to the dead letters: copy, then remove. If we die in between, the next copy has the same
         message id and is dropped as a duplicate."""
         headers = msg.headers or {}
         log.error("prefill entry %s is dead: %s", unquote(headers.get(ID, msg.subject)), reason)
-        subject = self._dead_stream + msg.subject.removeprefix(self.stream)
+        subject = self._dead_stream + msg.subject.removeprefix(msg.metadata.stream)
         about = {
             ATTEMPTS: str(attempts),
             REASON: quote(reason, safe=" "),
@@ -260,16 +309,8 @@ class JetStreamPrefillQueue:
             if self._ready and not anew:
                 return
             with nats_call(self._nats, f"create the stream {self.stream}"):
-                await self._ensure_stream(
-                    StreamConfig(
-                        name=self.stream,
-                        subjects=[f"{self.stream}.>"],
-                        retention=RetentionPolicy.WORK_QUEUE,
-                        storage=StorageType.FILE,
-                        discard=DiscardPolicy.NEW,  # an entry is refused, never pushed out
-                        max_msgs=MAX_ENTRIES,
-                    )
-                )
+                for stream in (self.stream, self._late_stream):
+                    await self._ensure_line(stream)
                 await self._ensure_stream(
                     StreamConfig(
                         name=self._dead_stream,
@@ -278,15 +319,27 @@ class JetStreamPrefillQueue:
                         max_msgs=MAX_DEAD_LETTERS,
                     )
                 )
-                await self._js.add_consumer(
-                    self.stream,
-                    durable_name=CONSUMER,
-                    ack_policy=AckPolicy.EXPLICIT,
-                    ack_wait=self.ack_wait_s,
-                    max_deliver=-1,
-                    max_ack_pending=-1,
-                )
             self._ready = True
+
+    async def _ensure_line(self, stream: str) -> None:
+        await self._ensure_stream(
+            StreamConfig(
+                name=stream,
+                subjects=[f"{stream}.>"],
+                retention=RetentionPolicy.WORK_QUEUE,
+                storage=StorageType.FILE,
+                discard=DiscardPolicy.NEW,  # an entry is refused, never pushed out
+                max_msgs=MAX_ENTRIES,
+            )
+        )
+        await self._js.add_consumer(
+            stream,
+            durable_name=CONSUMER,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=self.ack_wait_s,
+            max_deliver=-1,
+            max_ack_pending=-1,
+        )
 
     async def _ensure_stream(self, config: StreamConfig) -> None:
         try:

@@ -7,13 +7,13 @@ from itertools import takewhile
 from typing import Any
 
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.fleet import Course, Fleet, GpuReturn, Process, Template, Worker
+from dynamo_local.core.life.fleet import Course, Fleet, FlipTarget, GpuReturn, Process, Template, Worker
 from dynamo_local.core.life.states import TRAITS, HasProcess
 from dynamo_local.core.types import Load, Missing, Role, WorkerState, lease_hex, watcher_name
 from dynamo_local.gpus.inventory import SimInventory
 
-DECODE = Template("VllmWorker", Role.DECODE, gpus_per_worker=1)
-PREFILL = Template("PrefillWorker", Role.PREFILL, gpus_per_worker=1)
+DECODE = Template("VllmWorker", Role.DECODE, gpus_per_worker=1, flips_to="PrefillWorker")
+PREFILL = Template("PrefillWorker", Role.PREFILL, gpus_per_worker=1, flips_to="VllmWorker")
 FRONTEND = Template("Frontend", Role.FRONTEND, max_workers=1)
 TEMPLATES = (DECODE, PREFILL, FRONTEND)
 
@@ -51,8 +51,11 @@ def worker(n: int, state: str, template: Template = DECODE, **more: Any) -> Work
         pid = pid_of(n, template)
         fields["process"] = Process(pid, float(pid), 0.0, 1.8e9)
         fields["served"] = parsed is not WorkerState.STARTING
-    if parsed in (WorkerState.READY, WorkerState.DRAINING):
+    if parsed in (WorkerState.READY, WorkerState.DRAINING, WorkerState.FLIPPING):
         fields |= {"lease": lease_of(n, template), "ready_s": 0.0, "heard_s": 0.0}
+    if parsed is WorkerState.FLIPPING:
+        other = DECODE if template.role is Role.PREFILL else PREFILL
+        fields["flip"] = FlipTarget(name(50 + n, other.component), other.component, 50 + n, asking=True)
     if parsed is WorkerState.DRAINING:
         fields |= {"asked_s": 0.0, "told": True}
     if parsed in (WorkerState.STARTING, WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.BACKING_OFF):

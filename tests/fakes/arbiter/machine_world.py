@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from dynamo_local.control.shell import Shell
 from dynamo_local.core.gpus import GpuDevice
@@ -24,7 +25,10 @@ BUSY_BYTES = 2**36
 
 @dataclass(eq=False)
 class Proc:
-    """A process. `lease` is the one that its key is under; `asked`: it is leaving; `stuck`: SIGKILL does not end it."""
+    """A process. `lease` is the one that its key is under; `asked`: it is leaving; `stuck`: SIGKILL does not end it.
+
+    `born` is its name when it was made; `stays`: its next change of role was called off.
+    """
 
     pid: int
     name: str
@@ -34,6 +38,8 @@ class Proc:
     hung: bool = False
     stuck: bool = False
     killed: bool = False
+    born: str = ""
+    stays: bool = False
 
 
 class MachineWorld:
@@ -108,8 +114,17 @@ class MachineWorld:
             case ins.LookUpKey(name=name, pid=pid, lease=lease):
                 removed = self.etcd_ok and lease not in self.registry
                 begun.finish(st.KeyLookedUp(stimulus_id="etcd", name=name, pid=pid, lease=lease, removed=removed))
-            case ins.Sweep(name=name):
-                self.unswept.discard(name)
+            case ins.FlipRole():
+                begun.finish(self._flipped(act, well))
+            case ins.CallOffFlip(pid=pid):
+                if pid in self.procs:
+                    self.procs[pid].stays = True
+                begun.finish()
+            case ins.Sweep(name=name, born=born):
+                born = born or name
+                spared = [proc for proc in self.procs.values() if proc.born == born and proc.name != name]
+                assert not spared, f"the sweep of {born} ends a live one"
+                self.unswept.discard(born)
                 begun.finish(st.Swept(stimulus_id="sweep", name=name))
             case ins.LookAtGpus():
                 seen = {"devices": self.devices(), "elsewhere": dict(self.effects.elsewhere)}
@@ -125,12 +140,12 @@ class MachineWorld:
         assert worker.starts == 1 or not act.first
         pid = next(self._numbers)
         for other in self.procs.values():
-            assert other.name != act.name, f"{act.name} has a second process"
+            assert act.name not in (other.name, other.born), f"{act.name} has a second process, or one that was made so"
             assert not set(other.gpus) & set(worker.gpus), f"{act.name} is started on a device that {other.name} is on"
         assert act.name not in self.unswept, f"{act.name} is started beside what its last process left behind"
         assert not set(worker.gpus) & self.memory, f"{act.name} is started on memory that was not returned"
         assert set(worker.gpus) <= self.effects.locked, f"{act.name} is started on a device that is not locked"
-        self.procs[pid] = Proc(pid, act.name, worker.gpus)
+        self.procs[pid] = Proc(pid, act.name, worker.gpus, born=act.name)
         return st.ProcessMade(stimulus_id=act.stimulus_id, name=act.name, pid=pid, start_time=1.0, started_at=1.0)
 
     def _called_back(self, act: ins.CallBack, well: bool) -> st.Stimulus:
@@ -142,6 +157,27 @@ class MachineWorld:
             self.revoke(proc.lease)
             self.register(proc)
         return st.CalledBack(stimulus_id="control", name=act.name, pid=act.pid, error=error, asked_by=act.asked_by)
+
+    def _flipped(self, act: ins.FlipRole, well: bool) -> st.Stimulus:
+        """Its new key may be seen before its answer, after it, or instead of it."""
+        proc = self.procs.get(act.pid)
+        reached = proc is not None and not proc.hung and self.nats_ok
+        if proc is None or not reached:
+            return self._answer(act, error="no answer", unknown=True)
+        if proc.name == act.to:
+            return self._answer(act, lease=proc.lease, unknown=not well, error=None if proc.lease else "it drains")
+        if proc.asked or proc.stays or not self.etcd_ok:
+            proc.stays = False
+            return self._answer(act, error="it stays what it is", unknown=not well)
+        old, proc.name = proc.lease, act.to
+        self.register(proc)
+        if old is not None:
+            self.revoke(old)
+        return self._answer(act, lease=proc.lease, error=None if well else "no answer", unknown=not well)
+
+    @staticmethod
+    def _answer(act: ins.FlipRole, **more: Any) -> st.Stimulus:
+        return st.FlipAnswered(stimulus_id="control", name=act.name, pid=act.pid, to=act.to, **more)
 
     # --- what happens ------------------------------------------------------------------------------
 
@@ -176,7 +212,7 @@ class MachineWorld:
         """The process is gone; its memory is not back yet."""
         del self.procs[proc.pid]
         self.memory.update(proc.gpus)
-        self.unswept.add(proc.name)
+        self.unswept.add(proc.born)
         gone = st.ProcessGone(stimulus_id=f"exit:{proc.pid}", name=proc.name, pid=proc.pid, code=code, unit=0.25)
         self.exits.append(gone)
 

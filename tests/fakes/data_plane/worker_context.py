@@ -112,6 +112,12 @@ class FakeWorkerContext:
         self.vital_tasks: list[asyncio.Task[None]] = []
         self._drain_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._resume_callbacks: list[Callable[[], Awaitable[None]]] = []
+        self.inherited: Mapping[str, Any] = {}
+        self.flips_to: str | None = None
+        self.kept: list[Callable[[], Awaitable[None]]] = []
+
+    def keep(self, close: Callable[[], Awaitable[None]]) -> None:
+        self.kept.append(close)
 
     def on_drain(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._drain_callbacks.append(callback)
@@ -229,6 +235,8 @@ class FakeWorker:
     async def _shut_down(self) -> None:
         for hook in self._service.on_shutdown:
             await getattr(self.instance, hook)()
+        for close in reversed(self.context.kept):
+            await close()
 
 
 class FakeCluster:

@@ -1,13 +1,14 @@
-"""`ports.PrefillQueue` in memory; passes `tests/contract/test_prefill_queue.py` beside the JetStream one."""
+"""`ports.PrefillQueue` in memory; passes `tests/contract/prefill_queue`, as the JetStream one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.dispatch.line import Turns, is_late
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.ports import PrefillTask, QueueDepth
 from dynamo_local.runtime.prefill_queue import DEFAULT_ACK_WAIT_S, DEFAULT_MAX_DELIVER, DeadLetter
@@ -19,7 +20,8 @@ MAX_PAYLOAD_BYTES = 1 << 20
 
 @dataclass
 class Entry:
-    """`visible_at_s` is when it may be delivered (again); `deliveries` 0 means that it waits."""
+    """`visible_at_s` is when it may be delivered (again); `deliveries` 0 means that it waits. `late`: in the second
+    line."""
 
     request_id: str
     run_id: str
@@ -28,6 +30,8 @@ class Entry:
     deliveries: int = 0
     visible_at_s: float = 0.0
     x_request_id: str = ""
+    start_by_s: float | None = None
+    late: bool = False
 
 
 @dataclass
@@ -93,6 +97,7 @@ class FakePrefillQueue:
         self.ack_wait_s = ack_wait_s
         self.max_deliver = max_deliver
         self.clock = clock or AsyncioClock()
+        self._turns = Turns()
 
     async def start(self, *, purge_stale: bool = False) -> None:
         self.server.check()
@@ -104,15 +109,23 @@ class FakePrefillQueue:
     async def close(self) -> None:
         """Nothing to give back."""
 
-    async def enqueue(self, request_id: str, payload: Mapping[str, Any], *, deadline_s: float) -> None:
+    async def enqueue(
+        self,
+        request_id: str,
+        payload: Mapping[str, Any],
+        *,
+        deadline_s: float,
+        start_within_s: float | None = None,
+    ) -> None:
         data = encode_entry(payload, MAX_PAYLOAD_BYTES)
         self.server.check()
         key = (self.run_id, request_id)
         if key not in self.server.seen:
             self.server.seen.add(key)
-            self.server.entries[key] = Entry(
-                request_id, self.run_id, data, self.clock.wall_s() + deadline_s, x_request_id=x_request_id()
-            )
+            now_s = self.clock.wall_s()
+            entry = Entry(request_id, self.run_id, data, now_s + deadline_s, x_request_id=x_request_id())
+            entry.start_by_s = None if start_within_s is None else now_s + start_within_s
+            self.server.entries[key] = entry
             self.server.notify()
 
     async def cancel(self, request_id: str) -> None:
@@ -125,8 +138,9 @@ class FakePrefillQueue:
             self.server.check()
             changed = self.server.changed
             now_s = self.clock.now_s()
-            for entry in [e for e in self.server.entries.values() if e.visible_at_s <= now_s]:
+            for entry in self._in_turn([e for e in self.server.entries.values() if e.visible_at_s <= now_s]):
                 if (pulled := self._deliver(entry)) is not None:
+                    self._turns.pulled(late=entry.late)
                     return pulled
             if now_s >= deadline_s:
                 return None
@@ -135,8 +149,8 @@ class FakePrefillQueue:
 
     async def depth(self) -> QueueDepth:
         self.server.check()
-        pending = sum(entry.deliveries == 0 for entry in self.server.entries.values())
-        return QueueDepth(pending, len(self.server.entries))
+        waiting = [entry for entry in self.server.entries.values() if entry.deliveries == 0]
+        return QueueDepth(len(waiting), len(self.server.entries), sum(entry.late for entry in waiting))
 
     async def dead_letters(self) -> list[DeadLetter]:
         self.server.check()
@@ -144,6 +158,22 @@ class FakePrefillQueue:
 
     def remove(self, entry: Entry) -> None:
         self.server.entries.pop((entry.run_id, entry.request_id), None)
+
+    def _in_turn(self, visible: list[Entry]) -> Iterator[Entry]:
+        """Both lines in the order in which they are asked; what is late on its turn goes behind, if others wait."""
+        late = [entry for entry in visible if entry.late]
+        if self._turns.late_first:
+            yield from late
+        for entry in visible:
+            if entry.late:
+                continue
+            others = any(e.deliveries == 0 and e is not entry and not e.late for e in self.server.entries.values())
+            if others and is_late(entry.start_by_s, self.clock.wall_s()):
+                entry.late = True
+                late.append(entry)
+                continue
+            yield entry
+        yield from late
 
     def _deliver(self, entry: Entry) -> FakePulledTask | None:
         entry.deliveries += 1

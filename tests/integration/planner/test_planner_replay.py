@@ -16,6 +16,11 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 POLICIES = {
     "load": ("--Planner.policy=load", "--Planner.adjustment-interval=2"),
+    "sla": (
+        "--Planner.policy=sla",
+        "--Planner.profile-results-dir=dynamo_H200_TP1P_TP1D",
+        "--Planner.throughput-adjustment-interval=2",
+    ),
     "throughput-load": (
         "--Planner.policy=throughput-load",
         "--Planner.optimization-target=sla",

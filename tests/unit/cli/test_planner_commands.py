@@ -35,6 +35,7 @@ STATUS: dict[str, Any] = {
     "decisions": 0,
     "failed_ticks": 0,
     "lag_s": 0.001,
+    "loop_held_max_ms": {"tick": {"wall": 2.5, "cpu": 1.25}, "passes": {"wall": 7.125, "cpu": 0.5}},
     "trouble": None,
     "last_decision": None,
 }
@@ -242,10 +243,11 @@ def test_status_tells_state_next_decision_and_options(
 ) -> None:
     dynamo(monkeypatch, "planner", "status")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
+    assert lines[:4] == [
         "planner   running, every 30 s",
         "next      in 18.0 s",
         "counts    12 pulls, 0 decisions, 0 failed ticks",
+        "loop      held for 7.1 ms at most (passes; CPU 0.5 ms)",
     ]
     assert "max-gpu-budget       8" in lines
     assert "served-model-name    -" in lines

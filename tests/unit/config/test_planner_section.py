@@ -18,7 +18,10 @@ def test_load_is_what_plans_unless_something_else_is_named() -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"policy": "load", "ttft_ms": 300}, "ttft_ms is an option of the policy sla and slo and throughput-load, and the policy is load"),
+        (
+            {"ttft_ms": 300},
+            "ttft_ms is an option of the policy sla and slo and throughput-load, and .* is load",
+        ),
         ({"policy": "sla", "prefill-queue-scale-up-threshold": 1}, "prefill_queue_scale_up_threshold.*load"),
         ({"policy": "throughput"}, "'load', 'sla', 'slo' or 'throughput-load'"),
         ({"policy": "sla", "ttft": 300, "ttft_ms": 300}, "'ttft_ms' and another spelling"),
@@ -56,7 +59,11 @@ def test_settings_of_the_command_line_are_read_by_any_name() -> None:
         parse_settings(["ttft-m=3"])
 
 
-def test_whoever_names_a_target_and_no_policy_gets_slo() -> None:
-    assert planner_section("Planner", {"ttft": 2000, "itl": 50}).policy == "slo"
-    assert planner_section("Planner", {"budget": 4, "itl-ms": 50}).max_gpu_budget == 4
-    assert planner_section("Planner", {"max_gpu_budget": 4}).policy == "load"
+def test_slo_is_taken_by_its_name_alone() -> None:
+    """A policy on trial is nobody's default: targets without a policy are refused, and the error names it."""
+    with pytest.raises(ConfigError, match=r"slo.*and the policy is load"):
+        planner_section("Planner", {"ttft_ms": 2000})
+    found = planner_section("Planner", {"policy": "slo", "ttft": 2000, "itl": 50, "budget": 4, "target": 0.999})
+    assert (found.ttft_ms, found.itl_ms, found.max_gpu_budget, found.target) == (2000, 50, 4, 0.999)
+    with pytest.raises(ConfigError, match="min_endpoint 0: the policy slo keeps one worker of each role"):
+        planner_section("Planner", {"policy": "slo", "min-endpoint": 0})

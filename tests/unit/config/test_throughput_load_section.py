@@ -27,11 +27,9 @@ def options(**values: Any) -> ThroughputLoadOptions:
     return found
 
 
-def test_the_defaults_are_those_of_the_value_but_for_the_predictor() -> None:
-    """`arima`, Dynamo's, needs an extra."""
+def test_the_defaults_are_those_of_the_value() -> None:
     found = options()
-    defaults = ThroughputLoadOptions(load_predictor="constant", predictor_options=found.predictor_options)
-    assert found == defaults
+    assert found == ThroughputLoadOptions(predictor_options=found.predictor_options)
 
 
 def test_the_grid_of_ticks_is_that_of_the_plugins() -> None:

@@ -18,6 +18,7 @@ from dynamo_local.system.processes import age_s
 from tests.tools.pages import ROOT
 
 FOR_RECORDS_ONLY = {
+    "circus_plugins/renaming.py": "the time of circus's events",
     "circus_plugins/arbiter.py": "circus wants a wall time for its own `started`, and in the event that it publishes",
     "circus_plugins/guardian.py": "the time of a record, for people",
     "dynamo_local/cli/views/top.py": "the time of a decision, for people",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import ConfigError
+from dynamo_local.planner.holding import Holding
 from dynamo_local.planner.loop import Counts, PlannerState
 from dynamo_local.planner.records.record import DecisionRecord, Inputs, Outcome, StepOutcome
 from dynamo_local.planner.values.decisions import Decision, Reason, Rule
@@ -119,3 +121,11 @@ def test_state_ticks_and_lag_are_those_of_the_loop() -> None:
     assert found["dynamo_planner_tensorboard_dropped_points_total", ()] == 9
     assert found["dynamo_planner_tick_lag_seconds_sum", ()] == 0.2
     assert found["dynamo_planner_tick_lag_seconds_count", ()] == 1
+
+
+async def test_the_longest_steps_are_told_by_work_and_clock() -> None:
+    counts = Counts(held=Holding(iter((1.0, 1.5, 2.0, 2.125)).__next__, iter((2.0, 2.25, 3.0, 3.125)).__next__))
+    await counts.held.timed("tick", asyncio.sleep(0, None))
+    metrics = PlannerMetrics(CollectorRegistry(), lambda: PlannerNow(PlannerState.RUNNING, counts))
+    found = samples(generate_latest(metrics.registry).decode())
+    assert by_label(found, "dynamo_planner_loop_held_max_seconds") == {("wall", "tick"): 0.5, ("cpu", "tick"): 0.25}

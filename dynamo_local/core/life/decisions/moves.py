@@ -70,7 +70,26 @@ class TakeBack:
     reason: str = ""
 
 
-Move = SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack
+@dataclass(frozen=True, slots=True)
+class FlipWorker:
+    """The same process takes over another component's role, under the name `to`; `n` is that name's suffix."""
+
+    name: str
+    to: str
+    component: str
+    n: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallOffFlipOf:
+    """It stays in its role, if it is not too late."""
+
+    name: str
+    reason: str = ""
+
+
+Move = SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack | FlipWorker | CallOffFlipOf
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dynamo_local.core.life.decisions.moves import BeginDrain, Revive, SpawnWorker, TakeBack
-from dynamo_local.core.life.decisions.scaling import one_more, taken
+from dynamo_local.core.life.decisions.scaling import flip_under_way, one_more, taken
 from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.restart_plan import RestartPlan
 from dynamo_local.core.types import WorkerState as S
@@ -66,6 +66,15 @@ def plan_restart(view: Fleet, target: str, *, stimulus_id: str, force: bool = Fa
                 f"--cancel`), or start another one (`dynamo scale {worker.component} +1`)"
             )
         chosen = [worker]
+    turning = next((w for w in chosen if w.flip is not None), None)
+    if turning is not None:
+        raise flip_under_way(turning, f"`dynamo restart {target}`")
+    for worker in chosen:
+        if worker.state is S.EXITED and worker.name in view.reserved():
+            raise NotRestartable(
+                f"{worker.name} is the name under which a process was made that has another role now; `dynamo scale "
+                f"{worker.component} +1` starts one under a name that is free"
+            )
     chosen.sort(key=lambda w: (w.ready, -w.n))
     last = [w for w in chosen if w.ready and view.capacity(w.component) == 1]
     if last and not force and len(chosen) == 1:

@@ -42,9 +42,11 @@ from dynamo_local.errors import (
     BeingRestarted,
     DrainNotCancellable,
     DynamoError,
+    FlipUnderWay,
     LastReadyWorker,
     NotEnoughGpus,
     TooManyWorkers,
+    UnknownWorker,
     WorkerFaulted,
 )
 
@@ -90,8 +92,9 @@ def decide(
     by_person: bool = True,
     wait_for_gpus: bool = False,
 ) -> ScalingDecision:
-    """What brings the component there. `refused` is one of `UnknownWorker` (no such component), `BadTarget` (fewer
-    than none), `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`, `WorkerFaulted`.
+    """What brings the component there. `refused` is one of `UnknownWorker` (no such component, or more of one that is
+    being removed), `BadTarget` (fewer than none), `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`,
+    `WorkerFaulted`.
     """
 
     def make() -> tuple[Move, ...]:
@@ -102,6 +105,8 @@ def decide(
                 _check_not_restarted(view, component)
             return _fewer(view, template, -delta, force, victim_policy, f"scale {change}")
         if delta > 0:
+            if template.retired:
+                raise UnknownWorker(f"{component} is being removed by an apply, and gets no more workers")
             return _more(view, template, delta, by_person, wait_for_gpus, f"scale {change}")
         return ()
 
@@ -134,6 +139,8 @@ def decide_drain(view: Fleet, name: str, *, stimulus_id: str, force: bool = Fals
             return (BeginDrain(worker.name, "drain"),)
         if not worker.counts:
             return ()
+        if worker.flip is not None:
+            raise flip_under_way(worker, f"`dynamo drain {worker.name}`")
         _check_not_last(view, [worker], force, f"`dynamo drain {worker.name}`")
         return (taken(worker, "drain"),)
 
@@ -156,6 +163,15 @@ def decide_cancel(view: Fleet, name: str, *, stimulus_id: str) -> ScalingDecisio
         return (CancelDrain(worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
 
     return _decision(stimulus_id, make)
+
+
+def flip_under_way(worker: Worker, what: str) -> FlipUnderWay:
+    """The refusal of what cannot be done to a worker that changes its role now."""
+    to = "" if worker.flip is None else worker.flip.name
+    return FlipUnderWay(
+        f"{what} is refused: {worker.name} becomes {to} at this moment; try again when it has, or take that back first "
+        f"(`dynamo flip --cancel {worker.name}`)"
+    )
 
 
 def one_more(view: Fleet, component: str, reason: str) -> SpawnWorker | Revive:
@@ -214,7 +230,8 @@ def _starts(
     reason: str,
 ) -> tuple[SpawnWorker | Revive, ...]:
     """New processes under the lowest names that have none, each with its devices."""
-    names = (found for found in view.names_from_lowest(template.component) if _startable(found[2]))
+    reserved, every = view.reserved(), view.names_from_lowest(template.component)
+    names = (found for found in every if found[0] not in reserved and _startable(found[2]))
     chosen = list(islice(names, count))
     asks = [
         GpuAsk(name, template.component, max(0, template.gpus_per_worker - (len(entry.gpus) if entry else 0)))
@@ -280,9 +297,12 @@ def _fewer(
         raise BadTarget(
             f"{count} workers cannot be taken from {component}: it has {have} (leaving and faulted ones do not count)"
         )
-    first = arrivals(view.on_their_way(component))[:count]
+    turning = [worker for worker in view.on_their_way(component) if worker.flip is not None]
+    first = arrivals([worker for worker in view.on_their_way(component) if worker.flip is None])[:count]
     then = victims(view.ready(component), policy)[: count - len(first)]
     chosen = [*first, *then]
+    if len(chosen) < count:
+        raise flip_under_way(turning[0], f"`{reason}` of {component}")
     _check_not_last(view, chosen, force, f"`{reason}` of {component}")
     return tuple(taken(worker, reason) for worker in chosen)
 

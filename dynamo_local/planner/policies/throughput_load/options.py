@@ -40,7 +40,8 @@ class DownRule(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ThroughputLoadOptions:
-    """The defaults are Dynamo's. Budgets count GPUs, a negative one is off.
+    """The defaults are Dynamo's, but for the predictor's (Dynamo's needs a library). Budgets count GPUs, a negative one
+    is off.
 
     `mode` None: as the graph is, `disagg` or `agg`. `scale_interval_s` None: the greatest common divisor of the
     intervals of the loops that run. `load_scaling_down_sensitivity` and `decode_*_kv_rate` are percent,
@@ -76,7 +77,7 @@ class ThroughputLoadOptions:
     prefill_min_endpoint: int | None = None
     decode_min_endpoint: int | None = None
     speculative_nextn: int = 0
-    load_predictor: str = "arima"
+    load_predictor: str = "constant"
     predictor_options: tuple[tuple[str, float | str | bool], ...] = ()
     windows_max: int = WINDOWS_MAX
     warmup_trace: str | None = None

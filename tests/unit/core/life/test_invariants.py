@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.core.life.fleet import Course, Fleet, GpuReturn, Leaving
+from dynamo_local.core.life.fleet import Course, Fleet, FlipTarget, GpuReturn, Leaving
 from dynamo_local.core.life.invariants import Violated, validate
 from dynamo_local.core.types import WorkerState
 from tests.fakes.arbiter.fleet_views import fleet, name, on_ledger, put, worker
 
-STATES = ["pending", "starting", "ready", "draining", "drain_timed_out", "crashed", "start_timed_out", "backing_off"]
+STATES = [
+    "pending",
+    "starting",
+    "ready",
+    "draining",
+    "drain_timed_out",
+    "crashed",
+    "start_timed_out",
+    "backing_off",
+    "flipping",
+]
 COURSES = ["draining/restarting", "draining/returning", "exited/restarting", "exited/returning", "crashed/leaving"]
 BUSY = worker(0, "ready").process
 
@@ -46,7 +56,31 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("crashed", {"sweeping": False}, "is forgotten: its process is gone and nothing follows"),
     ("start_timed_out", {"sweeping": False}, "is forgotten: its process is gone and nothing follows"),
     ("exited", {"returning": GpuReturn(0.0)}, "is forgotten: nobody looks whether its GPUs come back"),
+    ("flipping", {"flip": None}, "is flipping, and becomes None"),
+    ("flipping", {"process": None}, "has no process, and none is being made"),
+    ("flipping", {"flip": FlipTarget(name(1, "PrefillWorker"), "PrefillWorker", 1)}, "nobody asks how far its change"),
+    ("ready", {"flip": FlipTarget(name(1, "PrefillWorker"), "PrefillWorker", 1)}, "is ready, and becomes"),
 ]
+
+
+def test_a_process_in_two_roles_is_found() -> None:
+    """Whatever happened to the arbiter: a worker is adopted in one role or the other, never in both."""
+    begun = fleet("ready", "ready")
+    with pytest.raises(Violated, match="two workers have the same name at birth"):
+        validate(put(begun, name(1), born=name()))
+    with pytest.raises(Violated, match="two workers have the same pid"):
+        validate(put(begun, name(1), process=begun.workers[name()].process))
+
+
+def test_two_workers_that_would_be_called_alike_are_found() -> None:
+    """And one that would be called as somebody who runs."""
+    begun = fleet("flipping", "flipping")
+    both = begun.workers[name()].flip
+    with pytest.raises(Violated, match="two workers have the same name to become"):
+        validate(put(begun, name(1), flip=both))
+    taken = FlipTarget(name(2), "VllmWorker", 2, asking=True)
+    with pytest.raises(Violated, match="becomes dynamo_VllmWorker_2, which is ready"):
+        validate(put(fleet("flipping", None, "ready"), name(), flip=taken))
 
 
 @pytest.mark.parametrize(("state", "broken", "why"), BROKEN)

@@ -25,6 +25,9 @@ EVENTS: tuple[Event, ...] = (
     lc.Faulted(stimulus_id="t", reason="5 failures"),
     lc.RestartRequested(stimulus_id="t"),
     lc.Removed(stimulus_id="t"),
+    lc.FlipRequested(stimulus_id="t", becomes="dynamo_PrefillWorker"),
+    lc.Flipped(stimulus_id="t", was="dynamo_VllmWorker", lease="ab"),
+    lc.FlipFailed(stimulus_id="t", reason="no canary"),
 )
 BY_NAME = {type(event).__name__: event for event in EVENTS}
 
@@ -64,6 +67,12 @@ UP = ("SpawnRequested", "Spawned", "Registered")
         (("SpawnRequested", "DrainRequested", "Spawned", "Registered"), S.DRAINING),
         (("StartDeadlinePassed",), S.START_TIMED_OUT),
         (("Removed",), S.EXITED),
+        ((*UP, "FlipRequested"), S.FLIPPING),
+        ((*UP, "FlipRequested", "LeaseRevoked", "Registered", "Flipped"), S.READY),
+        ((*UP, "FlipRequested", "FlipFailed"), S.READY),
+        ((*UP, "FlipRequested", "DrainRequested", "ProcessExited"), S.EXITED),
+        ((*UP, "FlipRequested", "ProcessExited", "BackoffStarted"), S.BACKING_OFF),
+        ((*UP, "FlipRequested", "HealthFailed", "ProcessExited"), S.CRASHED),
     ],
 )
 def test_the_paths_of_a_worker(events: tuple[str, ...], expected: S) -> None:

@@ -12,7 +12,7 @@ from dynamo_local.core.life import stimuli as st
 from dynamo_local.core.life.fleet import Fleet, Template
 from dynamo_local.core.life.machine import step
 from dynamo_local.core.types import Role
-from dynamo_local.errors import NotApplicable
+from dynamo_local.errors import NotApplicable, UnknownWorker
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, TEMPLATES, fleet, lease_of, name, on_ledger, worker
 from tests.fakes.arbiter.machine import Life
 
@@ -101,6 +101,15 @@ def test_what_is_removed_leaves_when_what_comes_is_ready() -> None:
         life.feed(st.Swept(stimulus_id="sweep", name=each.name))
     assert [template.component for template in life.fleet.templates] == ["VllmWorker", "Other"]
     assert "dynamo_Sidecar" not in life.fleet.workers
+
+
+def test_a_component_that_is_removed_gets_no_more_workers() -> None:
+    """Its draining workers are not taken back, either: others were promised their devices."""
+    life = Life(on_ledger([worker(0, "ready"), worker(0, "ready", SIDECAR)], 2, (DECODE, SIDECAR)))
+    life.feed(order(DECODE, force=True))
+    assert str(life.fleet.workers["dynamo_Sidecar"].state) == "draining"
+    with pytest.raises(UnknownWorker, match="Sidecar is being removed"):
+        life.feed(st.ScaleAll(stimulus_id="planner:1", targets={"Sidecar": 1}))
 
 
 def test_what_cannot_be_is_refused_with_all_reasons() -> None:

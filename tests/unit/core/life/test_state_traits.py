@@ -35,7 +35,7 @@ def test_traits_that_exclude_each_other(state: S) -> None:
     assert traits.serves + traits.comes_up + traits.leaves <= 1
     assert not (traits.serves and (traits.killed or traits.failed or not traits.runs))
     assert not (traits.waits and traits.process is not HasProcess.NO)
-    assert (traits.take_back is None) == (traits.serves or state is S.FAULTED)
+    assert (traits.take_back is None) == (traits.serves or state in (S.FAULTED, S.FLIPPING))
 
 
 def test_every_end_of_a_drain_is_counted() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 
 import pytest
 from nats.aio.client import Client
@@ -11,66 +10,11 @@ from nats.aio.client import Client
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.errors import InvalidRequest, NatsUnavailable
 from dynamo_local.ports import QueueDepth
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue, keep_in_progress
+from dynamo_local.runtime.nats import close_quietly
+from dynamo_local.runtime.prefill_queue import keep_in_progress
 from dynamo_local.system.logs.request_log import bound
-from tests.drivers.servers import RealNats
-from tests.fakes.infra.prefill_queue import FakePrefillQueue, FakeQueueServer
-
-ACK_WAIT_S = 0.4
-MAX_DELIVER = 2
-SOON_S = 0.15  # time enough for what is there; short, as it is waited for in full where nothing is
-
-MakeQueue = Callable[..., FakePrefillQueue | JetStreamPrefillQueue]
-
-
-class SkewedClock(AsyncioClock):
-    """Wall time can be moved."""
-
-    ahead_s = 0.0
-
-    def wall_s(self) -> float:
-        return super().wall_s() + self.ahead_s
-
-
-@pytest.fixture(params=["fake", pytest.param("jetstream", marks=pytest.mark.infra)])
-def server(request: pytest.FixtureRequest) -> RealNats | None:
-    """None for the fake. Not async: the server's own fixture runs an event loop."""
-    return None if request.param == "fake" else request.getfixturevalue("nats_server")
-
-
-@pytest.fixture
-async def connection(server: RealNats | None) -> AsyncIterator[Client | None]:
-    """That all of a test's queues share; None for the fake."""
-    nats = None if server is None else await connect_nats(server.url, server.access, name="test")
-    yield nats
-    if nats is not None:
-        await close_quietly(nats)
-
-
-@pytest.fixture
-async def make(connection: Client | None, namespace: str) -> AsyncIterator[MakeQueue]:
-    """`make(run_id="a")` is one more client of this test's queue."""
-    if connection is None:
-        fake_server = FakeQueueServer()
-
-        def make_fake(run_id: str = "a", **options: object) -> FakePrefillQueue:
-            options = {"ack_wait_s": ACK_WAIT_S, "max_deliver": MAX_DELIVER, **options}
-            return FakePrefillQueue(fake_server, run_id, **options)  # type: ignore[arg-type]
-
-        yield make_fake
-        return
-
-    queues = []
-
-    def make_real(run_id: str = "a", **options: object) -> JetStreamPrefillQueue:
-        options = {"ack_wait_s": ACK_WAIT_S, "max_deliver": MAX_DELIVER, **options}
-        queues.append(JetStreamPrefillQueue(connection, namespace, run_id, **options))  # type: ignore[arg-type]
-        return queues[-1]
-
-    yield make_real
-    for queue in queues:
-        await queue.close()
+from tests.contract.prefill_queue.queue_worlds import ACK_WAIT_S, MAX_DELIVER, SOON_S, MakeQueue, SkewedClock
+from tests.fakes.infra.prefill_queue import FakePrefillQueue
 
 
 async def test_an_entry_comes_out_as_it_went_in(make: MakeQueue) -> None:

@@ -1,0 +1,204 @@
+"""What dispatch under targets is worth, and what a decision costs.
+
+Fixed fleets in the twin: the seed's rule (threshold), every prefill remote, and `slo` for router and prefills. The
+traces are recorded ones where they are to be had. Target: on no fleet is `slo` below the better of the other two.
+
+`python -m benchmarks.dispatch --page` writes the table into docs/routing.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import Report, at_least, at_most
+from benchmarks.measured_pages import write_measured
+from benchmarks.traces import Requests, conversation, folder, generated
+from dynamo_local.components.routing.pickers import sim_picker
+from dynamo_local.core.disagg import QueueView
+from dynamo_local.core.dispatch.picking import SloPicker
+from dynamo_local.core.dispatch.prefilling import Ask, DecodeSide
+from dynamo_local.core.dispatch.targets import Targets, Timing
+from dynamo_local.core.routing import Sample
+from dynamo_local.core.types import Load
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.profiles import ProfileModel
+from dynamo_local.twin.cases import Case, run_case
+from dynamo_local.twin.metrics import measure
+from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
+from dynamo_local.twin.trace import read_trace
+
+PAGE = Path(__file__).parents[1] / "docs" / "routing.md"
+COMMAND = "python -m benchmarks.dispatch --page"
+AZURE = "azure2023_conv.mooncake.jsonl.gz"
+WORKERS = 64
+STREAMS = 64
+"""Answers that run on a decode worker whose decision is measured."""
+DECISIONS = 2000
+COST_TARGET_US = 1000.0
+SHORT_REQUESTS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Requests, targets in ms, the engine's speed, and the fleets that serve them."""
+
+    name: str
+    requests: Callable[[int | None], Requests]
+    ttft_ms: float
+    itl_ms: float
+    speed: float
+    fleets: tuple[tuple[int, int], ...]
+
+
+def azure(limit: int | None = None) -> Requests:
+    """Azure's conversations: recorded, else generated ones like them."""
+    file = folder(os.environ) / AZURE
+    if file.exists():
+        return Requests(f"recorded requests ({AZURE})", read_trace(file, limit=limit), recorded=True)
+    made = generated("chat,rate=5.5,isl=900,isl-sigma=0.9,osl=150,reuse=0,system=0", limit)
+    return replace(made, missing=f"no recorded ones in {file.parent}")
+
+
+TRIALS = (
+    Trial("conversation", conversation, 2000, 50, 1.0, ((2, 1), (3, 1), (4, 1), (2, 2), (1, 3), (4, 4), (0, 4))),
+    Trial("Azure conversation", azure, 2000, 100, 0.1, ((3, 5), (4, 5), (2, 6), (5, 3), (0, 8))),
+    Trial("`--generate sin`", partial(generated, "sin"), 200, 10, 1.0, ((1, 2), (2, 2))),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Attainment (0..1) of one fleet under each rule; `remote` None: it has no prefill worker."""
+
+    trial: str
+    fleet: FleetShape
+    threshold: float
+    remote: float | None
+    slo: float
+
+    @property
+    def better(self) -> float:
+        """Of the two others."""
+        return max(self.threshold, self.remote or 0.0)
+
+
+def compare(trial: Trial, shape: tuple[int, int], limit: int | None) -> Row:
+    """One fleet under the three rules."""
+    fleet, targets = FleetShape(*shape), Targets.of_ms(trial.ttft_ms, trial.itl_ms)
+    requests = trial.requests(limit).rows
+    plain = TwinOptions(shape=fleet, sim=SimOptions(speed=trial.speed), gpus=16, targets=targets)
+
+    def attained(options: TwinOptions, router: str = "least-loaded") -> float:
+        picker = partial(sim_picker, router, 0, options.sim, targets)  # type: ignore[arg-type]
+        run = run_case(requests, Case("", options, make_picker=picker))
+        return measure(run, Slo(trial.ttft_ms, trial.itl_ms)).attainment
+
+    return Row(
+        trial.name,
+        fleet,
+        attained(plain),
+        attained(replace(plain, conditional=False)) if fleet.prefill else None,
+        attained(replace(plain, disagg_policy="slo"), "slo"),
+    )
+
+
+def pick_us() -> list[float]:
+    """Microseconds for each choice of a worker among 64."""
+    picker = SloPicker(Timing(ProfileModel.load(SimOptions().profile)), Targets.of_ms(2000, 50))
+    took: list[float] = []
+    for number in range(DECISIONS):
+        now_s = number * 0.01
+        samples = {
+            worker: Sample(Load(worker % 32 + number % 7, 256, 900, 4096, 0, (worker * 37 % 90) / 100), now_s)
+            for worker in range(WORKERS)
+        }
+        began = time.perf_counter()
+        worker = picker.pick(range(WORKERS), samples, {}, 2000)
+        took.append((time.perf_counter() - began) * 1e6)
+        picker.routed(worker, str(number), 200, now_s, 2000)
+        if number >= WORKERS * 8:
+            for each in range(WORKERS):
+                picker.finished(each, str(number - WORKERS * 8), now_s)
+    return took
+
+
+def decide_us() -> list[float]:
+    """Microseconds for each decision of a decode worker with 64 streams: here or there."""
+    side = DecodeSide(Timing(ProfileModel.load(SimOptions().profile)), Targets.of_ms(2000, 50))
+    for number in range(STREAMS):
+        name = f"stream {number}"
+        side.began(name, 2000, 0.0)
+        side.went_local(name, 2000, 0.0)
+        side.tokens(name, number + 1, 0.1)
+    took = []
+    for number in range(DECISIONS):
+        began = time.perf_counter()
+        ask = Ask(8000 + number, 0, 0.0)
+        side.decide(ask, 1.0 + number * 0.001, queue=QueueView(4, 6), prefill_workers=2)
+        took.append((time.perf_counter() - began) * 1e6)
+    return took
+
+
+def rows(limit: int | None = None) -> list[Row]:
+    """All fleets."""
+    return [compare(trial, shape, limit) for trial in TRIALS for shape in trial.fleets]
+
+
+def run(short: bool) -> Report:
+    """The short form takes the first requests of two fleets only, too few for the target."""
+    report = Report("dispatch")
+    some = [compare(TRIALS[0], (2, 1), SHORT_REQUESTS), compare(TRIALS[1], (3, 5), SHORT_REQUESTS)]
+    for row in some if short else rows():
+        name = f"{row.trial}, {row.fleet}"
+        for rule, value in (("threshold", row.threshold), ("always remote", row.remote), ("slo", row.slo)):
+            if value is not None:
+                report.add(f"{name}: {rule}", "%", [value * 100])
+        gain = [(row.slo - row.better) * 100]
+        report.add(f"{name}: slo above the better", "%", gain, None if short else at_least(0.0))
+    report.add(f"choice among {WORKERS} workers", "us", pick_us(), at_most(COST_TARGET_US))
+    report.add(f"here or there, {STREAMS} streams", "us", decide_us(), at_most(COST_TARGET_US))
+    report.notes += [trial.requests(1).told for trial in TRIALS]
+    return report
+
+
+def section(found: Sequence[Row], costs: tuple[Sequence[float], Sequence[float]]) -> str:
+    """What was measured, as markdown."""
+    lines = ["| Requests | Fleet | `threshold` | always remote | `slo` |", "|---|---|--:|--:|--:|"]
+    for row in found:
+        remote = "–" if row.remote is None else f"{row.remote:.2%}"
+        lines.append(f"| {row.trial} | {row.fleet} | {row.threshold:.2%} | {remote} | **{row.slo:.2%}** |")
+    told = "; ".join(
+        f"{trial.name}: {trial.requests(1).told}, TTFT {trial.ttft_ms:g} ms, ITL {trial.itl_ms:g} ms"
+        + ("" if trial.speed == 1 else f", engines at {trial.speed:g} of their speed")
+        for trial in TRIALS
+    )
+    picks, decisions = (sorted(cost) for cost in costs)
+    lines += [
+        "",
+        f"{told}.",
+        "",
+        f"A choice among {WORKERS} workers takes {picks[len(picks) // 2]:.0f} µs, a decision of a worker with "
+        f"{STREAMS} streams {decisions[len(decisions) // 2]:.0f} µs (median of {DECISIONS:,}, one core).",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="write the table into docs/routing.md")
+    options = parser.parse_args()
+    text = section(rows(), (pick_us(), decide_us()))
+    print(text)
+    if options.page:
+        write_measured(PAGE, COMMAND, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""A worker that begins to decode tries out a hand-off first: a few tokens, prefilled by another one, decoded here.
+
+They do not go through the prefill queue, in which they would wait behind everybody else's. A prefill worker that does
+not answer in time is left aside for the next one; only where none can do it, the flip has failed. Where there is no
+other prefill worker at all (somebody has forced it), the engine has only itself to show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+
+from dynamo_local.components import messages
+from dynamo_local.components.messages import CanaryRequest
+from dynamo_local.core.kv.handover import ASK_PREFILL
+from dynamo_local.errors import DynamoError, EngineError, FlipFailed
+from dynamo_local.ports import EndpointClient, Engine, EngineOutput, EngineRequest, SamplingParams
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 33
+"""More than a block of the usual size of 32: a whole one is moved."""
+NEW_TOKENS = 2
+EACH_S = 2.0
+"""For one prefill worker: milliseconds, or as long as the pass takes that it computes."""
+KNOWN_WITHIN_S = 0.5
+"""Until the first instances are known; without a prefill worker they never are."""
+
+
+async def prefilled(engine: Engine, asked: CanaryRequest) -> dict[str, Any]:
+    """The prefill side: the KV's identity, as a prefill's reply has it. Raises what the engine does."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    request = EngineRequest(asked.request_id, tuple(asked.token_ids), sampling, dict(ASK_PREFILL))
+    last = await _last(engine, request)
+    return dict(messages.prefill_reply(last))
+
+
+class Canary:
+    """`workers` are the prefill workers' `canary` endpoints, `itself` the instance that this process is among them;
+    `check` raises `KvTransferError` for KV of another model."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        workers: EndpointClient,
+        check: Callable[[Mapping[str, Any]], Awaitable[None]],
+        *,
+        itself: int | None = None,
+    ) -> None:
+        self._itself = itself
+        self._engine = engine
+        self._workers = workers
+        self._check = check
+
+    async def sing(self) -> None:
+        """Raises `FlipFailed` that says what every prefill worker has failed with."""
+        with contextlib.suppress(DynamoError):
+            await self._workers.wait_for_instances(KNOWN_WITHIN_S)
+        known = [instance.instance_id for instance in self._workers.instances()]
+        peers = [instance_id for instance_id in known if instance_id != self._itself]
+        random.shuffle(peers)
+        failed = []
+        for peer in peers:
+            try:
+                async with asyncio.timeout(EACH_S):
+                    await self._hand_off(peer)
+                return
+            except (DynamoError, TimeoutError) as error:
+                log.warning("the canary of prefill worker %x: %s", peer, error or f"nothing within {EACH_S:g} s")
+                failed.append(f"{peer:x}: {error or f'nothing within {EACH_S:g} s'}")
+        if failed:
+            raise FlipFailed(f"no hand-off from a prefill worker succeeded: {'; '.join(failed)}")
+        log.warning("there is no other prefill worker: only decoding was tried out")
+        await self._decoded(_request(None))
+
+    async def _hand_off(self, peer: int) -> None:
+        request = _request(None)
+        asked = {"request_id": request.request_id, "token_ids": list(request.prompt_token_ids)}
+        stream = await self._workers.call(asked, instance_id=peer, request_id=request.request_id, timeout_s=EACH_S)
+        try:
+            answers = [item async for item in stream]
+        finally:
+            await stream.aclose()
+        if not answers:
+            raise EngineError("the prefill worker answered nothing")
+        params = messages.parse_prefill_reply(answers[0])
+        await self._check(params)
+        await self._decoded(_request(params, request.request_id, request.prompt_token_ids))
+
+    async def _decoded(self, request: EngineRequest) -> None:
+        last = await _last(self._engine, request)
+        if last.finish_reason != "length":
+            raise EngineError(f"the canary ended with {last.finish_reason}")
+
+
+def _request(
+    params: Mapping[str, Any] | None, request_id: str | None = None, tokens: Sequence[int] | None = None
+) -> EngineRequest:
+    # Another prompt each time: what is cached would not have to be handed over.
+    given = tuple(tokens) if tokens is not None else tuple(secrets.choice(TOKENS) for _ in range(PROMPT_TOKENS))
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    return EngineRequest(request_id or f"canary-{secrets.token_hex(6)}", given, sampling, params)
+
+
+TOKENS = range(3, 200)
+"""Ids that every vocabulary has, and that are not its special ones."""
+
+
+async def _last(engine: Engine, request: EngineRequest) -> EngineOutput:
+    last: EngineOutput | None = None
+    outputs = cast(AsyncGenerator[EngineOutput, None], engine.generate(request))
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            last = output
+    if last is None or last.finish_reason in (None, "error", "abort"):
+        raise EngineError(f"the canary {request.request_id} ended without a result")
+    return last

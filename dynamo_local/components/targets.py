@@ -1,0 +1,93 @@
+"""Targets in the sections of Processor, Router and VllmWorker, and the profile by which requests are dispatched."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from pydantic import BaseModel, Field, field_validator
+
+from dynamo_local.components.engine_options import check_sim_options
+from dynamo_local.components.text.model import TINY_MODEL
+from dynamo_local.core.dispatch.targets import Costs, Targets, Timing
+from dynamo_local.core.routing import RouterPolicy
+from dynamo_local.core.types import Missing
+
+log = logging.getLogger(__name__)
+
+
+class TargetOptions(BaseModel):
+    """Options that the three have in common."""
+
+    ttft: float | None = Field(
+        default=None, gt=0, description="Target for the time to first token, ms. With a target, `slo` is the default."
+    )
+    itl: float | None = Field(
+        default=None, gt=0, description="Target for a request's mean gap between tokens, ms. The same."
+    )
+    profile_results_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The engine's profile, for `slo`: a folder, or the name of one that ships (docs/profiles.md). By "
+        "default that of the sim engine; vLLM has none.",
+    )
+
+    @property
+    def targets(self) -> Targets:
+        """As a value."""
+        return Targets.of_ms(self.ttft, self.itl)
+
+
+def timing_of(profile: str | None, sim: dict[str, Any] | None) -> Timing | Missing:
+    """The times that estimates are made from: those of the profile, or of the sim engine with these options (None: the
+    engine is another one). Raises `ConfigError` for a profile that cannot be read."""
+    from dynamo_local.engines.sim.options import SimOptions
+    from dynamo_local.profiles import ProfileModel
+
+    options = None if sim is None else SimOptions.from_mapping(sim)
+    name = profile or (None if options is None else options.profile)
+    if name is None:
+        return Missing("no profile-results-dir is given, and the engine's times are not known")
+    return Timing(ProfileModel.load(name), 1.0 if options is None else options.speed)
+
+
+class RoutingOptions(TargetOptions):
+    """Those of Processor and Router, which have no engine."""
+
+    router: RouterPolicy | None = None
+    sim: dict[str, Any] | None = Field(
+        default=None,
+        description="For slo: the sim engine's options, as the workers have them (list `sim` in common-configs).",
+    )
+
+    @field_validator("sim")
+    @classmethod
+    def _sim_options(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if value is None else check_sim_options(value)
+
+    @property
+    def policy(self) -> RouterPolicy:
+        """The router in force: by default slo where there are targets."""
+        return self.router or ("slo" if self.targets.given else "least-loaded")
+
+    def costs(self) -> Costs | Missing:
+        """What `slo` decides by. Raises `ConfigError`."""
+        sim = self.sim if self.sim is not None or getattr(self, "model", None) != TINY_MODEL else {}
+        timing = timing_of(self.profile_results_dir, sim)
+        return timing if isinstance(timing, Missing) else Costs(timing, self.targets)
+
+    def what_slo_lacks(self) -> str | None:
+        """Why `slo` cannot decide although it is wanted; None: it can, or it is not. Raises `ConfigError`."""
+        if self.policy != "slo" or not isinstance(costs := self.costs(), Missing):
+            return None
+        return f"router slo picks as least-loaded: {costs.reason}"
+
+
+def usable_costs(options: RoutingOptions) -> Costs | None:
+    """What `slo` decides by where it can; else None, with a line in the log if it is wanted. Raises `ConfigError`."""
+    costs = options.costs()
+    if not isinstance(costs, Missing):
+        return costs
+    if (lacks := options.what_slo_lacks()) is not None:
+        log.warning("%s", lacks)
+    return None

@@ -1,0 +1,90 @@
+"""What is learned while requests are served: how long answers are, and by how much estimates err."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from collections import deque
+
+LENGTHS_KEPT = 512
+"""Answers whose lengths are remembered."""
+PRIOR_LENGTHS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""What is believed of answers before any has ended; each real one puts one of these out."""
+
+CORRECTION_MAX = 2.0
+"""An estimate is never stretched to more than this, or pressed below its inverse: what is further off is no error of
+the profile but something that it does not know."""
+CORRECTION_WEIGHT = 0.05
+"""Of one observation against all before it."""
+
+
+class AnswerLengths:
+    """The lengths of the last answers. They say how probably one that has so many tokens ends soon."""
+
+    def __init__(self, kept: int = LENGTHS_KEPT) -> None:
+        self._kept = max(kept, len(PRIOR_LENGTHS))
+        self._sorted = sorted(PRIOR_LENGTHS)
+        self._order = deque(PRIOR_LENGTHS)
+        self._prior = len(PRIOR_LENGTHS)
+
+    def ended(self, tokens: int) -> None:
+        """An answer has come to its end after so many tokens."""
+        if tokens < 1:
+            return
+        if self._prior or len(self._order) >= self._kept:
+            old = self._order.popleft()
+            self._sorted.pop(bisect_right(self._sorted, old) - 1)
+            self._prior = max(0, self._prior - 1)
+        self._order.append(tokens)
+        insort(self._sorted, tokens)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of an answer."""
+        return math.fsum(self._sorted) / len(self._sorted)
+
+    def ends_within(self, generated: int, more: float) -> float:
+        """How probably (0..1) an answer of `generated` tokens so far ends before it has `more` further ones.
+
+        One that is longer than all that were seen may end at any time: it is taken to go on for as long again.
+        """
+        if more <= 0:
+            return 0.0
+        longer = len(self._sorted) - bisect_right(self._sorted, generated)
+        if not longer:
+            return min(1.0, more / max(1, generated))
+        ends = bisect_right(self._sorted, generated + more) - (len(self._sorted) - longer)
+        return min(1.0, max(0.0, ends / longer))
+
+
+class Correction:
+    """By what estimates are to be multiplied: the smoothed quotient of what was seen and what was estimated, within
+    `CORRECTION_MAX` and its inverse. 1.0 before the first observation."""
+
+    def __init__(self) -> None:
+        self._log = 0.0
+
+    @property
+    def factor(self) -> float:
+        """At least 1 / `CORRECTION_MAX`, at most `CORRECTION_MAX`."""
+        return math.exp(self._log)
+
+    def seen(self, observed_s: float, estimated_s: float) -> None:
+        """This came of an (uncorrected) estimate; values that are no durations are left out."""
+        if not (observed_s > 0 and estimated_s > 0 and math.isfinite(observed_s) and math.isfinite(estimated_s)):
+            return
+        bound = math.log(CORRECTION_MAX)
+        ratio = min(bound, max(-bound, math.log(observed_s) - math.log(estimated_s)))
+        self._log += (ratio - self._log) * CORRECTION_WEIGHT
+
+
+class Mean:
+    """A mean that forgets: the newest value counts `weight`. None before the first."""
+
+    def __init__(self, weight: float = 0.05) -> None:
+        self._weight = weight
+        self.value: float | None = None
+
+    def seen(self, value: float) -> None:
+        """One more."""
+        self.value = value if self.value is None else self.value + (value - self.value) * self._weight

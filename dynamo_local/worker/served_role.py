@@ -1,0 +1,212 @@
+"""One role of a worker process: its component, its lease, and everything that is registered under that.
+
+A process has one role for most of its life. While it changes it (`flipping`) it has two, and the old one serves what it
+had taken until that is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_local.core.types import Load, lease_hex
+from dynamo_local.errors import DynamoError
+from dynamo_local.runtime.control import ControlServer
+from dynamo_local.runtime.load import LoadPublisher
+from dynamo_local.runtime.requests import DependencyClient
+from dynamo_local.sdk import dynamo_context
+from dynamo_local.sdk.context import Work, set_current_context
+from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.sdk.service import DynamoService
+from dynamo_local.sdk.settings import load_settings, validate_section
+from dynamo_local.worker.context import Connections, Context, Identity
+from dynamo_local.worker.endpoints import Endpoints
+from dynamo_local.worker.registration import Registration, Touch
+from dynamo_local.worker.startup import dependency_clients, dynamo_context_of
+
+log = logging.getLogger("dynamo_local.worker")
+
+Operations = Mapping[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleHost:
+    """What a role needs of its process. `kept` closes what stays when the role changes.
+
+    `on_change` is called when the statefile's entry is out of date, `on_revoked` and `serves` with the role: somebody
+    has revoked its lease; whether it is the one of now, and takes requests.
+    """
+
+    graph: LoadedGraph
+    operations: Operations
+    kept: contextlib.AsyncExitStack
+    on_fatal: Callable[[str, BaseException], None]
+    on_wait: Callable[[str], None]
+    on_change: Touch
+    on_revoked: Callable[[ServedRole], None]
+    serves: Callable[[ServedRole], bool]
+    is_draining: Callable[[], Awaitable[bool]]
+
+
+class ServedRole:
+    """`inherited` is what the component of the role before has handed over; `section` are its options, None for those
+    that the process was started with. Raises `ConfigError` for options that are none."""
+
+    def __init__(
+        self,
+        host: RoleHost,
+        service: DynamoService[Any],
+        identity: Identity,
+        inherited: Mapping[str, Any],
+        section: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.host = host
+        self.service = service
+        self.identity = identity
+        if section is None or service.config_model is None:
+            self.settings = load_settings(service)
+        else:
+            self.settings = validate_section(service.config_model, service.name, section)
+        self.draining = asyncio.Event()
+        self.endpoints = Endpoints(identity)
+        self.registration = Registration(
+            identity,
+            self.endpoints,
+            facts=lambda: {} if self.context is None else self.context.facts,
+            on_change=host.on_change,
+            on_revoked=lambda: host.on_revoked(self),
+            serves=lambda: host.serves(self),
+        )
+        self.context: Context | None = None
+        self.component: Any = None
+        self._inherited = inherited
+        self._stack = contextlib.AsyncExitStack()
+        self._control: ControlServer | None = None
+        self._publisher: LoadPublisher | None = None
+
+    # --- coming ----------------------------------------------------------------------------------
+
+    async def answer(self, nats: Any) -> None:
+        """Answer what the arbiter and people ask, under this role's name."""
+        control = ControlServer(nats, self.identity.namespace, self.identity.watcher_name, dict(self.host.operations))
+        self._stack.push_async_callback(control.close)
+        await control.start()
+        self._control = control
+
+    async def take_lease(self, connections: Connections) -> None:
+        """Raises `EtcdUnavailable`, `LeaseNotFound` (somebody has revoked it already)."""
+        self._stack.push_async_callback(self.registration.close)
+        await self.registration.take_lease(connections.kv, self.host.is_draining)
+
+    async def begin(self, connections: Connections) -> dict[str, DependencyClient | None]:
+        """Make the component and run its start hooks; the clients of what it depends on."""
+        lease = self.registration.lease
+        assert lease is not None
+        self.context = context = Context(
+            self.identity,
+            connections,
+            lease,
+            self.settings,
+            draining=self.draining,
+            stack=self._stack,
+            kept=self.host.kept,
+            inherited=self._inherited,
+            on_fatal=self.host.on_fatal,
+            on_facts=self.host.on_change,
+            on_wait=self.host.on_wait,
+        )
+        set_current_context(context)
+        dynamo_context.update(dynamo_context_of(context, self.service, lease))
+        clients = dependency_clients(self.host.graph, self.service, self.identity, connections)
+        self.component = self.service.create(clients)
+        self.host.on_wait(f"{self.service.name}'s start hooks")
+        for hook in self.service.on_start:
+            await getattr(self.component, hook)()
+        return clients
+
+    async def serve(self) -> None:
+        """Take requests on NATS before registering: whoever sees the key may send at once."""
+        context = self._made
+        await self.endpoints.serve(context, self.service, self.component, self.load)
+        publisher = LoadPublisher(
+            context.nats,
+            context.namespace,
+            context.component,
+            context.watcher_name,
+            lambda: context.lease_id,
+            self.load,
+            context.load_changed,
+        )
+        self._stack.push_async_callback(publisher.close)
+        await publisher.start()
+        self._publisher = publisher
+        await context.answer_planners()
+
+    async def register(self) -> None:
+        """Put all keys but the one that says that it is ready. Raises `EtcdUnavailable`, `LeaseNotFound`."""
+        await self.registration.register_endpoints()
+        await self._made.register_waiting_keys()
+
+    async def register_ready(self, flush: Callable[[], Awaitable[object]]) -> None:
+        """Put the last key, after `flush`. Raises as `register`."""
+        await self.registration.register_ready(flush)
+        endpoints = ", ".join(self.service.endpoints) or "none"
+        log.info("ready: lease %s, endpoints %s", lease_hex(self._made.lease_id), endpoints)
+
+    # --- going -----------------------------------------------------------------------------------
+
+    def hush(self) -> None:
+        """Another role tells of the engine's load from now on."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            self._hushing = asyncio.create_task(publisher.close(), name="end of the load of the old role")
+
+    async def fall_silent(self) -> None:
+        """Answer nothing more under this role's name; what is being answered is finished."""
+        if self._control is not None:
+            await self._control.close()
+
+    async def run_hooks(self, bounded: Callable[[str, Awaitable[None]], Awaitable[None]]) -> None:
+        """The component's shutdown hooks, each through `bounded`."""
+        if self.component is not None:
+            for hook in self.service.on_shutdown:
+                await bounded(f"the shutdown hook {hook}", _call_hook(self.component, hook))
+
+    async def close(self) -> None:
+        """Close what the component opened, the lease last."""
+        await self._stack.aclose()
+
+    # --- what others may ask -----------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """Of its engine; else how many requests it serves."""
+        source = self.context.load_source if self.context is not None else None
+        return source() if source is not None else Load(request_active_slots=self.endpoints.in_flight)
+
+    def work(self) -> Work:
+        """What the component has in hand, the requests of its endpoints among it."""
+        work = Work() if self.context is None else self.context.work_source()
+        return Work((*self.endpoints.in_flight_ids(), *work.requests), work.pulled, work.unnamed)
+
+    def load_or_none(self) -> Load | None:
+        """The load that the component itself tells; None where it tells none, or cannot now."""
+        if self.context is None or self.context.load_source is None:
+            return None
+        with contextlib.suppress(DynamoError):  # the program behind the component does not answer: unknown
+            return self.context.load_source()
+        return None
+
+    @property
+    def _made(self) -> Context:
+        assert self.context is not None
+        return self.context
+
+
+async def _call_hook(component: Any, hook: str) -> None:
+    result = getattr(component, hook)()
+    if asyncio.iscoroutine(result):
+        await result

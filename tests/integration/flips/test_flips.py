@@ -1,0 +1,274 @@
+"""Role flips on real processes: nothing is lost, nothing is two things at once, and it is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from dynamo_local.errors import WorkerDraining, WorkerLost
+from tests.drivers.endpoint_client import endpoint_client
+from tests.drivers.scaled import command, events, kinds, load, names, settled, streaming
+from tests.drivers.served import Served, auntil, expected, messages, tokenizer
+
+pytestmark = pytest.mark.infra
+
+BASE = {"VllmWorker": 2, "PrefillWorker": 2}
+FLIP_TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def shared_graph() -> Iterator[Served]:
+    """Two decode and two prefill workers, on simulated GPUs."""
+    counts = (f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items())
+    with Served(*counts) as served:
+        yield served.start()
+
+
+@pytest.fixture
+async def graph(shared_graph: Served) -> AsyncIterator[Served]:
+    """The module's graph, with two workers of each role, before and after; their names may be others."""
+    yield shared_graph
+    await flip_to(shared_graph, BASE)
+
+
+async def flip_to(served: Served, wanted: dict[str, int]) -> None:
+    """As many of each component as it says."""
+    await settled(served)
+    for gives in BASE:
+        while len(there := names(served, gives)) > wanted[gives]:
+            await flip(served, there[-1])
+
+
+async def aflip(served: Served, name: str, **properties: Any) -> dict[str, Any]:
+    """The command alone, beside other tasks of the loop."""
+    return await asyncio.to_thread(command, served, "flip", name=f"{served.namespace}_{name}", **properties)
+
+
+async def flip(served: Served, name: str, **properties: Any) -> str:
+    """`dynamo flip NAME --wait`: its new name."""
+    reply = await aflip(served, name, **properties)
+    becomes = str(reply["becomes"]).removeprefix(f"{served.namespace}_")
+    await auntil(lambda: served.states().get(becomes) == "ready", FLIP_TIMEOUT_S, what=served.states)
+    return becomes
+
+
+def facts(served: Served) -> dict[int, Any]:
+    """What a flip leaves as it is, by pid: devices and the process's age."""
+    return {row["pid"]: (row["gpus"], row["uptime_s"] > 0) for row in served.status()["workers"] if row["pid"]}
+
+
+# --- under load ------------------------------------------------------------------------------------
+
+
+async def test_flips_both_ways_under_load_lose_nothing(graph: Served) -> None:
+    """Every answer is what an unflipped graph gives; processes and devices are the same; all pages agree."""
+    before = facts(graph)
+    async with load(graph, streams=8) as streams:
+        for _ in range(3):
+            became = await flip(graph, names(graph, "VllmWorker")[-1])
+            assert became in names(graph, "PrefillWorker")
+            await streams.more(8)
+            await flip(graph, became)
+            await streams.more(8)
+    streams.check()
+    assert facts(graph) == before
+    listed = graph.cli("ctl", "list").stdout.strip().split(",")
+    workers = [row["watcher_name"].lower() for row in graph.status()["workers"] if row["pid"]]
+    assert set(workers) <= set(listed)
+    assert sum("worker" in each for each in listed) == len([each for each in workers if "worker" in each])
+    for row in graph.status()["workers"]:
+        if row["pid"]:
+            assert graph.cli("ctl", "list", row["watcher_name"]).stdout.strip() == str(row["pid"])
+
+
+async def test_streams_outlast_the_role_in_which_they_began(graph: Served) -> None:
+    """decode -> prefill: they run on to their end beside prefills; `drain` waits for them, too."""
+    prompts = [f"Tell me something long, number {n}." for n in range(6)]
+    async with streaming(graph, *prompts, tokens=600) as streams:
+        became = await flip(graph, names(graph, "VllmWorker")[-1])
+        assert not any(stream.done() for stream in streams)
+        row = graph.worker(became)
+        assert row["component"] == "PrefillWorker"
+        answers = await asyncio.gather(*streams)
+    assert answers == [expected(prompt, 600, ignore_eos=True) for prompt in prompts]
+
+
+async def test_two_components_change_in_one_decision(graph: Served) -> None:
+    """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip --wait`, and back; refused, nothing has changed."""
+    there = ("PrefillWorker", "-1", "VllmWorker", "+1", "--flip", "--wait")
+    done = await asyncio.to_thread(graph.cli, "scale", *there)
+    assert done.returncode == 0, done.stderr
+    assert [len(names(graph, each)) for each in BASE] == [3, 1]
+    refused = await asyncio.to_thread(graph.cli, "scale", *there)
+    assert refused.returncode == 1
+    assert "without a ready worker" in refused.stderr
+    back = await asyncio.to_thread(graph.cli, "scale", "VllmWorker", "-1", "PrefillWorker", "+1", "--flip", "--wait")
+    assert back.returncode == 0, back.stderr
+    assert [len(names(graph, each)) for each in BASE] == [2, 2]
+
+
+async def test_requests_of_the_old_role_are_served_or_sent_on(graph: Served) -> None:
+    """A caller that has not heard of it yet is served at first, then told to go elsewhere."""
+    ids = tokenizer().encode_chat(messages("Too late?"))
+    request = {"request_id": "late", "token_ids": ids, "sampling": {"max_tokens": 4, "ignore_eos": True}}
+    name = names(graph, "VllmWorker")[-1]
+    async with endpoint_client(graph, "VllmWorker", "generate") as client:
+        await client.wait_for_instances(5.0)
+        old = int(graph.worker(name)["lease"], 16)
+        stale = client.instances()
+        flipping = asyncio.create_task(aflip(graph, name))
+        async with asyncio.timeout(5.0):
+            while old in {each.instance_id for each in client.instances()}:
+                await asyncio.sleep(0.001)  # stragglers are served for a quarter of a second only
+        client._view.instances = lambda: stale  # what the caller would still see, had the news not come
+        at_once = [item async for item in await client.call(request, instance_id=old)]
+        await flipping
+        await asyncio.sleep(0.5)  # twice the time for which stragglers are served
+        with pytest.raises((WorkerDraining, WorkerLost)) as refused:
+            await client.call(request, instance_id=old)
+        sent_on = [item async for item in await client.call(request)]
+    assert refused.value.retryable
+    tokens = [[token for item in answer for token in item["token_ids"]] for answer in (at_once, sent_on)]
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 4
+
+
+@pytest.mark.alone
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    ("gives", "takes", "endpoint"),
+    [("PrefillWorker", "VllmWorker", "generate"), ("VllmWorker", "PrefillWorker", "canary")],
+)
+async def test_half_a_second_from_the_command_to_the_first_request(
+    graph: Served, gives: str, takes: str, endpoint: str
+) -> None:
+    """Whatever streams: from the command to the first answer of the new role (the best of three: others share the
+    machine)."""
+    took_s = []
+    sampling = {"max_tokens": 1, "ignore_eos": True}
+    async with streaming(graph, *(f"Stay a while, {n}." for n in range(4)), tokens=12_000) as streams:
+        async with endpoint_client(graph, takes, endpoint) as client:
+            await client.wait_for_instances(5.0)
+            for turn in range(3):
+                known = {each.instance_id for each in client.instances()}
+                began_s = time.monotonic()
+                flipping = asyncio.create_task(aflip(graph, names(graph, gives)[-1]))
+                (new,) = await client.wait_for_others(known, 5.0)
+                request = {"request_id": f"first-{turn}", "token_ids": list(range(3, 40)), "sampling": sampling}
+                stream = await client.call(request, instance_id=new.instance_id)
+                assert [item async for item in stream]
+                took_s.append(time.monotonic() - began_s)
+                await flipping
+                await settled(graph)
+                await flip(graph, names(graph, takes)[-1])
+        assert not any(stream.done() for stream in streams)
+    assert min(took_s) < 0.5, took_s
+
+
+# --- that fail, and that are taken back ----------------------------------------------------------------
+
+
+async def test_a_flip_whose_canary_dies_ends_in_the_old_role(graph: Served) -> None:
+    """The other prefill worker answers nothing: the command says so, and this one prefills on."""
+    stays, other = names(graph, "PrefillWorker")[-1], names(graph, "PrefillWorker")[0]
+    lease = graph.worker(stays)["lease"]
+    os.kill(graph.worker(other)["pid"], signal.SIGSTOP)
+    try:
+        done = await asyncio.to_thread(graph.cli, "flip", stays, "--wait")
+    finally:
+        os.kill(graph.worker(other)["pid"], signal.SIGCONT)
+    assert done.returncode == 1
+    assert "has stayed what it was" in done.stderr
+    await settled(graph)
+    assert graph.worker(stays)["lease"] == lease
+    assert kinds(events(graph, stays))[-2:] == ["FlipRequested", "FlipFailed"]
+    assert any("no hand-off" in note["text"] for note in graph.status()["notes"])
+    async with load(graph, streams=4) as streams:
+        await streams.more(8)
+    streams.check()
+
+
+async def test_a_flip_is_taken_back(graph: Served) -> None:
+    """While it waits for its canary; then the answer comes, and it pulls prefills as before."""
+    stays, other = names(graph, "PrefillWorker")[-1], names(graph, "PrefillWorker")[0]
+    os.kill(graph.worker(other)["pid"], signal.SIGSTOP)
+    try:
+        await aflip(graph, stays)
+        assert graph.states()[stays] == "flipping"
+        done = await asyncio.to_thread(graph.cli, "flip", stays, "--cancel")
+    finally:
+        os.kill(graph.worker(other)["pid"], signal.SIGCONT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert graph.states()[stays] == "ready"
+    again = await asyncio.to_thread(graph.cli, "flip", stays, "--cancel")
+    assert again.returncode == 1
+    async with load(graph, streams=4) as streams:
+        await streams.more(8)
+    streams.check()
+
+
+# --- the arbiter ---------------------------------------------------------------------------------------
+
+
+async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_knows() -> None:
+    """Killed at several moments of a flip, under load: each time the worker is adopted in one role, never in both."""
+    counts = (f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items())
+    with Served(*counts, "--on-arbiter-death", "keep") as served:
+        served.start()
+        pids = set(facts(served))
+        async with load(served, streams=4) as streams:
+            for delay_s in (0.0, 0.02, 0.05, 0.1):
+                gives = max(BASE, key=lambda each: len(names(served, each)))
+                flipping = asyncio.create_task(aflip(served, names(served, gives)[-1]))
+                await asyncio.sleep(delay_s)  # the moment is what is tried, not what is waited for
+                await asyncio.to_thread(served.kill_arbiter)
+                await asyncio.gather(flipping, return_exceptions=True)
+                await asyncio.to_thread(served.adopt)
+                await settled(served)
+                assert set(facts(served)) == pids
+                rows = [row for row in served.status()["workers"] if row["pid"]]
+                keys = [key for key in await served_keys(served) if "/workers/" in key]
+                assert {key.rpartition("/")[2].partition(":")[0] for key in keys} == {r["watcher_name"] for r in rows}
+                assert len(keys) == len(rows)
+                await streams.more(4)
+        streams.check()
+
+
+async def served_keys(served: Served) -> list[str]:
+    """All keys in etcd, once those of roles that were given up are gone."""
+
+    async def ready_keys() -> list[str]:
+        return [key for key in await asyncio.to_thread(served.keys) if "/workers/" in key]
+
+    rows = len([row for row in served.status()["workers"] if row["pid"]])
+    async with asyncio.timeout(FLIP_TIMEOUT_S):
+        while len(keys := await ready_keys()) != rows:
+            await asyncio.sleep(0.1)
+    return keys
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+async def test_a_thousand_flips(graph: Served) -> None:
+    """Under load: nothing is lost, nothing piles up; 99 of 100 take less than half a second from the command to the
+    commit of the new name."""
+    before = facts(graph)
+    took_s = []
+    async with load(graph, streams=4) as streams:
+        for n in range(1000):
+            gives = "PrefillWorker" if n % 2 else "VllmWorker"
+            began_s = time.monotonic()
+            await flip(graph, names(graph, gives)[-1])
+            took_s.append(time.monotonic() - began_s)
+            assert streams.failures == []
+    streams.check()
+    assert facts(graph) == before
+    assert sorted(took_s)[989] < 0.5, sorted(took_s)[-20:]
+    for pid in before:
+        assert len(os.listdir(f"/proc/{pid}/fd")) < 200
