@@ -148,7 +148,8 @@ class SloPolicy:
         after = replace(
             state, began_s=began_s, due_s=began_s + interval_s, held=None, decided=(state.began_s, (pull.reading,))
         )
-        if state.held is not None or pull.pools.prefill is None or not targets:
+        # Where this policy holds for want of data a plugin may still ask for workers, as under the other policies.
+        if pull.pools.prefill is None or pull.blind is not None or pull.pools.pending or not targets:
             held = state.held or (SloRule.OVERRIDDEN, "a plugin rejected what was proposed")
             return after, _holding(pull, held, after.due_s)
         wanted = {target.sub_component_type: target.replicas for target in targets}
