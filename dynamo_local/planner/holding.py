@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Longest:
     """Of all steps so far, in seconds. The two may be of different steps."""
 
-    wall_s: float = 0.0
+    elapsed_s: float = 0.0
     cpu_s: float = 0.0
 
 
@@ -27,9 +27,9 @@ class Holding:
     """The longest step of each kind of work since this was made. The clocks give seconds of any origin."""
 
     def __init__(
-        self, wall_s: Callable[[], float] = time.perf_counter, cpu_s: Callable[[], float] = time.thread_time
+        self, elapsed_s: Callable[[], float] = time.perf_counter, cpu_s: Callable[[], float] = time.thread_time
     ) -> None:
-        self._wall_s, self._cpu_s = wall_s, cpu_s
+        self._elapsed_s, self._cpu_s = elapsed_s, cpu_s
         self._longest: dict[str, Longest] = {}
 
     @property
@@ -42,14 +42,14 @@ class Holding:
         """As `await work`, with each of its steps timed. What it raises, and a cancellation, pass through."""
         go_on: Callable[[], Any] = lambda: work.send(None)  # noqa: E731
         while True:
-            wall_s, cpu_s = self._wall_s(), self._cpu_s()
+            elapsed_s, cpu_s = self._elapsed_s(), self._cpu_s()
             try:
                 waits_for = go_on()
             except StopIteration as done:
                 answer: T = done.value
                 return answer
             finally:
-                self._note(what, self._wall_s() - wall_s, self._cpu_s() - cpu_s)
+                self._note(what, self._elapsed_s() - elapsed_s, self._cpu_s() - cpu_s)
             try:
                 value = yield waits_for
             except BaseException as error:  # thrown into whoever awaits: into the work, then
@@ -57,6 +57,6 @@ class Holding:
             else:
                 go_on = lambda value=value: work.send(value)  # type: ignore[misc]  # noqa: E731
 
-    def _note(self, what: str, wall_s: float, cpu_s: float) -> None:
+    def _note(self, what: str, elapsed_s: float, cpu_s: float) -> None:
         known = self._longest.get(what, Longest())
-        self._longest[what] = Longest(max(known.wall_s, wall_s), max(known.cpu_s, cpu_s))
+        self._longest[what] = Longest(max(known.elapsed_s, elapsed_s), max(known.cpu_s, cpu_s))

@@ -88,7 +88,7 @@ class Counts:
     def as_json(self) -> dict[str, Any]:
         """As the planner's status has them."""
         held = {
-            what: {"wall": round(longest.wall_s * 1e3, 3), "cpu": round(longest.cpu_s * 1e3, 3)}
+            what: {"wall": round(longest.elapsed_s * 1e3, 3), "cpu": round(longest.cpu_s * 1e3, 3)}
             for what, longest in self.held.longest.items()
         }
         return {

@@ -154,7 +154,7 @@ def _families(now: PlannerNow) -> Iterator[Metric]:
         labels=["work", "clock"],
     )
     for work, longest in now.counts.held.longest.items():
-        held.add_metric([work, "wall"], longest.wall_s)
+        held.add_metric([work, "wall"], longest.elapsed_s)
         held.add_metric([work, "cpu"], longest.cpu_s)
     yield held
     yield CounterMetricFamily(

@@ -386,4 +386,4 @@ class Arbiter(RuleBasedStateMachine):
 
 
 TestArbiter = pytest.mark.timeout(300)(Arbiter.TestCase)  # a failure is made smaller for minutes
-TestArbiter.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestArbiter.settings = settings(max_examples=100, stateful_step_count=50)

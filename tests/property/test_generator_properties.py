@@ -55,7 +55,7 @@ def words(draw: st.DrawFn) -> Generated:
         raise
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(words())
 def test_any_valid_word_makes_a_trace_that_is_read_back_as_it_was(word: Generated) -> None:
     """At least one request, sorted, within the bounds, and the same again from its name."""

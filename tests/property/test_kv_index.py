@@ -65,7 +65,7 @@ def walked(held: dict[int, set[int]], prompt: list[int]) -> dict[int, int]:
 
 
 @given(steps=STEPS, questions=st.lists(QUESTIONS, min_size=1, max_size=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_index_answers_as_the_model(steps: list[tuple[int, KvEvent | None]], questions: list[list[int]]) -> None:
     """Whatever was stored, removed within, repeated or told out of order: each question has the model's answer."""
     index, held = KvIndex(), dict[int, set[int]]()
@@ -85,7 +85,6 @@ def test_the_index_answers_as_the_model(steps: list[tuple[int, KvEvent | None]],
 
 
 @given(steps=STEPS, truth=st.sets(st.sampled_from([block for prompt in PROMPTS for block in prompt])))
-@settings(deadline=None)
 def test_replacing_a_view_is_as_if_it_had_been_told_so(
     steps: list[tuple[int, KvEvent | None]], truth: set[int]
 ) -> None:
@@ -129,7 +128,7 @@ class Publisher:
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_batches_that_are_lost_repeated_or_out_of_order_are_made_good(data: st.DataObject) -> None:
     """Whatever NATS does to the batches, and when the worker is asked: after its answer the view is right."""
     tracker, publisher = KvTracker(KvIndex()), Publisher("a")

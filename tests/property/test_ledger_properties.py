@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_local.core.gpus import GpuAsk, GpuLedger, link_score, plan
@@ -55,7 +55,6 @@ def step(ledger: GpuLedger, act: str, name: str, number: int) -> GpuLedger:
         return ledger
 
 
-@settings(deadline=None)  # a loaded machine is no failure
 @given(count=st.integers(1, 8), steps=STEPS)
 def test_each_device_is_in_exactly_one_place(count: int, steps: list[tuple[str, str, int]]) -> None:
     """free + held + quarantined + taken = total, with no device twice, after every step."""
@@ -72,7 +71,6 @@ def test_each_device_is_in_exactly_one_place(count: int, steps: list[tuple[str, 
         assert set(places) == physical
 
 
-@settings(deadline=None)  # a loaded machine is no failure
 @given(count=st.integers(0, 8), sizes=st.lists(st.integers(0, 4), max_size=6))
 def test_a_plan_fits_or_is_refused(count: int, sizes: list[int]) -> None:
     """A plan gives each ask its number of distinct devices exactly if the total suffices."""
@@ -88,7 +86,6 @@ def test_a_plan_fits_or_is_refused(count: int, sizes: list[int]) -> None:
     assert len(given_out) == len(set(given_out)) == sum(sizes)
 
 
-@settings(deadline=None)  # a loaded machine is no failure
 @given(st.data())
 def test_no_set_has_a_stronger_weakest_link(data: st.DataObject) -> None:
     """The search is exact: no pair-wise stronger set of that size exists."""
@@ -109,7 +106,6 @@ def test_no_set_has_a_stronger_weakest_link(data: st.DataObject) -> None:
     assert best == best_set(total, count, score)
 
 
-@settings(deadline=None)  # a loaded machine is no failure
 @given(a=st.integers(0, 7), b=st.integers(0, 7))
 def test_link_scores_are_symmetric(a: int, b: int) -> None:
     """The wire between two devices is the same from either end."""

@@ -126,4 +126,4 @@ class Host(RuleBasedStateMachine):
 
 
 TestHost = Host.TestCase
-TestHost.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHost.settings = settings(max_examples=100, stateful_step_count=40)

@@ -16,7 +16,7 @@ from dynamo_local.planner.values.readings import Reading
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, pool, reading, worker_pools
 from tests.fakes.planner.planner_worlds import observations, options, short_of, with_number
 
-SLOW_IS_FINE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW_IS_FINE = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 def steps(seen: Observation, given_options: LoadOptions) -> dict[str, int]:

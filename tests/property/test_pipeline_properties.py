@@ -20,7 +20,7 @@ from dynamo_local.planner.values.proposals import (
     Reject,
 )
 
-QUICK = settings(max_examples=200, deadline=None)
+QUICK = settings(max_examples=200)
 ROLES = ("prefill", "decode")
 
 targets = st.builds(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_local.core.types import Missing
@@ -18,7 +18,6 @@ SERIES = st.lists(st.one_of(st.just(0.0), st.floats(0.0, 1e6), NUMBERS), max_siz
 ANYTHING = st.one_of(st.floats(), st.just(Missing("not had")))
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["constant", "kalman"]),
     st.tuples(SERIES, SERIES, SERIES),
@@ -38,7 +37,6 @@ def test_forecasts_are_finite_never_negative_and_the_same_each_time(
     assert answer(task) == told
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(ANYTHING, ANYTHING, ANYTHING, ANYTHING, st.floats(0.0, 1000.0)), max_size=30))
 def test_whatever_was_measured_the_series_can_be_forecast(
     seen: list[tuple[float | Missing, float | Missing, float | Missing, float | Missing, float]],

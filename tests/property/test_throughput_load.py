@@ -32,7 +32,7 @@ from tests.fakes.planner.engines_seen import (
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
 
-SLOW_IS_FINE = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW_IS_FINE = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 TABLES = {
     "prefill_scale_up_queue_tokens": 5000.0,

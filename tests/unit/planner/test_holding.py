@@ -14,13 +14,13 @@ class Clock:
     """Goes on by what the work says that it takes."""
 
     def __init__(self) -> None:
-        self.wall_s = self.cpu_s = 0.0
+        self.elapsed_s = self.cpu_s = 0.0
 
-    def busy(self, wall_s: float, cpu_s: float) -> None:
-        self.wall_s, self.cpu_s = self.wall_s + wall_s, self.cpu_s + cpu_s
+    def busy(self, elapsed_s: float, cpu_s: float) -> None:
+        self.elapsed_s, self.cpu_s = self.elapsed_s + elapsed_s, self.cpu_s + cpu_s
 
     def holding(self) -> Holding:
-        return Holding(lambda: self.wall_s, lambda: self.cpu_s)
+        return Holding(lambda: self.elapsed_s, lambda: self.cpu_s)
 
 
 async def test_the_longest_step_is_kept_and_not_what_is_waited() -> None:
@@ -86,7 +86,7 @@ async def test_a_cancellation_reaches_the_work_which_may_end_in_order() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == ["in order"]
-    assert held.longest["passes"].wall_s == 3.0
+    assert held.longest["passes"].elapsed_s == 3.0
 
 
 @on_virtual_time

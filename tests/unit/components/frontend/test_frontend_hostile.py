@@ -14,7 +14,7 @@ from tests.drivers.served import MODEL
 from tests.fakes.data_plane.processor import FakeEndpoint, answer
 
 Make = Callable[..., Any]
-SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+SETTINGS = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 @given(hostile=hostile_bodies(200_000))

@@ -6,7 +6,7 @@ import random
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
@@ -49,7 +49,6 @@ def test_streamed_text_is_the_text(text: str) -> None:
 
 
 @given(ids=st.lists(st.integers(0, TINY.vocab_size - 1), max_size=60), seed=st.integers(0, 9))
-@settings(deadline=None)
 def test_any_ids_stream_to_their_one_shot_decode(ids: list[int], seed: int) -> None:
     """Even ids that are no valid UTF-8 give what `decode` of all of them gives."""
     assert stream(ids, seed=seed)[0] == TINY.decode(ids)
@@ -115,7 +114,6 @@ def test_min_tokens_are_not_searched_for_stop_strings() -> None:
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
     seed=st.integers(0, 20),
 )
-@settings(deadline=None)
 def test_stop_result_does_not_depend_on_the_batches(text: str, stops: list[str], seed: int) -> None:
     """Any cut of the text into pieces gives what feeding character by character gives."""
     one, other, rng = StopMatcher(stops), StopMatcher(stops), random.Random(seed)

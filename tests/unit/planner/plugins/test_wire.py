@@ -76,7 +76,7 @@ def test_answers_come_back_as_they_were_given(stage: Stage, answer: Answer) -> N
     assert codec.answer(stage, reading.response(stage, answer)) == answer
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(list(Stage)), st.binary(max_size=200))
 def test_any_bytes_are_an_answer_or_unusable(stage: Stage, raw: bytes) -> None:
     """Never another error."""

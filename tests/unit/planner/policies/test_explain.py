@@ -102,7 +102,7 @@ def record(seen: Observation, given_options: LoadOptions) -> DecisionRecord:
     return DecisionRecord(1.7e9, "planner:7", inputs_of(seen, given_options), decision, outcomes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(observations(adjusting=True), options())
 def test_a_record_is_one_line_and_comes_back_the_same(seen: Observation, given_options: LoadOptions) -> None:
     before = record(seen, given_options)
