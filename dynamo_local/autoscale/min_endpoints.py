@@ -37,7 +37,7 @@ def floors_of(options: PlannerConfig, graph: GraphSpec) -> dict[str, int]:
     mode = mode_of(options, graph)
     if options.policy == "load":
         return {}
-    if options.policy == "sla" or mode == "agg":
+    if options.policy in ("sla", "slo") or mode == "agg":
         return {"min_endpoint": options.min_endpoint}
     roles = ("prefill", "decode") if mode == "disagg" else (mode,)
     own = {role: getattr(options, f"{role}_min_endpoint") for role in roles}

@@ -14,11 +14,12 @@ from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.planner.models.pass_model import Features
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import DownRule, Mode, Target, ThroughputLoadOptions
 from dynamo_local.planner.predictors.options import PredictorOptions
 from dynamo_local.planner.sources.prometheus import PrometheusOptions
 from dynamo_local.planner.values.series import Series
-from dynamo_local.profiles import shipped_profiles
+from dynamo_local.profiles import DEFAULT_PROFILE, shipped_profiles
 
 
 def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: GraphSpec) -> PlannerConfig:
@@ -49,6 +50,8 @@ def policy_options(config: PlannerConfig) -> PolicyOptions:
             return throughput_load_options(config)
         case "sla":
             return sla_options(config)
+        case "slo":
+            return slo_options(config)
 
 
 def load_options(config: PlannerConfig) -> LoadOptions:
@@ -127,6 +130,21 @@ def sla_options(config: PlannerConfig) -> SlaOptions:
         max_step=config.max_throughput_scaling_replicas,
         adaptive_intervals=config.adaptive_intervals,
         no_correction=config.no_correction,
+    )
+
+
+def slo_options(config: PlannerConfig) -> SloOptions:
+    """Of the policy `slo`. Without a profile it begins with the shipped one, and learns."""
+    return SloOptions(
+        profile=_text(config.profile_results_dir) or DEFAULT_PROFILE,
+        ttft_ms=config.ttft_ms,
+        itl_ms=config.itl_ms,
+        target=config.target,
+        thrift=config.thrift,
+        metric_pulling_interval_s=config.metric_pulling_interval,
+        min_endpoint=config.min_endpoint,
+        min_gpu_budget=config.min_gpu_budget,
+        max_gpu_budget=config.max_gpu_budget,
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dynamo_local.planner.replaying import Replay, Replayed
     from dynamo_local.system.logs.jsonl import Record
 
-POLICIES = ("load", "sla", "throughput-load")
+POLICIES = ("load", "sla", "slo", "throughput-load")
 
 
 @click.command()

@@ -185,6 +185,11 @@ def check_start(planner: PlannerConfig, graph: GraphSpec) -> None:
 
 def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
     """Dynamo's `mode` says what the graph is."""
+    if planner.policy == "slo" and not any(spec.role is Role.PREFILL for spec in graph.services):
+        raise ConfigError(
+            "Planner: the policy slo is for graphs with prefill workers of their own, and this graph has none; "
+            "throughput-load plans it"
+        )
     if planner.policy != "throughput-load" or planner.mode is None:
         return
     disaggregated = any(spec.role is Role.PREFILL for spec in graph.services)
@@ -195,7 +200,7 @@ def _check_mode(planner: PlannerConfig, graph: GraphSpec) -> None:
 
 def _floor(planner: PlannerConfig, spec: ServiceSpec) -> int:
     """Its fewest workers by the planner's options; 0 where it has none, or leaves that role alone."""
-    if planner.policy == "sla":  # each role holds min_gpu_budget, as Dynamo's first planners count it
+    if planner.policy in ("sla", "slo"):  # each role holds min_gpu_budget, as Dynamo's first planners count it
         return max(planner.min_endpoint, floor_workers(planner.min_gpu_budget, spec.resources.gpu))
     if planner.policy != "throughput-load":
         return 0
@@ -207,7 +212,7 @@ def _floor(planner: PlannerConfig, spec: ServiceSpec) -> int:
 
 
 def _floor_words(planner: PlannerConfig) -> str:
-    if planner.policy == "sla":
+    if planner.policy in ("sla", "slo"):
         return f"min_endpoint {planner.min_endpoint}, and min_gpu_budget {planner.min_gpu_budget} for each role"
     return "min_endpoint"
 

@@ -14,8 +14,11 @@ from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.policies.sla.options import SlaOptions
 from dynamo_local.planner.policies.sla.policy import SlaPolicy
+from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.policies.slo.policy import SloPolicy
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
+from dynamo_local.planner.queueing.task import passes_of
 from dynamo_local.planner.values.series import Window
 from dynamo_local.planner.warmup import read_warmup
 from dynamo_local.profiles import interpolators
@@ -29,6 +32,8 @@ def policy_of(options: PolicyOptions) -> Policy[Any]:
             return LoadPlanner(options)
         case SlaOptions():
             return sla(options)
+        case SloOptions():
+            return SloPolicy(options, passes_of(options.profile, options.speed))
         case ThroughputLoadOptions():
             return throughput_load(options)
 

@@ -16,7 +16,9 @@ def observed(flow: Flow, wants: Wants, pull: Pull) -> Pull:
     now_s = pull.at_s
     if wants.traffic_window_s is not None:
         flow.serving(now_s, *DECODES)  # answers end within passes: bring them to now
-        pull = replace(pull, traffic=flow.seen.window(now_s, wants.traffic_window_s))
+        window_s = wants.traffic_window_s
+        requests = flow.seen.requests(now_s, window_s) if wants.requests else None
+        pull = replace(pull, traffic=flow.seen.window(now_s, window_s), requests=requests)
     if wants.passes and flow.passes_seen is not None:
         serving = flow.serving(now_s, Role.PREFILL, *DECODES)
         one_each = {PREFILL if each.role is Role.PREFILL else DECODE: each for each in serving}

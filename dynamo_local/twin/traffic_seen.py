@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 
 from dynamo_local.core.types import Missing
+from dynamo_local.planner.values.requests import Ended, Requests
 from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.twin.process import Job
 
@@ -36,7 +37,10 @@ class TrafficSeen:
     def ended(self, job: Job, at_s: float) -> None:
         """It is answered."""
         decoding_s = 0.0 if job.first_s is None else at_s - job.first_s
-        insort(self._ended, (at_s, job.request.output_length, decoding_s, at_s - job.request.at_s))
+        insort(
+            self._ended,
+            (at_s, job.request.output_length, decoding_s, at_s - job.request.at_s, job.request.input_length),
+        )
 
     def looked_up(self, at_s: float, cached: int, tokens: int) -> None:
         """An engine has begun a prompt of so many tokens, of which so many were cached."""
@@ -64,6 +68,20 @@ class TrafficSeen:
             kv_hit_rate=sum(each[1] for each in looked_up) / tokens if tokens else NO_REQUEST,
             accept_length=1.0,
         )
+
+    def requests(self, now_s: float, length_s: float) -> Requests:
+        """Those of the same window, one by one."""
+        since_s = max(0.0, now_s - length_s)
+        began, ended = (
+            events[bisect_left(events, (since_s,)) : bisect_left(events, (now_s,))]
+            for events in (self._began, self._ended)
+        )
+        return Requests(since_s, now_s, tuple(each[0] for each in began), tuple(_ended(*each) for each in ended))
+
+
+def _ended(at_s: float, osl: float, decoding_s: float, lasted_s: float, isl: float) -> Ended:
+    itl_s = decoding_s / (osl - 1) if osl > 1 else None
+    return Ended(at_s, int(isl), int(osl), lasted_s - decoding_s, itl_s)
 
 
 def _mean(values: list[float]) -> float | Missing:

@@ -7,12 +7,14 @@ from typing import Any, Self
 
 from pydantic import BaseModel, model_validator
 
-from dynamo_local.config.planner import shared, sla, targets, throughput_load
+from dynamo_local.config.planner import latencies, shared, sla, slo, targets, throughput_load
+from dynamo_local.config.planner.latencies import LatencyFields
 from dynamo_local.config.planner.load import LoadFields
 from dynamo_local.config.planner.measuring import MeasuringFields
 from dynamo_local.config.planner.plugins import check_plugins
 from dynamo_local.config.planner.shared import SharedFields
 from dynamo_local.config.planner.sla import SlaFields
+from dynamo_local.config.planner.slo import SloFields
 from dynamo_local.config.planner.targets import TargetFields
 from dynamo_local.config.planner.throughput_load import ThroughputLoadFields
 from dynamo_local.errors import ConfigError
@@ -21,13 +23,16 @@ from dynamo_local.sdk.settings import validate_section
 
 POLICIES: Mapping[str, tuple[type[BaseModel], ...]] = {
     "load": (SharedFields, LoadFields),
-    "sla": (SharedFields, TargetFields, MeasuringFields, SlaFields),
-    "throughput-load": (SharedFields, TargetFields, MeasuringFields, ThroughputLoadFields),
+    "sla": (SharedFields, LatencyFields, TargetFields, MeasuringFields, SlaFields),
+    "slo": (SharedFields, LatencyFields, MeasuringFields, SloFields),
+    "throughput-load": (SharedFields, LatencyFields, TargetFields, MeasuringFields, ThroughputLoadFields),
 }
 """Whose options a policy takes."""
 
 _ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
     SharedFields: shared.ALIASES,
+    LatencyFields: latencies.ALIASES,
+    SloFields: slo.ALIASES,
     TargetFields: targets.ALIASES,
     SlaFields: sla.ALIASES,
     ThroughputLoadFields: throughput_load.ALIASES,
@@ -45,7 +50,9 @@ def aliases_of(policy: str) -> dict[str, str]:
 
 
 # The first base has the last fields.
-class PlannerConfig(ThroughputLoadFields, SlaFields, MeasuringFields, TargetFields, LoadFields, SharedFields):
+class PlannerConfig(
+    ThroughputLoadFields, SloFields, SlaFields, MeasuringFields, TargetFields, LatencyFields, LoadFields, SharedFields
+):
     """The section `Planner`. An option of another policy than the chosen one is refused."""
 
     @property
@@ -69,7 +76,7 @@ class PlannerConfig(ThroughputLoadFields, SlaFields, MeasuringFields, TargetFiel
             if down >= up:
                 raise ValueError(f"{what}_scale_down_threshold ({down}) must be below {what}_scale_up_threshold ({up})")
         interval = "adjustment_interval" if self.policy == "load" else "throughput_adjustment_interval_seconds"
-        if self.metric_pulling_interval > getattr(self, interval):
+        if self.policy != "slo" and self.metric_pulling_interval > getattr(self, interval):
             raise ValueError(
                 f"metric_pulling_interval ({self.metric_pulling_interval}) must not exceed "
                 f"{interval} ({getattr(self, interval)}): there would be intervals without a sample"
@@ -78,10 +85,11 @@ class PlannerConfig(ThroughputLoadFields, SlaFields, MeasuringFields, TargetFiel
             raise ValueError(
                 f"min_gpu_budget ({self.min_gpu_budget}) must not exceed max_gpu_budget ({self.max_gpu_budget})"
             )
-        if self.policy == "sla" and self.min_endpoint == 0:
+        if self.policy in ("sla", "slo") and self.min_endpoint == 0:
             raise ValueError(
-                "min_endpoint 0: the policy sla keeps one worker of each role, because its corrections are measured on "
-                "workers that serve; say 1, or take throughput-load, whose throughput loop goes to 0 and back"
+                f"min_endpoint 0: the policy {self.policy} keeps one worker of each role, because its corrections are "
+                "measured on workers that serve; say 1, or take throughput-load, whose throughput loop goes to 0 "
+                "and back"
             )
         if self.policy == "throughput-load" and (why := throughput_load.wrong(self)) is not None:
             raise ValueError(why)

@@ -1,17 +1,15 @@
-"""Options of the policies that aim at latencies: `sla` and `throughput-load`. Names and defaults are Dynamo 1.6.1's."""
+"""Options of `sla` and `throughput-load`, beside the targets (`latencies`). Names and defaults are Dynamo 1.6.1's."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
-from dynamo_local.config.planner.kinds import OPTIONS, Count, Milliseconds, Positive, Seconds
+from dynamo_local.config.planner.kinds import OPTIONS, Count, Positive, Seconds
 
 ALIASES = {
-    "ttft": "ttft_ms",
-    "itl": "itl_ms",
     "adjustment_interval": "throughput_adjustment_interval_seconds",
     "throughput_adjustment_interval": "throughput_adjustment_interval_seconds",
 }
@@ -19,20 +17,14 @@ ALIASES = {
 
 
 class TargetFields(BaseModel):
-    """Latency targets, forecasts, profiles."""
+    """Intervals and forecasts."""
 
     model_config = OPTIONS
 
-    ttft_ms: Milliseconds = 500.0
-    """Target for the mean time to first token, ms."""
-    itl_ms: Milliseconds = 50.0
-    """Target for the mean gap between tokens, ms."""
     throughput_adjustment_interval_seconds: Seconds = 180.0
     """Seconds between adjustments by the traffic; also the window in which it is measured."""
     max_throughput_scaling_replicas: Count = 8
     """Workers of one role that one adjustment adds, or takes away, at most."""
-    min_endpoint: Annotated[int, Field(ge=0)] = 1
-    """Workers of each role, at least. `sla` takes no 0: it keeps one of each, by which it measures."""
     load_predictor: Literal["constant", "arima", "prophet", "kalman"] = "constant"
     """Who forecasts requests and their lengths. `arima` and `prophet` need the extra `predictors`."""
     load_predictor_log1p: bool = False
@@ -51,7 +43,5 @@ class TargetFields(BaseModel):
     """Windows before `kalman` forecasts; until then the last one is what is expected."""
     adaptive_intervals: bool = False
     """Let what starts and drains really take be the forecast's lead, and the shortest interval."""
-    profile_results_dir: Path | None = None
-    """Folder of a profile of the engines (NPZ or JSON, as Dynamo's profiler writes them)."""
     throughput_metrics_source: Literal["frontend", "router"] = "frontend"
     """Where requests, lengths and latencies are measured."""

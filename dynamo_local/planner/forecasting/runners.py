@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dynamo_local.core.types import Missing
+from dynamo_local.planner.forecasting.answering import answer
 from dynamo_local.planner.forecasting.process import ForecastProcess
-from dynamo_local.planner.predictors.answering import answer
 from dynamo_local.planner.predictors.options import is_light
 from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 
 
@@ -26,7 +27,7 @@ class LoadOptions:
     decode_kv_per_waiting_request: float = 0.0
 
 
-PolicyOptions = LoadOptions | SlaOptions | ThroughputLoadOptions
+PolicyOptions = LoadOptions | SlaOptions | SloOptions | ThroughputLoadOptions
 """Those of any policy. All have `metric_pulling_interval_s`, within which a source must answer."""
 
 
@@ -37,5 +38,7 @@ def name_of(options: PolicyOptions) -> str:
             return "load"
         case SlaOptions():
             return "sla"
+        case SloOptions():
+            return "slo"
         case ThroughputLoadOptions():
             return "throughput-load"

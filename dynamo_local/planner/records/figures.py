@@ -150,8 +150,8 @@ _AS_THROUGHPUT: Mapping[str, ThroughputScaling] = {
 
 
 def _in_dynamo_s_words(policy: str, rule: str, step: int) -> dict[str, str]:
-    """`load` moves by loads alone, `sla` by traffic alone."""
-    if policy == "sla":
+    """`load` moves by loads alone, `sla` and `slo` by traffic alone."""
+    if policy in ("sla", "slo"):
         state = ThroughputScaling.SCALE if step else ThroughputScaling.NO_CHANGE
         return {LOAD: LoadScaling.DISABLED.value, THROUGHPUT: _AS_THROUGHPUT.get(rule, state).value}
     moved = LoadScaling.SCALE_UP if step > 0 else LoadScaling.SCALE_DOWN if step < 0 else LoadScaling.NO_CHANGE

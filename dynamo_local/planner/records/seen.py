@@ -8,6 +8,7 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.adapting import steps_ahead
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.values.passes import Engines
 from dynamo_local.planner.values.pools import WorkerPools
@@ -69,6 +70,9 @@ def aims_of(options: PolicyOptions, pools: WorkerPools) -> Aims:
             window_s = options.adjustment_interval_s
             ahead = steps_ahead(window_s, pools) if options.adaptive_intervals else 1
             return Aims(options.ttft_ms, options.itl_ms, lowest, highest, window_s, ahead)
+        case SloOptions():
+            window_s = options.adjustment_interval_s
+            return Aims(options.ttft_ms, options.itl_ms, lowest, highest, window_s, steps_ahead(window_s, pools))
         case ThroughputLoadOptions():
             window_s = options.throughput_adjustment_interval_s
             by_models = options.optimization_target is Target.SLA

@@ -14,7 +14,7 @@ import base64
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,12 +24,15 @@ from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 from dynamo_local.planner.values.decisions import Decision
 from dynamo_local.planner.values.passes import Capabilities, EngineId, Engines, EngineSeen, ForwardPass, Requests
 from dynamo_local.planner.values.pools import Pool, WorkerPools
 from dynamo_local.planner.values.pull import Pull
 from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.requests import Ended
+from dynamo_local.planner.values.requests import Requests as ClientRequests
 from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.system.logs import jsonl
 from dynamo_local.system.logs.jsonl import JsonLog, Record
@@ -43,6 +46,7 @@ KINDS: jsonl.Kinds = (("seq", int), ("version", int), ("kind", str), ("at_s", (i
 _OPTIONS: Mapping[str, TypeAdapter[Any]] = {
     "load": TypeAdapter(LoadOptions),
     "sla": TypeAdapter(SlaOptions),
+    "slo": TypeAdapter(SloOptions),
     "throughput-load": TypeAdapter(ThroughputLoadOptions),
 }
 
@@ -197,6 +201,7 @@ def _pull_out(pull: Pull) -> dict[str, Any]:
         else _out(traffic),
         "capabilities": {name: asdict(told) for name, told in pull.capabilities.items()},
         "blind": pull.blind,
+        **({} if pull.requests is None else {"requests": _clients_out(pull.requests)}),
     }
 
 
@@ -220,7 +225,17 @@ def _pull_in(told: Mapping[str, Any]) -> Pull:
         seen,
         {name: Capabilities(**limits) for name, limits in told["capabilities"].items()},
         told["blind"],
+        _clients_in(told["requests"]) if "requests" in told else None,
     )
+
+
+def _clients_out(seen: ClientRequests) -> list[Any]:
+    return [seen.since_s, seen.at_s, seen.began, [astuple(one) for one in seen.ended]]
+
+
+def _clients_in(told: list[Any]) -> ClientRequests:
+    since_s, at_s, began, ended = told
+    return ClientRequests(since_s, at_s, tuple(began), tuple(Ended(*one) for one in ended))
 
 
 def _load_out(load: Load | Missing) -> dict[str, Any]:

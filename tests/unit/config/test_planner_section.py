@@ -18,9 +18,12 @@ def test_load_is_what_plans_unless_something_else_is_named() -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"ttft_ms": 300}, "ttft_ms is an option of the policy sla and throughput-load, and the policy is load"),
+        (
+            {"ttft_ms": 300},
+            "ttft_ms is an option of the policy sla and slo and throughput-load, and .* is load",
+        ),
         ({"policy": "sla", "prefill-queue-scale-up-threshold": 1}, "prefill_queue_scale_up_threshold.*load"),
-        ({"policy": "throughput"}, "'load', 'sla' or 'throughput-load'"),
+        ({"policy": "throughput"}, "'load', 'sla', 'slo' or 'throughput-load'"),
         ({"policy": "sla", "ttft": 300, "ttft_ms": 300}, "'ttft_ms' and another spelling"),
         ({"policy": "sla", "ttft-ms": 0}, "ttft_ms: must be greater than 0"),
         ({"policy": "sla", "metric_pulling_interval": 200}, "must not exceed throughput_adjustment_interval_seconds"),
@@ -54,3 +57,13 @@ def test_settings_of_the_command_line_are_read_by_any_name() -> None:
     assert found == {"policy": "throughput-load", "ttft": 300, "load_predictor": "kalman", "profile_results_dir": None}
     with pytest.raises(BadInput, match="ttft-ms"):
         parse_settings(["ttft-m=3"])
+
+
+def test_slo_is_taken_by_its_name_alone() -> None:
+    """A policy on trial is nobody's default: targets without a policy are refused, and the error names it."""
+    with pytest.raises(ConfigError, match=r"slo.*and the policy is load"):
+        planner_section("Planner", {"ttft_ms": 2000})
+    found = planner_section("Planner", {"policy": "slo", "ttft": 2000, "itl": 50, "budget": 4, "target": 0.999})
+    assert (found.ttft_ms, found.itl_ms, found.max_gpu_budget, found.target) == (2000, 50, 4, 0.999)
+    with pytest.raises(ConfigError, match="min_endpoint 0: the policy slo keeps one worker of each role"):
+        planner_section("Planner", {"policy": "slo", "min-endpoint": 0})

@@ -283,7 +283,7 @@ def test_several_policies_stand_side_by_side(command: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--policy", "sl"), "'sl' is none.*did you mean 'sla'"),
+        (("--policy", "slaa"), "'slaa' is none.*did you mean 'sla'"),
         (("--policy", "sla", "--planner.prefill-queue-scale-up-threshold=1"), "no option of sla"),
         (("--planner.policy=load", "--planner.ttft=3"), "ttft.*load"),
     ],

@@ -13,6 +13,7 @@ from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.pipeline.stages import Answer, Stage
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 from dynamo_local.planner.values.decisions import Decision
 from dynamo_local.planner.values.proposals import Reject
@@ -23,6 +24,7 @@ from tests.fakes.planner.plugins import Plugins, override, pull
 POLICIES = {
     "load": LoadOptions(max_gpu_budget=8),
     "sla": SlaOptions(DEFAULT_PROFILE, max_gpu_budget=8),
+    "slo": SloOptions(DEFAULT_PROFILE, max_gpu_budget=8),
     "throughput-load": ThroughputLoadOptions(max_gpu_budget=8),
 }
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from dynamo_local.cli.main import cli
+from dynamo_local.config.planner.options import POLICIES
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import BadInput
@@ -19,6 +20,7 @@ from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.runners import InlineForecaster
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records import ticks
 from dynamo_local.planner.replaying import Replay
@@ -53,6 +55,7 @@ OPTIONS = [
         itl_ms=12.0,
         max_gpu_budget=6,
     ),
+    SloOptions(DEFAULT_PROFILE, ttft_ms=2000.0, itl_ms=50.0, max_gpu_budget=6),
 ]
 BURST = [TraceRequest(n / 40, 3000, 100) for n in range(2400)]
 SIM = SimOptions(num_gpu_blocks=6000)
@@ -102,6 +105,10 @@ def test_a_log_of_the_twin_decides_the_same_tick_for_tick(options: PolicyOptions
     assert any(one.then is not None and any(one.then.steps.values()) for one in found)
     assert [one.now for one in found] == [one.then for one in found]
     assert (again.whole, again.without, again.policies) == (True, 0, [name_of(options)])
+
+
+def test_the_log_knows_every_policy() -> None:
+    assert {name_of(options) for options in OPTIONS} == set(POLICIES)
 
 
 def test_other_options_decide_otherwise() -> None:

@@ -1,0 +1,133 @@
+"""How many workers: what each would serve of what is expected, against its price. Pure.
+
+Of a moment to come there are scenarios, each with a rate, its probability, and the shares of requests that keep TTFT
+and ITL by the number of prefill and of decode workers. A fleet's *yield* then is the mean rate of requests that keep
+both.
+
+* **Price.** A GPU is worth its place if it serves `thrift × THRIFT × (1 − target) / 1 %` of what a GPU of this
+  deployment serves in the mean. So a target of 99 % asks for ten times as much as one of 99.9 %.
+* **Shrinking.** The workers of now serve all moments from now to the lead: one that goes cannot be back before. One
+  stays if there is any stretch from now on in which it is worth more than its price, summed over that stretch.
+* **Growing.** A worker that is ordered now serves from the lead on; it must be worth its rung's `order_price`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from dynamo_local.planner.queueing.shares import Shares
+
+THRIFT = 0.16
+EPSILON = 1e-9
+
+Fleet = tuple[int, int]
+"""Prefill and decode workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is expected of one moment: `(rate × probability, shares)` of each scenario."""
+
+    scenarios: tuple[tuple[float, Shares], ...]
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, in the mean."""
+        return sum(weight for weight, _ in self.scenarios)
+
+    def served(self, fleet: Fleet) -> float:
+        """Requests per second that keep both targets with these workers. A moment of many requests is one for prefill
+        and decode alike, so what one role loses the other would mostly have lost, too: the smaller share counts."""
+        prefill, decode = fleet
+        return sum(
+            weight * min(shares.prefill[min(prefill, len(shares.prefill) - 1)],
+                         shares.decode[min(decode, len(shares.decode) - 1)])
+            for weight, shares in self.scenarios
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """GPUs of a worker of either role, the fewest workers, and the most GPUs."""
+
+    gpus: Fleet
+    floors: Fleet
+    max_gpus: int
+
+    def held(self, fleet: Fleet) -> int:
+        """GPUs of these workers."""
+        return fleet[0] * self.gpus[0] + fleet[1] * self.gpus[1]
+
+    def fits(self, fleet: Fleet) -> bool:
+        """Whether there may be so many."""
+        return self.held(fleet) <= self.max_gpus
+
+    def above_floors(self, fleet: Fleet) -> bool:
+        """Whether there may be so few."""
+        return fleet[0] >= self.floors[0] and fleet[1] >= self.floors[1]
+
+
+def price(target: float, thrift: float, mean_rate: float, mean_gpus: float) -> float:
+    """Requests per second that a GPU must serve beyond what is served without it."""
+    return thrift * THRIFT * max(1e-4, 1.0 - target) / 0.01 * mean_rate / max(mean_gpus, 1.0)
+
+
+def shrunk(now: Fleet, moments: Sequence[Moment], gpu_price: float, bounds: Bounds) -> Fleet:
+    """As many fewer as are not worth their price in any stretch of these moments, which begin now."""
+    fleet = now
+    while True:
+        fewer = [(fleet[0] - 1, fleet[1]), (fleet[0], fleet[1] - 1), (fleet[0] - 1, fleet[1] - 1)]
+        for other in fewer:
+            if bounds.above_floors(other) and worth(fleet, other, moments, gpu_price, bounds) <= 0:
+                fleet = other
+                break
+        else:
+            return fleet
+
+
+def worth(fleet: Fleet, other: Fleet, moments: Sequence[Moment], gpu_price: float, bounds: Bounds) -> float:
+    """The most that `fleet` gains over the smaller `other` in any stretch from now on, beyond its price."""
+    spared = gpu_price * (bounds.held(fleet) - bounds.held(other))
+    return max(accumulate(each.served(fleet) - each.served(other) - spared for each in moments), default=0.0)
+
+
+def grown(
+    fleet: Fleet, now: Fleet, moment: Moment, gpu_price: float, order_price: float, most: int, bounds: Bounds
+) -> Fleet:
+    """The best fleet at the rung's lead, not below `fleet`; those beyond `now` are ordered, `most` at most."""
+    base, best, gain = moment.served(fleet), fleet, EPSILON
+    for prefill in range(fleet[0], _enough(moment, 0, fleet[0]) + 1):
+        for decode in range(fleet[1], _enough(moment, 1, fleet[1]) + 1):
+            other = (prefill, decode)
+            ordered = (max(0, prefill - now[0]), max(0, decode - now[1]))
+            if not bounds.fits(other) or sum(ordered) > most:
+                break
+            paid = bounds.held(other) - bounds.held(fleet) + (order_price - 1) * bounds.held(ordered)
+            value = moment.served(other) - base - gpu_price * paid
+            if value > gain:
+                best, gain = other, value
+    return best
+
+
+def _enough(moment: Moment, role: int, least: int) -> int:
+    """So many that more would not serve more."""
+    most = least
+    for _, shares in moment.scenarios:
+        column = shares.decode if role else shares.prefill
+        while most < len(column) - 1 and column[most] < column[-1] - EPSILON:
+            most += 1
+    return most
+
+
+def swapped(fleet: Fleet, moments: Sequence[Moment], gpu_price: float, order_price: float, bounds: Bounds) -> Fleet:
+    """At the budget: a worker of one role in place of one of the other, where that gains more than it costs."""
+    if bounds.fits((fleet[0] + 1, fleet[1])) or bounds.fits((fleet[0], fleet[1] + 1)):
+        return fleet
+    cost = gpu_price * (order_price - 1) * max(bounds.gpus) * len(moments)
+    found = [(0.0, fleet)]
+    for other in ((fleet[0] + 1, fleet[1] - 1), (fleet[0] - 1, fleet[1] + 1)):
+        if bounds.above_floors(other) and bounds.fits(other):
+            found.append((sum(each.served(other) - each.served(fleet) for each in moments) - cost, other))
+    return max(found)[1]

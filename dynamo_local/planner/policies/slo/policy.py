@@ -1,0 +1,285 @@
+"""The policy `slo`: as few GPUs as keep the targets.
+
+The rules, in prose (each was kept because the development traces want it: docs/slo.md):
+
+* A decision is due every `adjustment_interval`; what it decides is in force at the lead of the rung that it takes.
+* The rate at each lead is forecast by the best of several cheap experts, and its own errors there are the scenarios of
+  what may come (`outlook`).
+* Requests have the lengths, and come in the bursts, in which they came lately (`lengths`); a queueing twin says, away
+  from the arbiter's loop, which share of them keeps the targets with how many workers (`queueing`).
+* A GPU is held, or ordered, if it is worth its price (`choosing`).
+* The fleet of the start is not gone below before its forecasts have been tried once or twice.
+* What is not known changes nothing. Floors and budget hold also for what plugins want.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.policies.rules import floor_workers
+from dynamo_local.planner.policies.slo import words
+from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, grown, price, shrunk, swapped
+from dynamo_local.planner.policies.slo.correcting import learned
+from dynamo_local.planner.policies.slo.ladder import rungs_of
+from dynamo_local.planner.policies.slo.lengths import demands
+from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
+from dynamo_local.planner.policies.slo.state import SloState, seen_requests, with_requests, with_rungs
+from dynamo_local.planner.policies.throughput_load.budget import fitting
+from dynamo_local.planner.queueing.engine import Passes
+from dynamo_local.planner.queueing.shares import Shares
+from dynamo_local.planner.queueing.task import Question, on_grid, shares_of
+from dynamo_local.planner.values.decisions import Decision, Reason
+from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
+from dynamo_local.planner.values.pools import WorkerPools
+from dynamo_local.planner.values.proposals import ComponentTarget, Override, Proposal
+from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.standing import Standing
+
+PLUGIN_ID, PRIORITY = "builtin_slo_propose", 20
+DEMANDS_EVERY_S = 30.0
+"""Lengths and bursts are taken anew so often; while few are known, at each decision."""
+DEMANDS_EARLY_S = 120.0
+FIRST_LEADS = 2.0
+"""For so many start-ups there are no fewer workers than at the start."""
+SLACK_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class SloPolicy:
+    """`planner.policies.protocol.Policy` of `SloState`. `passes` is the profile's engine."""
+
+    options: SloOptions
+    passes: Passes
+
+    def first(self, now_s: float) -> SloState:
+        """The first decision is due after one interval."""
+        return SloState(now_s, now_s + self.options.adjustment_interval_s, first_until_s=now_s)
+
+    def taking_over(self, state: SloState) -> SloState:
+        """What was learned of the traffic stays; what follows from targets is asked anew."""
+        return replace(state, moments=())
+
+    def next_at_s(self, state: SloState) -> float:
+        """At the interval's end."""
+        return state.due_s
+
+    def wants(self, state: SloState) -> Wants:
+        """The requests of the interval."""
+        return Wants(traffic_window_s=self.options.adjustment_interval_s, requests=True)
+
+    def standing(self, state: SloState) -> Standing:
+        """When it decides next, and what it decided from last."""
+        began_s, readings = state.decided
+        return Standing(state.due_s, interval_began_s=began_s, readings=readings)
+
+    # --- PREDICT -------------------------------------------------------------------------------
+
+    def forecasting(self, state: SloState, pull: Pull) -> ForecastTask | None:
+        """What the queueing twin is asked: all scenarios of all rungs at once."""
+        if not self._due(state, pull):
+            return None
+        state = self._observed(state, pull)
+        rates = _rates(state)
+        if state.held is not None or not rates:
+            return None
+        return self._question(state, pull.pools, rates).task()
+
+    def predicted(
+        self, state: SloState, pull: Pull, forecasts: Forecasts | Missing | None
+    ) -> tuple[SloState, Prediction | None]:
+        """What is expected at the slowest rung's lead, and what each number of workers would serve of it."""
+        if not self._due(state, pull):
+            return state, None
+        state = self._observed(state, pull)
+        rates = _rates(state)
+        if state.held is not None or not rates:
+            return state, None
+        told = shares_of(forecasts, len(rates), len(state.demands))
+        if isinstance(told, Missing):
+            return replace(state, held=(SloRule.PREDICT_FAILED, told.reason)), None
+        known = dict(zip(rates, told, strict=True))
+        newest = tuple(_moment(state, index, known) for index in range(len(state.rungs)))
+        lead = state.outlooks[0].lead_bins
+        state = replace(state, moments=(*state.moments, newest[0])[-lead:], expected=newest)
+        return state, self._prediction(state)
+
+    def _prediction(self, state: SloState) -> Prediction:
+        ahead = state.demands[-1]
+        num_req = state.expected[0].rate * self.options.adjustment_interval_s
+        isl, osl = sum(ahead.isl) / len(ahead.isl), sum(ahead.osl) / len(ahead.osl)
+        return Prediction(num_req, isl, osl, source="builtin_slo_predict")
+
+    # --- PROPOSE -------------------------------------------------------------------------------
+
+    def propose(
+        self, state: SloState, pull: Pull, prediction: Prediction | None
+    ) -> tuple[SloState, tuple[Proposal, ...]]:
+        """The fleet that is worth its price."""
+        state = replace(state, chosen=None)
+        if not self._due(state, pull) or state.held is not None or not state.expected:
+            return state, ()
+        now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
+        gpu_price = self.price(state)
+        fleet = shrunk(now, state.moments, gpu_price, bounds)
+        if pull.at_s < state.first_until_s and state.first is not None:
+            fleet = (max(fleet[0], min(state.first[0], now[0])), max(fleet[1], min(state.first[1], now[1])))
+        for rung, moment in zip(state.rungs, state.expected, strict=True):
+            most = bounds.max_gpus if rung.available is None else rung.available
+            fleet = grown(fleet, now, moment, gpu_price, rung.order_price, most, bounds)
+        if fleet == now:
+            fleet = swapped(fleet, (*state.moments, *state.expected), gpu_price, state.rungs[0].order_price, bounds)
+        targets = (ComponentTarget("prefill", fleet[0]), ComponentTarget("decode", fleet[1]))
+        said = f"{fleet[0]} prefill and {fleet[1]} decode workers for {state.expected[0].rate:.3g} requests/s"
+        return replace(state, chosen=fleet), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
+
+    # --- settle --------------------------------------------------------------------------------
+
+    def settle(
+        self, state: SloState, pull: Pull, targets: tuple[ComponentTarget, ...]
+    ) -> tuple[SloState, Decision | None]:
+        """Within floors and budget; the next interval begins where this one ended."""
+        if not self._due(state, pull):
+            return state, None
+        interval_s = self.options.adjustment_interval_s
+        missed = max(0, int((pull.at_s - state.due_s + SLACK_S) // interval_s))
+        began_s = state.due_s + missed * interval_s
+        after = replace(
+            state, began_s=began_s, due_s=began_s + interval_s, held=None, decided=(state.began_s, (pull.reading,))
+        )
+        # Where this policy holds for want of data a plugin may still ask for workers, as under the other policies.
+        if pull.pools.prefill is None or pull.blind is not None or pull.pools.pending or not targets:
+            held = state.held or (SloRule.OVERRIDDEN, "a plugin rejected what was proposed")
+            return after, _holding(pull, held, after.due_s)
+        wanted = {target.sub_component_type: target.replicas for target in targets}
+        now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
+        asked = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
+        fleet = within(asked, now, bounds)
+        found = reasons(state, pull.pools, asked, fleet, self.price(state), bounds, self.options)
+        return after, Decision(
+            now_s=pull.at_s,
+            targets={pool.component: count for pool, count in zip(pull.pools.all, fleet, strict=True)},
+            reasons=tuple(sorted(found, key=lambda reason: reason.step >= 0)),
+            next_tick_at=after.due_s,
+            notes=words.notes(state),
+        )
+
+    def manual(self, state: SloState, now_s: float) -> SloState:
+        """A whole interval from now on, and no fewer workers than this person wants for a while."""
+        return replace(
+            state, began_s=now_s, due_s=now_s + self.options.adjustment_interval_s, first=None, first_until_s=now_s
+        )
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def bounds(self, pools: WorkerPools) -> Bounds:
+        """Floors and budget for these workers. Needs a graph with prefill workers."""
+        assert pools.prefill is not None
+        gpus = (max(1, pools.prefill.gpus_per_worker), max(1, pools.decode.gpus_per_worker))
+        low = self.options
+        floors = tuple(max(1, low.min_endpoint, floor_workers(low.min_gpu_budget, each)) for each in gpus)
+        return Bounds(gpus, (floors[0], floors[1]), low.max_gpu_budget)
+
+    def price(self, state: SloState) -> float:
+        """Of a GPU, in requests per second."""
+        return price(self.options.target, self.options.thrift, state.means.rate, state.means.gpus)
+
+    def _due(self, state: SloState, pull: Pull) -> bool:
+        return pull.at_s >= state.due_s - SLACK_S
+
+    def _observed(self, state: SloState, pull: Pull) -> SloState:
+        """With this interval in the history, or with the reason why there is nothing new."""
+        state = replace(state, expected=())
+        pools = pull.pools
+        if pools.prefill is None:
+            return replace(state, held=(SloRule.DISAGGREGATED_ONLY, words.NEEDS_PREFILL))
+        if pools.pending:
+            return replace(state, held=(SloRule.SCALING_IN_PROGRESS, words.NOT_ACKNOWLEDGED))
+        seen = seen_requests(pull)
+        if isinstance(seen, Missing):
+            return replace(state, held=(SloRule.NO_TRAFFIC_DATA, seen.reason))
+        rungs = rungs_of(pools, self.options, state.rungs)
+        interval_s = self.options.adjustment_interval_s
+        now = _capacity(pools)
+        if state.first is None:
+            until_s = pull.at_s + FIRST_LEADS * rungs[0].lead_s
+            state = replace(state, first=now, first_until_s=until_s)
+        if rungs != state.rungs:
+            state = with_rungs(state, rungs, interval_s)
+        state = with_requests(state, seen, self.bounds(pools).held(now))
+        state = replace(
+            state,
+            factors=learned(
+                state.factors,
+                state.ended,
+                pull.at_s,
+                pools.decode.ready,
+                self.passes,
+                self.options.engine.batched_tokens,
+            ),
+        )
+        state = self._with_demands(state, pull.at_s)
+        return replace(state, held=None if state.demands else (SloRule.NO_TRAFFIC_DATA, words.NOBODY_YET))
+
+    def _with_demands(self, state: SloState, now_s: float) -> SloState:
+        early = len(state.rates) * self.options.adjustment_interval_s < DEMANDS_EARLY_S
+        age_s = now_s - state.demands_at_s
+        changed = (state.factors.prefill, state.factors.decode) != (state.demands_for.prefill, state.demands_for.decode)
+        if state.demands and not (early or changed or age_s >= DEMANDS_EVERY_S - SLACK_S):
+            return state
+        found = demands(state.began, state.ended, now_s)
+        if not found:
+            return state
+        return replace(state, demands=found, demands_at_s=now_s, demands_for=state.factors)
+
+    def _question(self, state: SloState, pools: WorkerPools, rates: tuple[float, ...]) -> Question:
+        options, bounds = self.options, self.bounds(pools)
+        most = max(*_capacity(pools), options.max_gpu_budget // min(bounds.gpus))
+        used = state.demands_for
+        return Question(
+            options.profile,
+            options.ttft_ms / 1000,
+            options.itl_ms / 1000,
+            most,
+            rates,
+            state.demands,
+            replace(options.engine, prefill_factor=used.prefill, decode_factor=used.decode),
+            options.speed,
+        )
+
+
+def within(asked: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
+    """What is asked for, not below the floors and not above the budget; where not even the floors fit, as it is."""
+    above = (max(asked[0], bounds.floors[0]), max(asked[1], bounds.floors[1]))
+    fits = fitting(above, bounds.floors, bounds.gpus, bounds.max_gpus)
+    return now if fits is None else (fits[0], fits[1])
+
+
+def _rates(state: SloState) -> tuple[float, ...]:
+    """The rates of all scenarios of all rungs, on the grid, each once."""
+    found = {on_grid(each.rate) for outlook in state.outlooks for each in outlook.scenarios()}
+    return tuple(sorted(found))
+
+
+def _moment(state: SloState, rung: int, known: dict[float, tuple[Shares, ...]]) -> Moment:
+    scenarios = []
+    for each in state.outlooks[rung].scenarios():
+        told = known[on_grid(each.rate)]
+        scenarios += [(each.weight * each.rate / len(told), shares) for shares in told]
+    return Moment(tuple(scenarios))
+
+
+def _capacity(pools: WorkerPools) -> Fleet:
+    return (0 if pools.prefill is None else pools.prefill.capacity, pools.decode.capacity)
+
+
+def _holding(pull: Pull, held: tuple[str, str], next_tick_at: float) -> Decision:
+    """All as they are."""
+    rule, why = held
+    return Decision(
+        now_s=pull.at_s,
+        targets={pool.component: pool.capacity for pool in pull.pools.all},
+        reasons=tuple(Reason(pool.component, 0, rule, {"workers": pool.capacity}, why=why) for pool in pull.pools.all),
+        next_tick_at=next_tick_at,
+    )

@@ -1,0 +1,142 @@
+"""Why there are so many workers of a role: the rule, its numbers, and what one GPU less, or more, would do. Pure."""
+
+from __future__ import annotations
+
+import enum
+
+from dynamo_local.planner.policies.slo import words
+from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, worth
+from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.policies.slo.state import SloState
+from dynamo_local.planner.values.decisions import Reason
+from dynamo_local.planner.values.pools import WorkerPools
+
+HOUR_S = 3600.0
+
+
+class SloRule(enum.StrEnum):
+    """What decided about a role. Where Dynamo has a name for it, it is Dynamo's."""
+
+    SCALE = "scale"
+    """So many are worth their price."""
+    NO_CHANGE = "no_change"
+    """There are as many as are worth it."""
+    MIN_ENDPOINT = "min_endpoint"
+    """Fewer would do; there always are so many."""
+    MAX_GPU_BUDGET = "max_gpu_budget"
+    """More would be worth it; there may not be more GPUs."""
+    OVERRIDDEN = "overridden"
+    """A plugin wanted another number, or rejected this one."""
+    NO_TRAFFIC_DATA = "no_traffic_data"
+    """What the clients did is not known, or nobody has come yet."""
+    PREDICT_FAILED = "predict_failed"
+    """There is no forecast, or the queueing twin gave no answer."""
+    SCALING_IN_PROGRESS = "scaling_in_progress"
+    """Another environment has yet to acknowledge the last decision."""
+    DISAGGREGATED_ONLY = "disaggregated_only"
+    """The graph has no prefill workers of its own."""
+
+
+def reasons(
+    state: SloState,
+    pools: WorkerPools,
+    asked: Fleet,
+    fleet: Fleet,
+    gpu_price: float,
+    bounds: Bounds,
+    options: SloOptions,
+) -> tuple[Reason, ...]:
+    """One for prefill and one for decode. `asked` is what the pipeline has merged, `fleet` what it comes to."""
+    expected = state.expected[0] if state.expected else None
+    found = []
+    for role, pool in enumerate(pools.all):
+        rule = _rule(state, role, pool.capacity, asked, fleet, expected, bounds, gpu_price)
+        numbers = {"workers": float(pool.capacity), "max_gpu_budget": float(bounds.max_gpus)}
+        if expected is not None:
+            numbers |= _numbers(state, expected, fleet, role, gpu_price, bounds, options)
+        step = fleet[role] - pool.capacity
+        found.append(Reason(pool.component, step, rule, numbers, why=words.why(rule, numbers, role)))
+    return tuple(found)
+
+
+def _rule(
+    state: SloState,
+    role: int,
+    capacity: int,
+    asked: Fleet,
+    fleet: Fleet,
+    expected: Moment | None,
+    bounds: Bounds,
+    gpu_price: float,
+) -> SloRule:
+    if state.chosen is None or asked[role] != state.chosen[role]:
+        return SloRule.OVERRIDDEN
+    if fleet[role] < asked[role] or (expected is not None and _kept_from(fleet, role, expected, bounds, gpu_price)):
+        return SloRule.MAX_GPU_BUDGET
+    if fleet[role] > asked[role]:
+        return SloRule.MIN_ENDPOINT
+    if fleet[role] == bounds.floors[role] and capacity == fleet[role]:
+        fewer = _changed(fleet, role, -1)
+        if worth(fleet, fewer, state.moments, gpu_price, bounds) <= 0:
+            return SloRule.MIN_ENDPOINT
+    return SloRule.NO_CHANGE if fleet[role] == capacity else SloRule.SCALE
+
+
+def _kept_from(fleet: Fleet, role: int, expected: Moment, bounds: Bounds, gpu_price: float) -> bool:
+    """Whether one more would be worth twice its price, and does not fit."""
+    more = _changed(fleet, role, 1)
+    gain = expected.served(more) - expected.served(fleet)
+    return not bounds.fits(more) and gain > 2 * gpu_price * bounds.gpus[role]
+
+
+def _changed(fleet: Fleet, role: int, step: int) -> Fleet:
+    return (fleet[0] + step, fleet[1]) if role == 0 else (fleet[0], fleet[1] + step)
+
+
+def _numbers(
+    state: SloState,
+    expected: Moment,
+    fleet: Fleet,
+    role: int,
+    gpu_price: float,
+    bounds: Bounds,
+    options: SloOptions,
+) -> dict[str, float]:
+    """What the choice was made of. Missed requests are per hour, if it stayed as is expected of the lead."""
+    scenarios = state.outlooks[0].scenarios()
+    served = expected.served(fleet)
+    numbers = {
+        "lead_s": state.rungs[0].lead_s,
+        "requests_per_second": state.rates[0],
+        "expected_requests_per_second": expected.rate,
+        "low_requests_per_second": scenarios[0].rate,
+        "high_requests_per_second": scenarios[-1].rate,
+        "workers_wanted": float(fleet[role]),
+        "attainment": served / expected.rate if expected.rate > 0 else 1.0,
+        "price_requests_per_hour": gpu_price * HOUR_S,
+        "less_misses_per_hour": _gain(expected, _changed(fleet, role, -1), fleet),
+        "more_saves_per_hour": _gain(expected, fleet, _changed(fleet, role, 1)),
+        "target": options.target,
+        "binds": float(_binds(expected, fleet)),
+        "gpus_per_worker": float(bounds.gpus[role]),
+        "ttft_ms" if role == 0 else "itl_ms": options.ttft_ms if role == 0 else options.itl_ms,
+    }
+    factor = state.factors.prefill if role == 0 else state.factors.decode
+    return numbers | {"profile_factor": factor}
+
+
+def _gain(expected: Moment, fewer: Fleet, more: Fleet) -> float:
+    if min(fewer) < 1:
+        fewer = (max(0, fewer[0]), max(0, fewer[1]))
+    return (expected.served(more) - expected.served(fewer)) * HOUR_S
+
+
+def _binds(expected: Moment, fleet: Fleet) -> int:
+    """0 where prefill loses more requests, 1 where decode does, -1 where neither loses one in a thousand."""
+    many = (10**6, 10**6)
+    whole = expected.served(many)
+    of_prefill = whole - expected.served((fleet[0], many[1]))
+    of_decode = whole - expected.served((many[0], fleet[1]))
+    if max(of_prefill, of_decode) < 1e-3 * max(whole, 1e-9):
+        return -1
+    return 0 if of_prefill >= of_decode else 1

@@ -1,0 +1,139 @@
+"""What the policy remembers, as an immutable value, and how an observation is taken into it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.policies.slo.choosing import Fleet, Moment
+from dynamo_local.planner.policies.slo.correcting import Factors
+from dynamo_local.planner.policies.slo.ladder import Rung
+from dynamo_local.planner.policies.slo.lengths import REQUESTS, WINDOWS_S
+from dynamo_local.planner.policies.slo.outlook import Outlook
+from dynamo_local.planner.queueing.demand import Demand
+from dynamo_local.planner.values.pull import Pull
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.requests import Ended, Requests
+from dynamo_local.planner.values.traffic import Traffic
+
+BINS_MAX = 720
+"""Rates of so many intervals are remembered: an hour."""
+ENDED_MAX = 4000
+REPLAYED_MAX = 60
+"""A new lead's outlook begins with so many intervals of the past: more would take the arbiter's loop too long."""
+MEAN_BINS = 720.0
+"""Over so many intervals the mean rate and the mean fleet are taken (exponentially, at first over what there is)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Mean rate (requests/s) and mean number of GPUs, of `bins` intervals at most `MEAN_BINS`."""
+
+    rate: float = 0.0
+    gpus: float = 0.0
+    bins: int = 0
+
+    def after(self, rate: float, gpus: float) -> Means:
+        """With one more interval."""
+        share = max(1.0 / (self.bins + 1), 1.0 / MEAN_BINS)
+        return Means(self.rate + share * (rate - self.rate), self.gpus + share * (gpus - self.gpus), self.bins + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SloState:
+    """`began_s` and `due_s` are of the interval that is under way.
+
+    `rates` are those of the intervals, the newest first; `began` the last arrivals and `ended` the last answers,
+    ascending. `outlooks` are by rung. `demands` were taken at `demands_at_s`. `moments` are what was expected, by the
+    decisions of the last lead, of the moments from now to the lead, the next one first. `first` is the fleet of the
+    start, which is not gone below until `first_until_s`. `held`: why this tick plans nothing (rule, words);
+    `expected` is what this tick expects at the lead of each rung, `chosen` the fleet that it proposes.
+    """
+
+    began_s: float
+    due_s: float
+    rates: tuple[float, ...] = ()
+    began: tuple[float, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    rungs: tuple[Rung, ...] = ()
+    outlooks: tuple[Outlook, ...] = ()
+    demands: tuple[Demand, ...] = ()
+    demands_at_s: float = float("-inf")
+    demands_for: Factors = Factors()  # noqa: RUF009 - frozen
+    moments: tuple[Moment, ...] = ()
+    means: Means = Means()
+    factors: Factors = Factors()  # noqa: RUF009 - frozen
+    first: Fleet | None = None
+    first_until_s: float = 0.0
+    held: tuple[str, str] | None = None
+    expected: tuple[Moment, ...] = ()
+    chosen: Fleet | None = None
+    decided: tuple[float, tuple[Reading, ...]] = (0.0, ())
+
+
+def seen_requests(pull: Pull) -> Requests | Missing:
+    """The interval's requests one by one; where they are only counted together, as many equal ones, evenly spread."""
+    if pull.blind is not None:
+        return Missing(pull.blind)
+    if pull.requests is not None:
+        return pull.requests
+    traffic = pull.traffic
+    if not isinstance(traffic, Traffic):
+        return Missing("nobody was asked") if traffic is None else traffic
+    if isinstance(traffic.num_req, Missing):
+        return traffic.num_req
+    if traffic.duration_s <= 0:
+        return Missing("a window of no length was counted")
+    return _evenly(traffic, traffic.num_req)
+
+
+def _evenly(traffic: Traffic, num_req: float) -> Requests:
+    since_s = traffic.at_s - traffic.duration_s
+    count = round(num_req)
+    began = tuple(since_s + traffic.duration_s * (number + 0.5) / count for number in range(count))
+    isl, osl = traffic.isl, traffic.osl
+    if isinstance(isl, Missing) or isinstance(osl, Missing):
+        return Requests(since_s, traffic.at_s, began)
+    ttft_s = None if isinstance(traffic.ttft_ms, Missing) else traffic.ttft_ms / 1000
+    itl_s = None if isinstance(traffic.itl_ms, Missing) else traffic.itl_ms / 1000
+    one = Ended(traffic.at_s, max(1, round(isl)), max(1, round(osl)), ttft_s, itl_s)
+    return Requests(since_s, traffic.at_s, began, (one,) * max(1, count))
+
+
+def with_requests(state: SloState, seen: Requests, gpus: int) -> SloState:
+    """One more interval in the history."""
+    span_s = seen.at_s - seen.since_s
+    if span_s <= 0:
+        return state
+    rate = len(seen.began) / span_s
+    silent = not state.rates and rate == 0  # when the service was switched on says nothing about its load
+    rates = state.rates if silent else (rate, *state.rates[: BINS_MAX - 1])
+    oldest_s = seen.at_s - WINDOWS_S[-1]
+    ended = tuple(each for each in (*state.ended, *seen.ended)[-ENDED_MAX:])
+    first = next((index for index, each in enumerate(ended) if each.at_s > oldest_s), max(0, len(ended) - 1))
+    return replace(
+        state,
+        rates=rates,
+        began=(*state.began, *seen.began)[-REQUESTS - 1 :],
+        ended=ended[first:],
+        outlooks=state.outlooks if silent else tuple(each.after(rates) for each in state.outlooks),
+        means=state.means if silent else state.means.after(rate, gpus),
+    )
+
+
+def with_rungs(state: SloState, rungs: tuple[Rung, ...], interval_s: float) -> SloState:
+    """These are the rungs. An outlook at another lead begins with what is remembered of the rates."""
+    known = {outlook.lead_bins: outlook for outlook in state.outlooks}
+    outlooks = []
+    for rung in rungs:
+        bins = rung.lead_bins(interval_s)
+        outlooks.append(known[bins] if bins in known else _replayed(bins, state.rates))
+    return replace(state, rungs=rungs, outlooks=tuple(outlooks))
+
+
+def _replayed(lead_bins: int, rates: Sequence[float]) -> Outlook:
+    outlook = Outlook(lead_bins)
+    for newest in range(min(len(rates), REPLAYED_MAX) - 1, -1, -1):
+        outlook = outlook.after(rates[newest:])
+    return outlook

@@ -1,0 +1,123 @@
+"""The policy `slo`, driven with made observations: bounds, silence, constant load, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.forecasting.runners import InlineForecaster
+from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.values.decisions import Decision
+from dynamo_local.planner.values.pools import Pool, WorkerPools
+from dynamo_local.planner.values.pull import Pull
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.requests import Ended, Requests
+from dynamo_local.profiles import DEFAULT_PROFILE, ProfileModel
+
+OPTIONS = SloOptions(DEFAULT_PROFILE, ttft_ms=200, itl_ms=10, max_gpu_budget=8)
+PASSES = ProfileModel.load(DEFAULT_PROFILE)
+ISL, OSL = 3000, 150
+
+
+class World:
+    """Workers that are there at once when they are wanted, and clients with a rate over time."""
+
+    def __init__(self, options: SloOptions, fleet: tuple[int, int], slower: float = 1.0) -> None:
+        self.driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
+        self.fleet = fleet
+        self.slower = slower
+        self.decisions: list[Decision] = []
+
+    def run(self, until_s: float, rate: Callable[[float], float | Missing]) -> None:
+        """Tick until then."""
+        while (at_s := self.driver.next_at_s) <= until_s:
+            pools = WorkerPools(Pool("P", 1, self.fleet[0], gpus_held=self.fleet[0]), Pool("D", 1, self.fleet[1]))
+            came = rate(at_s)
+            traffic = came if isinstance(came, Missing) else None
+            requests = None if isinstance(came, Missing) else self._requests(at_s, came)
+            pull = Pull(Reading(at_s, 0, {}), pools, traffic=traffic, requests=requests)
+            decision = self.driver.tick_now(pull)
+            assert decision is not None
+            self.decisions.append(decision)
+            self.fleet = (decision.targets["P"], decision.targets["D"])
+
+    def _requests(self, at_s: float, rate: float) -> Requests:
+        count = round(rate * 5)
+        began = tuple(at_s - 5 + 5 * (number + 0.5) / max(1, count) for number in range(count))
+        context, itl_s = ISL + OSL / 2, 0.005
+        for _ in range(20):  # streams last longer on slower engines, and so are more at once (Little's law)
+            streams = max(1.0, rate / self.fleet[1] * OSL * itl_s)
+            itl_s = PASSES.itl_s(int(streams * context), context) * self.slower
+        ended = tuple(Ended(at, ISL, OSL, PASSES.ttft_s(ISL) * self.slower + itl_s, itl_s) for at in began)
+        return Requests(at_s - 5, at_s, began, ended)
+
+    @property
+    def steps(self) -> int:
+        """Decisions that changed something."""
+        return sum(bool(decision.acts) for decision in self.decisions)
+
+
+def test_a_constant_load_is_acted_on_at_most_twice_an_hour() -> None:
+    world = World(OPTIONS, (2, 2))
+    world.run(300, lambda at_s: 20.0)  # it may find its size first
+    before = world.steps
+    world.run(300 + 3600, lambda at_s: 20.0)
+    assert world.steps - before <= 2
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, 20.0, 400.0])
+def test_it_is_never_above_the_budget_and_never_below_the_floors(rate: float) -> None:
+    options = SloOptions(DEFAULT_PROFILE, ttft_ms=200, itl_ms=10, max_gpu_budget=6, min_endpoint=2)
+    world = World(options, (2, 2))
+    world.run(600, lambda at_s: rate if at_s < 300 else 5.0)
+    for decision in world.decisions:
+        assert sum(decision.targets.values()) <= 6
+        assert min(decision.targets.values()) >= 2
+
+
+def test_what_is_missing_changes_nothing() -> None:
+    world = World(OPTIONS, (3, 3))
+    world.run(300, lambda at_s: 30.0)
+    fleet, before = world.fleet, world.steps
+    world.run(900, lambda at_s: Missing("nobody told"))
+    assert (world.fleet, world.steps) == (fleet, before)
+    assert {reason.why for reason in world.decisions[-1].reasons} == {"nobody told"}
+
+
+def test_silence_shrinks_to_the_floor_and_a_cold_start_holds() -> None:
+    world = World(OPTIONS, (3, 3))
+    world.run(120, lambda at_s: 0.0)
+    assert world.fleet == (3, 3)  # nobody has come yet: lengths are not known
+    world.run(600, lambda at_s: 20.0)
+    world.run(1800, lambda at_s: 0.0)
+    assert world.fleet == (1, 1)
+
+
+def test_a_step_of_five_times_the_load_is_answered_within_a_lead() -> None:
+    world = World(OPTIONS, (1, 1))
+    world.run(600, lambda at_s: 8.0)
+    world.run(630, lambda at_s: 40.0)
+    assert world.fleet[0] >= 3
+    assert sum(world.fleet) > 4
+
+
+@pytest.mark.parametrize("slower", [0.7, 1.3])
+def test_a_wrong_profile_is_corrected_within_ten_minutes(slower: float) -> None:
+    world = World(OPTIONS, (4, 4), slower)
+    world.run(600, lambda at_s: 20.0)
+    numbers = {reason.component: reason.numbers["profile_factor"] for reason in world.decisions[-1].reasons}
+    assert numbers["P"] == pytest.approx(slower, abs=0.15)
+    assert numbers["D"] == pytest.approx(slower, abs=0.15)
+
+
+def test_a_reason_tells_forecast_band_price_and_who_binds() -> None:
+    world = World(OPTIONS, (2, 2))
+    world.run(300, lambda at_s: 20.0)
+    why = world.decisions[-1].reasons[0].why
+    assert "requests/s expected in 30 s (" in why
+    assert "binds" in why
+    assert "one less would miss" in why
