@@ -196,12 +196,12 @@ class VllmEngine(EngineBase):
         llm, self._llm = self._llm, None
         self._watch_no_more()
         if llm is not None:
-            assert self._processes is not None
             log.info("prompt tokens by source: %s", dict(self._statistics.prompt_tokens))
             handler = getattr(llm, "output_handler", None)
             if handler is not None and not self._statistics.num_live:
                 handler.cancel()  # nobody awaits it: otherwise it logs that the engine has died
-            await asyncio.to_thread(self._processes.shutdown, llm, SHUTDOWN_TIMEOUT_S)
+            if self._processes is not None:
+                await asyncio.to_thread(self._processes.shutdown, llm, SHUTDOWN_TIMEOUT_S)
         if self._bridge is not None:
             await self._bridge.close()
         if self._pass_bridge is not None:

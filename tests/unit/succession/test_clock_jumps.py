@@ -41,6 +41,7 @@ FOR_RECORDS_ONLY = {
     "dynamo_local/telemetry/planner_report/page.py": "when a decision was made, for people",
     "dynamo_local/telemetry/planner_report/schedule.py": "which decisions a page shows; a jump makes one early or late",
     "dynamo_local/telemetry/planner_views.py": "the name of a folder, and the x axis of TensorBoard's wall view",
+    "state/leads.py": "the name under which a file that cannot be read is put aside",
     "dynamo_local/telemetry/progress.py": "the time of a line; whether an empty boot report is young",
 }
 """File -> why the time of day is right there, and what a jump does."""
