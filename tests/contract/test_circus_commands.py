@@ -34,7 +34,7 @@ async def test_a_reply_carries_the_result_although_nobody_asked_to_wait(commande
     assert reply["instructions"] == [{"kind": "spawn", "watcher_name": "dynamo_VllmWorker_1"}]
     stimulus_id = reply["stimulus_id"]
     assert str(stimulus_id).startswith("scale:")
-    options = {"force": False, "victim_policy": "coldest", "stimulus_id": stimulus_id}
+    options = {"force": False, "victim_policy": "coldest", "wake": True, "stimulus_id": stimulus_id}
     assert commander.supervisor.calls == [("scale", ("VllmWorker", "+1"), options)]
 
 

@@ -224,7 +224,10 @@ def test_commands_without_a_graph_say_so(disagg: Served) -> None:
 
 
 def test_a_statefile_of_a_stranger_is_left_alone() -> None:
-    """lesson 10: leaving removes our own statefile, and only that: not the folder, not another namespace's."""
+    """lesson 10: leaving removes our own statefile, and only that: not the folder, not another namespace's.
+
+    The host's lead times are kept for the next run.
+    """
     with Served(target=AGG, namespace="mine") as served:
         folder = served.paths.statefile.parent
         folder.mkdir(parents=True, mode=0o700)
@@ -238,7 +241,7 @@ def test_a_statefile_of_a_stranger_is_left_alone() -> None:
         left = stranger.read_text(), sorted(os.listdir(folder))
 
     assert left[0] == '{"namespace": "theirs"}'
-    assert [name for name in left[1] if not name.endswith(".lock")] == ["theirs.json"]
+    assert [name for name in left[1] if not name.endswith(".lock")] == [".lead-times", "theirs.json"]
 
 
 def test_a_graph_that_asks_for_too_many_gpus_is_refused_before_anything_starts() -> None:

@@ -50,6 +50,7 @@ def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
         "VllmWorker/generate",
         "VllmWorker/kv_blocks",
         "VllmWorker/load_metrics",
+        "PrefillWorker/canary",
         "PrefillWorker/status",
         "PrefillWorker/load_metrics",
     }
