@@ -3,7 +3,8 @@
     policy = make(scenario)
     run_mocker_trace_replay([trace], …, scaling_policy=policy)
 
-The replay knows its requests only by the means of the time since the last tick. So it is asked for a tick so often that
+The replay knows its requests only by the means of the time since the last tick, and its queues by the last pass of each
+worker. So it is asked for a tick so often that
 most ticks see one request, which gives the lengths one by one; a decision is made at every interval's end. What is
 decided is the same object's as in the arbiter, driven by the same driver. Nothing is read but what the replay tells.
 """
@@ -83,6 +84,7 @@ class ReplayPolicy:
         self._ended: list[Ended] = []
         self._seen_s = 0.0
         self._pulled_s = 0.0
+        self._queued: dict[str, int] = {}
         self.decisions: list[Decision] = []
 
     def initial_tick_ms(self) -> float:
@@ -93,6 +95,8 @@ class ReplayPolicy:
         """Targets (None: as it is), and when the next tick is wanted."""
         now_s = snapshot["now_ms"] / 1000
         self._observe(snapshot.get("traffic") or {}, now_s)
+        for told in snapshot.get("prefill_fpm_snapshots", ()):
+            self._queued[str(told["worker_id"])] = told["num_queued_prefill"]
         prefill, decode = None, None
         if now_s >= self._driver.next_at_s - 1e-6:
             decision = self._driver.tick_now(self._pull(snapshot, now_s))
@@ -124,7 +128,9 @@ class ReplayPolicy:
         requests = Requests(self._pulled_s, now_s, tuple(self._began), tuple(self._ended))
         self._began, self._ended, self._pulled_s = [], [], now_s
         pools = WorkerPools(_pool(snapshot, "prefill"), _pool(snapshot, "decode"))
-        return Pull(Reading(now_s, None, {}), pools, requests=requests)
+        serving = {str(worker) for worker in snapshot.get("active_prefill_ids", ())}
+        self._queued = {worker: queued for worker, queued in self._queued.items() if worker in serving}
+        return Pull(Reading(now_s, sum(self._queued.values()), {}), pools, requests=requests)
 
 
 def _pool(snapshot: Mapping[str, Any], role: str) -> Pool:

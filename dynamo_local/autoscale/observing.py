@@ -24,6 +24,7 @@ from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S, Counted, Count
 from dynamo_local.planner.sources.passes import PassTracker, ReadyWorker
 from dynamo_local.planner.sources.prometheus import PrometheusTraffic
 from dynamo_local.planner.values.passes import Capabilities, Engines
+from dynamo_local.planner.values.requests import Ended, Requests
 from dynamo_local.planner.values.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ ANSWER = frozenset({None, DYNAMO_1X})
 
 
 class Observing:
-    """`TrafficSource` and `PassSource` of one graph. `follow` says for what kind of planner, `close` that there is none
-    any more. `background` runs what nobody waits for."""
+    """`TrafficSource`, `RequestSource` and `PassSource` of one graph. `follow` says for what kind of planner, `close`
+    that there is none any more. `background` runs what nobody waits for."""
 
     def __init__(
         self,
@@ -96,6 +97,28 @@ class Observing:
             return await self._elsewhere.traffic(window_s)
         await self._scrape()
         return self._history.traffic(window_s, self._clock.now_s())
+
+    async def requests(self, window_s: float) -> Requests | Missing:
+        """See `RequestSource`: of our own frontends, all of which must tell."""
+        from dynamo_local.runtime.observation import Question
+
+        if self._elsewhere is not None:
+            return Missing("Prometheus counts requests together")
+        workers = self._shell.fleet.workers.values()
+        expected = frozenset(worker.name for worker in workers if worker.ready and worker.role is Role.FRONTEND)
+        heard = await self._ask(Question(requests_s=window_s), expected)
+        told = {name: one for name, one in heard.items() if one.requests is not None}
+        if not expected or expected - told.keys():
+            return Missing(f"{', '.join(sorted(expected - told.keys())) or 'nobody'} told no single requests")
+        now_s = self._clock.now_s()
+        began = sorted(one.at_s - age_s for one in told.values() for age_s in one.requests.began_s)
+        ended = [
+            Ended(one.at_s - each.age_s, each.isl, each.osl, each.ttft_s, each.itl_s)
+            for one in told.values()
+            for each in one.requests.answered
+        ]
+        ended.sort(key=lambda each: each.at_s)
+        return Requests(now_s - window_s, now_s, tuple(began), tuple(ended))
 
     async def passes(self) -> Engines:
         """See `PassSource`."""

@@ -353,6 +353,7 @@ class Planning:
                 self._clock,
                 traffic=self._observing,
                 passes=self._observing,
+                requests=self._observing,
             ),
             LocalConnector(self._orders),
             self._clock,

@@ -24,7 +24,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 
-from dynamo_local.core.traffic import HISTOGRAMS, REQUESTS
+from dynamo_local.core.traffic import HISTOGRAMS, REQUESTS, RecentRequests
 
 PREFIX = "dynamo_frontend"
 UNKNOWN_MODEL = "unknown"
@@ -74,6 +74,7 @@ class RequestObserver:
         self._series = series
         self._labels = labels
         self._started_s = started_s
+        self._first_s: float | None = None
         self._last_s: float | None = None
         self._prompt_tokens: int | None = None
         self._tokens = 0
@@ -99,6 +100,7 @@ class RequestObserver:
         if self._last_s is None:
             series.queued.dec()
             self._metrics.queued -= 1
+            self._first_s = now_s
             series.ttft.observe(now_s - self._started_s)
             if self._prompt_tokens is not None:
                 series.isl.observe(self._prompt_tokens)
@@ -124,8 +126,17 @@ class RequestObserver:
             self._metrics.queued -= 1
         else:
             series.osl.observe(self._tokens)
+            self._remember(status)
         series.duration.observe(now_s - self._started_s)
         self._metrics.requests.labels(*self._labels, status).inc()
+
+    def _remember(self, status: Status) -> None:
+        """What was cut short says nothing of lengths."""
+        first_s, last_s, isl = self._first_s, self._last_s, self._prompt_tokens
+        if status != "success" or first_s is None or last_s is None or isl is None:
+            return
+        itl_s = (last_s - first_s) / (self._tokens - 1) if self._tokens > 1 else None
+        self._metrics.recent.answered(last_s, isl, self._tokens, first_s - self._started_s, itl_s)
 
 
 class HttpMetrics:
@@ -139,6 +150,8 @@ class HttpMetrics:
         self._histograms: dict[str, Histogram] = {}
         self.queued = 0
         """Requests of all models that still wait for their first token."""
+        self.recent = RecentRequests()
+        """Of all models, one by one."""
         model = ["model"]
         self.requests = Counter(
             f"{PREFIX}_requests",
@@ -181,6 +194,7 @@ class HttpMetrics:
         if series is None:
             series = self._series[label] = _Series(self, label)
         series.started.inc()
+        self.recent.began(started_s)
         return RequestObserver(self, series, (label, endpoint, request_type), started_s)
 
     def refused(self, model: str | None, endpoint: Endpoint, request_type: RequestType) -> None:

@@ -1,8 +1,11 @@
-"""Names of what is counted about requests: ours for counters that only grow, and Dynamo's for its histograms."""
+"""What is told about requests: counted together, under our names for counters that only grow and Dynamo's for its
+histograms; and the last ones one by one. Pure."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 HISTOGRAMS: Mapping[str, str] = {
     "ttft_s": "time_to_first_token_seconds",
@@ -20,3 +23,54 @@ HIT_RATE = "hit_rate"
 HIT_RATE_METRIC = "dynamo_component_router_kv_hit_rate"
 STARTED, ENDED = "requests_started_total", "requests_total"
 """The first counts requests as they begin; frontends that have only the second count them as they end."""
+
+RECENT_MAX = 4096
+"""So many beginnings, and so many answers, are remembered one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request whose last token came `age_s` ago: its tokens, and its latencies in seconds. `itl_s` is the mean gap
+    between its own tokens (None: it has no two)."""
+
+    age_s: float
+    isl: int
+    osl: int
+    ttft_s: float
+    itl_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """Requests of a while, the oldest first: how many seconds ago they began, and those that were answered."""
+
+    began_s: tuple[float, ...] = ()
+    answered: tuple[Answered, ...] = ()
+
+
+class RecentRequests:
+    """The last requests of a frontend. Times are seconds of the caller's clock."""
+
+    def __init__(self) -> None:
+        self._began: deque[float] = deque(maxlen=RECENT_MAX)
+        self._answered: deque[tuple[float, int, int, float, float | None]] = deque(maxlen=RECENT_MAX)
+
+    def began(self, at_s: float) -> None:
+        """One more."""
+        self._began.append(at_s)
+
+    def answered(self, at_s: float, isl: int, osl: int, ttft_s: float, itl_s: float | None) -> None:
+        """Its last token came then."""
+        self._answered.append((at_s, isl, osl, ttft_s, itl_s))
+
+    def of(self, window_s: float, now_s: float) -> Recent | None:
+        """Those of the last so many seconds; None where there were more than are remembered."""
+        since_s = now_s - window_s
+        if len(self._began) == RECENT_MAX and self._began[0] > since_s:
+            return None
+        if len(self._answered) == RECENT_MAX and self._answered[0][0] > since_s:
+            return None
+        return Recent(
+            tuple(now_s - at_s for at_s in self._began if since_s < at_s <= now_s),
+            tuple(Answered(now_s - at_s, *rest) for at_s, *rest in self._answered if since_s < at_s <= now_s),
+        )

@@ -37,6 +37,7 @@ from dynamo_local.planner.values.passes import Capabilities, Engines, EngineSeen
 from dynamo_local.planner.values.pools import WorkerPools
 from dynamo_local.planner.values.pull import Pull, Wants
 from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.requests import Requests
 from dynamo_local.planner.values.standing import Standing
 
 log = logging.getLogger(__name__)
@@ -272,17 +273,19 @@ class PlannerLoop:
 
     async def _observed(self, wants: Wants) -> Pull:
         interval_s = self.options.metric_pulling_interval_s
-        reading, traffic, (engines, limits) = await asyncio.gather(
+        window_s = wants.traffic_window_s
+        reading, traffic, requests, (engines, limits) = await asyncio.gather(
             self._puller.pull(self._world.ready(), interval_s),
-            self._puller.traffic(wants.traffic_window_s),
+            self._puller.traffic(window_s),
+            self._puller.requests(window_s) if wants.requests and window_s is not None else _no_requests(),
             self._puller.engines(interval_s) if wants.passes else _no_engines(),
         )
         blind = self._world.blind()
         if blind is not None:
             why = Missing(blind)
-            traffic = None if traffic is None else why
+            traffic, requests = None if traffic is None else why, None
             engines = {engine: EngineSeen(seen.component, last=why) for engine, seen in engines.items()}
-        return Pull(reading, self._world.worker_pools(), traffic, engines, limits, blind)
+        return Pull(reading, self._world.worker_pools(), traffic, engines, limits, blind, requests)
 
     async def _carry_out(self, decision: Decision, pull: Pull, driver: PolicyDriver) -> None:
         self._number += 1
@@ -346,6 +349,10 @@ class PlannerLoop:
 
 def _outcome(result: Committed | Written | Refused | StepOutcome, component: str) -> StepOutcome:
     return result if isinstance(result, StepOutcome) else outcome_of(result, component)
+
+
+async def _no_requests() -> Requests | None:
+    return None
 
 
 async def _no_engines() -> tuple[Engines, Mapping[str, Capabilities]]:

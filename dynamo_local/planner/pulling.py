@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,10 @@ from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError
 from dynamo_local.planner.holding import Holding
 from dynamo_local.planner.policies.intervals import fresh
-from dynamo_local.planner.sources import PassSource, TrafficSource
+from dynamo_local.planner.sources import PassSource, RequestSource, TrafficSource
 from dynamo_local.planner.values.passes import Capabilities, Engines
 from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.requests import Requests
 from dynamo_local.planner.values.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ DEADLINE_MAX_S = 1.0
 """A source is waited for at most this share of the time between two pulls, and at most `DEADLINE_MAX_S`."""
 TRAFFIC_DEADLINE_S = 5.0
 """The same for a window of traffic, which another server may have to sum up."""
+REQUESTS_WINDOWS = 3
+"""An answer that was missed is made up for by the next one, if that is no further away."""
 HUNG_PULLS = 10
 """A source that has not answered for this many pulls is asked again."""
 
@@ -73,6 +77,7 @@ class Puller:
         *,
         traffic: TrafficSource | None = None,
         passes: PassSource | None = None,
+        requests: RequestSource | None = None,
     ) -> None:
         self._clock = clock
         self.held = Holding()
@@ -82,6 +87,9 @@ class Puller:
         self._depth: Sampled[int] | None = None
         self._window_s = 0.0
         self._traffic = None if traffic is None else self._pending("traffic", partial(self._ask, traffic))
+        self._requests = None if requests is None else self._pending("requests", partial(self._ask_requests, requests))
+        self._requests_s = 0.0
+        self._requests_to_s = -math.inf
         self._passes = passes
         self._engines = None if passes is None else self._pending("passes", passes.passes)
 
@@ -110,6 +118,22 @@ class Puller:
 
     async def _ask(self, source: TrafficSource) -> Traffic | Missing:
         return await source.traffic(self._window_s)
+
+    async def requests(self, window_s: float) -> Requests | None:
+        """Those since the last call of this, one by one; of `window_s` seconds at first, and where the last ones are
+        longer ago than `REQUESTS_WINDOWS` of these. None where they are not known so."""
+        if self._requests is None:
+            return None
+        since_s = self._clock.now_s() - self._requests_to_s
+        self._requests_s = since_s if since_s <= REQUESTS_WINDOWS * window_s else window_s
+        await self._requests.ask(window_s)
+        found = self._requests.take()
+        if found is not None:
+            self._requests_to_s = found.at_s
+        return found
+
+    async def _ask_requests(self, source: RequestSource) -> Requests | Missing:
+        return await source.requests(self._requests_s)
 
     async def engines(self, interval_s: float) -> tuple[Engines, Mapping[str, Capabilities]]:
         """The passes of the engines since the last call, and their limits. Nothing, if they did not come in time."""
@@ -141,7 +165,7 @@ class Puller:
 
     def close(self) -> None:
         """Cancel all pending samples."""
-        for source in (self._loads, self._queue, self._traffic, self._engines):
+        for source in (self._loads, self._queue, self._traffic, self._requests, self._engines):
             if source is not None:
                 source.cancel()
 

@@ -1,4 +1,5 @@
-"""What a planner asks the workers, on `{ns}.observe`: counters of requests, forward passes, the engine's limits.
+"""What a planner asks the workers, on `{ns}.observe`: requests, counted and one by one; forward passes; the engine's
+limits.
 
 One question to all, as for loads: 64 workers that send two hundred passes a second each would hold the arbiter's loop
 all the time; an answer brings at most `MAX_PASSES` of those since the last question, evenly spread, and its cost does
@@ -13,7 +14,7 @@ import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import msgspec
 from nats.aio.client import Client
@@ -22,6 +23,7 @@ from nats.aio.subscription import Subscription
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.passes import ForwardPass
+from dynamo_local.core.traffic import RECENT_MAX, Answered, Recent
 from dynamo_local.errors import DynamoError
 from dynamo_local.runtime.decoding import UNREADABLE, decode
 from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
@@ -44,10 +46,12 @@ Counters = Mapping[str, float]
 
 
 class Question(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`after`: the numbers of the passes that the asker has, by `worker id/rank`."""
+    """`requests_s`: the requests of the last so many seconds are wanted one by one. `after`: the numbers of the passes
+    that the asker has, by `worker id/rank`."""
 
     counters: bool = False
     passes: bool = False
+    requests_s: float = 0.0
     after: dict[str, int] = {}
 
 
@@ -60,6 +64,8 @@ class _Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
     passes: list[tuple[float, bytes]] | None = None
     missed: dict[str, int] = {}
     limits: dict[str, int | None] = {}
+    began: list[float] | None = None
+    answered: list[tuple[float, int, int, float, float | None]] = []
 
 
 _questions = msgspec.msgpack.Decoder(Question)
@@ -69,7 +75,7 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 @dataclass(frozen=True, slots=True)
 class Observed:
     """One worker's answer. `epoch` stands for its process, which is up since `up_since_s`; `counters` and `passes` are
-    None where it has none to tell (or was not asked). Times are on the asker's clock."""
+    None where it has none to tell (or was not asked), and so are `requests`. Times are on the asker's clock."""
 
     watcher: str
     component: str
@@ -80,6 +86,7 @@ class Observed:
     passes: tuple[ForwardPass, ...] | None
     missed: Mapping[str, int]
     limits: Mapping[str, int | None]
+    requests: Recent | None = None
 
 
 def observe_subject(namespace: str) -> str:
@@ -101,8 +108,10 @@ class ObservationServer:
         counters: Callable[[], Awaitable[Counters]] | None = None,
         passes: PassRecorder | None = None,
         limits: Callable[[], Mapping[str, int | None]] = dict,
+        requests: Callable[[float], Recent | None] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        self._requests = requests
         self._nats = nats
         self._subject = observe_subject(namespace)
         self._watcher_name = watcher_name
@@ -156,6 +165,11 @@ class ObservationServer:
             counters=None if counters is None else dict(counters),
             limits=dict(self._limits()),
         )
+        if question.requests_s > 0 and self._requests is not None:
+            recent = self._requests(question.requests_s)
+            if recent is not None:
+                answer.began = list(recent.began_s)
+                answer.answered = [astuple(each) for each in recent.answered]
         if recorder is not None:
             worker = recorder.worker_id or own
             prefix = f"{worker}/"
@@ -212,6 +226,7 @@ def parse_answer(data: bytes, now_s: float) -> Observed | None:
         return None
     counters: dict[str, float] | None = found.counters
     numbers = [found.up_s, *(counters or {}).values(), *(age_s for age_s, _ in found.passes or ())]
+    numbers += [*(found.began or ()), *(value for each in found.answered for value in each if value is not None)]
     if not all(0.0 <= number < math.inf for number in numbers):
         return None
     passes = None
@@ -229,7 +244,14 @@ def parse_answer(data: bytes, now_s: float) -> Observed | None:
         passes=passes,
         missed=found.missed,
         limits={name: _count(found.limits.get(name)) for name in LIMITS},
+        requests=_recent(found),
     )
+
+
+def _recent(found: _Answer) -> Recent | None:
+    if found.began is None or max(len(found.began), len(found.answered)) > RECENT_MAX:
+        return None
+    return Recent(tuple(found.began), tuple(Answered(*each) for each in found.answered))
 
 
 def _count(value: int | None) -> int | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.core.passes import ForwardPass
+from dynamo_local.core.traffic import Recent
 from dynamo_local.core.types import Load, lease_hex
 from dynamo_local.errors import ConfigError
 from dynamo_local.infra.access import EtcdAccess, NatsAccess
@@ -139,6 +140,7 @@ class Context:
         self.work_source: Callable[[], Work] = Work
         self._counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None
         self._limits: Callable[[], Mapping[str, int | None]] = dict
+        self._requests: Callable[[float], Recent | None] | None = None
         self._passes: PassRecorder | None = None
         self._pass_listeners: list[Callable[[ForwardPass], None]] = []
         self._observed = False
@@ -239,8 +241,9 @@ class Context:
         self,
         counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
         limits: Callable[[], Mapping[str, int | None]] = dict,
+        requests: Callable[[float], Recent | None] | None = None,
     ) -> None:
-        self._counters, self._limits, self._observed = counters, limits, True
+        self._counters, self._limits, self._requests, self._observed = counters, limits, requests, True
 
     def handed_on(self) -> dict[str, Any]:
         """What stays of this context itself, for the next role's."""
@@ -289,6 +292,7 @@ class Context:
             counters=self._counters,
             passes=self._passes,
             limits=self._limits,
+            requests=self._requests,
         )
         self._stack.push_async_callback(server.close)
         await server.start()

@@ -44,7 +44,7 @@ class Serving:
         async def counters() -> Mapping[str, float]:
             return deps.metrics.counters()
 
-        context.observe(counters)
+        context.observe(counters, requests=lambda window_s: deps.metrics.recent.of(window_s, deps.clock.now_s()))
         await context.announce(frontend_url=server.url)
         logger.info("serving OpenAI's API at %s/v1", server.url)
 

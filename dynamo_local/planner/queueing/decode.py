@@ -7,7 +7,9 @@ takes what the engine says of the KV that is in use in the middle between them.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from dynamo_local.planner.queueing.demand import Demand
@@ -17,19 +19,22 @@ WARM_UP = 0.15
 """Share of the streams at the beginning that only fill the workers, and are not judged."""
 
 
-def decode_share(demand: Demand, rate: float, workers: int, engine: Engine, itl_s: float) -> float:
-    """Share of the streams that keep `itl_s` seconds in the mean, and that need not wait for KV."""
+def decode_share(demand: Demand, times: Sequence[float], workers: int, engine: Engine, itl_s: float) -> float:
+    """Share of the streams that keep `itl_s` seconds in the mean, and that need not wait for KV. `times`: when each
+    request's prefill is done (seconds): a burst of prompts is no burst of streams. There may be fewer of them than
+    requests: the first ones."""
     fleet = [_Worker(engine, itl_s) for _ in range(workers)]
-    judged_from = int(len(demand.gaps) * WARM_UP)
+    judged_from = int(len(times) * WARM_UP)
     turns = engine.options.turns
-    for number, (at_s, isl, osl) in enumerate(zip(demand.times(rate), demand.isl, demand.osl, strict=True)):
+    for number, (at_s, isl, osl) in enumerate(sorted(zip(times, demand.isl, demand.osl, strict=False))):
         if turns:
             worker = fleet[number % workers]
-            worker.advance(at_s)
         else:
             for each in fleet:
-                each.advance(at_s)
-            worker = min(fleet, key=lambda each: each.load)
+                if each.due_s <= at_s:  # until then its load is what it was
+                    each.advance(at_s)
+            worker = min(fleet, key=_load)
+        worker.advance(at_s)
         worker.take(at_s, isl, max(1, osl - 1), number >= judged_from)
     for each in fleet:
         each.finish()
@@ -37,12 +42,17 @@ def decode_share(demand: Demand, rate: float, workers: int, engine: Engine, itl_
     return sum(each.kept for each in fleet) / judged if judged else 1.0
 
 
+def _load(worker: _Worker) -> float:
+    return worker.load
+
+
 class _Worker:
-    """One decode engine. `now_s` is where it has been brought to; `passes` are counted in fractions."""
+    """One decode engine. `now_s` is where it has been brought to, and `due_s` when its next stream ends, if no other
+    comes before; `passes` are counted in fractions."""
 
     __slots__ = (
         "_engine", "_itl_s", "_max_kv", "_max_seqs", "_waiting",
-        "judged", "kept", "kv", "load", "now_s", "passes", "streams",
+        "due_s", "judged", "kept", "kv", "load", "now_s", "passes", "streams",
     )  # fmt: skip
 
     def __init__(self, engine: Engine, itl_s: float) -> None:
@@ -51,6 +61,7 @@ class _Worker:
         self._waiting: deque[tuple[float, int, int, bool]] = deque()
         self.streams: list[tuple[float, float, int, int, bool]] = []
         self.now_s = self.passes = self.kv = self.load = 0.0
+        self.due_s = math.inf
         self.kept = self.judged = 0
 
     def take(self, at_s: float, isl: int, tokens: int, judged: bool) -> None:
@@ -61,6 +72,7 @@ class _Worker:
             self._waiting.append((at_s, isl, tokens, False))
             return
         self._start(at_s, isl, tokens, judged)
+        self._put_due()
 
     def _fits(self, isl: int) -> bool:
         if not self.streams:
@@ -83,12 +95,24 @@ class _Worker:
                 done = ahead * (to_s - self.now_s) / took_s if took_s > 0 else 0.0
                 self.passes += done
                 self.kv += count * done
-                break
+                self.now_s = to_s
+                return
             self.now_s += took_s
             self.passes += ahead
             self.kv += count * ahead
             self._end()
+            self._put_due()
         self.now_s = to_s
+
+    def _put_due(self) -> None:
+        streams = self.streams
+        if not streams:
+            self.due_s = math.inf
+            return
+        count = len(streams)
+        ahead = streams[0][0] - self.passes
+        kv = self.kv + count * ahead / 2
+        self.due_s = self.now_s + ahead * self._engine.itl_s(kv, kv / count)
 
     def finish(self) -> None:
         """Until the last stream has ended."""

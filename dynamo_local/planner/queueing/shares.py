@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from dynamo_local.planner.queueing.decode import decode_share
 from dynamo_local.planner.queueing.demand import Demand
 from dynamo_local.planner.queueing.engine import Engine
-from dynamo_local.planner.queueing.prefill import prefill_share
+from dynamo_local.planner.queueing.prefill import done_at, within
 
 FULL = 0.001
 """A share that near to that of the largest fleet is as good."""
 LOST = 0.25
 """Below this part of it nothing is computed any more: no planner goes there."""
-KEPT_MAX = 4000
+KEPT_MAX = 400
+HORIZON_S = 60.0
+STREAMS_MIN = 150
+"""So long a rate is taken to last, for decode workers, which fill up slowly: what may come at one moment does not last.
+But so many streams are looked at at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +38,34 @@ class Evaluator:
         self._engine = engine
         self._ttft_s, self._itl_s = ttft_s, itl_s
         self._after_s = min(itl_s, engine.itl_s(engine.max_kv_tokens / 8, 2048))
-        self._known: OrderedDict[tuple[str, int, float, int], float] = OrderedDict()
+        self._known: OrderedDict[tuple[int, float, int], Shares] = OrderedDict()
         self.computed = 0
 
     def shares(self, demand: Demand, key: int, rate: float, workers_max: int) -> Shares:
         """For 0 to `workers_max` workers. `key` stands for the demand."""
-        prefill = _monotone(lambda n: self._share("prefill", demand, key, rate, n), workers_max)
-        decode = _monotone(lambda n: self._share("decode", demand, key, rate, n), workers_max)
-        return Shares(prefill, decode)
+        known = self._known.get((key, rate, workers_max))
+        if known is None:
+            known = self._known[key, rate, workers_max] = self._computed(demand, rate, workers_max)
+            while len(self._known) > KEPT_MAX:
+                self._known.popitem(last=False)
+        return known
 
-    def _share(self, role: str, demand: Demand, key: int, rate: float, workers: int) -> float:
-        name = (role, key, rate, workers)
-        found = self._known.get(name)
-        if found is not None:
-            return found
+    def _computed(self, demand: Demand, rate: float, workers_max: int) -> Shares:
         self.computed += 1
-        if role == "prefill":
-            value = prefill_share(demand, rate, workers, self._engine, self._ttft_s, self._after_s)
-        else:
-            value = decode_share(demand, rate, workers, self._engine, self._itl_s)
-        self._known[name] = value
-        while len(self._known) > KEPT_MAX:
-            self._known.popitem(last=False)
-        return value
+        engine, times = self._engine, demand.times(rate)
+        allowed_s = self._ttft_s - self._after_s
+        done: dict[int, list[float]] = {}
+
+        def prefill(workers: int) -> float:
+            done[workers] = done_at(times, demand.isl, workers, engine)
+            return within(times, done[workers], allowed_s)
+
+        shares = _monotone(prefill, workers_max)
+        # Streams come as the smallest fleet lets them go that is as good as the largest.
+        enough = next(workers for workers, share in enumerate(shares) if share >= shares[-1] - FULL)
+        streams = done.get(enough) or done_at(times, demand.isl, max(1, enough), engine)
+        streams = streams[: max(STREAMS_MIN, int(rate * HORIZON_S))]
+        return Shares(shares, _monotone(lambda n: decode_share(demand, streams, n, engine, self._itl_s), workers_max))
 
 
 def _monotone(of: Callable[[int], float], workers_max: int) -> tuple[float, ...]:

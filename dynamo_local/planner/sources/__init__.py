@@ -8,6 +8,7 @@ from typing import Protocol
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
 from dynamo_local.planner.values.passes import Capabilities, Engines
+from dynamo_local.planner.values.requests import Requests
 from dynamo_local.planner.values.traffic import Traffic
 
 
@@ -16,6 +17,15 @@ class TrafficSource(Protocol):
 
     async def traffic(self, window_s: float) -> Traffic | Missing:
         """The window of so many seconds that ends now. May raise `DynamoError`."""
+        ...
+
+
+class RequestSource(Protocol):
+    """The clients' requests one by one."""
+
+    async def requests(self, window_s: float) -> Requests | Missing:
+        """Those of the last so many seconds. `Missing` where they are only counted together. May raise
+        `DynamoError`."""
         ...
 
 

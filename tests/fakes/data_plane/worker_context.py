@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dynamo_local.core.kv.events import KvEvent
+from dynamo_local.core.traffic import Recent
 from dynamo_local.core.types import Load
 from dynamo_local.errors import RequestCancelled, WorkerLost, to_wire
 from dynamo_local.runtime.passes.recorder import PassRecorder
@@ -176,8 +177,9 @@ class FakeWorkerContext:
         self,
         counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
         limits: Callable[[], Mapping[str, int | None]] = dict,
+        requests: Callable[[float], Recent | None] | None = None,
     ) -> None:
-        self.counters, self.limits = counters, limits
+        self.counters, self.limits, self.requests = counters, limits, requests
 
     async def run_drain_callbacks(self) -> None:
         await asyncio.gather(*(callback() for callback in self._drain_callbacks))

@@ -13,10 +13,12 @@ from dynamo_local.autoscale.observing import Observing
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.config import PlannerConfig
 from dynamo_local.core.life.fleet import Fleet, Worker
+from dynamo_local.core.traffic import RecentRequests
 from dynamo_local.core.types import GraphSpec, Missing, Role, ServiceSpec, WorkerState
 from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S
 from dynamo_local.planner.sources.passes import STALE_AFTER_S
 from dynamo_local.planner.values.passes import Capabilities, EngineId
+from dynamo_local.planner.values.requests import Requests
 from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.runtime.observation import ObservationServer
 from dynamo_local.runtime.passes.recorder import PassRecorder
@@ -220,5 +222,31 @@ def test_where_a_prometheus_server_is_named_the_frontends_are_not_asked() -> Non
         assert graph.asked > 0
         graph.observing.close()
         await asyncio.sleep(0.1)
+
+    virtually(scenario)
+
+
+def test_the_requests_of_all_frontends_come_one_by_one_and_none_if_one_is_silent() -> None:
+    async def scenario() -> None:
+        graph, clock = Graph(), AsyncioClock()
+        await asyncio.sleep(100.0)
+        now_s = clock.now_s()
+        clients = []
+        for name, lengths in (("Frontend", (100, 10)), ("Frontend_1", (2000, 30))):
+            recent = RecentRequests()
+            recent.began(now_s - 4.0)
+            recent.began(now_s - 60.0)
+            recent.answered(now_s - 1.0, *lengths, 0.5, 0.02)
+            clients.append(await graph.add(name, requests=lambda s, of=recent: of.of(s, clock.now_s())))
+        await graph.add("Decode")
+        seen = await graph.observing.requests(5.0)
+        assert isinstance(seen, Requests)
+        assert (seen.since_s, seen.at_s) == pytest.approx((now_s - 5.0, now_s), abs=0.1)
+        assert seen.began == pytest.approx((now_s - 4.0,) * 2, abs=0.1)
+        assert sorted((each.isl, each.osl) for each in seen.ended) == [(100, 10), (2000, 30)]
+        clients[1].go.clear()
+        missing = await graph.observing.requests(5.0)
+        assert isinstance(missing, Missing)
+        assert "Frontend_1 told no single requests" in missing.reason
 
     virtually(scenario)

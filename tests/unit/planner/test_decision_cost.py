@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 
+from dynamo_local.core.types import Missing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.runners import InlineForecaster
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.queueing import task as queueing
+from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
 from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass, Requests
 from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.requests import Ended
+from dynamo_local.planner.values.requests import Requests as ClientRequests
 from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.profiles import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
@@ -24,7 +31,7 @@ DECISIONS = 20
 """So many are measured."""
 LEARNING = 3
 """Windows with passes before the ones that are measured: enough for as many samples as a model keeps."""
-MEDIAN_MAX_MS = {"load": 2.0, "sla": 3.0, "throughput-load": 5.0}
+MEDIAN_MAX_MS = {"load": 2.0, "sla": 3.0, "slo": 5.0, "throughput-load": 5.0}
 """The last one's includes what it learns from 4,096 passes that came since the last pull."""
 YARDSTICK_MS = 13.0
 """What `yardstick_ms` is on a 2.8 GHz Xeon core. A slower machine may take longer in the same proportion."""
@@ -32,6 +39,7 @@ LIMITS = Capabilities(8192, 256, 1_000_000, 131_072)
 OPTIONS = [
     LoadOptions(adjustment_interval_s=30.0, metric_pulling_interval_s=30.0, max_gpu_budget=WORKERS),
     SlaOptions(profile=DEFAULT_PROFILE, adjustment_interval_s=30.0, max_gpu_budget=WORKERS),
+    SloOptions(profile=DEFAULT_PROFILE, max_gpu_budget=WORKERS),
     ThroughputLoadOptions(
         optimization_target=Target.SLA,
         enable_load_scaling=True,
@@ -70,7 +78,30 @@ def pull(at_s: float, tick: int, wants: Wants) -> Pull:
     if window_s is not None:
         traffic = Traffic(at_s, window_s, 300.0 + tick % 40, 3000.0, 200.0, 120.0, 9.0, 2.0, 0.2, 1.0)
     limits = {PREFILL: LIMITS, DECODE: LIMITS}
-    return Pull(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits)
+    requests = answered(at_s, window_s, 300.0 + tick % 40) if wants.requests and window_s is not None else None
+    return Pull(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits, requests=requests)
+
+
+def answered(at_s: float, window_s: float, rate: float) -> ClientRequests:
+    """The requests of a window one by one."""
+    count = round(rate * window_s)
+    began = tuple(at_s - window_s + window_s * (n + 0.5) / count for n in range(count))
+    ended = tuple(Ended(each, 500 + n * 37 % 5000, 20 + n * 13 % 400, 0.15, 0.009) for n, each in enumerate(began))
+    return ClientRequests(at_s - window_s, at_s, began, ended)
+
+
+class Elsewhere:
+    """Forecasts here and now, and the queueing twin's answer at once: in the arbiter another process gives it."""
+
+    def __init__(self) -> None:
+        self._inline = InlineForecaster()
+
+    async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
+        if task.predictor != queueing.NAME:
+            return await self._inline.run(task, deadline_s)
+        *columns, rates = task.series
+        shares = tuple(min(1.0, n / (task.steps // 2)) for n in range(task.steps + 1))
+        return Forecasts((shares,) * (2 * len(rates) * len(columns) // 3))
 
 
 def yardstick_ms() -> float:
@@ -89,13 +120,13 @@ def yardstick_ms() -> float:
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_a_decision_takes_a_few_milliseconds(options: PolicyOptions) -> None:
     """The arbiter decides on its own loop, where everything else waits meanwhile."""
-    driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
+    driver = PolicyDriver(policy_of(options), 0.0, forecaster=Elsewhere())
     took_ms = []
     windows = tick = 0
     while len(took_ms) < DECISIONS:
         wants = driver.wants
         windows += wants.traffic_window_s is not None or not wants.passes
-        heard = wants if windows > WINDOWS - LEARNING else Wants(wants.traffic_window_s)
+        heard = wants if windows > WINDOWS - LEARNING else replace(wants, passes=False)
         seen = pull(driver.next_at_s, tick, heard)
         tick += 1
         began_s = time.thread_time()

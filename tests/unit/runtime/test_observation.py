@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from dynamo_local.core.passes import EngineId
+from dynamo_local.core.traffic import RECENT_MAX, Answered, Recent, RecentRequests
 from dynamo_local.errors import DynamoError, NatsUnavailable
 from dynamo_local.runtime.observation import (
     MAX_PASSES,
@@ -149,3 +150,27 @@ async def test_without_nats_nobody_can_be_asked(workers: Workers) -> None:
     with pytest.raises(NatsUnavailable):
         await workers.ask(Question(counters=True), "w1")
     assert await workers.ask(Question(counters=True)) == {}
+
+
+async def test_requests_are_told_one_by_one_to_who_asks_for_them(workers: Workers) -> None:
+    recent = RecentRequests()
+    for at_s in (1.0, 6.0, 9.0):
+        recent.began(at_s)
+    recent.answered(4.0, 10, 1, 0.2, None)
+    recent.answered(8.0, 300, 20, 0.5, 0.01)
+    await workers.serve("w1", requests=lambda window_s: recent.of(window_s, 10.0))
+    await workers.serve("w2")
+    heard = await workers.ask(Question(requests_s=5.0), "w1", "w2")
+    assert heard["w1"].requests == Recent((4.0, 1.0), (Answered(2.0, 300, 20, 0.5, 0.01),))
+    assert heard["w2"].requests is None
+    assert (await workers.ask(Question(counters=True), "w1"))["w1"].requests is None
+
+
+def test_more_requests_than_are_remembered_are_not_told_as_if_they_were_all() -> None:
+    recent = RecentRequests()
+    for n in range(RECENT_MAX):
+        recent.began(float(n))
+    assert recent.of(RECENT_MAX + 5.0, RECENT_MAX) is None
+    few = recent.of(10.0, RECENT_MAX - 1.0)
+    assert few is not None
+    assert len(few.began_s) == 10

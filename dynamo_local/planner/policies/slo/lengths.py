@@ -66,4 +66,5 @@ def _gaps(times: Sequence[float]) -> list[float]:
         span_s = min(at_s + half, times[-1]) - max(at_s - half, times[0])
         gaps.append((at_s - before) * (high - low) / max(span_s, 1e-3))
     mean = sum(gaps) / len(gaps)
-    return [gap / mean for gap in gaps] if mean > 0 else [1.0] * len(gaps)
+    # Rounded: an even load is the same demand again, whose answers are known.
+    return [round(gap / mean, 4) for gap in gaps] if mean > 0 else [1.0] * len(gaps)

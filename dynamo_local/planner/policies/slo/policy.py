@@ -7,23 +7,26 @@ The rules, in prose (each was kept because the development traces want it: docs/
   what may come (`outlook`).
 * Requests have the lengths, and come in the bursts, in which they came lately (`lengths`); a queueing twin says, away
   from the arbiter's loop, which share of them keeps the targets with how many workers (`queueing`).
-* A GPU is held, or ordered, if it is worth its price (`choosing`).
+* A GPU is held, or ordered, if it is worth its price (`choosing`), which follows what was kept lately (`keeping`).
+* What waits too long already is to be cleared within one lead.
 * The fleet of the start is not gone below before its forecasts have been tried once or twice.
 * What is not known changes nothing. Floors and budget hold also for what plugins want.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.rules import floor_workers
 from dynamo_local.planner.policies.slo import words
 from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, grown, price, shrunk, swapped
-from dynamo_local.planner.policies.slo.correcting import learned
+from dynamo_local.planner.policies.slo.correcting import Served, learned, with_served
+from dynamo_local.planner.policies.slo.keeping import clearing
 from dynamo_local.planner.policies.slo.ladder import rungs_of
 from dynamo_local.planner.policies.slo.lengths import demands
 from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.policies.slo.outlook import Scenario
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
 from dynamo_local.planner.policies.slo.state import SloState, seen_requests, with_requests, with_rungs
 from dynamo_local.planner.policies.throughput_load.budget import fitting
@@ -35,6 +38,8 @@ from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Predi
 from dynamo_local.planner.values.pools import WorkerPools
 from dynamo_local.planner.values.proposals import ComponentTarget, Override, Proposal
 from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values.requests import Requests
 from dynamo_local.planner.values.standing import Standing
 
 PLUGIN_ID, PRIORITY = "builtin_slo_propose", 20
@@ -46,12 +51,22 @@ FIRST_LEADS = 2.0
 SLACK_S = 1e-3
 
 
+@dataclass(slots=True)
+class _Observed:
+    """What the last interval was taken in as: two stages of a tick ask for the same."""
+
+    before: SloState | None = None
+    pull: Pull | None = None
+    after: SloState | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SloPolicy:
     """`planner.policies.protocol.Policy` of `SloState`. `passes` is the profile's engine."""
 
     options: SloOptions
     passes: Passes
+    _last: _Observed = field(default_factory=lambda: _Observed(), compare=False, repr=False)
 
     def first(self, now_s: float) -> SloState:
         """The first decision is due after one interval."""
@@ -183,13 +198,23 @@ class SloPolicy:
 
     def price(self, state: SloState) -> float:
         """Of a GPU, in requests per second."""
-        return price(self.options.target, self.options.thrift, state.means.rate, state.means.gpus)
+        options = self.options
+        paid = price(options.target, options.thrift, state.means.rate, state.means.gpus)
+        return paid * state.kept.factor(options.target)
 
     def _due(self, state: SloState, pull: Pull) -> bool:
         return pull.at_s >= state.due_s - SLACK_S
 
     def _observed(self, state: SloState, pull: Pull) -> SloState:
         """With this interval in the history, or with the reason why there is nothing new."""
+        last = self._last
+        if last.before is state and last.pull is pull and last.after is not None:
+            return last.after
+        after = self._taken_in(state, pull)
+        last.before, last.pull, last.after = state, pull, after
+        return after
+
+    def _taken_in(self, state: SloState, pull: Pull) -> SloState:
         state = replace(state, expected=())
         pools = pull.pools
         if pools.prefill is None:
@@ -200,27 +225,38 @@ class SloPolicy:
         if isinstance(seen, Missing):
             return replace(state, held=(SloRule.NO_TRAFFIC_DATA, seen.reason))
         rungs = rungs_of(pools, self.options, state.rungs)
-        interval_s = self.options.adjustment_interval_s
         now = _capacity(pools)
         if state.first is None:
             until_s = pull.at_s + FIRST_LEADS * rungs[0].lead_s
             state = replace(state, first=now, first_until_s=until_s)
         if rungs != state.rungs:
-            state = with_rungs(state, rungs, interval_s)
+            state = with_rungs(state, rungs, self.options.adjustment_interval_s)
         state = with_requests(state, seen, self.bounds(pools).held(now))
-        state = replace(
-            state,
-            factors=learned(
-                state.factors,
-                state.ended,
-                pull.at_s,
-                pools.decode.ready,
-                self.passes,
-                self.options.engine.batched_tokens,
-            ),
-        )
+        served = Served(seen.since_s, seen.at_s, pools.prefill.ready, pools.decode.ready)
+        state = self._judged(replace(state, served=with_served(state.served, served)), seen, pull.reading)
         state = self._with_demands(state, pull.at_s)
         return replace(state, held=None if state.demands else (SloRule.NO_TRAFFIC_DATA, words.NOBODY_YET))
+
+    def _judged(self, state: SloState, seen: Requests, reading: Reading) -> SloState:
+        """With what the answers say of the engines, of what was kept, and of what waits."""
+        options = self.options
+        ttft_s, itl_s = options.ttft_ms / 1000, options.itl_ms / 1000
+        newest = state.moments[-1] if state.moments else None
+        hopeless = 0.0 if newest is None else newest.hopeless
+        rate = state.rates[0] if state.rates else 0.0
+        more = clearing(reading, rate, ttft_s, state.rungs[0].lead_s)
+        return replace(
+            state,
+            factors=learned(
+                state.factors, state.ended, state.served, self.passes, options.engine.batched_tokens, ttft_s
+            ),
+            kept=state.kept.after(seen.ended, hopeless, seen.at_s - seen.since_s, ttft_s, itl_s),
+            clearing=more,
+            scenarios=tuple(
+                tuple(Scenario(each.rate + more, each.weight) for each in outlook.scenarios())
+                for outlook in state.outlooks
+            ),
+        )
 
     def _with_demands(self, state: SloState, now_s: float) -> SloState:
         early = len(state.rates) * self.options.adjustment_interval_s < DEMANDS_EARLY_S
@@ -258,13 +294,13 @@ def within(asked: Fleet, now: Fleet, bounds: Bounds) -> Fleet:
 
 def _rates(state: SloState) -> tuple[float, ...]:
     """The rates of all scenarios of all rungs, on the grid, each once."""
-    found = {on_grid(each.rate) for outlook in state.outlooks for each in outlook.scenarios()}
+    found = {on_grid(each.rate) for scenarios in state.scenarios for each in scenarios}
     return tuple(sorted(found))
 
 
 def _moment(state: SloState, rung: int, known: dict[float, tuple[Shares, ...]]) -> Moment:
     scenarios = []
-    for each in state.outlooks[rung].scenarios():
+    for each in state.scenarios[rung]:
         told = known[on_grid(each.rate)]
         scenarios += [(each.weight * each.rate / len(told), shares) for shares in told]
     return Moment(tuple(scenarios))

@@ -103,7 +103,7 @@ def _numbers(
     options: SloOptions,
 ) -> dict[str, float]:
     """What the choice was made of. Missed requests are per hour, if it stayed as is expected of the lead."""
-    scenarios = state.outlooks[0].scenarios()
+    scenarios = state.scenarios[0]
     served = expected.served(fleet)
     numbers = {
         "lead_s": state.rungs[0].lead_s,
@@ -114,6 +114,8 @@ def _numbers(
         "workers_wanted": float(fleet[role]),
         "attainment": served / expected.rate if expected.rate > 0 else 1.0,
         "price_requests_per_hour": gpu_price * HOUR_S,
+        "price_factor": state.kept.factor(options.target),
+        "clearing_requests_per_second": state.clearing,
         "less_misses_per_hour": _gain(expected, _changed(fleet, role, -1), fleet),
         "more_saves_per_hour": _gain(expected, fleet, _changed(fleet, role, 1)),
         "target": options.target,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.choosing import Fleet, Moment
-from dynamo_local.planner.policies.slo.correcting import Factors
+from dynamo_local.planner.policies.slo.correcting import Factors, Served
+from dynamo_local.planner.policies.slo.keeping import Kept
 from dynamo_local.planner.policies.slo.ladder import Rung
 from dynamo_local.planner.policies.slo.lengths import REQUESTS, WINDOWS_S
-from dynamo_local.planner.policies.slo.outlook import Outlook
+from dynamo_local.planner.policies.slo.outlook import Outlook, Scenario
 from dynamo_local.planner.queueing.demand import Demand
 from dynamo_local.planner.values.pull import Pull
 from dynamo_local.planner.values.readings import Reading
@@ -46,8 +48,10 @@ class SloState:
 
     `rates` are those of the intervals, the newest first; `began` the last arrivals and `ended` the last answers,
     ascending. `outlooks` are by rung. `demands` were taken at `demands_at_s`. `moments` are what was expected, by the
-    decisions of the last lead, of the moments from now to the lead, the next one first. `first` is the fleet of the
-    start, which is not gone below until `first_until_s`. `held`: why this tick plans nothing (rule, words);
+    decisions of the last lead, of the moments from now to the lead, the next one first. `served` are the workers of the
+    last minutes, `kept` what was kept of the last answers, and `clearing` what is to be served beyond the rate at the
+    lead (requests/s), to get rid of what waits; `scenarios` are those of each rung, with that. `first` is the fleet of
+    the start, which is not gone below until `first_until_s`. `held`: why this tick plans nothing (rule, words);
     `expected` is what this tick expects at the lead of each rung, `chosen` the fleet that it proposes.
     """
 
@@ -64,6 +68,10 @@ class SloState:
     moments: tuple[Moment, ...] = ()
     means: Means = Means()
     factors: Factors = Factors()  # noqa: RUF009 - frozen
+    served: tuple[Served, ...] = ()
+    kept: Kept = Kept()  # noqa: RUF009 - frozen
+    clearing: float = 0.0
+    scenarios: tuple[tuple[Scenario, ...], ...] = ()
     first: Fleet | None = None
     first_until_s: float = 0.0
     held: tuple[str, str] | None = None
@@ -110,8 +118,8 @@ def with_requests(state: SloState, seen: Requests, gpus: int) -> SloState:
     silent = not state.rates and rate == 0  # when the service was switched on says nothing about its load
     rates = state.rates if silent else (rate, *state.rates[: BINS_MAX - 1])
     oldest_s = seen.at_s - WINDOWS_S[-1]
-    ended = tuple(each for each in (*state.ended, *seen.ended)[-ENDED_MAX:])
-    first = next((index for index, each in enumerate(ended) if each.at_s > oldest_s), max(0, len(ended) - 1))
+    ended = (*state.ended, *seen.ended)[-ENDED_MAX:]
+    first = min(bisect_right(ended, oldest_s, key=lambda each: each.at_s), max(0, len(ended) - 1))
     return replace(
         state,
         rates=rates,

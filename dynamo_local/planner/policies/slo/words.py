@@ -22,7 +22,7 @@ def why(rule: str, numbers: Mapping[str, float], role: int) -> str:
     told = (
         f"{numbers['expected_requests_per_second']:.3g} requests/s expected in {numbers['lead_s']:.0f} s "
         f"({numbers['low_requests_per_second']:.3g} to {numbers['high_requests_per_second']:.3g}), "
-        f"{numbers['requests_per_second']:.3g} now; with {_count(numbers['workers_wanted'])} "
+        f"{numbers['requests_per_second']:.3g} now{_clearing(numbers)}; with {_count(numbers['workers_wanted'])} "
         f"{100 * numbers['attainment']:.1f} % keep the targets, {_binds(numbers)}; "
         f"one less would miss {_requests(numbers['less_misses_per_hour'])} an hour, one more would save "
         f"{_requests(numbers['more_saves_per_hour'])}, and a GPU must be worth "
@@ -47,6 +47,11 @@ def notes(state: SloState) -> tuple[str, ...]:
                 "a profile of these engines would be better"
             )
     return tuple(found)
+
+
+def _clearing(numbers: Mapping[str, float]) -> str:
+    more = numbers.get("clearing_requests_per_second", 0.0)
+    return f", {more:.3g} of them to clear what waits" if more > 0 else ""
 
 
 def _binds(numbers: Mapping[str, float]) -> str:

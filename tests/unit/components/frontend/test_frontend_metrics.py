@@ -210,3 +210,19 @@ def test_the_bucket_bounds_are_dynamos():
     assert log_buckets(1.0, 256.0, 10) == [0.0, 1.9, 3.4, 6.3, 12.0, 22.0, 40.0, 75.0, 140.0, 260.0]
     assert log_buckets(0.001, 480.0, 18)[-1] == 480.0
     assert len(log_buckets(50.0, 128000.0, 12)) == 12
+
+
+def test_requests_are_remembered_one_by_one_with_their_own_lengths():
+    metrics = HttpMetrics()
+    for isl, tokens, status in ((100, 5, "success"), (7, 1, "success"), (9, 3, "error")):
+        observer = metrics.begin("m", "completions", "stream", 10.0)
+        observer.on_prompt(isl)
+        observer.on_tokens(1, 10.5)
+        observer.on_tokens(tokens - 1, 10.9)
+        observer.end(status, 11.0)
+    told = metrics.recent.of(5.0, 12.0)
+    assert told is not None
+    assert told.began_s == (2.0, 2.0, 2.0)
+    assert [(each.isl, each.osl, each.ttft_s) for each in told.answered] == [(100, 5, 0.5), (7, 1, 0.5)]
+    assert told.answered[0].itl_s == pytest.approx(0.1)
+    assert told.answered[1].itl_s is None

@@ -13,6 +13,7 @@ import pytest
 from dynamo_local.components.frontend import Frontend, FrontendConfig
 from dynamo_local.components.models_view import ModelCard
 from dynamo_local.components.openai.server import bind_socket
+from dynamo_local.core.traffic import Recent
 from dynamo_local.core.types import Load, Role
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import KeyValue, PutEvent, SnapshotEvent, WatchEvent
@@ -43,8 +44,10 @@ class FakeContext:
     def set_work_source(self, source: Callable[[], Work]) -> None:
         self.work = source
 
-    def observe(self, counters: Callable[[], Awaitable[Mapping[str, float]]]) -> None:
-        self.counters = counters
+    def observe(
+        self, counters: Callable[[], Awaitable[Mapping[str, float]]], *, requests: Callable[[float], Recent | None]
+    ) -> None:
+        self.counters, self.requests = counters, requests
 
     def vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return asyncio.create_task(work, name=name)

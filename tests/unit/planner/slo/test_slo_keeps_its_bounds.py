@@ -10,6 +10,8 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.runners import InlineForecaster
+from dynamo_local.planner.policies.slo import lengths
+from dynamo_local.planner.policies.slo.keeping import FACTOR_MAX, Kept
 from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.values.decisions import Decision
 from dynamo_local.planner.values.pools import Pool, WorkerPools
@@ -23,6 +25,12 @@ PASSES = ProfileModel.load(DEFAULT_PROFILE)
 ISL, OSL = 3000, 150
 
 
+@pytest.fixture(autouse=True)
+def _few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demand of fewer requests: what is tested here does not need the sharpness of many."""
+    monkeypatch.setattr(lengths, "REQUESTS", 150)
+
+
 class World:
     """Workers that are there at once when they are wanted, and clients with a rate over time."""
 
@@ -30,6 +38,7 @@ class World:
         self.driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
         self.fleet = fleet
         self.slower = slower
+        self.queue = 0
         self.decisions: list[Decision] = []
 
     def run(self, until_s: float, rate: Callable[[float], float | Missing]) -> None:
@@ -39,7 +48,7 @@ class World:
             came = rate(at_s)
             traffic = came if isinstance(came, Missing) else None
             requests = None if isinstance(came, Missing) else self._requests(at_s, came)
-            pull = Pull(Reading(at_s, 0, {}), pools, traffic=traffic, requests=requests)
+            pull = Pull(Reading(at_s, self.queue, {}), pools, traffic=traffic, requests=requests)
             decision = self.driver.tick_now(pull)
             assert decision is not None
             self.decisions.append(decision)
@@ -112,6 +121,50 @@ def test_a_wrong_profile_is_corrected_within_ten_minutes(slower: float) -> None:
     numbers = {reason.component: reason.numbers["profile_factor"] for reason in world.decisions[-1].reasons}
     assert numbers["P"] == pytest.approx(slower, abs=0.15)
     assert numbers["D"] == pytest.approx(slower, abs=0.15)
+
+
+def test_a_factor_is_said_where_it_is_much() -> None:
+    world = World(OPTIONS, (4, 4), 1.5)
+    world.run(400, lambda at_s: 20.0)
+    assert [note for note in world.decisions[-1].notes if "prefill takes 1.5 times what the profile says" in note]
+
+
+def test_a_worker_that_crashes_is_wanted_again() -> None:
+    world = World(OPTIONS, (3, 3))
+    world.run(400, lambda at_s: 30.0)
+    settled = world.fleet
+    for lost in ((1, 0), (0, 1), (1, 1)):
+        world.fleet = (max(1, settled[0] - lost[0]), max(1, settled[1] - lost[1]))
+        world.run(world.driver.next_at_s + 60, lambda at_s: 30.0)
+        assert (world.fleet[0] >= settled[0], world.fleet[1] >= settled[1]) == (True, True)
+
+
+def test_what_waits_is_cleared_beside_what_comes() -> None:
+    calm, pressed = World(OPTIONS, (2, 2)), World(OPTIONS, (2, 2))
+    for world in (calm, pressed):
+        world.run(300, lambda at_s: 10.0)
+    pressed.queue = 600
+    for world in (calm, pressed):
+        world.run(315, lambda at_s: 10.0)
+    assert pressed.fleet[0] > calm.fleet[0]
+    pressed.queue = 0
+    pressed.run(900, lambda at_s: 10.0)
+    assert sum(pressed.fleet) <= sum(calm.fleet) + 1
+
+
+def test_a_price_follows_what_was_kept() -> None:
+    late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
+
+    def factor(missed: int, of: int, hopeless: float = 0.0) -> float:
+        answers = [late] * missed + [fine] * (of - missed)
+        return Kept().after(answers, hopeless, 5.0, 1.0, 0.05).factor(0.99)
+
+    assert factor(0, 10_000) == FACTOR_MAX
+    assert factor(1_000, 10_000) == 1.0
+    assert 1.0 < factor(80, 10_000) < FACTOR_MAX
+    assert factor(100, 10_000) == pytest.approx(1.0)
+    assert factor(1_080, 10_000, hopeless=0.1) == pytest.approx(factor(80, 10_000))
+    assert factor(0, 0) == 1.0
 
 
 def test_a_reason_tells_forecast_band_price_and_who_binds() -> None:

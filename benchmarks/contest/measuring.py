@@ -1,0 +1,268 @@
+"""The runs of the contest, one after the other, each kept as soon as it is done: another call goes on where this ended.
+
+All rows of a trial are served alike: least-loaded routing, every prefill remote, cold starts only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.contest.clairvoyant import clairvoyant
+from benchmarks.contest.trials import TRIALS, Fleet, Trial
+from benchmarks.harness import machine, machine_line
+from benchmarks.traces import Requests
+from dynamo_local.autoscale.planner_options import policy_options
+from dynamo_local.config import planner_section
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.policies.options import PolicyOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.queueing.decode import decode_share
+from dynamo_local.planner.queueing.demand import Demand
+from dynamo_local.planner.queueing.engine import Engine
+from dynamo_local.planner.queueing.prefill import prefill_share
+from dynamo_local.planner.queueing.task import passes_of
+from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.profiles.reading import read_profile
+from dynamo_local.twin.cases import Case, run_case
+from dynamo_local.twin.metrics import Metrics, measure
+from dynamo_local.twin.options import FleetShape, TwinOptions
+from dynamo_local.twin.simulation import Simulation
+
+POLICIES = ("load", "sla", "throughput-load", "slo")
+CLAIRVOYANT = "clairvoyant"
+TWIN, REPLAY = "our twin", "Dynamo's replay"
+ENOUGH = 0.9995
+"""A fixed fleet that serves so many is the last of the frontier: more GPUs cannot do better."""
+LEAST = 0.01
+"""A fixed fleet that would serve fewer, by the queueing twin, is not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run. `fleet` is that of its start, and of its whole life where `case` is "fixed". Latencies in ms."""
+
+    judge: str
+    trial: str
+    case: str
+    fleet: tuple[int, int]
+    requests: int
+    attainment: float
+    gpu_hours: float
+    ttft_p99_ms: float | None
+    itl_p99_ms: float | None
+    dropped: int
+    scale_actions: int
+    took_s: float
+    source: str
+    date: str
+    machine: str
+
+    @property
+    def key(self) -> tuple[str, str, str, tuple[int, int], int]:
+        """What makes it another run."""
+        return (self.judge, self.trial, self.case, self.fleet, self.requests)
+
+
+@dataclass(slots=True)
+class Facts:
+    """All rows so far. With a `path` each new one is written there at once."""
+
+    path: Path | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path | None) -> Facts:
+        """What is kept there; nothing, if nothing is."""
+        if path is None or not path.exists():
+            return cls(path)
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return cls(path, [Row(**{**told, "fleet": tuple(told["fleet"])}) for told in map(json.loads, lines)])
+
+    def add(self, row: Row) -> None:
+        """One more."""
+        self.rows.append(row)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as lines:
+                lines.write(f"{json.dumps(asdict(row))}\n")
+
+    def of(self, judge: str, trial: str, case: str | None = None) -> list[Row]:
+        """Those of a trial, by GPU-hours."""
+        found = [row for row in self.rows if (row.judge, row.trial) == (judge, trial)]
+        return sorted((row for row in found if case in (None, row.case)), key=lambda row: row.gpu_hours)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run that can be made."""
+
+    trial: Trial
+    case: str
+    fleet: Fleet
+
+
+def measure_all(
+    facts: Facts, names: Sequence[str], limit: int | None, until_s: float, say: Callable[[str], None]
+) -> bool:
+    """All runs of the trials with these names (none: of all) that are not kept yet; whether none is left. None is begun
+    after `until_s` (`time.monotonic`)."""
+    for trial in TRIALS:
+        if names and trial.name not in names:
+            continue
+        requests = trial.requests(limit)
+        for run in _runs(trial, requests, facts):
+            if time.monotonic() >= until_s:
+                return False
+            row = _made(run, requests)
+            facts.add(row)
+            say(
+                f"{trial.name}, {run.case} from {FleetShape(*run.fleet)}: {row.attainment:.2%} at {row.gpu_hours:.3f} "
+                f"GPU-hours, {row.took_s:.0f} s"
+            )
+    return True
+
+
+def _runs(trial: Trial, requests: Requests, facts: Facts) -> Iterator[Run]:
+    """Those that are missing: planners first, then fixed fleets, the smallest first."""
+    done = {row.key: row for row in facts.rows}
+    count = len(requests.rows)
+    for case in (*reversed(POLICIES), CLAIRVOYANT):
+        known = any(key[:3] == (TWIN, trial.name, case) and key[4] == count for key in done)
+        if not known:
+            yield Run(trial, case, trial.first)
+    for fleet in frontier(trial, requests):
+        row = done.get((TWIN, trial.name, "fixed", fleet, count))
+        if row is None:
+            yield Run(trial, "fixed", fleet)
+            row = facts.rows[-1]
+        if row.attainment >= ENOUGH:
+            return
+
+
+def frontier(trial: Trial, requests: Requests) -> list[Fleet]:
+    """The best split of each number of GPUs up to the cap, by the queueing twin on the whole trace: all splits of all
+    numbers would be a hundred runs. Those are left out that it takes for hopeless."""
+    options = slo_options(trial)
+    engine = Engine(passes_of(options.profile, options.speed), options.engine)
+    rows = requests.rows
+    rate = len(rows) / max(rows[-1].at_s, 1.0)
+    times = [each.at_s * rate for each in rows]
+    gaps = tuple(after - before for before, after in zip((times[0], *times), times, strict=False))
+    demand = Demand(gaps, tuple(row.input_length for row in rows), tuple(row.output_length for row in rows))
+    ttft_s, itl_s = options.ttft_ms / 1000, options.itl_ms / 1000
+    prefill = lru_cache(lambda n: prefill_share(demand, rate, n, engine, ttft_s, engine.itl_s(2048, 2048)))
+    decode = lru_cache(lambda n: decode_share(demand, rate, n, engine, itl_s))
+    found, fleet = [], (1, 1)
+    while sum(fleet) <= trial.cap:
+        if min(prefill(fleet[0]), decode(fleet[1])) >= LEAST or sum(fleet) == trial.cap:
+            found.append(fleet)
+        if sum(fleet) == trial.cap:
+            break
+        more = (fleet[0] + 1, fleet[1]), (fleet[0], fleet[1] + 1)
+        fleet = max(more, key=lambda each: (min(prefill(each[0]), decode(each[1])), prefill(each[0]) + decode(each[1])))
+    return found
+
+
+def _made(run: Run, requests: Requests) -> Row:
+    began_s = time.monotonic()
+    trial = run.trial
+    options = TwinOptions(
+        shape=FleetShape(*run.fleet),
+        sim=SimOptions(speed=trial.speed),
+        gpus=trial.cap,
+        start_up_s=trial.start_up_s,
+        conditional=False,
+    )
+    fleet = run.fleet
+    if run.case == "fixed":
+        done = run_case(requests.rows, Case("", options))
+    elif run.case == CLAIRVOYANT:
+        knows = clairvoyant(requests.rows, slo_options(trial))
+        fleet = knows.start
+        begun = replace(options, shape=FleetShape(*fleet))
+        done = Simulation(begun, requests.rows, planner=PolicyDriver(knows, 0.0)).run()
+    else:
+        with TemporaryDirectory() as folder:
+            done = run_case(requests.rows, Case("", options, planner=planner_options(trial, run.case, Path(folder))))
+    return _row(run, fleet, measure(done, trial.slo), requests, time.monotonic() - began_s)
+
+
+def _row(run: Run, fleet: Fleet, metrics: Metrics, requests: Requests, took_s: float) -> Row:
+    return Row(
+        judge=TWIN,
+        trial=run.trial.name,
+        case=run.case,
+        fleet=fleet,
+        requests=metrics.requests,
+        attainment=metrics.attainment,
+        gpu_hours=metrics.gpu_hours,
+        ttft_p99_ms=metrics.ttft_ms.p99,
+        itl_p99_ms=metrics.itl_ms.p99,
+        dropped=metrics.dropped,
+        scale_actions=metrics.scale_actions,
+        took_s=took_s,
+        source=requests.told,
+        date=today(),
+        machine=here(),
+    )
+
+
+def today() -> str:
+    """For a row."""
+    return f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def here() -> str:
+    """The machine, without its load of now."""
+    return machine_line(machine()).partition("  ")[2].partition(", load")[0]
+
+
+def slo_options(trial: Trial) -> SloOptions:
+    """What the policy `slo` is asked for, with the profile of its engines."""
+    return SloOptions(
+        DEFAULT_PROFILE,
+        ttft_ms=trial.slo.ttft_ms or 500.0,
+        itl_ms=trial.slo.itl_ms or 50.0,
+        max_gpu_budget=trial.cap,
+        start_up_s=trial.start_up_s,
+        speed=trial.speed,
+    )
+
+
+def planner_options(trial: Trial, policy: str, folder: Path) -> PolicyOptions:
+    """That policy with its defaults: targets, cap and the profile of these engines (written to `folder`) are given."""
+    if policy == "slo":
+        return slo_options(trial)
+    given: dict[str, object] = {"policy": policy, "max_gpu_budget": trial.cap}
+    if policy != "load":
+        given |= {"ttft_ms": trial.slo.ttft_ms, "itl_ms": trial.slo.itl_ms, "profile_results_dir": folder}
+        write_profile(folder, trial.speed)
+    if policy == "throughput-load":
+        given["optimization_target"] = "sla"
+    return policy_options(planner_section("Planner", given))
+
+
+def write_profile(folder: Path, speed: float) -> None:
+    """The shipped profile of engines that are so many times as fast, as Dynamo's profiler writes it (JSON)."""
+    profile = read_profile(DEFAULT_PROFILE)
+    prefill = {
+        "prefill_isl": profile.prefill.isl,
+        "prefill_ttft": [ttft_ms / speed for ttft_ms in profile.prefill.ttft_ms],
+        "prefill_thpt_per_gpu": [thpt * speed for thpt in profile.prefill.thpt_per_gpu],
+    }
+    decode = {
+        "x_kv_usage": profile.decode.kv_usage,
+        "y_context_length": profile.decode.context_length,
+        "z_itl": [itl_ms / speed for itl_ms in profile.decode.itl_ms],
+        "z_thpt_per_gpu": [thpt * speed for thpt in profile.decode.thpt_per_gpu],
+        "max_kv_tokens": profile.decode.max_kv_tokens,
+    }
+    (folder / "prefill_raw_data.json").write_text(json.dumps(prefill), encoding="utf-8")
+    (folder / "decode_raw_data.json").write_text(json.dumps(decode), encoding="utf-8")

@@ -1,0 +1,96 @@
+"""The contest of planners: what is kept, who beats whom, and a planner that knows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.contest import measuring
+from benchmarks.contest.clairvoyant import STEP_S, clairvoyant
+from benchmarks.contest.measuring import REPLAY, TWIN, Facts, Row, frontier, measure_all, planner_options, slo_options
+from benchmarks.contest.page import beaten_by, picture, section
+from benchmarks.contest.trials import TRIALS, Trial
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.profiles.reading import read_profile
+
+SIN = TRIALS[0]
+ROW = Row(TWIN, SIN.name, "fixed", (2, 2), 100, 0.95, 1.0, 300.0, 9.0, 0, 0, 2.0, "made", "2026-11-22", "a machine")
+
+
+@pytest.fixture
+def without_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same requests on every machine."""
+    monkeypatch.setenv("DYN_TRACES", str(tmp_path))
+
+
+@pytest.mark.usefixtures("without_recorded")
+def test_runs_are_kept_and_another_call_goes_on_where_one_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measuring, "POLICIES", ("load",))
+    path, said = tmp_path / "contest.jsonl", list[str]()
+    facts = Facts.load(path)
+    assert not measure_all(facts, [SIN.name], 60, time.monotonic() - 1, said.append)
+    assert said == []
+    assert measure_all(facts, [SIN.name], 60, time.monotonic() + 600, said.append)
+    again = Facts.load(path)
+    assert again.rows == facts.rows
+    assert {row.case for row in again.rows} >= {"load", "clairvoyant", "fixed"}
+    assert again.of(TWIN, SIN.name, "fixed")[-1].attainment == pytest.approx(1.0)
+    count = len(said)
+    assert measure_all(again, [SIN.name], 60, time.monotonic() + 600, said.append)
+    assert len(said) == count
+
+
+@pytest.mark.usefixtures("without_recorded")
+def test_the_frontier_begins_small_and_ends_at_the_cap() -> None:
+    fleets = frontier(SIN, SIN.requests(1500))
+    assert sum(fleets[-1]) == SIN.cap
+    assert all(sum(after) == sum(before) + 1 for before, after in pairwise(fleets))
+
+
+@pytest.mark.usefixtures("without_recorded")
+def test_who_knows_the_demand_orders_a_start_up_ahead_and_stays_within_the_cap() -> None:
+    requests = SIN.requests(None).rows
+    knows = clairvoyant(requests, slo_options(SIN))
+    ahead = int(SIN.start_up_s / STEP_S)
+    for step in range(len(knows.needed) - ahead):
+        fleet = knows.needed_from(step * STEP_S)
+        assert fleet[0] >= knows.needed[step + ahead][0]
+        assert sum(knows.needed[step]) <= SIN.cap
+    assert len(set(knows.needed)) > 1
+
+
+def test_planners_begin_with_the_profile_of_slower_engines(tmp_path: Path) -> None:
+    slower = next(trial for trial in TRIALS if trial.speed != 1)
+    for policy in ("sla", "throughput-load"):
+        policy_of(planner_options(slower, policy, tmp_path))
+    of_it = read_profile(str(tmp_path)).prefill.ttft_ms
+    shipped = read_profile("dynamo_H200_TP1P_TP1D").prefill.ttft_ms
+    assert of_it == pytest.approx([each / slower.speed for each in shipped])
+
+
+def test_a_planner_loses_where_a_fixed_fleet_is_better_in_one_and_no_worse_in_the_other() -> None:
+    fixed = [ROW, replace(ROW, fleet=(3, 3), attainment=0.99, gpu_hours=1.5)]
+    slo = replace(ROW, case="slo", attainment=0.97, gpu_hours=1.2)
+    assert beaten_by(slo, fixed) == []
+    assert beaten_by(replace(slo, gpu_hours=1.5), fixed) == [fixed[1]]
+    assert beaten_by(replace(slo, attainment=0.94), fixed) == [fixed[0]]
+
+
+def test_the_page_says_who_won_and_what_was_missed() -> None:
+    conversation: Trial = next(trial for trial in TRIALS if trial.name == "conversation")
+    replayed = replace(ROW, judge=REPLAY, trial=conversation.name, case="slo", attainment=0.95, gpu_hours=4.0)
+    slo, load = replace(ROW, case="slo", attainment=0.94), replace(ROW, case="load", gpu_hours=0.5)
+    facts = Facts(None, [ROW, slo, load, replayed])
+    text = section(facts)
+    assert "`slo` **loses** to the fixed fleet 2P2D" in text
+    assert "`load` is beaten by no fixed fleet; it beats 2P2D." in text
+    assert "≥ 96.3 %: **missed**" in text
+    assert "≤ 1.07 |" in text
+    assert len(ElementTree.fromstring(picture(facts)).findall(".//{*}polyline")) == 1
