@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from dynamo_local.planner.queueing.shares import Shares
 
-THRIFT = 0.16
+THRIFT = 0.12
 EPSILON = 1e-9
 
 Fleet = tuple[int, int]

@@ -26,9 +26,9 @@ WINDOW_S = 60.0
 SERVED_S = 300.0
 """So long it is remembered how many workers served."""
 ENDED_MIN = 30
-ANSWERS = 500
+ANSWERS = 250
 """Of more answers every second one is looked at, or every third, …: it is done in the arbiter's loop."""
-SAMPLE = 200
+SAMPLE = 150
 """So many of them are compared; all of them say with how many others each one was."""
 LOW_QUANTILE = 0.1
 LONG_QUANTILE = 0.9

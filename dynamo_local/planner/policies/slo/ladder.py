@@ -33,7 +33,7 @@ class Rung:
         return max(1, math.ceil((self.lead_s + interval_s) / interval_s - 0.5))
 
 
-ORDER_PRICE = 1.5
+ORDER_PRICE = 2.0
 
 
 def rungs_of(pools: WorkerPools, options: SloOptions, before: tuple[Rung, ...] = ()) -> tuple[Rung, ...]:
