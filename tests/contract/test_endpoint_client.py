@@ -13,8 +13,9 @@ from dynamo_local import errors
 from dynamo_local.ports import ResponseStream
 from dynamo_local.runtime.requests.context import RequestContext, current_request
 from tests.contract.endpoint_worlds import FakeWorld, NatsWorld, World
+from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import eventually, request_bench
+from tests.drivers.without_arbiter.request_plane import request_bench
 
 
 @pytest.fixture(params=["fake", pytest.param("nats", marks=pytest.mark.infra)])
