@@ -274,8 +274,7 @@ async def test_a_slow_reader_holds_the_handler_back(world: World) -> None:
             yield [n, "x" * 10_000]
 
     await world.serve(bulky)
-    stream = await world.client.call(None)
-    items = aiter(stream)
+    items = aiter(await world.client.call(None))
     first = await anext(items)
     await asyncio.sleep(0.1)
     assert produced < 200
