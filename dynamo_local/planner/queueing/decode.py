@@ -21,12 +21,11 @@ WARM_UP = 0.15
 
 def decode_share(demand: Demand, times: Sequence[float], workers: int, engine: Engine, itl_s: float) -> float:
     """Share of the streams that keep `itl_s` seconds in the mean, and that need not wait for KV. `times`: when each
-    request's prefill is done (seconds): a burst of prompts is no burst of streams. There may be fewer of them than
-    requests: the first ones."""
+    request's prefill is done (seconds): a burst of prompts is no burst of streams."""
     fleet = [_Worker(engine, itl_s) for _ in range(workers)]
     judged_from = int(len(times) * WARM_UP)
     turns = engine.options.turns
-    for number, (at_s, isl, osl) in enumerate(sorted(zip(times, demand.isl, demand.osl, strict=False))):
+    for number, (at_s, isl, osl) in enumerate(sorted(zip(times, demand.isl, demand.osl, strict=True))):
         if turns:
             worker = fleet[number % workers]
         else:

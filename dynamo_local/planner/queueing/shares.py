@@ -17,10 +17,6 @@ FULL = 0.001
 LOST = 0.25
 """Below this part of it nothing is computed any more: no planner goes there."""
 KEPT_MAX = 400
-HORIZON_S = 60.0
-STREAMS_MIN = 150
-"""So long a rate is taken to last, for decode workers, which fill up slowly: what may come at one moment does not last.
-But so many streams are looked at at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,6 @@ class Evaluator:
         # Streams come as the smallest fleet lets them go that is as good as the largest.
         enough = next(workers for workers, share in enumerate(shares) if share >= shares[-1] - FULL)
         streams = done.get(enough) or done_at(times, demand.isl, max(1, enough), engine)
-        streams = streams[: max(STREAMS_MIN, int(rate * HORIZON_S))]
         return Shares(shares, _monotone(lambda n: decode_share(demand, streams, n, engine, self._itl_s), workers_max))
 
 
