@@ -27,7 +27,7 @@ from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.queueing.decode import decode_share
 from dynamo_local.planner.queueing.demand import Demand
 from dynamo_local.planner.queueing.engine import Engine
-from dynamo_local.planner.queueing.prefill import prefill_share
+from dynamo_local.planner.queueing.prefill import done_at, prefill_share
 from dynamo_local.planner.queueing.task import passes_of
 from dynamo_local.profiles import DEFAULT_PROFILE
 from dynamo_local.profiles.reading import read_profile
@@ -158,7 +158,8 @@ def frontier(trial: Trial, requests: Requests) -> list[Fleet]:
     demand = Demand(gaps, tuple(row.input_length for row in rows), tuple(row.output_length for row in rows))
     ttft_s, itl_s = options.ttft_ms / 1000, options.itl_ms / 1000
     prefill = lru_cache(lambda n: prefill_share(demand, rate, n, engine, ttft_s, engine.itl_s(2048, 2048)))
-    decode = lru_cache(lambda n: decode_share(demand, rate, n, engine, itl_s))
+    streams = done_at(demand.times(rate), demand.isl, trial.cap, engine)
+    decode = lru_cache(lambda n: decode_share(demand, streams, n, engine, itl_s))
     found, fleet = [], (1, 1)
     while sum(fleet) <= trial.cap:
         if min(prefill(fleet[0]), decode(fleet[1])) >= LEAST or sum(fleet) == trial.cap:

@@ -40,6 +40,9 @@ STEP = 0.05
 """Factors go in such steps: each new one is a new question to the queueing twin."""
 SLOWLY = 0.2
 LEAST, MOST = 0.2, 8.0
+REACHABLE = 0.7
+"""No factor is believed with which one request alone takes more than this share of its target: no fleet would help
+then, and what cannot be helped is not planned for. Decode workers that prefill themselves are seen as that slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +98,37 @@ class _Seen:
         return self.until_s - self.from_s >= SEEN_MIN_S
 
 
-def learned(
-    before: Factors, ended: Sequence[Ended], served: Sequence[Served], passes: Passes, batched: int, ttft_s: float
-) -> Factors:
-    """The factors after these answers (ascending), with these workers (ascending). `ttft_s` is the target."""
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """What factors are learned by: the profile's engine, the prompt tokens of one of its passes, and the targets in
+    seconds."""
+
+    passes: Passes
+    batched_tokens: int
+    ttft_s: float
+    itl_s: float
+
+    def alone_s(self, isl: int) -> float:
+        """Of a prompt that never waits, by the profile."""
+        full, rest = divmod(isl, self.batched_tokens)
+        return full * self.passes.ttft_s(self.batched_tokens) + (self.passes.ttft_s(rest) if rest else 0.0)
+
+
+def learned(before: Factors, ended: Sequence[Ended], served: Sequence[Served], by: Learning) -> Factors:
+    """The factors after these answers (ascending), with these workers (ascending)."""
     if not served or len(ended) < ENDED_MIN:
         return before
     seen = _seen(ended, served)
     if len(seen.answers) < ENDED_MIN:
         return before
-    prefill = _prefill(seen, served, passes, batched)
-    fast_s = _quantile([each.ttft_s for each in seen.answers[-SAMPLE:] if each.ttft_s is not None], LOW_QUANTILE)
-    decode = None if fast_s > ttft_s else _decode(seen, served, passes)
-    return Factors(_towards(before.prefill_raw, prefill), _towards(before.decode_raw, decode))
+    sample = seen.answers[-SAMPLE:]
+    fast_s = _quantile([each.ttft_s for each in sample if each.ttft_s is not None], LOW_QUANTILE)
+    decode = None if fast_s > by.ttft_s else _decode(seen, served, by.passes)
+    isl = sum(each.isl for each in sample) // len(sample)
+    return Factors(
+        _towards(before.prefill_raw, _prefill(seen, served, by), REACHABLE * by.ttft_s / max(by.alone_s(isl), 1e-9)),
+        _towards(before.decode_raw, decode, REACHABLE * by.itl_s / by.passes.itl_s(isl, isl)),
+    )
 
 
 def _seen(ended: Sequence[Ended], served: Sequence[Served]) -> _Seen:
@@ -120,20 +141,19 @@ def _seen(ended: Sequence[Ended], served: Sequence[Served]) -> _Seen:
     return _Seen(ended[first::stride], stride, from_s, until_s)
 
 
-def _towards(before: float, ratio: float | None) -> float:
+def _towards(before: float, ratio: float | None, reachable: float) -> float:
     if ratio is None or not math.isfinite(ratio) or ratio <= 0:
         return before
-    return before + SLOWLY * (min(max(ratio, LEAST), MOST) - before)
+    return before + SLOWLY * (min(max(ratio, LEAST), MOST, max(1.0, reachable)) - before)
 
 
-def _prefill(seen: _Seen, served: Sequence[Served], passes: Passes, batched: int) -> float | None:
+def _prefill(seen: _Seen, served: Sequence[Served], by: Learning) -> float | None:
     ratios = []
     busy_s = 0.0  # by the profile
     for each in seen.answers:
         if each.ttft_s is None or each.isl <= 0:
             continue
-        full, rest = divmod(each.isl, batched)
-        alone_s = full * passes.ttft_s(batched) + (passes.ttft_s(rest) if rest else 0.0)
+        alone_s = by.alone_s(each.isl)
         ratios.append(each.ttft_s / (alone_s + (each.itl_s or 0.0)))
         if seen.from_s < each.at_s - each.lasted_s + each.ttft_s <= seen.until_s:
             busy_s += alone_s * seen.stride

@@ -22,7 +22,7 @@ from dynamo_local.planner.policies.holding import holding
 from dynamo_local.planner.policies.rules import floor_workers
 from dynamo_local.planner.policies.slo import words
 from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, grown, price, shrunk, swapped
-from dynamo_local.planner.policies.slo.correcting import Served, learned, with_served
+from dynamo_local.planner.policies.slo.correcting import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.keeping import clearing
 from dynamo_local.planner.policies.slo.ladder import rungs_of
 from dynamo_local.planner.policies.slo.lengths import demands
@@ -249,7 +249,10 @@ class SloPolicy:
         return replace(
             state,
             factors=learned(
-                state.factors, state.ended, state.served, self.passes, options.engine.batched_tokens, ttft_s
+                state.factors,
+                state.ended,
+                state.served,
+                Learning(self.passes, options.engine.batched_tokens, ttft_s, itl_s),
             ),
             kept=state.kept.after(seen.ended, hopeless, seen.at_s - seen.since_s, ttft_s, itl_s),
             clearing=more,
