@@ -72,5 +72,9 @@ class RecentRequests:
             return None
         return Recent(
             tuple(now_s - at_s for at_s in self._began if since_s < at_s <= now_s),
-            tuple(Answered(now_s - at_s, *rest) for at_s, *rest in self._answered if since_s < at_s <= now_s),
+            tuple(
+                Answered(now_s - at_s, isl, osl, ttft_s, itl_s)
+                for at_s, isl, osl, ttft_s, itl_s in self._answered
+                if since_s < at_s <= now_s
+            ),
         )
