@@ -15,8 +15,9 @@ from dynamo_local.planner.values.decisions import Observation, Rule
 from dynamo_local.planner.values.readings import Reading
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, pool, reading, worker_pools
 from tests.fakes.planner.planner_worlds import observations, options, short_of, with_number
+from tests.tools.examples import examples
 
-SLOW_IS_FINE = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+SLOW_IS_FINE = settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 
 
 def steps(seen: Observation, given_options: LoadOptions) -> dict[str, int]:

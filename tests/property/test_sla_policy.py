@@ -16,8 +16,9 @@ from dynamo_local.planner.policies.sla.sizing import Need
 from dynamo_local.planner.policies.throughput_load.budget import fitting
 from tests.fakes.planner.observations import DECODE, PREFILL
 from tests.fakes.planner.sla_worlds import decided, policy, pull, targets_of, traffic
+from tests.tools.examples import examples
 
-SLOW_IS_FINE = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+SLOW_IS_FINE = settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 
 requests = st.floats(0, 200_000, allow_nan=False)
 lengths = st.floats(1, 100_000, allow_nan=False)

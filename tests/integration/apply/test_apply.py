@@ -161,6 +161,7 @@ async def test_a_configuration_that_does_not_start_stops_at_the_first_worker_and
     assert {name for name, pid in graph.pids().items() if before[name] == pid} == before.keys() - {"VllmWorker_1"}
 
 
+@pytest.mark.full
 async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
     """So does a killed arbiter its successor: with the new file `--adopt` goes on, with the old one it is refused."""
     with folder_with_config() as served:
@@ -189,6 +190,7 @@ async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
         assert not any(row["outdated"] for row in served.status()["workers"])
 
 
+@pytest.mark.full
 def test_commands_come_and_go_with_the_file() -> None:
     """A graph of commands: one section more, one less; what stays keeps its process."""
 

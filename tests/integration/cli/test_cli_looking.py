@@ -69,6 +69,7 @@ def test_logs_of_a_component_follow_workers_that_come_later(agg: Served) -> None
     assert {line.split()[0] for line in whole} == {"[dynamo_VllmWorker]", "[dynamo_VllmWorker_1]"}
 
 
+@pytest.mark.full
 def test_a_second_run_begins_its_logs_anew_and_the_first_one_s_are_still_shown() -> None:
     """The events say which arbiter began each run, how it ended, and which one was killed."""
     with Served(target=AGG) as served:

@@ -54,6 +54,7 @@ def test_a_terminal_that_is_closed_ends_nothing() -> None:
         assert process.wait(30.0) == 0
 
 
+@pytest.mark.full
 def test_the_foreground_shows_workers_and_no_servers() -> None:
     """etcd's warnings stood between the lines of the graph; its file has them."""
     with Served(target=("talks:Talks",), files={"talks.py": TALKS}, frontend=False) as served:

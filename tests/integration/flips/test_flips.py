@@ -216,6 +216,7 @@ async def test_a_flip_is_taken_back(graph: Served) -> None:
 # --- the arbiter ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_knows() -> None:
     """Killed at several moments of a flip, under load: each time the worker is adopted in one role, never in both."""
     counts = (f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items())

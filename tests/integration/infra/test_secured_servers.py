@@ -56,6 +56,7 @@ def _etcdctl(etcd: RealEtcd, *words: str) -> str:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_killed_arbiters_leases_are_revoked_where_a_password_is_demanded(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:

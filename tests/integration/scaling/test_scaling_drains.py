@@ -146,6 +146,7 @@ def _idle_queue(served: Served) -> dict[str, int] | None:
 # --- deadlines -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_a_drain_deadline_cuts_what_is_left_and_says_what() -> None:
     """The session is ended, the cut requests are counted in the event log and named in the notes; then it is gone."""
     words = ("--VllmWorker.ServiceArgs.workers=2", "--VllmWorker.ServiceArgs.drain-deadline-s=1")

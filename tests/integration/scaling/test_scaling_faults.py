@@ -128,6 +128,7 @@ async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Served) -> None:
     """Its lease is revoked, not left to its TTL of ten seconds; the next process follows the back-off within a
     moment (`benchmarks.drain` measures it: 20 ms); siblings live on."""

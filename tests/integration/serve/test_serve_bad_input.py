@@ -16,7 +16,7 @@ from tests.tools.bad_inputs import BAD_INPUTS, TARGET, BadInput
 
 pytestmark = pytest.mark.infra
 
-DETACHED = BAD_INPUTS[::12]
+DETACHED = BAD_INPUTS[::60]
 """A sample: `--detach` has a way of its own to tell."""
 
 SIM = ("--gpus", "sim:8")
@@ -44,7 +44,7 @@ CASES = {
 }
 
 
-ONE_IN = 8
+ONE_IN = 24
 """Of the plain cases, how many run each time; `tests/unit/config/test_bad_inputs.py` tries all, in one process."""
 
 

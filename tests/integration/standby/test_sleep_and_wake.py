@@ -18,7 +18,8 @@ from tests.drivers.served import Served, auntil, until
 from tests.drivers.sleepers import asleep, awake, sleep, until_state, wake
 from tests.integration.standby.conftest import WAKE_S
 
-CYCLES = 8
+CYCLES = 4
+"""Each level of sleep twice."""
 LATE_MAX_S = 0.05
 
 
@@ -149,7 +150,14 @@ async def test_a_sleeper_that_is_drained_leaves_and_one_that_dies_sleeps_again(g
     assert "VllmWorker_2" not in graph.states()
 
 
-@pytest.mark.parametrize("state", ["falling_asleep", "sleeping", "waking"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param("falling_asleep", marks=pytest.mark.full),
+        "sleeping",
+        pytest.param("waking", marks=pytest.mark.full),
+    ],
+)
 async def test_an_arbiter_that_dies_meanwhile_is_succeeded_by_one_that_goes_on(graph: Served, state: str) -> None:
     """SIGKILL in mid sleep and mid wake: the successor finds the worker, and brings it where it was to go."""
     async with load(graph, 4) as streams:

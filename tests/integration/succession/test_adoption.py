@@ -86,6 +86,7 @@ def test_an_adopted_worker_drains_restarts_and_crashes_as_any_other() -> None:
         assert len(served.status()["workers"][0]["gpus"]) == 1
 
 
+@pytest.mark.full
 def test_what_died_meanwhile_is_started_again_at_the_adoption() -> None:
     """A worker and NATS died while nobody was there: both come back, the other worker is the same process."""
     with alone(*KEEP, name="Alone") as served:
