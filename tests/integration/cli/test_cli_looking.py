@@ -26,6 +26,7 @@ def _listed(served: Served) -> dict[str, dict[str, object]]:
     return {run["namespace"]: run for run in json.loads(served.cli("ls", "--json").stdout)}
 
 
+@pytest.mark.full
 def test_ls_lists_a_graph_that_runs_and_one_whose_arbiter_was_killed(agg: Served) -> None:
     """With what a user asks first: in which state, how many workers, which GPUs, where to send requests."""
     with Served("--on-arbiter-death", "keep", target=AGG, namespace="other", beside=agg) as other:

@@ -50,6 +50,7 @@ async def ask_long(http: AsyncOpenAI, number: int, turn: int) -> str | None:
     return None if right else f"client {number}, turn {turn}: wrong answer, {answer[1]}"
 
 
+@pytest.mark.full
 async def test_drains_under_load_lose_nothing_and_each_prompt_goes_where_it_costs_less(graph: Served) -> None:
     """Prefills queue up and streams run on both sides: some prompts go here and some there, as the estimates say, while
     a prefill worker and a decode worker leave and come back."""

@@ -41,7 +41,7 @@ async def _stopped_under_load(served: Served, for_s: float, *, judged_within_s: 
     """
     served.start()
     pids, arbiter = served.pids(), served.status()["arbiter_pid"]
-    async with load(served) as found:
+    async with load(served, streams=4) as found:
         before = found.right
         await _stands_still(arbiter, for_s)
         during = found.right - before

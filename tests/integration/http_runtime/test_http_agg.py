@@ -91,6 +91,7 @@ async def test_scaling_up_and_down_under_load_fails_no_request(graph: Served) ->
     assert len(seen(graph, sigterm_with=0)) >= 3
 
 
+@pytest.mark.full
 async def test_a_drain_taken_back_leaves_the_server_as_it_was(graph: Served) -> None:
     before = server_of(graph, "Server_1").pid
     gone = len(seen(graph, sigterm_with=None))

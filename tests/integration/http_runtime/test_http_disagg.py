@@ -38,6 +38,7 @@ async def test_both_servers_see_the_same_hand_over(graph: Served) -> None:
         assert first["headers"]["x-request-id"] == second["headers"]["x-request-id"]
 
 
+@pytest.mark.full
 async def test_prefill_servers_come_and_go_under_load_and_no_request_fails(graph: Served) -> None:
     async with loaded(graph) as found:
         for target, count in (("=3", 3), ("=1", 1), ("=2", 2)):
@@ -48,6 +49,7 @@ async def test_prefill_servers_come_and_go_under_load_and_no_request_fails(graph
     assert list(cut(graph)) == []
 
 
+@pytest.mark.full
 async def test_a_killed_prefill_server_costs_no_request(graph: Served) -> None:
     await settled(graph, 60.0)
     async with loaded(graph) as found:

@@ -27,6 +27,7 @@ def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
         server.stop_now()
 
 
+@pytest.mark.full
 async def test_a_graph_lives_on_servers_that_demand_certificates(
     with_certificates: tuple[RealEtcd, RealNats],
 ) -> None:

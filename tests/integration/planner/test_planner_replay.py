@@ -34,9 +34,8 @@ LIBRARIES = ("statsforecast", "prophet", "scipy", "sklearn", "pandas", "statsmod
 """With code of their own in each, which shows in the process's memory. (grpc is the etcd client's, so always there.)"""
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=() if name == "sla" else pytest.mark.full) for name in POLICIES]
-)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.full
 async def test_a_log_of_a_real_arbiter_decides_the_same(policy: str) -> None:
     words = ("--planner", "--Planner.metric-pulling-interval=0.5", *POLICIES[policy])
     with Served(*words) as served:

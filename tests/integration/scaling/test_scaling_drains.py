@@ -108,6 +108,7 @@ async def test_a_processor_drains_while_everything_streams_through_it() -> None:
 # --- prefill workers -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_a_prefill_worker_drains_with_entries_in_the_queue_and_comes_back() -> None:
     """It finishes what it has pulled and pulls no more; the rest is the other one's. Taken back, it pulls again."""
     words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.03}')

@@ -156,6 +156,7 @@ def _of_flaky_1(flaky: Served) -> list[dict[str, Any]]:
     return [note for note in flaky.status()["notes"] if "Flaky_1" in note["text"]]
 
 
+@pytest.mark.full
 async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(flaky: Served) -> None:
     """After the policy's number of failures it holds no GPU and says what it last wrote; `dynamo restart` clears it."""
     sibling = flaky.pids()["Flaky"]

@@ -54,6 +54,7 @@ def test_a_killed_arbiter_takes_its_workers_along_and_the_next_start_is_clean() 
         assert {key.rpartition(":")[2] for key in served.keys("dynamo/components/")} <= leases
 
 
+@pytest.mark.full
 def test_children_of_a_dead_worker_die_with_it() -> None:
     """lesson 3: what an engine started in its session does not outlive its worker (it would keep VRAM)."""
     with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False) as served:

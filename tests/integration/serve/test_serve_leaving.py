@@ -141,7 +141,7 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
     """lesson 13: while workers drain, `status` and `ctl` answer at once; `down` returns when all is gone."""
     with Served() as served:
         served.start()
-        async with streaming(served, "Down, but not out.", tokens=4000) as (stream,):
+        async with streaming(served, "Down, but not out.", tokens=2500) as (stream,):
             down = asyncio.create_task(asyncio.to_thread(served.down))
             await auntil(lambda: served.states()["Frontend"] == "draining")
             began_s = time.monotonic()
@@ -149,7 +149,7 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
             listed = await asyncio.to_thread(served.cli, "ctl", "list")
             took_s = time.monotonic() - began_s
             assert not stream.done(), "the stream was to outlast the commands"
-            assert await stream == expected("Down, but not out.", 4000, ignore_eos=True)
+            assert await stream == expected("Down, but not out.", 2500, ignore_eos=True)
             done = await down
             assert served.leftovers() == []
 

@@ -100,6 +100,7 @@ async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_without_any_prefill_worker_left_the_decode_worker_does_it_itself() -> None:
     """lesson 17: the only prefill worker is killed in mid-prefill; past its deadline the request is done locally."""
     words = ('--PrefillWorker.sim={"speed": 0.001}', "--VllmWorker.prefill-timeout-s=3")

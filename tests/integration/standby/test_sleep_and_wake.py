@@ -135,6 +135,7 @@ async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> 
     assert graph.states()["VllmWorker_1"] == "ready"
 
 
+@pytest.mark.full
 async def test_a_sleeper_that_is_drained_leaves_and_one_that_dies_sleeps_again(graph: Served) -> None:
     """A drain has nothing to finish; a crash is restarted, and put to sleep as it was."""
     await ascale(graph, "VllmWorker", "+1")

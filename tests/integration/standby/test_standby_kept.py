@@ -18,6 +18,7 @@ WORDS = (
 )
 
 
+@pytest.mark.full
 async def test_so_many_are_kept_asleep() -> None:
     """Started and put to sleep; woken ones are replaced while there are GPUs; a dry run says so."""
     with Served(*WORDS, "--VllmWorker.ServiceArgs.standby=1", target=AGG) as served:

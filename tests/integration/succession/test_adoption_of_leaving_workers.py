@@ -17,6 +17,7 @@ PATIENCE_S = 15.0
 TOKENS = 2500
 
 
+@pytest.mark.full
 async def test_a_drain_goes_on_after_the_adoption() -> None:
     """Committed by the old arbiter, finished under the new one: the stream is whole, the worker is removed."""
     with Served(*KEEP) as served:

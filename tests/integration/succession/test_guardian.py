@@ -123,6 +123,7 @@ def test_a_guardian_that_dies_is_started_again_and_does_its_work() -> None:
         until(lambda: nothing_left(served), PATIENCE_S, what=served.leftovers)
 
 
+@pytest.mark.full
 def test_in_an_orderly_down_the_guardian_does_nothing() -> None:
     """It is ended by the arbiter, before that ends; and it was given neither a secret nor the worker's environment."""
     with Served(
@@ -155,6 +156,7 @@ def test_killed_in_the_middle_of_its_start_it_leaves_nothing_either() -> None:
         until(lambda: nothing_left(served), PATIENCE_S, what=served.leftovers)
 
 
+@pytest.mark.full
 def test_a_new_serve_right_after_the_kill_starts_anew() -> None:
     """It waits for a guardian at work, or does the work itself and ends the guardian: never both, never half."""
     with parent() as served:
