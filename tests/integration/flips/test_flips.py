@@ -143,7 +143,10 @@ async def test_requests_of_the_old_role_are_served_or_sent_on(graph: Served) -> 
 @pytest.mark.timing
 @pytest.mark.parametrize(
     ("gives", "takes", "endpoint"),
-    [("PrefillWorker", "VllmWorker", "generate"), ("VllmWorker", "PrefillWorker", "canary")],
+    [
+        ("PrefillWorker", "VllmWorker", "generate"),
+        pytest.param("VllmWorker", "PrefillWorker", "canary", marks=pytest.mark.full),
+    ],
 )
 async def test_half_a_second_from_the_command_to_the_first_request(
     graph: Served, gives: str, takes: str, endpoint: str

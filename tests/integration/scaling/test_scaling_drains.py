@@ -27,6 +27,7 @@ LONG_PROMPT = "word " * 400
 
 @pytest.mark.alone
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_drained_worker_is_out_of_routing_at_once(graph: Served) -> None:
     """From the command to the key's disappearance, as a client of etcd sees it: 50 ms (the best of five: others share
     the machine; `benchmarks.drain` measures p99)."""
