@@ -63,7 +63,9 @@ async def test_woken_while_its_streams_end_it_goes_on_serving(graph: Served) -> 
         assert [reason for _, reason in await asyncio.gather(*tasks)] == ["length"] * 4
 
 
+@pytest.mark.alone
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_wake_takes_what_is_configured_and_at_most_fifty_milliseconds(graph: Served) -> None:
     """From the command to the worker's registration, by the event log's own times; the median of five."""
     took_s = []
