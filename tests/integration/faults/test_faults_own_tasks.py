@@ -61,8 +61,8 @@ def served() -> Iterator[Served]:
 
 
 def _task(served: Served, name: str) -> dict[str, Any]:
-    """`dynamo status --json` of one task."""
-    tasks: list[dict[str, Any]] = served.cli_status()["tasks"]
+    """The status of one task."""
+    tasks: list[dict[str, Any]] = served.status()["tasks"]
     return next(task for task in tasks if task["task"] == name)
 
 

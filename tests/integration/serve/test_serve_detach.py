@@ -136,6 +136,7 @@ def test_a_start_deadline_ends_a_start_that_never_ends() -> None:
         assert served.leftovers() == []
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_is_named() -> None:
     """lesson 19: the frontend's port is in use: the reason and the option to change are in the error."""
     with socket.socket() as taken:

@@ -17,6 +17,7 @@ KEEP = ("--on-arbiter-death", "keep")
 PATIENCE_S = 15.0
 
 
+@pytest.mark.full
 def test_an_adoption_that_fails_leaves_everything_serving() -> None:
     """Another command line: refused, nothing is ended, and the right words still work, also where a file has gone
     meanwhile: the guardian writes it again.

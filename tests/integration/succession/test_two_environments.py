@@ -203,6 +203,7 @@ def test_a_killed_arbiters_run_is_adopted_by_another_shell(shell: str) -> None:
         assert served.leftovers() == []
 
 
+@pytest.mark.full
 def test_a_run_whose_runtime_folder_went_with_its_arbiter_is_adopted() -> None:
     """The certificates and the token were in it alone; its guardian, which outlives the arbiter, knows them too."""
     with _echo(*KEEP) as served:
