@@ -1,4 +1,4 @@
-"""`dynamo planner …`: start, stop, change and question the load planner of a running graph."""
+"""`dynamo planner …`: start, stop, change and question the planner of a running graph."""
 
 from __future__ import annotations
 
