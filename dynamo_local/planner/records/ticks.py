@@ -1,8 +1,8 @@
 """What a replay needs of a planner's ticks: the policy's options, all that it was shown, and what it decided then.
 
 `decisions.jsonl` sums a decision up for people. This log, beside it, has the pulls whole, also those that decided
-nothing: a policy remembers them. A pull is written packed (zlib, base64), its passes as columns (`columns`): with values
-by chance, which pack worst, 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision log is,
+nothing: a policy remembers them. A pull is written packed (zlib, base64), its passes as columns (`columns`): values by
+chance, which pack worst, 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision log is,
 and bounded so that an hour of that, at a tick every five seconds, is always in it; the options are written again now
 and then, so that a log whose beginning has gone can still be read.
 """

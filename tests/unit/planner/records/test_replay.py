@@ -196,7 +196,7 @@ def test_the_log_is_bounded(tmp_path: Path) -> None:
 
 
 def test_the_last_hour_of_64_busy_engines_is_in_the_log() -> None:
-    """At each tick of five seconds 64 passes of each, as an arbiter reads them. A full file goes, and three are left."""
+    """At each tick of five seconds 64 passes of each, as an arbiter reads them. A full file goes, three are left."""
     chance = random.Random(1)
     engines = {}
     for number in range(64):
