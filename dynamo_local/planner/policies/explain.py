@@ -127,7 +127,7 @@ def _otherwise(other: Counterfactual) -> str:
 
 
 def _rounded(other: Counterfactual) -> str:
-    """The needed value for a person: `above 0.9` for the float just beyond 0.9, else rounded away from what there was."""
+    """For a person: `above 0.9` for the float just beyond 0.9, else six digits, rounded away from what there was."""
     text = f"{other.needed:.6g}"
     if float(text) == other.needed:
         return text
