@@ -68,6 +68,15 @@ def test_after_fifty_thousand_decisions_it_is_below_a_megabyte() -> None:
     assert len(page(found, "T").encode()) < MEGABYTE
 
 
+def test_the_timeline_has_whole_names_and_says_what_it_leaves_out() -> None:
+    """Of a log of days only the last steps are told; a lane without marks must not look like days without steps."""
+    few = page(gathered([line(n, step=1) for n in range(1, 9)]), "T")
+    many = page(gathered([line(n, step=1) for n in range(1, CHANGES_MAX + 10)]), "T")
+    assert f"(the last {CHANGES_MAX} of {CHANGES_MAX + 9:,})" in many
+    assert "(the last" not in few
+    assert "PrefillWorker</text>" in few
+
+
 def test_a_hostile_reason_stays_text() -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     read = Read(page(gathered([line(1, told=reasons(1, why=hostile)), line(2)]), "T"))
