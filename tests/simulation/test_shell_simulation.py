@@ -20,7 +20,7 @@ FIRST = int(os.environ.get("DYN_SIM_FIRST", "10000"))
 CHUNKS = 8
 SHOWN = 5
 ONCE_FAILED = [int(line) for line in (Path(__file__).parent / "seeds.txt").read_text().split()]
-CRASH_SEEDS = (3, 7, 36)
+CRASH_SEEDS = [7, *(pytest.param(seed, marks=pytest.mark.full) for seed in (3, 36))]
 
 
 @pytest.fixture(autouse=True)

@@ -144,7 +144,10 @@ async def test_requests_of_the_old_role_are_served_or_sent_on(graph: Served) -> 
 @pytest.mark.timing
 @pytest.mark.parametrize(
     ("gives", "takes", "endpoint"),
-    [("PrefillWorker", "VllmWorker", "generate"), ("VllmWorker", "PrefillWorker", "canary")],
+    [
+        ("PrefillWorker", "VllmWorker", "generate"),
+        pytest.param("VllmWorker", "PrefillWorker", "canary", marks=pytest.mark.full),
+    ],
 )
 async def test_half_a_second_from_the_command_to_the_first_request(
     graph: Served, gives: str, takes: str, endpoint: str
@@ -217,6 +220,7 @@ async def test_a_flip_is_taken_back(graph: Served) -> None:
 # --- the arbiter ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_knows() -> None:
     """Killed at several moments of a flip, under load: each time the worker is adopted in one role, never in both."""
     counts = (f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items())

@@ -17,6 +17,7 @@ PATIENCE_S = 15.0
 TOKENS = 2500
 
 
+@pytest.mark.full
 async def test_a_drain_goes_on_after_the_adoption() -> None:
     """Committed by the old arbiter, finished under the new one: the stream is whole, the worker is removed."""
     with Served(*KEEP) as served:
@@ -34,6 +35,7 @@ async def test_a_drain_goes_on_after_the_adoption() -> None:
         assert served.states()["VllmWorker"] == "ready"
 
 
+@pytest.mark.full
 async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
     """The arbiter dies while the first of two workers drains: its successor restarts that one, and then the other."""
     with Served("--VllmWorker.ServiceArgs.workers=2", *KEEP) as served:
@@ -55,6 +57,7 @@ async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
         assert changed == {"VllmWorker", "VllmWorker_1"}
 
 
+@pytest.mark.full
 async def test_down_without_an_arbiter_lets_streams_finish() -> None:
     """The same three stages, by the command itself; then nothing is left."""
     with Served(*KEEP) as served:

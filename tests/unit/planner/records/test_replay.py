@@ -98,7 +98,10 @@ def numbered(records: list[dict[str, Any]]) -> list[Record]:
     return [{"seq": n, **record} for n, record in enumerate(records, 1)]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, marks=pytest.mark.full if name_of(o) == "slo" else (), id=name_of(o)) for o in OPTIONS],
+)
 def test_a_log_of_the_twin_decides_the_same_tick_for_tick(options: PolicyOptions, tmp_path: Path) -> None:
     log = written(tmp_path / "ticks.jsonl", of_the_twin(options))
     again = Replay()
