@@ -1,4 +1,5 @@
-"""docs/lessons.md and docs/security.md: each fault and each protection has a test, and each test named there exists."""
+"""docs/lessons.md, docs/security.md and docs/seeds.md: each fault, protection and sentence has a test, and each test
+named there exists."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 
 from tests.tools.pages import ROOT
 
-LESSONS, SECURITY = ROOT / "docs" / "lessons.md", ROOT / "docs" / "security.md"
-PAGES = (LESSONS, SECURITY)
+LESSONS, SECURITY, SEEDS = (ROOT / "docs" / name for name in ("lessons.md", "security.md", "seeds.md"))
+PAGES = (LESSONS, SECURITY, SEEDS)
 NAMED = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<test>test_\w+)`")
 FAULTS = range(1, 24)
 
@@ -46,6 +47,15 @@ def test_each_protection_names_its_test() -> None:
     protections = [row for row in rows if not row.startswith("| What ")]
     assert protections
     assert [row for row in protections if not NAMED.search(row)] == []
+
+
+def test_each_sentence_of_the_seeds_names_its_test() -> None:
+    """But for those of which the page says that they are not there."""
+    told = SEEDS.read_text().partition("## What is not there")[0]
+    rows = [line for line in told.splitlines() if line.startswith("| ")]
+    sentences = [row for row in rows if not row.startswith(("| It says |", "| Dynamo 1.6.1 |"))]
+    assert sentences
+    assert [row for row in sentences if not NAMED.search(row)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
