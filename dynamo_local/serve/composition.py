@@ -46,6 +46,7 @@ from dynamo_local.succession import leftovers
 from dynamo_local.succession.guarding import Guarding
 from dynamo_local.succession.marks import marks
 from dynamo_local.system.process_host import ProcessHost, SupervisedHost
+from dynamo_local.telemetry.dispatch_metrics import DispatchMetrics, dispatch_now
 from dynamo_local.telemetry.event_log import EventLog, EventRecorder, event_log_path
 from dynamo_local.telemetry.exporter import Exporter, Place
 from dynamo_local.telemetry.lead_metrics import LeadMetrics, LeadsNow
@@ -114,6 +115,7 @@ def compose(
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
     exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
+    DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, shell.fleet))
     leads = _leads(deployment, launcher, spared, planning, exporter, tasks)
     control_api = _control_api(deployment, planning, state, tasks)
     servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))

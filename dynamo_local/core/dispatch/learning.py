@@ -88,3 +88,24 @@ class Mean:
     def seen(self, value: float) -> None:
         """One more."""
         self.value = value if self.value is None else self.value + (value - self.value) * self._weight
+
+
+class Share:
+    """Which share of the time lately went into something: what is `over_s` seconds old counts a third as much."""
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._sum_s = 0.0
+        self._at_s = -math.inf
+
+    def add(self, took_s: float, now_s: float) -> None:
+        """It took so long, until now."""
+        self._sum_s = self._left_s(now_s) + took_s
+        self._at_s = max(self._at_s, now_s)
+
+    def value(self, now_s: float) -> float:
+        """0..1."""
+        return min(1.0, self._left_s(now_s) / self._over_s)
+
+    def _left_s(self, now_s: float) -> float:
+        return self._sum_s * math.exp(-max(0.0, now_s - self._at_s) / self._over_s) if self._sum_s else 0.0

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from dynamo_local.core.dispatch.learning import AnswerLengths
 
 SURE_BELOW, SURE_ABOVE = 0.4, 1.2
-"""An estimate below the first share of a bound keeps it, one above the second breaks it."""
+"""An estimate of a wait below the first share of a bound keeps it, one above the second breaks it."""
+GAP_BELOW, GAP_ABOVE = 0.6, 1.2
+"""The same for a gap between tokens, which is the mean of many."""
 
 
 class Stream(NamedTuple):
@@ -34,7 +36,16 @@ def likely_above(estimated_s: float, bound_s: float) -> float:
     It rises slowly at first, and begins early: what waits in a queue is late more often than its mean says, because
     others join it at the same moment, and seldom early.
     """
-    return min(1.0, max(0.0, (estimated_s / bound_s - SURE_BELOW) / (SURE_ABOVE - SURE_BELOW))) ** 2
+    return _rising(estimated_s / bound_s, SURE_BELOW, SURE_ABOVE)
+
+
+def gap_above(estimated_s: float, bound_s: float) -> float:
+    """How probably (0..1) a stream whose gap is estimated so has a mean gap above a bound (above 0)."""
+    return _rising(estimated_s / bound_s, GAP_BELOW, GAP_ABOVE)
+
+
+def _rising(share: float, none: float, sure: float) -> float:
+    return min(1.0, max(0.0, (share - none) / (sure - none))) ** 2
 
 
 def misses_gap(

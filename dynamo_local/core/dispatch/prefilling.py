@@ -8,12 +8,13 @@ both cost the same, what makes people wait less.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from dynamo_local.core.disagg import QueueView
-from dynamo_local.core.dispatch.learning import AnswerLengths, Correction, Mean
+from dynamo_local.core.dispatch.asking import Ask, Choice, Request
+from dynamo_local.core.dispatch.learning import AnswerLengths, Correction, Mean, Share
 from dynamo_local.core.dispatch.line import LATE_EVERY
 from dynamo_local.core.dispatch.misses import Stream, harm, misses_first_token
+from dynamo_local.core.dispatch.tally import FirstTokens, Why
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.types import Missing
 
@@ -22,53 +23,10 @@ WAIT_COST = 0.02
 KEEP_WORK_WEIGHT = 0.05
 """How much one prompt counts in the mean work of all."""
 DEFAULT_PASS_TOKENS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One prompt. `waited_s` is since the request came."""
-
-    prompt_tokens: int
-    cached_tokens: int = 0
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What is done, and why: estimates in seconds from now to the first token, costs in expected misses.
-
-    `start_by_s` is when (same clock as `decide`'s) a prefill worker has to begin for the target to be kept; None: there
-    is no target. `remote_s` and `local_s` are None where that way is closed.
-    """
-
-    remote: bool
-    reason: str
-    local_s: float | None = None
-    remote_s: float | None = None
-    harmed: float = 0.0
-    work_s: float = 0.0
-    start_by_s: float | None = None
-    fallback: bool = False
-
-
-@dataclass(slots=True)
-class _Request:
-    prompt_tokens: int
-    began_s: float
-    first_s: float | None = None
-    generated: int = 0
-    local_tokens: int | None = None
-    """Uncached tokens of a prompt that is to be computed here."""
-    away_work_s: float | None = None
-    """What its prefill elsewhere takes, while it is awaited."""
-    estimated_s: float | None = None
-    asked_s: float = 0.0
-    handed_s: float | None = None
-
-    @property
-    def cached_tokens(self) -> int:
-        """Of a prompt that is to be computed here."""
-        return self.prompt_tokens - (self.local_tokens or 0)
+PAUSES_OVER_S = 5.0
+"""Over so long a time it is remembered which share of it the prompts here took from the streams."""
+PAUSED_MAX = 0.9
+"""More than this share is not believed: something is decoded all the same."""
 
 
 class DecodeSide:
@@ -90,10 +48,11 @@ class DecodeSide:
         self._targets = targets
         self._max_kv_tokens = max_kv_tokens or timing.perf.max_kv_tokens
         self._pass_tokens = max_pass_tokens or DEFAULT_PASS_TOKENS
-        self._requests: dict[str, _Request] = {}
-        self._running: dict[str, _Request] = {}
-        self._prompts: dict[str, _Request] = {}
-        self._away: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._prompts: dict[str, Request] = {}
+        self._away: dict[str, Request] = {}
+        self._coming: dict[str, Request] = {}
         self._kv_tokens = 0
         self._held_tokens = 0
         self._head_since_s = 0.0
@@ -103,12 +62,16 @@ class DecodeSide:
         self.itl_correction = Correction()
         self._work_s = Mean(KEEP_WORK_WEIGHT)
         self._handover_s = Mean(KEEP_WORK_WEIGHT)
+        self._paused = Share(PAUSES_OVER_S)
+        self._paused_until_s = -math.inf
+        self.first_tokens = {"local": FirstTokens(), "remote": FirstTokens()}
+        """What came of the estimates; of prompts that went where it was chosen."""
 
     # --- what it is told -----------------------------------------------------------------------
 
     def began(self, request_id: str, prompt_tokens: int, now_s: float) -> None:
         """A request has come."""
-        self._requests[request_id] = _Request(prompt_tokens, now_s)
+        self._requests[request_id] = Request(prompt_tokens, now_s)
 
     def went_local(self, request_id: str, uncached_tokens: int, now_s: float, estimated_s: float | None = None) -> None:
         """Its prompt is computed here from now on, also one that was away before. `estimated_s` (uncorrected) is what
@@ -117,21 +80,36 @@ class DecodeSide:
         if request is None:
             return
         self._away.pop(request_id, None)
+        self._coming.pop(request_id, None)
         self._hold(request_id, request)
         request.away_work_s, request.handed_s = None, None
         request.local_tokens = max(1, uncached_tokens)
-        request.estimated_s, request.asked_s = estimated_s, now_s
+        request.estimated_s, request.asked_s, request.promised = estimated_s, now_s, None
         if not self._prompts:
             self._head_since_s = now_s
         self._prompts[request_id] = request
 
-    def went_remote(self, request_id: str, work_s: float, now_s: float, estimated_s: float | None = None) -> None:
-        """Its entry is in the prefill queue. `estimated_s` (uncorrected) is to the end of its prefill."""
+    def went_remote(
+        self, request_id: str, work_s: float, now_s: float, estimated_s: float | None = None, behind_s: float = 0.0
+    ) -> None:
+        """Its entry is in the prefill queue. `estimated_s` (uncorrected) is to the end of its prefill, `behind_s` what
+        it is thought to wait here after that."""
         request = self._requests.get(request_id)
         if request is None:
             return
         request.away_work_s, request.estimated_s, request.asked_s = work_s, estimated_s, now_s
-        self._away[request_id] = request
+        request.behind_s = behind_s
+        self._away[request_id] = self._coming[request_id] = request
+
+    def follow(self, request_id: str, ask: Ask, choice: Choice, now_s: float) -> None:
+        """What was chosen is done: `went_remote` or `went_local`, with the estimates behind it."""
+        if choice.remote:
+            self.went_remote(request_id, choice.work_s, now_s, choice.estimated_s, choice.behind_s)
+        else:
+            self.went_local(request_id, ask.prompt_tokens - ask.cached_tokens, now_s, choice.estimated_s)
+        request = self._requests.get(request_id)
+        if request is not None and choice.first_token_s is not None:
+            request.promised = ("remote" if choice.remote else "local", choice.first_token_s, now_s)
 
     def handed_over(self, request_id: str, now_s: float) -> None:
         """Its KV is there to be pulled."""
@@ -159,6 +137,7 @@ class DecodeSide:
         if request is None:
             return
         self._away.pop(request_id, None)
+        self._coming.pop(request_id, None)
         self._prompts.pop(request_id, None)
         if self._running.pop(request_id, None) is not None:
             self._kv_tokens -= request.prompt_tokens + request.generated
@@ -167,18 +146,23 @@ class DecodeSide:
         if completed and request.generated:
             self.lengths.ended(request.generated)
 
-    def _hold(self, request_id: str, request: _Request) -> None:
+    def _hold(self, request_id: str, request: Request) -> None:
         if request.handed_s is None and request.local_tokens is None:
             self._held_tokens += request.prompt_tokens
 
-    def _first(self, request_id: str, request: _Request, now_s: float) -> None:
+    def _first(self, request_id: str, request: Request, now_s: float) -> None:
         request.first_s = now_s
+        self._coming.pop(request_id, None)
         if self._prompts.pop(request_id, None) is not None:
-            self._head_since_s = now_s
+            self._head_since_s = self._paused_until_s = now_s
+            self._paused.add(self._timing.prefill_s(request.prompt_tokens, request.cached_tokens), now_s)
             if request.estimated_s is not None:
                 self.local_correction.seen(now_s - request.asked_s, request.estimated_s)
         if request.handed_s is not None:
-            self._handover_s.seen(now_s - request.handed_s)
+            self._handover_s.seen(max(0.0, now_s - request.handed_s - request.behind_s))
+        if request.promised is not None:
+            way, estimated_s, at_s = request.promised
+            self.first_tokens[way].came(estimated_s, now_s - at_s)
         self._running[request_id] = request
         self._kv_tokens += request.prompt_tokens
 
@@ -208,16 +192,18 @@ class DecodeSide:
         away_s = math.fsum(each.away_work_s or 0.0 for each in self._away.values())
         return max(self._before_s(now_s), away_s)
 
-    def itl_seen(self, itl_s: float) -> None:
-        """The engine's last pass that only decoded took so long."""
-        if self._running:
+    def itl_seen(self, itl_s: float, now_s: float) -> None:
+        """The engine's last pass that decoded took so long. One that also computed a prompt says nothing of a token's
+        time, and is left out."""
+        if self._running and not self._prompts and now_s - itl_s > self._paused_until_s:
             self.itl_correction.seen(itl_s, self._timing.itl_s(len(self._running), max(1, self._kv_tokens)))
 
     def start_by_s(self, ask: Ask, now_s: float) -> float | None:
         """When a prefill worker has to begin this prompt; None: there is no target."""
         if self._targets.ttft_s is None:
             return None
-        return now_s + self._targets.ttft_s - ask.waited_s - self._timing.prefill_s(ask.prompt_tokens) - self._after_s()
+        work_s = self._timing.prefill_s(ask.prompt_tokens)
+        return now_s + self._targets.ttft_s - ask.waited_s - work_s - self._takeover_s()
 
     def decide(self, ask: Ask, now_s: float, *, queue: QueueView | Missing, prefill_workers: int) -> Choice:
         """Here or there. A queue of unknown length is not an empty one: then nothing goes there, and `fallback` says
@@ -225,23 +211,45 @@ class DecodeSide:
         work_s = self._timing.prefill_s(ask.prompt_tokens)
         self._work_s.seen(work_s)
         local_s, pause_before_s, pause_s = self._local(ask, now_s)
+        here_s = local_s / self.local_correction.factor
         start_by_s = self.start_by_s(ask, now_s)
         if prefill_workers < 1:
-            return Choice(False, "no prefill worker is registered", local_s, work_s=work_s, start_by_s=start_by_s)
+            why = "no prefill worker is registered"
+            return Choice(
+                False,
+                why,
+                local_s,
+                work_s=work_s,
+                start_by_s=start_by_s,
+                estimated_s=here_s,
+                why=Why.NO_PREFILL_WORKER,
+            )
         if isinstance(queue, Missing):
             why = f"prefill queue size unknown: {queue.reason}"
-            return Choice(False, why, local_s, work_s=work_s, start_by_s=start_by_s, fallback=True)
+            return Choice(
+                False,
+                why,
+                local_s,
+                work_s=work_s,
+                start_by_s=start_by_s,
+                fallback=True,
+                estimated_s=here_s,
+                why=Why.QUEUE_UNKNOWN,
+            )
         left_s = None if self._targets.ttft_s is None else self._targets.ttft_s - ask.waited_s
-        remote_s = self._remote_s(work_s, queue, prefill_workers)
+        prefilled_s = self._prefilled_s(work_s, queue, prefill_workers)
+        behind_s = max(0.0, pause_before_s - prefilled_s)
+        remote_s = prefilled_s + behind_s + self._takeover_s()
         harmed = harm(
             self._streams(),
             now_s,
             before_s=pause_before_s,
             more_s=pause_s,
-            itl_s=self.itl_s(),
+            itl_s=self._paused_itl_s(now_s),
             target_s=self._targets.itl_s,
             lengths=self.lengths,
         )
+        harmed += self._delayed(now_s, pause_before_s, pause_s)
         fits = self._held_tokens + self._away_tokens() + ask.prompt_tokens <= self._max_kv_tokens
         local_cost = (misses_first_token(local_s, left_s) if fits or left_s is None else 1.0) + harmed
         remote_cost = misses_first_token(remote_s, left_s)
@@ -253,20 +261,41 @@ class DecodeSide:
             f"expected misses {local_cost:.2f} here ({harmed:.2f} of {len(self._running)} streams), "
             f"{remote_cost:.2f} there"
         )
-        return Choice(remote, reason, local_s, remote_s, harmed, work_s, start_by_s)
-
-    def estimates(self, choice: Choice) -> float | None:
-        """The uncorrected estimate behind a choice, for `went_local` or `went_remote`."""
-        if choice.remote:
-            if choice.remote_s is None:
-                return None
-            return max(1e-6, choice.remote_s - self._after_s()) / self.remote_correction.factor
-        return None if choice.local_s is None else choice.local_s / self.local_correction.factor
+        better = (remote_cost < local_cost) if remote else (local_cost < remote_cost)
+        return Choice(
+            remote,
+            reason,
+            local_s,
+            remote_s,
+            harmed,
+            work_s,
+            start_by_s,
+            estimated_s=prefilled_s / self.remote_correction.factor if remote else here_s,
+            behind_s=behind_s,
+            why=Why.FEWER_MISSES if better else Why.SOONER,
+        )
 
     # --- estimates -----------------------------------------------------------------------------
 
     def _streams(self) -> list[Stream]:
         return [Stream(each.generated, each.first_s) for each in self._running.values() if each.first_s is not None]
+
+    def _delayed(self, now_s: float, before_s: float, more_s: float) -> float:
+        """How many of those whose KV comes from elsewhere miss their first token because a prompt of `more_s` is
+        computed here, behind others of `before_s`, just when it comes (expected)."""
+        if self._targets.ttft_s is None:
+            return 0.0
+        total = 0.0
+        for request in self._coming.values():
+            if request.promised is None:
+                continue
+            _, estimated_s, at_s = request.promised
+            comes_s = max(0.0, at_s + estimated_s - now_s)
+            delay_s = min(more_s, before_s + more_s - comes_s)
+            if delay_s > 0:
+                left_s = request.began_s + self._targets.ttft_s - now_s
+                total += misses_first_token(comes_s + delay_s, left_s) - misses_first_token(comes_s, left_s)
+        return total
 
     def _away_tokens(self) -> int:
         return sum(each.prompt_tokens for each in self._away.values())
@@ -291,12 +320,17 @@ class DecodeSide:
             before_s -= min(works_s[0], max(0.0, now_s - self._head_since_s))
         return before_s
 
-    def _after_s(self) -> float:
-        """From the end of a remote prefill to the first token here."""
+    def _paused_itl_s(self, now_s: float) -> float:
+        """A token's time, with the pauses that prompts bring as often as they did lately."""
+        return self.itl_s() / (1.0 - min(PAUSED_MAX, self._paused.value(now_s)))
+
+    def _takeover_s(self) -> float:
+        """From the end of a remote prefill to the first token here, where no prompt is before it."""
         seen = self._handover_s.value
         return 1.5 * self.itl_s() if seen is None else seen
 
-    def _remote_s(self, work_s: float, queue: QueueView, workers: int) -> float:
+    def _prefilled_s(self, work_s: float, queue: QueueView, workers: int) -> float:
+        """Until it would be prefilled elsewhere."""
         own = len(self._away)
         outstanding = max(queue.outstanding, queue.pending, own)
         mean_s = self._work_s.value or work_s
@@ -310,4 +344,4 @@ class DecodeSide:
             wait_s = (first + min(queue.late, first / (LATE_EVERY - 1))) * each_s / workers
             if computing >= workers:
                 wait_s += each_s / (workers + 1)
-        return (wait_s + work_s) * self.remote_correction.factor + self._after_s()
+        return (wait_s + work_s) * self.remote_correction.factor

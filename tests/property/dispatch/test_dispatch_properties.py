@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_local.core.disagg import QueueView
+from dynamo_local.core.dispatch.asking import Ask
 from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction
 from dynamo_local.core.dispatch.line import LATE_EVERY, PrefillLine, Turns
 from dynamo_local.core.dispatch.misses import Stream, likely_above, misses_gap
 from dynamo_local.core.dispatch.picking import Busy, SloPicker
-from dynamo_local.core.dispatch.prefilling import Ask, DecodeSide
+from dynamo_local.core.dispatch.prefilling import DecodeSide
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.routing import Sample
 from dynamo_local.core.types import Load, Missing

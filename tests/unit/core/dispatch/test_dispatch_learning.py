@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction
+from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction, Share
 
 
 def test_lengths_that_were_seen_replace_what_was_believed() -> None:
@@ -51,3 +51,13 @@ def test_what_is_no_duration_corrects_nothing(observed: float, estimated: float)
     correction = Correction()
     correction.seen(observed, estimated)
     assert correction.factor == 1.0
+
+
+def test_a_share_of_time_is_reached_and_forgotten() -> None:
+    """What takes 30 % of the time is told as 30 % before long, and as nothing when it is over for long."""
+    share = Share(over_s=5.0)
+    assert share.value(0.0) == 0.0
+    for second in range(60):
+        share.add(0.3, float(second))
+    assert share.value(60.0) == pytest.approx(0.3, abs=0.06)
+    assert share.value(120.0) < 0.001
