@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from dynamo_local.core.dispatch.tally import Why
+
+Way = Literal["local", "remote"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,15 @@ class Choice:
         return self.remote_s if self.remote else self.local_s
 
 
+class Promise(NamedTuple):
+    """The first token is to come `estimated_s` after `at_s`, and has to within `left_s` (None: there is no target)."""
+
+    way: Way
+    estimated_s: float
+    at_s: float
+    left_s: float | None
+
+
 @dataclass(slots=True)
 class Request:
     """As `core.dispatch.prefilling.DecodeSide` knows it. Times are seconds of the clock that it is told."""
@@ -61,8 +73,8 @@ class Request:
     handed_s: float | None = None
     behind_s: float = 0.0
     """For how long its KV was expected to wait, once there, for the prompts that are computed here."""
-    promised: tuple[str, float, float] | None = None
-    """Way, seconds to the first token as estimated, and when that was."""
+    promised: Promise | None = None
+    """What was estimated when it went the way that was chosen."""
 
     @property
     def cached_tokens(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Callable
+from itertools import accumulate
 
 LENGTHS_KEPT = 512
 """Answers whose lengths are remembered."""
@@ -16,6 +18,12 @@ CORRECTION_MAX = 2.0
 the profile but something that it does not know."""
 CORRECTION_WEIGHT = 0.05
 """Of one observation against all before it."""
+
+
+RISK_BELIEF = 10.0
+"""What is believed of a risk counts as much as so many estimates."""
+RISK_KEEPS = 0.98
+"""How much what was seen before counts when one more is seen: some fifty count."""
 
 
 class AnswerLengths:
@@ -76,6 +84,39 @@ class Correction:
         bound = math.log(CORRECTION_MAX)
         ratio = min(bound, max(-bound, math.log(observed_s) - math.log(estimated_s)))
         self._log += (ratio - self._log) * CORRECTION_WEIGHT
+
+
+class Risk:
+    """How probably what is estimated as some share of a bound turns out above it: at first what is believed, then what
+    was seen of estimates that came as near to theirs. It never falls as the share rises."""
+
+    STEP = 0.1
+    CENTRES = tuple(0.35 + 0.1 * number for number in range(10))
+
+    def __init__(self, believed: Callable[[float], float]) -> None:
+        self._believed = [believed(centre) for centre in self.CENTRES]
+        self._seen = [0.0] * len(self.CENTRES)
+        self._missed = [0.0] * len(self.CENTRES)
+        self._curve = list(accumulate(self._believed, max))
+
+    def seen(self, share: float, *, missed: bool) -> None:
+        """An estimate of that share of its bound was missed, or kept."""
+        place = min(len(self.CENTRES) - 1, max(0, round((share - self.CENTRES[0]) / self.STEP)))
+        self._seen[place] = self._seen[place] * RISK_KEEPS + 1.0
+        self._missed[place] = self._missed[place] * RISK_KEEPS + missed
+        rows = zip(self._believed, self._missed, self._seen, strict=True)
+        found = ((believed * RISK_BELIEF + missed) / (RISK_BELIEF + seen) for believed, missed, seen in rows)
+        self._curve = list(accumulate(found, max))
+
+    def of(self, share: float) -> float:
+        """0..1, evenly between the centres of what is counted together."""
+        place = (share - self.CENTRES[0]) / self.STEP
+        if place <= 0:
+            return self._curve[0] * max(0.0, share / self.CENTRES[0])
+        if place >= len(self._curve) - 1:
+            return self._curve[-1]
+        low = int(place)
+        return self._curve[low] + (self._curve[low + 1] - self._curve[low]) * (place - low)
 
 
 class Mean:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 
 from dynamo_local.core.disagg import QueueView
-from dynamo_local.core.dispatch.asking import Ask, Choice, Request
-from dynamo_local.core.dispatch.learning import AnswerLengths, Correction, Mean, Share
+from dynamo_local.core.dispatch.asking import Ask, Choice, Promise, Request, Way
+from dynamo_local.core.dispatch.learning import AnswerLengths, Correction, Mean, Risk, Share
 from dynamo_local.core.dispatch.line import LATE_EVERY
-from dynamo_local.core.dispatch.misses import Stream, harm, misses_first_token
+from dynamo_local.core.dispatch.misses import Stream, gap_above, harm, likely_above, misses_first_token, misses_gap
 from dynamo_local.core.dispatch.tally import FirstTokens, Why
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.types import Missing
@@ -27,6 +27,10 @@ PAUSES_OVER_S = 5.0
 """Over so long a time it is remembered which share of it the prompts here took from the streams."""
 PAUSED_MAX = 0.9
 """More than this share is not believed: something is decoded all the same."""
+
+
+def _believed(share: float) -> float:
+    return likely_above(share, 1.0)
 
 
 class DecodeSide:
@@ -64,7 +68,8 @@ class DecodeSide:
         self._handover_s = Mean(KEEP_WORK_WEIGHT)
         self._paused = Share(PAUSES_OVER_S)
         self._paused_until_s = -math.inf
-        self.first_tokens = {"local": FirstTokens(), "remote": FirstTokens()}
+        self._risks: dict[Way, Risk] = {"local": Risk(_believed), "remote": Risk(_believed)}
+        self.first_tokens: dict[Way, FirstTokens] = {"local": FirstTokens(), "remote": FirstTokens()}
         """What came of the estimates; of prompts that went where it was chosen."""
 
     # --- what it is told -----------------------------------------------------------------------
@@ -109,7 +114,8 @@ class DecodeSide:
             self.went_local(request_id, ask.prompt_tokens - ask.cached_tokens, now_s, choice.estimated_s)
         request = self._requests.get(request_id)
         if request is not None and choice.first_token_s is not None:
-            request.promised = ("remote" if choice.remote else "local", choice.first_token_s, now_s)
+            way: Way = "remote" if choice.remote else "local"
+            request.promised = Promise(way, choice.first_token_s, now_s, self._left_s(ask))
 
     def handed_over(self, request_id: str, now_s: float) -> None:
         """Its KV is there to be pulled."""
@@ -161,8 +167,10 @@ class DecodeSide:
         if request.handed_s is not None:
             self._handover_s.seen(max(0.0, now_s - request.handed_s - request.behind_s))
         if request.promised is not None:
-            way, estimated_s, at_s = request.promised
+            way, estimated_s, at_s, left_s = request.promised
             self.first_tokens[way].came(estimated_s, now_s - at_s)
+            if left_s is not None and left_s > 0:
+                self._risks[way].seen(estimated_s / left_s, missed=now_s - at_s > left_s)
         self._running[request_id] = request
         self._kv_tokens += request.prompt_tokens
 
@@ -236,7 +244,7 @@ class DecodeSide:
                 estimated_s=here_s,
                 why=Why.QUEUE_UNKNOWN,
             )
-        left_s = None if self._targets.ttft_s is None else self._targets.ttft_s - ask.waited_s
+        left_s = self._left_s(ask)
         prefilled_s = self._prefilled_s(work_s, queue, prefill_workers)
         behind_s = max(0.0, pause_before_s - prefilled_s)
         remote_s = prefilled_s + behind_s + self._takeover_s()
@@ -245,14 +253,18 @@ class DecodeSide:
             now_s,
             before_s=pause_before_s,
             more_s=pause_s,
-            itl_s=self._paused_itl_s(now_s),
+            itl_s=(gap_s := self._paused_itl_s(now_s)),
             target_s=self._targets.itl_s,
             lengths=self.lengths,
         )
         harmed += self._delayed(now_s, pause_before_s, pause_s)
+        harmed += self._interrupted(ask, now_s, pause_before_s, pause_s, gap_s)
         fits = self._held_tokens + self._away_tokens() + ask.prompt_tokens <= self._max_kv_tokens
-        local_cost = (misses_first_token(local_s, left_s) if fits or left_s is None else 1.0) + harmed
-        remote_cost = misses_first_token(remote_s, left_s)
+        # One that will miss its gap anyway has nothing to lose by its first token.
+        at_stake = 1.0 if self._targets.itl_s is None else 1.0 - gap_above(gap_s, self._targets.itl_s)
+        here = misses_first_token(local_s, left_s, self._risks["local"]) if fits or left_s is None else 1.0
+        local_cost = at_stake * here + harmed
+        remote_cost = at_stake * misses_first_token(remote_s, left_s, self._risks["remote"])
         local_total = local_cost + WAIT_COST * (local_s + pause_s * len(self._running))
         remote_total = remote_cost + WAIT_COST * remote_s
         remote = remote_total <= local_total
@@ -277,6 +289,10 @@ class DecodeSide:
 
     # --- estimates -----------------------------------------------------------------------------
 
+    def _left_s(self, ask: Ask) -> float | None:
+        """Until its first token has to come; None: there is no target."""
+        return None if self._targets.ttft_s is None else self._targets.ttft_s - ask.waited_s
+
     def _streams(self) -> list[Stream]:
         return [Stream(each.generated, each.first_s) for each in self._running.values() if each.first_s is not None]
 
@@ -285,17 +301,36 @@ class DecodeSide:
         computed here, behind others of `before_s`, just when it comes (expected)."""
         if self._targets.ttft_s is None:
             return 0.0
-        total = 0.0
+        total, risk = 0.0, self._risks["remote"]
         for request in self._coming.values():
             if request.promised is None:
                 continue
-            _, estimated_s, at_s = request.promised
-            comes_s = max(0.0, at_s + estimated_s - now_s)
+            comes_s = max(0.0, request.promised.at_s + request.promised.estimated_s - now_s)
             delay_s = min(more_s, before_s + more_s - comes_s)
             if delay_s > 0:
                 left_s = request.began_s + self._targets.ttft_s - now_s
-                total += misses_first_token(comes_s + delay_s, left_s) - misses_first_token(comes_s, left_s)
+                late, now = (misses_first_token(each, left_s, risk) for each in (comes_s + delay_s, comes_s))
+                total += late - now
         return total
+
+    def _interrupted(self, ask: Ask, now_s: float, before_s: float, more_s: float, itl_s: float) -> float:
+        """How many of those that have no token yet, but will when this prompt's turn comes, miss their gap by its
+        pause (expected). A prompt that is computed in one pass with it has its first token no sooner."""
+        if self._targets.itl_s is None:
+            return 0.0
+        room = self._pass_tokens - len(self._running) - (ask.prompt_tokens - ask.cached_tokens)
+        count = len(self._prompts)
+        for request in reversed(self._prompts.values()):
+            room -= request.local_tokens or 0
+            if room < 0 or (count == 1 and now_s > self._head_since_s):  # the first is being computed already
+                break
+            count -= 1
+        for request in self._coming.values():
+            promised = request.promised
+            count += promised is not None and promised.at_s + promised.estimated_s < now_s + before_s
+        if not count:
+            return 0.0
+        return count * misses_gap(Stream(1, now_s), now_s, more_s, itl_s, self._targets.itl_s, self.lengths)
 
     def _away_tokens(self) -> int:
         return sum(each.prompt_tokens for each in self._away.values())
