@@ -115,7 +115,6 @@ def compose(
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
     exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
-    DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, shell.fleet))
     leads = _leads(deployment, launcher, spared, planning, exporter, tasks)
     control_api = _control_api(deployment, planning, state, tasks)
     servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))
@@ -173,7 +172,9 @@ def _exporter(
     settings, components = deployment.settings, [service.name for service in deployment.graph.services]
     socket = deployment.paths.metrics_socket if settings.metrics_socket else None
     place = Place(settings.metrics_port, socket, settings.metrics_api_key)
-    return Exporter(shell, sampling, clock, components=components, state=state, tasks=tasks, place=place)
+    exporter = Exporter(shell, sampling, clock, components=components, state=state, tasks=tasks, place=place)
+    DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, shell.fleet))
+    return exporter
 
 
 def _control_api(deployment: Deployment, planning: Planning, state: Callable[[], str], tasks: Tasks) -> ControlApi:

@@ -8,6 +8,8 @@ both cost the same, what makes people wait less.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 from dynamo_local.core.disagg import QueueView
 from dynamo_local.core.dispatch.asking import Ask, Choice, Promise, Request, Way
@@ -27,6 +29,15 @@ PAUSES_OVER_S = 5.0
 """Over so long a time it is remembered which share of it the prompts here took from the streams."""
 PAUSED_MAX = 0.9
 """More than this share is not believed: something is decoded all the same."""
+
+
+class Here(NamedTuple):
+    """A prompt that is computed here: seconds to its first token, for how long streams pause anyway, and for how long
+    because of it."""
+
+    first_token_s: float
+    before_s: float
+    pause_s: float
 
 
 def _believed(share: float) -> float:
@@ -218,74 +229,67 @@ class DecodeSide:
         that it was no choice."""
         work_s = self._timing.prefill_s(ask.prompt_tokens)
         self._work_s.seen(work_s)
-        local_s, pause_before_s, pause_s = self._local(ask, now_s)
-        here_s = local_s / self.local_correction.factor
-        start_by_s = self.start_by_s(ask, now_s)
+        here = self._local(ask, now_s)
+        only = Choice(
+            False,
+            "no prefill worker is registered",
+            here.first_token_s,
+            work_s=work_s,
+            start_by_s=self.start_by_s(ask, now_s),
+            estimated_s=here.first_token_s / self.local_correction.factor,
+            why=Why.NO_PREFILL_WORKER,
+        )
         if prefill_workers < 1:
-            why = "no prefill worker is registered"
-            return Choice(
-                False,
-                why,
-                local_s,
-                work_s=work_s,
-                start_by_s=start_by_s,
-                estimated_s=here_s,
-                why=Why.NO_PREFILL_WORKER,
-            )
+            return only
         if isinstance(queue, Missing):
             why = f"prefill queue size unknown: {queue.reason}"
-            return Choice(
-                False,
-                why,
-                local_s,
-                work_s=work_s,
-                start_by_s=start_by_s,
-                fallback=True,
-                estimated_s=here_s,
-                why=Why.QUEUE_UNKNOWN,
-            )
-        left_s = self._left_s(ask)
+            return replace(only, reason=why, fallback=True, why=Why.QUEUE_UNKNOWN)
         prefilled_s = self._prefilled_s(work_s, queue, prefill_workers)
-        behind_s = max(0.0, pause_before_s - prefilled_s)
+        behind_s = max(0.0, here.before_s - prefilled_s)
         remote_s = prefilled_s + behind_s + self._takeover_s()
-        harmed = harm(
-            self._streams(),
-            now_s,
-            before_s=pause_before_s,
-            more_s=pause_s,
-            itl_s=(gap_s := self._paused_itl_s(now_s)),
-            target_s=self._targets.itl_s,
-            lengths=self.lengths,
-        )
-        harmed += self._delayed(now_s, pause_before_s, pause_s)
-        harmed += self._interrupted(ask, now_s, pause_before_s, pause_s, gap_s)
-        fits = self._held_tokens + self._away_tokens() + ask.prompt_tokens <= self._max_kv_tokens
-        # One that will miss its gap anyway has nothing to lose by its first token.
-        at_stake = 1.0 if self._targets.itl_s is None else 1.0 - gap_above(gap_s, self._targets.itl_s)
-        here = misses_first_token(local_s, left_s, self._risks["local"]) if fits or left_s is None else 1.0
-        local_cost = at_stake * here + harmed
-        remote_cost = at_stake * misses_first_token(remote_s, left_s, self._risks["remote"])
-        local_total = local_cost + WAIT_COST * (local_s + pause_s * len(self._running))
-        remote_total = remote_cost + WAIT_COST * remote_s
-        remote = remote_total <= local_total
-        reason = (
-            f"first token in {local_s * 1000:.0f} ms here, {remote_s * 1000:.0f} ms there; "
-            f"expected misses {local_cost:.2f} here ({harmed:.2f} of {len(self._running)} streams), "
-            f"{remote_cost:.2f} there"
-        )
+        gap_s = self._paused_itl_s(now_s)
+        harmed = self._harmed(ask, now_s, here, gap_s)
+        local_cost, remote_cost = self._misses(ask, here.first_token_s, remote_s, gap_s)
+        local_cost += harmed
+        local_total = local_cost + WAIT_COST * (here.first_token_s + here.pause_s * len(self._running))
+        remote = remote_cost + WAIT_COST * remote_s <= local_total
         better = (remote_cost < local_cost) if remote else (local_cost < remote_cost)
-        return Choice(
-            remote,
-            reason,
-            local_s,
-            remote_s,
-            harmed,
-            work_s,
-            start_by_s,
-            estimated_s=prefilled_s / self.remote_correction.factor if remote else here_s,
+        return replace(
+            only,
+            remote=remote,
+            reason=f"first token in {here.first_token_s * 1000:.0f} ms here, {remote_s * 1000:.0f} ms there; "
+            f"expected misses {local_cost:.2f} here ({harmed:.2f} of {len(self._running)} streams), "
+            f"{remote_cost:.2f} there",
+            remote_s=remote_s,
+            harmed=harmed,
+            estimated_s=prefilled_s / self.remote_correction.factor if remote else only.estimated_s,
             behind_s=behind_s,
             why=Why.FEWER_MISSES if better else Why.SOONER,
         )
+
+    # --- what it costs -------------------------------------------------------------------------
+
+    def _misses(self, ask: Ask, local_s: float, remote_s: float, gap_s: float) -> tuple[float, float]:
+        """How probably this request misses its first token here and there, as far as it has its gap to lose."""
+        left_s = self._left_s(ask)
+        fits = self._held_tokens + self._away_tokens() + ask.prompt_tokens <= self._max_kv_tokens
+        at_stake = 1.0 if self._targets.itl_s is None else 1.0 - gap_above(gap_s, self._targets.itl_s)
+        here = misses_first_token(local_s, left_s, self._risks["local"]) if fits or left_s is None else 1.0
+        return at_stake * here, at_stake * misses_first_token(remote_s, left_s, self._risks["remote"])
+
+    def _harmed(self, ask: Ask, now_s: float, here: Here, gap_s: float) -> float:
+        """How many others miss a target because this prompt is computed here (expected): of the streams that run, of
+        those that will when its turn comes, and of the KV that comes just then."""
+        streams = harm(
+            self._streams(),
+            now_s,
+            before_s=here.before_s,
+            more_s=here.pause_s,
+            itl_s=gap_s,
+            target_s=self._targets.itl_s,
+            lengths=self.lengths,
+        )
+        return streams + self._delayed(now_s, here) + self._interrupted(ask, now_s, here, gap_s)
 
     # --- estimates -----------------------------------------------------------------------------
 
@@ -296,9 +300,9 @@ class DecodeSide:
     def _streams(self) -> list[Stream]:
         return [Stream(each.generated, each.first_s) for each in self._running.values() if each.first_s is not None]
 
-    def _delayed(self, now_s: float, before_s: float, more_s: float) -> float:
-        """How many of those whose KV comes from elsewhere miss their first token because a prompt of `more_s` is
-        computed here, behind others of `before_s`, just when it comes (expected)."""
+    def _delayed(self, now_s: float, here: Here) -> float:
+        """How many of those whose KV comes from elsewhere miss their first token because this prompt is computed just
+        when it comes (expected)."""
         if self._targets.ttft_s is None:
             return 0.0
         total, risk = 0.0, self._risks["remote"]
@@ -306,14 +310,14 @@ class DecodeSide:
             if request.promised is None:
                 continue
             comes_s = max(0.0, request.promised.at_s + request.promised.estimated_s - now_s)
-            delay_s = min(more_s, before_s + more_s - comes_s)
+            delay_s = min(here.pause_s, here.before_s + here.pause_s - comes_s)
             if delay_s > 0:
                 left_s = request.began_s + self._targets.ttft_s - now_s
                 late, now = (misses_first_token(each, left_s, risk) for each in (comes_s + delay_s, comes_s))
                 total += late - now
         return total
 
-    def _interrupted(self, ask: Ask, now_s: float, before_s: float, more_s: float, itl_s: float) -> float:
+    def _interrupted(self, ask: Ask, now_s: float, here: Here, itl_s: float) -> float:
         """How many of those that have no token yet, but will when this prompt's turn comes, miss their gap by its
         pause (expected). A prompt that is computed in one pass with it has its first token no sooner."""
         if self._targets.itl_s is None:
@@ -327,16 +331,15 @@ class DecodeSide:
             count -= 1
         for request in self._coming.values():
             promised = request.promised
-            count += promised is not None and promised.at_s + promised.estimated_s < now_s + before_s
+            count += promised is not None and promised.at_s + promised.estimated_s < now_s + here.before_s
         if not count:
             return 0.0
-        return count * misses_gap(Stream(1, now_s), now_s, more_s, itl_s, self._targets.itl_s, self.lengths)
+        return count * misses_gap(Stream(1, now_s), now_s, here.pause_s, itl_s, self._targets.itl_s, self.lengths)
 
     def _away_tokens(self) -> int:
         return sum(each.prompt_tokens for each in self._away.values())
 
-    def _local(self, ask: Ask, now_s: float) -> tuple[float, float, float]:
-        """Seconds to the first token here; for how long streams pause anyway; and for how long because of this one."""
+    def _local(self, ask: Ask, now_s: float) -> Here:
         factor, timing = self.local_correction.factor, self._timing
         before_s = self._before_s(now_s)
         uncached = ask.prompt_tokens - ask.cached_tokens
@@ -345,7 +348,7 @@ class DecodeSide:
         room = max(1, self._pass_tokens - len(self._running))
         passes = math.ceil(tokens / room) + (0.5 if self._running else 0.0)
         decoding_s = self.itl_s() * passes if self._running else 0.0
-        return (before_s + own_s) * factor + decoding_s, before_s * factor, own_s * factor
+        return Here((before_s + own_s) * factor + decoding_s, before_s * factor, own_s * factor)
 
     def _before_s(self, now_s: float) -> float:
         """What is left to compute of the prompts that are here (uncorrected)."""
