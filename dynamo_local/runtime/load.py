@@ -39,7 +39,7 @@ MAX_INSTANCES = 4096
 _CounterName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-z_.]+$")]
 
 
-class _WireLoad(msgspec.Struct):
+class WireLoad(msgspec.Struct):
     """`Load` with every count required: a field that is not there is not 0."""
 
     request_active_slots: int
@@ -55,17 +55,19 @@ class _WireLoad(msgspec.Struct):
     prefills_waiting: int | None = None
 
 
-class _Report(msgspec.Struct):
+class WireReport(msgspec.Struct):
+    """The message: one worker's load, measured at `published_at_s` (wall clock, seconds)."""
+
     watcher_name: str
     component: str
     instance_id: int
     published_at_s: float
-    load: _WireLoad
+    load: WireLoad
     dispatch: Annotated[dict[_CounterName, float], msgspec.Meta(max_length=MAX_COUNTERS)] | None = None
     """Only in answers: nobody picks a worker by it."""
 
 
-_decoder = msgspec.json.Decoder(_Report)
+_decoder = msgspec.json.Decoder(WireReport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +182,14 @@ class LoadPublisher:
     def _encode(self, *, asked: bool = False) -> bytes | None:
         """None if the source fails: then nothing is published, and readers see the load as missing."""
         try:
-            load = msgspec.convert(self._source().numbers(), _WireLoad)
+            load = msgspec.convert(self._source().numbers(), WireLoad)
             instance_id = self._lease_id()
             told = self._dispatch() if asked else None
         except Exception:  # the engine's code; a failing load must not end the worker
             self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
             return None
         dispatch = None if told is None else dict(told)
-        report = _Report(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load, dispatch)
+        report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load, dispatch)
         return msgspec.json.encode(report)
 
 

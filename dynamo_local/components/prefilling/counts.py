@@ -31,7 +31,7 @@ class DispatchCounts:
         return self.prefills.count(remote=False)
 
     def decided(self, *, remote: bool, why: Why, fallback: bool = False) -> None:
-        """One more."""
+        """One more decision; `fallback`: the seed's rule made it for want of numbers."""
         self.prefills.decided(remote=remote, why=why)
         if fallback or self.lacking:
             self.fallbacks += 1
