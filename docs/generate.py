@@ -231,6 +231,7 @@ def metrics() -> str:
 
 def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
+    from dynamo_local.telemetry.dispatch_metrics import DispatchMetrics
     from dynamo_local.telemetry.lead_metrics import LeadMetrics
     from dynamo_local.telemetry.metrics import ArbiterMetrics
     from dynamo_local.telemetry.planner_views import PlannerMetrics
@@ -238,7 +239,11 @@ def arbiter_metrics() -> str:
 
     arbiter = ArbiterMetrics()
     return metric_table(
-        arbiter, PlannerMetrics(arbiter.registry), PluginMetrics(arbiter.registry), LeadMetrics(arbiter.registry)
+        arbiter,
+        PlannerMetrics(arbiter.registry),
+        PluginMetrics(arbiter.registry),
+        LeadMetrics(arbiter.registry),
+        DispatchMetrics(arbiter.registry),
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import msgspec
 from nats.aio.client import Client
@@ -28,8 +29,13 @@ log = logging.getLogger(__name__)
 STALE_AFTER_S = 3 * PUBLISH_INTERVAL_S
 FORGET_AFTER_S = 60.0
 SWEEP_EVERY_S = 1.0
+MAX_COUNTERS = 64
+"""A worker's dispatch has fewer; whoever tells more is not believed."""
 MAX_INSTANCES = 4096
 """No host has so many workers: whoever says loads of more of them invents them."""
+
+
+_CounterName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-z_.]+$")]
 
 
 class WireLoad(msgspec.Struct):
@@ -56,6 +62,8 @@ class WireReport(msgspec.Struct):
     instance_id: int
     published_at_s: float
     load: WireLoad
+    dispatch: Annotated[dict[_CounterName, float], msgspec.Meta(max_length=MAX_COUNTERS)] | None = None
+    """Only in answers: nobody picks a worker by it."""
 
 
 _decoder = msgspec.json.Decoder(WireReport)
@@ -63,13 +71,15 @@ _decoder = msgspec.json.Decoder(WireReport)
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One worker's load; `age_s` is seconds since the worker measured it."""
+    """One worker's load; `age_s` is seconds since the worker measured it. `dispatch` are counters of how it dispatches
+    requests, None where it told none."""
 
     load: Load
     watcher_name: str
     component: str
     instance_id: int
     age_s: float
+    dispatch: Mapping[str, float] | None = None
 
 
 def load_subject(namespace: str, component: str | None = None) -> str:
@@ -81,7 +91,7 @@ class LoadPublisher:
     """Publishes one worker's load, and answers the scatter request.
 
     `lease_id_getter` gives the current instance id (a lease can be granted anew), `source` the current load;
-    `changed()` returns when it may differ from what it was at the call.
+    `changed()` returns when it may differ from what it was at the call. `dispatch` are counters for those who ask.
     """
 
     def __init__(
@@ -94,8 +104,10 @@ class LoadPublisher:
         source: Callable[[], Load],
         changed: Callable[[], Awaitable[None]],
         clock: Clock | None = None,
+        dispatch: Callable[[], Mapping[str, float] | None] = lambda: None,
     ) -> None:
         self._nats = nats
+        self._dispatch = dispatch
         self._namespace = namespace
         self._component = component
         self._watcher_name = watcher_name
@@ -157,7 +169,7 @@ class LoadPublisher:
             self._once.warning("publish", "%s", error)
 
     async def _on_request(self, msg: Msg) -> None:
-        data = self._encode()
+        data = self._encode(asked=True)
         if data is None or not msg.reply:
             return
         try:
@@ -166,15 +178,17 @@ class LoadPublisher:
         except NatsUnavailable as error:
             self._once.warning("answer", "%s", error)
 
-    def _encode(self) -> bytes | None:
+    def _encode(self, *, asked: bool = False) -> bytes | None:
         """None if the source fails: then nothing is published, and readers see the load as missing."""
         try:
             load = msgspec.convert(self._source().numbers(), WireLoad)
             instance_id = self._lease_id()
+            told = self._dispatch() if asked else None
         except Exception:  # the engine's code; a failing load must not end the worker
             self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
             return None
-        report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load)
+        dispatch = None if told is None else dict(told)
+        report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load, dispatch)
         return msgspec.json.encode(report)
 
 
@@ -335,4 +349,4 @@ def _decode(data: bytes, subject: str, wall_s: float, once: _LogOnce) -> LoadRep
     if report.load.gpu_cache_usage_perc is None:  # also what a NaN becomes in JSON
         facts["gpu_cache_usage_perc"] = Missing(f"{report.watcher_name} does not know its KV use")
     load = Load(**facts)
-    return LoadReport(load, report.watcher_name, report.component, report.instance_id, age_s)
+    return LoadReport(load, report.watcher_name, report.component, report.instance_id, age_s, report.dispatch)

@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_local.core.disagg import QueueView
-from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction
+from dynamo_local.core.dispatch.asking import Ask
+from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction, Risk
 from dynamo_local.core.dispatch.line import LATE_EVERY, PrefillLine, Turns
 from dynamo_local.core.dispatch.misses import Stream, likely_above, misses_gap
 from dynamo_local.core.dispatch.picking import Busy, SloPicker
-from dynamo_local.core.dispatch.prefilling import Ask, DecodeSide
+from dynamo_local.core.dispatch.prefilling import DecodeSide
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.routing import Sample
 from dynamo_local.core.types import Load, Missing
@@ -94,6 +95,21 @@ def test_corrections_stay_within_their_bound(seen: list[tuple[float, float]]) ->
     for observed_s, estimated_s in seen:
         correction.seen(observed_s, estimated_s)
         assert 1 / CORRECTION_MAX - 1e-9 <= correction.factor <= CORRECTION_MAX + 1e-9
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=60),
+    st.floats(0, 3),
+    st.floats(0, 3),
+)
+def test_whatever_was_seen_a_nearer_estimate_is_never_a_smaller_risk(
+    seen: list[tuple[float, bool]], share: float, more: float
+) -> None:
+    """A probability that never falls: more before a prompt must not make a way look safer."""
+    risk = Risk(lambda each: likely_above(each, 1.0))
+    for each, missed in seen:
+        risk.seen(each, missed=missed)
+    assert 0.0 <= risk.of(share) <= risk.of(share + more) + 1e-12 <= 1.0 + 2e-12
 
 
 Request = st.tuples(
