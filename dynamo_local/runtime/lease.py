@@ -162,12 +162,11 @@ class LeaseKeeper:
                 # First: under a lease that is granted meanwhile they are put, too.
                 self._entries += [entry for entry in self._withdrawn if entry not in self._entries]
                 done = await asyncio.gather(*map(self._put, self._withdrawn), return_exceptions=True)
-                self._withdrawn = [
-                    entry
-                    for entry, error in zip(self._withdrawn, done, strict=True)
-                    if isinstance(error, BaseException)
+                failed = [
+                    (entry, error) for entry, error in zip(self._withdrawn, done, strict=True) if error is not None
                 ]
-                for error in filter(None, done):
+                self._withdrawn = [entry for entry, _ in failed]
+                for _, error in failed:
                     raise error
 
         await self._until(timeout_s, put)

@@ -1,5 +1,5 @@
-"""Where the time of this process's start goes, stage by stage: told in one line when it is ready. `Stages` is the same for
-whatever else takes several steps.
+"""Where the time of this process's start goes, stage by stage: told in one line when it is ready. `Stages` is the same
+for whatever else takes several steps.
 
 A start is measured from when the process was made, or from when a spare got its order.
 """

@@ -1,4 +1,4 @@
-"""etcd goes away in the middle of a flip, on real processes: it ends in the old role or in the new one, never in both."""
+"""etcd goes away in the middle of a flip, on real processes: it ends in the old role or in the new one, not in both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that change their role when asked (SGLang's call) flip under `dynamo serve -f`: idle first, nothing is lost."""
+"""Servers that change their role when asked (SGLang's call) flip under `dynamo serve -f`: idle first, nothing lost."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_a_flip_waits_for_its_streams_and_is_taken_back(graph: Served) -> 
 
 
 async def test_a_server_that_does_not_change_stays_what_it_was() -> None:
-    """It says so, and is routed to again in its old role; one that cannot have that either ends, and is started anew."""
+    """It says so, and is routed to again in its old role; one that cannot have that either ends."""
     stuck = ("--stuck", "cannot rebuild")
     with http_graph(Decode=switched("decode", *stuck), Prefill=switched("prefill", *stuck)) as served:
         served.start()

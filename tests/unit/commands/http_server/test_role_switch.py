@@ -1,4 +1,4 @@
-"""A server that changes its role when it is asked to, as SGLang's does: what counts as done, and what passes by itself."""
+"""A server that changes its role when it is asked to, as SGLang's: what counts as done, and what passes by itself."""
 
 from __future__ import annotations
 
