@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dynamo_local.errors import FlipFailed
 from dynamo_local.runtime.requests.client import NatsEndpointClient
 from tests.drivers.scaled import command, names, settled
 from tests.drivers.served import Served, auntil
@@ -64,12 +65,15 @@ async def each_in_one_role(served: Served) -> None:
 
 async def first_answer_s(served: Served, name: str, client: NatsEndpointClient) -> float:
     """Seconds from the command to the end of the first request that it answers in its new role: `client` is one of an
-    endpoint that takes tokens there. Returns once the flip is over."""
+    endpoint that takes tokens there. Returns once the flip is over. Raises `FlipFailed` where it stays what it was."""
     known = {each.instance_id for each in await client.wait_for_instances(FLIP_TIMEOUT_S)}
     began_s = time.monotonic()
     flipping = asyncio.create_task(aflip(served, name))
     try:
-        (new,) = await client.wait_for_others(known, FLIP_TIMEOUT_S)
+        found = await client.wait_for_others(known, FLIP_TIMEOUT_S)
+        if not found:
+            raise FlipFailed(f"{name} has stayed what it was, for {FLIP_TIMEOUT_S:g} s")
+        (new,) = found
         request = {"request_id": f"first-{name}-{began_s}", "token_ids": PROMPT, "sampling": ONE_TOKEN}
         assert [item async for item in await client.call(request, instance_id=new.instance_id)]
         took_s = time.monotonic() - began_s
