@@ -28,6 +28,8 @@ PICTURE = Path(__file__).with_name("flip.svg")
 WAYS = (("VllmWorker", "PrefillWorker", "canary"), ("PrefillWorker", "VllmWorker", "generate"))
 STREAM_TOKENS = 3000
 WIDTH, LEFT, TOP, ROW, LANES = 900, 190, 34, 26, 5
+LEGEND = 90
+"""From the bars to the right: the title is wider than their labels."""
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 BECAME = re.compile(r"^(\S+ \S+) INFO \S+ became \S+ in [\d.]+ s: (.*)$", re.MULTILINE)
 """A worker's line; its time is that of the end."""
@@ -118,7 +120,7 @@ def _lanes(each: Flip, top: float, scale: float) -> Iterator[str]:
     yield _mark(each.answered, "answered", top + 3 * ROW, scale)
     y = top + 4 * ROW
     yield f'<rect x="{LEFT}" y="{y + 4:.0f}" width="{right - LEFT:.1f}" height="{ROW - 8}" fill="#ddd"/>'
-    x = LEFT
+    x = LEFT + LEGEND
     for number, (stage, took) in enumerate(each.stages):
         words = f"{stage} {took:.0f}"
         yield f'<rect x="{x}" y="{top + 6}" width="10" height="10" fill="{COLOURS[number % len(COLOURS)]}"/>'

@@ -38,9 +38,9 @@ KV_BLOCKS = 1000
 
 @dataclass
 class Server:
-    """What the server is doing, and how it is to behave. `refuse` answers everything with that status; a `forgetful`
-    one keeps no prompt that it has prefilled, as one that died in between. `role` is None for one that takes all;
-    `stuck` says why it never changes."""
+    """What the server is doing, and how it is to behave. Without a `model` it lists none. `refuse` answers everything
+    with that status; a `forgetful` one keeps no prompt that it has prefilled, as one that died in between. `role` is
+    None for one that takes all; `stuck` says why it never changes."""
 
     model: str = "tiny"
     port: int = 0
@@ -84,6 +84,8 @@ def make_app(server: Server) -> Starlette:
         return Response(status_code=200)
 
     async def models(_: Request) -> Response:
+        if not server.model:
+            return Response(status_code=404)
         card = {"id": server.model, "object": "model", "created": 1700000000, "owned_by": "vllm", "max_model_len": 4096}
         return JSONResponse({"object": "list", "data": [card]})
 
