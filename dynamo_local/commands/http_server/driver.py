@@ -55,8 +55,7 @@ class HttpConfig(CommandConfig):
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model's name in the API, for a server without `/v1/models`."""
     role_switch: str | None = None
-    """Path to which a POST gives the server its other role (prefill, decode), once it has nothing to do: so its worker
-    can flip. SGLang's is /pd_role_switch, from 0.5.21 on with --enable-pd-role-switch."""
+    """Path whose POST gives the server its other role, so that its worker can flip; SGLang's is /pd_role_switch."""
     role_switch_body: dict[str, Any] = Field(default_factory=lambda: dict(DEFAULT_BODY))
     """What is posted there, as JSON, with {role} for the new role; as it is here SGLang's."""
 
