@@ -70,7 +70,7 @@ def planner_options() -> str:
         takers = [policy for policy in POLICIES if name in options_of(policy)]
         whose = "all" if len(takers) == len(POLICIES) else ", ".join(f"`{policy}`" for policy in takers)
         key = ", ".join(f"`{each.replace('_', '-')}`" for each in names)
-        rows.append((key, whose, type_of(field), default_of(field), field.description or ""))
+        rows.append((key, whose, type_of(field), default_of(field), " ".join((field.description or "").split())))
     return table(("Key", "Policy", "Type", "Default", "Meaning"), rows)
 
 

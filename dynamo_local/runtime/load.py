@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -18,12 +18,11 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.clock import AsyncioClock, Clock, Turns
 from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
-from dynamo_local.runtime.scatter import scatter
 
 log = logging.getLogger(__name__)
 
@@ -194,34 +193,70 @@ class LoadPublisher:
 
 
 class LoadSampler:
-    """Asks all workers of a namespace at once."""
+    """Asks all workers of a namespace at once.
+
+    An answer that comes after its question's time is part of the next sample, with its age: on a starved host a worker
+    whose answers all take longer than that, or an asker that reads them later, would otherwise look dead.
+    """
 
     def __init__(self, nats: Client, namespace: str, clock: Clock | None = None) -> None:
         self._nats = nats
         self._namespace = namespace
         self._clock = clock or AsyncioClock()
         self._once = _LogOnce()
+        self._inbox: str | None = None
+        self._expected: int | None = None
+        self._complete = asyncio.Event()
+        self._answers: dict[str, tuple[float, LoadReport]] = {}
+        """Since the last sample, with when each came."""
 
     async def sample(self, timeout_s: float = 0.25, expected: int | None = None) -> dict[str, LoadReport]:
         """Loads by watcher name: as soon as `expected` have answered, else what came within `timeout_s`.
 
         A worker that did not answer is absent: treat it as `Missing`. Raises `NatsUnavailable`.
         """
-        reports: dict[str, LoadReport] = {}
+        late, self._answers = self._answers, {}
         if expected == 0:
-            return reports
+            return {}
+        self._expected = expected
+        self._complete.clear()
+        with nats_call(self._nats, "ask the workers for their load"):
+            if self._inbox is None:
+                inbox = self._nats.new_inbox()
+                await self._nats.subscribe(inbox, cb=self._listener())
+                self._inbox = inbox
+            await self._nats.publish(load_subject(self._namespace), b"", reply=self._inbox)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._complete.wait()
+            except TimeoutError:
+                log.debug("not everybody said their load within %.2f s", timeout_s)
+        heard, self._answers = {**late, **self._answers}, {}
+        now_s = self._clock.now_s()
+        reports = {name: replace(one, age_s=one.age_s + now_s - came_s) for name, (came_s, one) in heard.items()}
+        return {name: report for name, report in reports.items() if report.age_s <= STALE_AFTER_S}
 
-        def take(msg: Msg) -> bool:
-            report = _decode(msg.data, msg.subject, self._clock.wall_s(), self._once)
-            if report is not None:
-                known = reports.get(report.watcher_name)
-                if known is None or report.age_s <= known.age_s:
-                    reports[report.watcher_name] = report
-            return expected is not None and len(reports) >= expected
+    def _listener(self) -> Callable[[Msg], Awaitable[None]]:
+        turns = Turns()
 
-        what = "ask the workers for their load"
-        await scatter(self._nats, load_subject(self._namespace), b"", take, what=what, timeout_s=timeout_s)
-        return reports
+        async def heard(msg: Msg) -> None:
+            if (msg.headers or {}).get("Status") == "503":  # the server's: nobody listens
+                self._complete.set()
+            else:
+                self._take(msg)
+            await turns.next()  # answers that have come together are not one step of the loop
+
+        return heard
+
+    def _take(self, msg: Msg) -> None:
+        report = _decode(msg.data, msg.subject, self._clock.wall_s(), self._once)
+        if report is not None:
+            now_s = self._clock.now_s()
+            came_s, known = self._answers.get(report.watcher_name, (now_s, report))
+            if now_s - report.age_s >= came_s - known.age_s:
+                self._answers[report.watcher_name] = (now_s, report)
+        if self._expected is not None and len(self._answers) >= self._expected:
+            self._complete.set()
 
 
 class LoadView:

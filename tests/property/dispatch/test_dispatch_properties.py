@@ -16,6 +16,7 @@ from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.routing import Sample
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.profiles import DEFAULT_PROFILE, ProfileModel
+from tests.tools.examples import examples
 
 TIMING = Timing(ProfileModel.load(DEFAULT_PROFILE))
 TARGETS = st.builds(
@@ -119,7 +120,7 @@ Request = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(Request, max_size=20),
     TARGETS,
@@ -195,7 +196,7 @@ def test_a_busier_worker_never_costs_less(
     assert cost < picker.cost(Busy(requests, kv_tokens, 1), prompt, 0.1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 300), st.floats(0, 1)), min_size=1, max_size=8), TARGETS)
 def test_a_pick_is_a_candidate_and_never_one_of_unknown_load_before_an_idle_one(
     workers: list[tuple[bool, int, float]], targets: Targets
