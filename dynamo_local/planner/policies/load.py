@@ -45,7 +45,7 @@ class LoadPolicy:
             targets=targets,
             reasons=_in_order(reasons),
             next_tick_at=next_tick_at(observation, self.options.adjustment_interval_s),
-            apart=True,
+            apart=not _swaps(facts, verdicts),
         )
 
     def _facts(self, observation: Observation) -> Facts:
@@ -81,6 +81,13 @@ class LoadPolicy:
             min_gpu_budget=options.min_gpu_budget,
             grace_s=NEW_DECODE_WORKER_GRACE_PERIOD * options.adjustment_interval_s,
         )
+
+
+def _swaps(facts: Facts, verdicts: Sequence[Verdict]) -> bool:
+    """One more here and one less there, which can be one flip: together, or not at all."""
+    steps = [0 if verdict.deferred else verdict.step for verdict in verdicts]
+    able = any(side.flippable and step < 0 for side, step in zip(facts.sides, steps, strict=True))
+    return able and any(step > 0 for step in steps)
 
 
 def next_tick_at(observation: Observation, interval_s: float) -> float:
@@ -151,6 +158,7 @@ def _side(
         samples=samples,
         ends=ends,
         since_added_s=since_added_s,
+        flippable=pool.flippable,
     )
 
 
