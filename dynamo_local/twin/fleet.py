@@ -39,7 +39,6 @@ from dynamo_local.core.life.instructions import (
     Sweep,
     Transition,
 )
-from dynamo_local.core.life.lifecycle import FlipFailed
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.life.stimuli import (
     CalledBack,
@@ -59,6 +58,7 @@ from dynamo_local.core.notes import About
 from dynamo_local.core.types import Role, WorkerState, lease_hex, watcher_name
 from dynamo_local.errors import DynamoError
 from dynamo_local.twin.actuators.beginning import devices_of, templates_of, with_ready, with_sleeping
+from dynamo_local.twin.actuators.done_by import done_by
 from dynamo_local.twin.actuators.flips import Flips
 from dynamo_local.twin.actuators.sleeps import Sleeps
 from dynamo_local.twin.actuators.spares import Spares
@@ -93,14 +93,6 @@ class Scaled:
 
     moves: tuple[Move, ...] = ()
     refused: DynamoError | None = None
-
-
-DONE_BY = {
-    (WorkerState.FLIPPING, WorkerState.READY): "flips",
-    (WorkerState.WAKING, WorkerState.READY): "wakes",
-    (WorkerState.STARTING, WorkerState.READY): "starts",
-    (WorkerState.FALLING_ASLEEP, WorkerState.SLEEPING): "sleeps",
-}
 
 
 class VirtualClock:
@@ -381,8 +373,7 @@ class VirtualFleet:
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """Workers are counted by `on_fleet`; here what brought them there."""
-        how = DONE_BY.get((transition.before, transition.after))
-        if how is not None and not isinstance(transition.event, FlipFailed):
+        if (how := done_by(transition)) is not None:
             self.done_by[how] += 1
 
     def on_fleet(self, fleet: Fleet) -> None:

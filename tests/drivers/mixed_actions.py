@@ -12,13 +12,14 @@ import json
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_local.errors import DynamoError
-from tests.drivers.scaled import PATIENCE_S, Load, command, load, names, settled
+from tests.drivers.scaled import PATIENCE_S, Load, command, events, load, names, settled
 from tests.drivers.served import DISAGG, Served, auntil
 
 COMPONENTS = {"VllmWorker": 3, "PrefillWorker": 2}
@@ -221,11 +222,11 @@ async def run(served: Served, *, seed: int, actions: int, requests: int) -> tupl
                 happened = await ACTIONS[name][1](mixed)
             except DynamoError as refusal:
                 mixed.refused[name] += 1
-                mixed.story.append(f"{name}: refused, {refusal}")
+                mixed.story.append(f"{time.time():.2f} {name}: refused, {refusal}")
             else:
                 if happened:
                     mixed.done[name] += 1
-                    mixed.story.append(name)
+                    mixed.story.append(f"{time.time():.2f} {name}")
             await found.more(mixed.rng.choice((0, 1, 2, 4, 8, 16)))
         await auntil(lambda: found.failures or found.right >= requests, PATIENCE_S * 10, what=lambda: found.right)
     if not found.failures:
@@ -244,6 +245,9 @@ def main() -> int:
         served.start()
         mixed, found = asyncio.run(run(served, seed=words.seed, actions=words.actions, requests=words.requests))
         facts = served.status()["lead_times"]
+        last = [
+            f"{e['time']:.2f} {e['watcher_name']} {e['event']} {e['from']}->{e['to']}" for e in events(served)[-60:]
+        ]
     print(
         json.dumps(
             {
@@ -252,6 +256,7 @@ def main() -> int:
                 "refused": mixed.refused,
                 "right": found.right,
                 "dropped": found.failures,
+                **({"story": mixed.story, "events": last} if found.failures else {}),
                 "lead_times": facts,
             },
             indent=2,
