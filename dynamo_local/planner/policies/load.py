@@ -85,9 +85,8 @@ class LoadPolicy:
 
 def _swaps(facts: Facts, verdicts: Sequence[Verdict]) -> bool:
     """One more here and one less there, which can be one flip: together, or not at all."""
-    steps = [0 if verdict.deferred else verdict.step for verdict in verdicts]
-    able = any(side.flippable and step < 0 for side, step in zip(facts.sides, steps, strict=True))
-    return able and any(step > 0 for step in steps)
+    acts = {verdict.step: side for side, verdict in zip(facts.sides, verdicts, strict=True) if not verdict.deferred}
+    return 1 in acts and -1 in acts and bool(acts[-1].flippable)
 
 
 def next_tick_at(observation: Observation, interval_s: float) -> float:

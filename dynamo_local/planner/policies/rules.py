@@ -50,9 +50,9 @@ class Side(NamedTuple):
     samples: int
     down: float
     up: float
+    flippable: int
     ends: tuple[float, float] | None = None
     since_added_s: float | None = None
-    flippable: int = 0
 
     @property
     def expected(self) -> float | None:
