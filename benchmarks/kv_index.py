@@ -42,7 +42,7 @@ class Subject(Protocol):
 
 
 class Ours:
-    """`core.kv_index.KvIndex`, fed from NATS messages."""
+    """`core.kv.index.KvIndex`, fed from NATS messages."""
 
     def __init__(self) -> None:
         self.index = KvIndex()

@@ -18,29 +18,17 @@ from dynamo_local.planner.forecasting.runners import InlineForecaster
 from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
 from dynamo_local.planner.policies.options import PolicyOptions, name_of
 from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.values.decisions import Observation
-from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass, Requests
 from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.pull import Pull, Wants
 from dynamo_local.planner.values.readings import Reading
-from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.profiles import DEFAULT_PROFILE
+from tests.fakes.planner.busy_hosts import BOTH_LOOPS, WORKERS, busy_pull
 
-WORKERS, READINGS = 64, 30
+READINGS = 30
 TICK_US, PULL_US, POLICY_MS = 100.0, 1000.0, 5.0
-PASSES, WARM_UP = 64, 6
+WARM_UP = 6
 
 SLA = SlaOptions(DEFAULT_PROFILE, adjustment_interval_s=30.0, max_gpu_budget=WORKERS)
-BOTH_LOOPS = ThroughputLoadOptions(
-    optimization_target=Target.SLA,
-    enable_load_scaling=True,
-    load_predictor="constant",
-    profile=DEFAULT_PROFILE,
-    throughput_adjustment_interval_s=30.0,
-    load_adjustment_interval_s=5.0,
-    max_gpu_budget=WORKERS,
-)
 
 
 def run(short: bool) -> Report:
@@ -71,37 +59,13 @@ def _policy_ms(options: PolicyOptions, *, calls: int) -> float:
     """The median of so many decisions at the end of a window of traffic (both loops are due), in CPU time."""
     driver, took_ms, tick = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster()), list[float](), 0
     while len(took_ms) < calls:
-        seen, windows = _pull(driver.next_at_s, tick, driver.wants), driver.wants.traffic_window_s is not None
+        seen, windows = busy_pull(driver.next_at_s, tick, driver.wants), driver.wants.traffic_window_s is not None
         tick += 1
         began_s = time.thread_time()
         decision = driver.tick_now(seen)
         if windows and decision is not None and tick > WARM_UP:
             took_ms.append((time.thread_time() - began_s) * 1e3)
     return statistics.median(took_ms)
-
-
-def _pull(at_s: float, tick: int, wants: Wants) -> Pull:
-    """What half of the workers of each role, and their clients, did."""
-    pools = WorkerPools(Pool("PrefillWorker", 1, WORKERS // 2), Pool("VllmWorker", 1, WORKERS // 2))
-    engines = {}
-    for n in range(WORKERS if wants.passes else 0):
-        engine, prefill = EngineId(str(n)), n < WORKERS // 2
-        passes = tuple(_pass(engine, tick, k, at_s, prefill=prefill) for k in range(PASSES))
-        engines[engine] = EngineSeen("PrefillWorker" if prefill else "VllmWorker", passes, passes[-1])
-    window_s = wants.traffic_window_s
-    traffic = None
-    if window_s is not None:
-        traffic = Traffic(at_s, window_s, 300.0 + tick % 40, 3000.0, 200.0, 120.0, 9.0, 2.0, 0.2, 1.0)
-    limits = dict.fromkeys(("PrefillWorker", "VllmWorker"), Capabilities(8192, 256, 1_000_000, 131_072))
-    return Pull(Reading(at_s, 1, {}), pools, traffic, engines, limits)
-
-
-def _pass(engine: EngineId, tick: int, number: int, at_s: float, *, prefill: bool) -> ForwardPass:
-    more = (tick * 7 + number * 13) % 50
-    scheduled = Requests(num_decode_requests=4 + more, sum_decode_kv_tokens=(4 + more) * 3000)
-    if prefill:
-        scheduled = Requests(num_prefill_requests=1, sum_prefill_tokens=500 + 40 * more)
-    return ForwardPass(engine, tick * PASSES + number, 0.01 + 0.0004 * more, scheduled, at_s=at_s)
 
 
 def _observation() -> Observation:

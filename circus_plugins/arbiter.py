@@ -113,13 +113,9 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
-        self.argv = spec.argv
         self.refused: OSError | None = None
         """Why the latest start failed."""
-        self.log_file = spec.log_file
-        self.death_signal = spec.death_signal
-        self.asks_itself = spec.asks_itself
-        self.inherited_fds = spec.inherited_fds
+        self._keep(spec)
         super().__init__(
             spec.name,
             shlex.join(spec.argv),
@@ -132,6 +128,21 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
             graceful_timeout=spec.graceful_timeout_s,
             max_retry=1,
         )
+
+    def _keep(self, spec: ProcessSpec) -> None:
+        self.argv = spec.argv
+        self.log_file = spec.log_file
+        self.death_signal = spec.death_signal
+        self.asks_itself = spec.asks_itself
+        self.inherited_fds = spec.inherited_fds
+
+    def becomes(self, spec: ProcessSpec) -> None:
+        """Its process runs, and is that of `spec` now. Its name is changed by `renaming.rename`."""
+        self._keep(spec)
+        self.cmd, self.env = shlex.join(spec.argv), dict(spec.env)
+        self.working_dir, self.graceful_timeout = spec.cwd, spec.graceful_timeout_s
+        for process in self.processes.values():
+            process.cmd, process.env = self.cmd, dict(spec.env)
 
     @property
     def _process_class(self) -> type[WorkerProcess]:
@@ -241,22 +252,15 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
 
     def rename_process(self, name: str, spec: ProcessSpec) -> int:
         """See `SpareHost`."""
-        old = self._watchers_names.get(name.lower())
-        pid = None if old is None else old.pid
-        if pid is None:
+        watcher = self._watchers_names.get(name.lower())
+        if watcher is None or watcher.pid is None:
             raise ProcessLookupError(f"{name} has ended")
         former = self._watchers_names.get(spec.name.lower())
         if former is not None and former.pid is not None:
             raise KeyError(spec.name)
-        self._drop(spec.name)
-        process = old.processes.pop(pid)
-        self._forget_fd(pid)
-        self._watch_exit(spec.name, pid)  # also of one that ended just now: its pidfd is readable
-        self._drop(name)
-        watcher = self._new_watcher(spec)
-        process.name, process.watcher, process.cmd, process.env = spec.name, watcher, watcher.cmd, dict(spec.env)
-        watcher.processes[pid] = process
-        watcher._status = "active"
+        pid: int = watcher.pid
+        self.rename(name, spec.name, pid)
+        watcher.becomes(spec)
         watcher.notify_event("spawn", {"process_pid": pid, "time": time.time()})
         return pid
 
@@ -265,7 +269,8 @@ class DynamoArbiter(Arbiter):  # type: ignore[misc]
         self._watch_exit_of(name, pid)
 
     def _watch_exit_of(self, name: str, pid: int) -> None:
-        """In the place of what watched that process under another name."""
+        """In the place of what watched that process under another name; also of one that ended just now, whose pidfd
+        is readable."""
         if (fd := self._exit_fds.get(pid)) is not None:
             asyncio.get_running_loop().add_reader(fd, self._exited, name, pid)
 

@@ -220,7 +220,7 @@ class Planning:
         return [dict(record) for record in found]
 
     async def explain(self, count: int) -> list[str]:
-        """The same in words."""
+        """The last `count` decisions in words."""
         return [decisions.words(record) for record in await self.history(count)]
 
     # --- answering -------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Planning:
 
     @property
     def counts(self) -> Counts:
-        """Of this arbiter's time."""
+        """What the loop has counted since this arbiter made it."""
         return Counts() if self._loop is None else self._loop.counts
 
     def status(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class PlannerPlugins:
         return service.pipeline
 
     async def stop(self) -> None:
-        """They leave."""
+        """All plugins leave."""
         service, self._service = self._service, None
         if service is not None:
             await service.stop()

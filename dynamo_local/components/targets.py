@@ -34,7 +34,7 @@ class TargetOptions(BaseModel):
 
     @property
     def targets(self) -> Targets:
-        """As a value."""
+        """Those that were configured, in seconds."""
         return Targets.of_ms(self.ttft, self.itl)
 
 

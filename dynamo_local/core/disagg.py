@@ -63,7 +63,7 @@ class SampledDepth:
         self._enqueued = 0
 
     def sampled(self, value: QueueView | Missing, now_s: float) -> None:
-        """This was the answer."""
+        """The sample came: so long was the queue, or why that is not known."""
         self._value = value
         self._fresh_until_s = now_s + DEPTH_MAX_AGE_S
 

@@ -42,7 +42,7 @@ class Lead:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Lead | None:
-        """None without a sample."""
+        """Of these seconds, the latest last; None without a sample."""
         if not samples:
             return None
         ordered = sorted(samples)

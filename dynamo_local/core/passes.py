@@ -70,7 +70,7 @@ class Tally:
         self.count = self.total = self._squares = 0
 
     def add(self, value: int) -> None:
-        """One more."""
+        """Take one more value in."""
         self.count += 1
         self.total += value
         self._squares += value * value

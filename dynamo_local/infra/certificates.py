@@ -34,7 +34,7 @@ class Certificates:
 
     @property
     def authority(self) -> Path:
-        """Whom to trust."""
+        """The certificate of the authority that signed all others here: whom to trust."""
         return self.folder / "ca.pem"
 
     @property
@@ -58,7 +58,7 @@ class Certificates:
 
     @property
     def nats_env(self) -> dict[str, str]:
-        """The same for NATS's."""
+        """What makes a client of NATS trust its server, and show its own certificate."""
         return {
             "NATS_TLS_CA_CERT_PATH": str(self.authority),
             "NATS_TLS_CLIENT_CERT_PATH": str(self.certificate),

@@ -48,7 +48,7 @@ class Pipeline(Protocol):
 
 
 class BuiltIns:
-    """Nobody else."""
+    """A pipeline without plugins: what the policy proposes is what counts."""
 
     def wants(self, wants: Wants) -> Wants:
         """See `Pipeline`."""

@@ -12,34 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dynamo_local.core.dispatch.targets import Perf
 from dynamo_local.errors import ConfigError
 from dynamo_local.profiles.curves import Grid, Line, surface
 from dynamo_local.profiles.reading import lines_of, npz_arrays, read_profile
 
 
-class PerfModel(Protocol):
-    """Durations in seconds, at speed 1. Pure: the same arguments give the same bits."""
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """How many tokens the KV cache of this engine holds."""
-        ...
-
-    @property
-    def launch_s(self) -> float:
-        """The fixed part of a prefill in seconds, paid once by a pass in which at least one prompt starts."""
-        ...
-
-    def prefill_s(self, context_tokens: int, new_tokens: int) -> float:
-        """Seconds to compute `new_tokens` of a prompt behind `context_tokens` whose KV is there already."""
-        ...
-
-    def decode_s(self, batch: int, active_kv_tokens: int, mean_context: float) -> float:
-        """Seconds for one token of each of `batch` (1 or more) sequences.
-
-        Together they hold `active_kv_tokens` tokens of KV; their mean length is `mean_context` tokens.
-        """
-        ...
+class PerfModel(Perf, Protocol):
+    """What decisions are made by (`Perf`), and what an engine that is modelled needs besides."""
 
     def decode_run_s(self, batch: int, active_kv_tokens: int, passes: int) -> list[float]:
         """`decode_s` of so many passes in a row, each of which adds a token to every sequence: the same bits."""

@@ -33,7 +33,7 @@ MAX_INSTANCES = 4096
 """No host has so many workers: whoever says loads of more of them invents them."""
 
 
-class _WireLoad(msgspec.Struct):
+class WireLoad(msgspec.Struct):
     """`Load` with every count required: a field that is not there is not 0."""
 
     request_active_slots: int
@@ -49,15 +49,17 @@ class _WireLoad(msgspec.Struct):
     prefills_waiting: int | None = None
 
 
-class _Report(msgspec.Struct):
+class WireReport(msgspec.Struct):
+    """The message: one worker's load, measured at `published_at_s` (wall clock, seconds)."""
+
     watcher_name: str
     component: str
     instance_id: int
     published_at_s: float
-    load: _WireLoad
+    load: WireLoad
 
 
-_decoder = msgspec.json.Decoder(_Report)
+_decoder = msgspec.json.Decoder(WireReport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +170,12 @@ class LoadPublisher:
     def _encode(self) -> bytes | None:
         """None if the source fails: then nothing is published, and readers see the load as missing."""
         try:
-            load = msgspec.convert(self._source().numbers(), _WireLoad)
+            load = msgspec.convert(self._source().numbers(), WireLoad)
             instance_id = self._lease_id()
         except Exception:  # the engine's code; a failing load must not end the worker
             self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
             return None
-        report = _Report(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load)
+        report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load)
         return msgspec.json.encode(report)
 
 

@@ -242,16 +242,18 @@ class Supervisor(RunCommands):
 
     def _failed(self, worker: Worker, reason: str) -> None:
         """A worker failed. While we start, that ends the start; later it is told, and the policy acts."""
-        parts = self.parts
-        message = f"{worker.name} {reason}; {parts.launcher.factory.log_tail_of(worker)}"
-        late = worker.state is WorkerState.START_TIMED_OUT
-        if self.state == "starting" and late:
-            message = too_late(worker, self._fleet(), parts.launcher.factory, parts.starts.waits_for)
-        if self.state == "starting" and not self._death.done():
-            self._death.set_result(StartTimedOut(message) if late else WorkerDied(message))
-        elif self.state not in ("starting", "leaving"):
-            parts.notes.failed(worker.name, reason)
+        message = f"{worker.name} {reason}; {self.parts.launcher.factory.log_tail_of(worker)}"
+        if self.state == "starting":
+            late = worker.state is WorkerState.START_TIMED_OUT
+            if not self._death.done():
+                self._death.set_result(self._too_late(worker) if late else WorkerDied(message))
+        elif self.state != "leaving":
+            self.parts.notes.failed(worker.name, reason)
             self.view.event(message)
+
+    def _too_late(self, worker: Worker) -> StartTimedOut:
+        parts = self.parts
+        return StartTimedOut(too_late(worker, self._fleet(), parts.launcher.factory, parts.starts.waits_for))
 
     def _show_logs(self, *, from_end: bool) -> None:
         """Progress, log lines and rotation, for as long as we live."""

@@ -45,5 +45,5 @@ class GuardedRun:
 
     @property
     def paths(self) -> Paths:
-        """Of its namespace."""
+        """Where the files of its namespace are."""
         return Paths(self.namespace, Path(self.runtime), Path(self.statefile), Path(self.logs))

@@ -10,6 +10,7 @@ import enum
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -151,32 +152,37 @@ def _families(now: Now) -> Iterator[Metric]:
     for component in dict.fromkeys(component for component, _ in now.workers):
         lacking.add_metric([component], float(component in now.lacking))
     yield lacking
-    gpus = GaugeMetricFamily(
-        f"{PREFIX}_gpus", "GPUs that this graph may use, by who has them (taken: somebody else)", labels=["state"]
+    yield _filled(
+        GaugeMetricFamily(
+            f"{PREFIX}_gpus", "GPUs that this graph may use, by who has them (taken: somebody else)", labels=["state"]
+        ),
+        now.gpus,
     )
-    for place, count in now.gpus.items():
-        gpus.add_metric([place], count)
-    yield gpus
-    seconds = CounterMetricFamily(
-        f"{PREFIX}_gpu_held_seconds", "GPU-seconds held by workers, from start to exit", labels=["component"]
+    yield _filled(
+        CounterMetricFamily(
+            f"{PREFIX}_gpu_held_seconds", "GPU-seconds held by workers, from start to exit", labels=["component"]
+        ),
+        now.gpu_seconds,
     )
-    for component, total in now.gpu_seconds.items():
-        seconds.add_metric([component], total)
-    yield seconds
-    queue = GaugeMetricFamily(
-        f"{PREFIX}_prefill_queue_requests",
-        "Requests in the prefill queue, as last seen",
-        labels=["of"],
+    yield _filled(
+        GaugeMetricFamily(
+            f"{PREFIX}_prefill_queue_requests", "Requests in the prefill queue, as last seen", labels=["of"]
+        ),
+        now.queue,
     )
-    for of, requests in now.queue.items():
-        queue.add_metric([of], requests)
-    yield queue
-    deaths = CounterMetricFamily(
-        f"{PREFIX}_task_deaths", "How often a task of the arbiter died, and was started again", labels=["task"]
+    yield _filled(
+        CounterMetricFamily(
+            f"{PREFIX}_task_deaths", "How often a task of the arbiter died, and was started again", labels=["task"]
+        ),
+        now.task_deaths,
     )
-    for name, count in now.task_deaths.items():
-        deaths.add_metric([name], count)
-    yield deaths
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[Any, float]) -> Metric:
+    """With a value for each value of its only label."""
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
 
 
 class ArbiterMetrics:

@@ -151,7 +151,8 @@ class Drain:
             await _cancelled(self._running)
             await self._steps.resume()
         except Exception as error:
-            log.warning("the drain cannot be taken back and goes on: %s", error, exc_info=not _is_ours(error))
+            foreseen = isinstance(error, DynamoError)
+            log.warning("the drain cannot be taken back and goes on: %s", error, exc_info=not foreseen)
             self._resuming = self._again = None
             self._running = asyncio.create_task(self._run(), name="drain")
             raise
@@ -160,10 +161,6 @@ class Drain:
         again, self._again = self._again, None
         if again is not None:
             self.begin(again)
-
-
-def _is_ours(error: Exception) -> bool:
-    return isinstance(error, DynamoError)
 
 
 async def _cancelled(task: asyncio.Task[None] | None) -> None:

@@ -164,7 +164,8 @@ class Flipping:
             await _to_its_end(self._undo(old, new))
             if isinstance(error, asyncio.CancelledError):
                 raise
-            log.warning("stays %s: %s", old.identity.watcher_name, error, exc_info=not _is_ours(error))
+            foreseen = isinstance(error, DynamoError | TimeoutError)
+            log.warning("stays %s: %s", old.identity.watcher_name, error, exc_info=not foreseen)
             raise FlipFailed(f"{type(error).__name__}: {error}") from error
         self._switch(old, new)
 
@@ -264,7 +265,3 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
             await asyncio.wait({task})
     if (error := task.exception()) is not None:
         log.error("going back to the old role failed", exc_info=error)
-
-
-def _is_ours(error: BaseException) -> bool:
-    return isinstance(error, DynamoError | TimeoutError)

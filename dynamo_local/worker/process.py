@@ -96,7 +96,7 @@ class WorkerProcess:
 
     @property
     def _role(self) -> ServedRole:
-        """The one of now."""
+        """What it serves now; a flip changes that."""
         return self._roles.role
 
     # --- life ----------------------------------------------------------------------------------

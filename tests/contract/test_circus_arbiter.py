@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -13,22 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.system.processes import is_alive, start_time_s, wait_exit
+from dynamo_local.system.processes import is_alive, start_time_s
 from tests.drivers.circus_arbiter import PYTHON, Harness
 
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    """A running arbiter; whatever it still runs is killed afterwards."""
+    """A running arbiter, until its end."""
     harness = Harness(tmp_path)
     await harness.arbiter.start()
     yield harness
-    for watcher in harness.arbiter.watchers:
-        for pid in list(watcher.processes):
-            os.kill(pid, signal.SIGKILL)
-            await wait_exit(pid, 5)
-    await asyncio.sleep(0)
-    await harness.arbiter.close()
+    await harness.end()
 
 
 async def written(path: Path, timeout_s: float = 5.0) -> str:
@@ -90,6 +86,27 @@ async def test_a_watcher_has_another_name_and_the_same_process(harness: Harness)
     assert (name, found, code) == ("ns_B", pid, -signal.SIGKILL)
     harness.arbiter.rename("ns_A", "ns_B", again)  # that watcher has no process any more: it makes room
     assert (await harness.ask("list"))["watchers"] == ["ns_b"]
+
+
+async def test_a_spare_is_a_worker_and_the_same_process(harness: Harness) -> None:
+    """circusctl shows the worker's own command; its exit is told by the worker's name."""
+    pid = await harness.run("ns_spare", "import time; time.sleep(60)")
+    worker = harness.spec("ns_W", "import time; time.sleep(70)")
+    assert harness.arbiter.rename_process("ns_spare", worker) == pid
+    assert (await harness.ask("list"))["watchers"] == ["ns_w"]
+    assert (await harness.ask("list", name="ns_W"))["pids"] == [pid]
+    assert (await harness.ask("status"))["statuses"] == {"ns_W": "active"}
+    options = (await harness.ask("options", name="ns_W"))["options"]
+    assert (options["cmd"], options["env"]["SOME_TOKEN"]) == (shlex.join(worker.argv), "****")
+    other = await harness.run("ns_spare", "import time; time.sleep(60)")
+    with pytest.raises(KeyError):
+        harness.arbiter.rename_process("ns_spare", worker)
+    os.kill(pid, signal.SIGKILL)
+    name, found, code, _ = await asyncio.wait_for(harness.exits.get(), 10)
+    assert (name, found, code) == ("ns_W", pid, -signal.SIGKILL)
+    with pytest.raises(ProcessLookupError):
+        harness.arbiter.rename_process("ns_W", harness.spec("ns_Other", "pass"))
+    assert harness.arbiter.rename_process("ns_spare", worker) == other  # the watcher without a process makes room
 
 
 async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harness) -> None:

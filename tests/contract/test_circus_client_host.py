@@ -22,6 +22,7 @@ from dynamo_local.circus_plugins.circus_client import CircusClient, CircusdBusy,
 from dynamo_local.circus_plugins.client_host import CircusClientHost, exit_code_of_zombie
 from dynamo_local.system.process_host import ProcessSpec
 from dynamo_local.system.processes import is_alive, kill_session, wait_exit
+from tests.drivers.eventually import eventually
 from tests.drivers.stock_circusd import StockCircusd
 
 RUNS = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
@@ -90,10 +91,17 @@ async def harness(circusd: StockCircusd) -> AsyncIterator[Harness]:
         assert set(circusd.ask("list")["watchers"]) == {"other", "stubborn"}
 
 
+def ignores(pid: int, signum: int) -> bool:
+    """Whether that process has said so to the kernel."""
+    ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+    return bool(int(ignored, 16) >> signum - 1 & 1)
+
+
 async def stop_stubborn(harness: Harness) -> None:
     """Somebody's slow stop begins."""
     await harness.ask("start", name="stubborn", waiting=True)
-    await asyncio.sleep(0.3)  # its Python must have installed its handler
+    (pid,) = harness.circusd.pids("stubborn")
+    await eventually(lambda: ignores(pid, signal.SIGTERM))
     assert (await harness.ask("stop", name="stubborn"))["status"] == "ok"
     refused = await harness.ask("rm", name="stubborn", nostop=True)
     assert "already running" in refused["reason"]
@@ -163,7 +171,9 @@ async def test_nobody_starts_a_second_copy_behind_our_back(harness: Harness, com
     pid = await harness.start("ns_A")
     os.kill(pid, signal.SIGKILL)
     await asyncio.wait_for(harness.exits.get(), 5)
-    await asyncio.sleep(1.1)  # circus has seen it: the watcher is `stopped`
+    async with asyncio.timeout(10):
+        while (await harness.ask("status"))["statuses"]["ns_A"] != "stopped":
+            await asyncio.sleep(0.05)
     await harness.ask(command, name="ns_A", waiting=True)
     async with asyncio.timeout(5):
         while harness.circusd.pids("ns_A"):

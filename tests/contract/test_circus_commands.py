@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_NOT_RUNNING, BadInput, InfraUnavailable
 from tests.drivers.circus_arbiter import WORKER, Commander, commanding
+from tests.drivers.eventually import eventually
 
 
 @pytest.fixture
@@ -127,8 +128,7 @@ async def test_a_hundred_commands_at_once_are_all_answered(commander: Commander)
     """Lesson 13: circus refuses all but one with errno 5; here each reply is for the one who asked."""
     hold = commander.supervisor.hold = asyncio.Event()
     held = [asyncio.ensure_future(commander.ask("dynamo_scale", component=f"C{n}", target="+1")) for n in range(25)]
-    while len(commander.supervisor.calls) < 25:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: len(commander.supervisor.calls) == 25)
     commander.supervisor.hold = None
     kinds = itertools.cycle(
         [
@@ -154,7 +154,7 @@ async def test_status_is_answered_at_once_while_commands_wait(commander: Command
     """Replies never block others: 50 ms is what the issue allows."""
     commander.supervisor.hold = asyncio.Event()
     held = [asyncio.ensure_future(commander.ask("dynamo_drain", name=WORKER)) for _ in range(20)]
-    await asyncio.sleep(0.05)
+    await eventually(lambda: len(commander.supervisor.calls) == 20)
     seconds = []
     for _ in range(10):
         began_s = time.perf_counter()

@@ -13,8 +13,9 @@ from dynamo_local import errors
 from dynamo_local.ports import ResponseStream
 from dynamo_local.runtime.requests.context import RequestContext, current_request
 from tests.contract.endpoint_worlds import FakeWorld, NatsWorld, World
+from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import eventually, request_bench
+from tests.drivers.without_arbiter.request_plane import request_bench
 
 
 @pytest.fixture(params=["fake", pytest.param("nats", marks=pytest.mark.infra)])
@@ -273,8 +274,7 @@ async def test_a_slow_reader_holds_the_handler_back(world: World) -> None:
             yield [n, "x" * 10_000]
 
     await world.serve(bulky)
-    stream = await world.client.call(None)
-    items = aiter(stream)
+    items = aiter(await world.client.call(None))
     first = await anext(items)
     await asyncio.sleep(0.1)
     assert produced < 200

@@ -197,13 +197,15 @@ async def test_closing_a_watch_ends_it(kv: KeyValueStore, namespace: str) -> Non
     """A reader that is cancelled leaves no task behind, and the store goes on."""
     before = asyncio.all_tasks()
 
+    seen = asyncio.Event()
+
     async def read() -> None:
         async for _ in kv.watch_prefix(f"{namespace}/"):
-            pass
+            seen.set()
 
     reader = asyncio.create_task(read())
     await kv.put(f"{namespace}/x", b"")
-    await asyncio.sleep(0.05)
+    await asyncio.wait_for(seen.wait(), EVENT_DEADLINE_S)  # the first is what was there
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader

@@ -36,20 +36,31 @@ class Harness:
         self.arbiter = DynamoArbiter(endpoint=self.endpoint, pubsub_endpoint=f"ipc://{folder}/pub.sock")
         self.arbiter.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
 
+    def spec(self, name: str, code: str, *, asks_itself: bool = False) -> ProcessSpec:
+        """Of `python -c code`."""
+        return ProcessSpec(
+            name,
+            (PYTHON, "-c", code),
+            env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush", "ROOT": str(Path(__file__).parents[2])},
+            cwd=str(self.folder),
+            log_file=self.folder / f"{name}.log",
+            graceful_timeout_s=5.0,
+            death_signal=signal.SIGKILL,
+            asks_itself=asks_itself,
+        )
+
     async def run(self, name: str, code: str, *, asks_itself: bool = False) -> int:
         """Start `python -c code` under a new watcher; its pid."""
-        return await self.arbiter.start_process(
-            ProcessSpec(
-                name,
-                (PYTHON, "-c", code),
-                env={"PATH": os.environ["PATH"], "SOME_TOKEN": "hush", "ROOT": str(Path(__file__).parents[2])},
-                cwd=str(self.folder),
-                log_file=self.folder / f"{name}.log",
-                graceful_timeout_s=5.0,
-                death_signal=signal.SIGKILL,
-                asks_itself=asks_itself,
-            )
-        )
+        return await self.arbiter.start_process(self.spec(name, code, asks_itself=asks_itself))
+
+    async def end(self) -> None:
+        """Kill whatever still runs, and close the arbiter."""
+        for watcher in self.arbiter.watchers:
+            for pid in list(watcher.processes):
+                os.kill(pid, signal.SIGKILL)
+                await wait_exit(pid, 5)
+        await asyncio.sleep(0)
+        await self.arbiter.close()
 
     async def ask(self, command: str, **properties: object) -> dict[str, object]:
         """One command over the endpoint, as circusctl sends it."""
@@ -92,14 +103,9 @@ class Commander(Harness):
 
 @contextlib.asynccontextmanager
 async def commanding() -> AsyncIterator[Commander]:
-    """A running arbiter; whatever it still runs is killed afterwards. The folder is short: a socket lies in it."""
+    """A running arbiter, until its end. The folder is short: a socket lies in it."""
     with tempfile.TemporaryDirectory(prefix="dyn-") as folder:
         commander = Commander(Path(folder))
         await commander.arbiter.start()
         yield commander
-        for watcher in commander.arbiter.watchers:
-            for pid in list(watcher.processes):
-                os.kill(pid, signal.SIGKILL)
-                await wait_exit(pid, 5)
-        await asyncio.sleep(0)
-        await commander.arbiter.close()
+        await commander.end()

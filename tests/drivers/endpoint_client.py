@@ -33,6 +33,11 @@ class Snapshot:
         return
 
 
+def without_news(plane: RequestPlane, client: NatsEndpointClient, component: str, endpoint: str) -> NatsEndpointClient:
+    """A caller that sees what that client of the endpoint sees now, whatever comes."""
+    return NatsEndpointClient(plane.sender, Snapshot(client.instances()), component, endpoint)
+
+
 @asynccontextmanager
 async def endpoint_client(served: Served, component: str, endpoint: str) -> AsyncIterator[NatsEndpointClient]:
     """It follows etcd from the first list on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_local.core.virtual import (
@@ -21,7 +21,6 @@ from dynamo_local.core.virtual import (
 from dynamo_local.planner.connectors.following import Next, Phase, next_step
 from dynamo_local.planner.values.pools import Pool, WorkerPools
 
-UNHURRIED = settings(deadline=None)
 NAMES = (NUM_PREFILL_WORKERS, NUM_DECODE_WORKERS, DECISION_ID, SCALED_DECISION_ID)
 COUNTS = st.integers(0, 4)
 NUMBERS = st.integers(-1, 4)
@@ -50,7 +49,6 @@ def is_so(decision: PlannerDecision, fleet: WorkerPools) -> bool:
     )
 
 
-@UNHURRIED
 @given(stores, fleets(), st.none() | st.builds(Next, st.sampled_from(Phase), st.builds(PlannerDecision, NUMBERS)))
 def test_what_is_not_so_is_never_acknowledged(stored: dict[str, Stored], fleet: WorkerPools, last: Next | None) -> None:
     told = read(stored)
@@ -64,7 +62,6 @@ def test_what_is_not_so_is_never_acknowledged(stored: dict[str, Stored], fleet: 
     assert step.acknowledge or step.phase is Phase.DONE or step.reason, "who waits says for what"
 
 
-@UNHURRIED
 @given(fleets(), NUMBERS, NUMBERS)
 def test_it_gets_there_and_says_so_once(fleet: WorkerPools, prefill: int, decode: int) -> None:
     """Where there is room: each step is carried out, then what is on its way arrives, and what leaves is gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_local.core.floors import floor_workers
@@ -16,15 +16,12 @@ from dynamo_local.planner.values.readings import Reading
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, pool, reading, worker_pools
 from tests.fakes.planner.planner_worlds import observations, options, short_of, with_number
 
-SLOW_IS_FINE = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-
 
 def steps(seen: Observation, given_options: LoadOptions) -> dict[str, int]:
     """By component."""
     return LoadPolicy(given_options).on_tick(seen).steps
 
 
-@SLOW_IS_FINE
 @given(observations(), options())
 def test_each_counterfactual_is_true_and_nearest_of_its_number(seen: Observation, given_options: LoadOptions) -> None:
     """Fed back, the step flips to what was said; one step short of it, it does not."""
@@ -40,7 +37,6 @@ def test_each_counterfactual_is_true_and_nearest_of_its_number(seen: Observation
         assert steps(*with_number(seen, given_options, component, other.name, short))[component] == reason.step
 
 
-@SLOW_IS_FINE
 @given(observations(), options())
 def test_there_is_one_for_each_step_and_each_refusal(seen: Observation, given_options: LoadOptions) -> None:
     """Missing data leave none, nor does a world in which nothing else can be done (no budget for one more)."""
@@ -49,7 +45,6 @@ def test_there_is_one_for_each_step_and_each_refusal(seen: Observation, given_op
             assert reason.otherwise is not None
 
 
-@SLOW_IS_FINE
 @given(observations(adjusting=True), options())
 def test_floor_and_budget_always_hold(seen: Observation, given_options: LoadOptions) -> None:
     """An up never brings what is held above the budget; a down never brings a component below its floor."""
@@ -83,7 +78,6 @@ def without(seen: Observation, component: str) -> Observation:
     return replace(seen, readings=tuple(lost(pull) for pull in seen.readings))
 
 
-@SLOW_IS_FINE
 @given(observations(), options(), st.sampled_from([PREFILL, DECODE]))
 def test_missing_data_never_acts(seen: Observation, given_options: LoadOptions, component: str) -> None:
     """A component that has a worker keeps its number, and its reason is `missing`."""
@@ -94,7 +88,6 @@ def test_missing_data_never_acts(seen: Observation, given_options: LoadOptions, 
             assert (reason.step, reason.rule) == (0, Rule.MISSING)
 
 
-@SLOW_IS_FINE
 @given(observations(), options(), st.floats(0, 1), st.integers(0, 20))
 def test_higher_load_never_gives_fewer_workers(
     seen: Observation, given_options: LoadOptions, more_kv: float, more_queue: int
@@ -124,7 +117,6 @@ def test_higher_load_never_gives_fewer_workers(
 
 
 @pytest.mark.parametrize("aggregated", [False, True])
-@SLOW_IS_FINE
 @given(
     prefill=st.integers(1, 4),
     decode=st.integers(1, 4),

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_local.core.types import Missing
@@ -16,8 +16,6 @@ from dynamo_local.planner.policies.sla.sizing import Need
 from dynamo_local.planner.policies.throughput_load.budget import fitting
 from tests.fakes.planner.observations import DECODE, PREFILL
 from tests.fakes.planner.sla_worlds import decided, policy, pull, targets_of, traffic
-
-SLOW_IS_FINE = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 requests = st.floats(0, 200_000, allow_nan=False)
 lengths = st.floats(1, 100_000, allow_nan=False)
@@ -47,7 +45,6 @@ def given_to(options: dict[str, Any]) -> tuple[Any, dict[str, int]]:
     return policy(**rest), {"prefill_gpus": of_prefill, "decode_gpus": of_decode}
 
 
-@SLOW_IS_FINE
 @given(requests, lengths, lengths, unknown, unknown, unknown, pools, bounds())
 def test_never_above_the_budget_and_never_below_the_floors(
     num_req: float, isl: float, osl: float, ttft_ms: Any, itl_ms: Any, lasted_s: Any, there: Any, options: Any
@@ -65,7 +62,6 @@ def test_never_above_the_budget_and_never_below_the_floors(
     assert min(prefill, decode) >= options["min_endpoint"]
 
 
-@SLOW_IS_FINE
 @given(pools, st.sampled_from([Missing("not had"), None, traffic(Missing("not had")), traffic(math.nan)]))
 def test_what_is_not_known_changes_nothing(there: tuple[int, int], seen: Any) -> None:
     """Whatever there is."""
@@ -74,7 +70,6 @@ def test_what_is_not_known_changes_nothing(there: tuple[int, int], seen: Any) ->
     assert decision.acts == ()
 
 
-@SLOW_IS_FINE
 @given(requests, requests, lengths, lengths, st.floats(1, 100))
 def test_more_requests_never_need_fewer_workers(one: float, two: float, isl: float, osl: float, itl_ms: float) -> None:
     """Of either role."""
@@ -84,7 +79,6 @@ def test_more_requests_never_need_fewer_workers(one: float, two: float, isl: flo
     assert found[0][1] <= found[1][1]
 
 
-@SLOW_IS_FINE
 @given(requests, lengths, lengths, st.floats(1, 100), st.floats(1, 100))
 def test_a_stricter_itl_never_needs_fewer_workers(num_req: float, isl: float, osl: float, a: float, b: float) -> None:
     """Nor more prefill workers."""
@@ -97,7 +91,6 @@ def test_a_stricter_itl_never_needs_fewer_workers(num_req: float, isl: float, os
     assert found[0][0] == found[1][0]
 
 
-@SLOW_IS_FINE
 @given(requests, lengths, lengths, bounds())
 def test_a_constant_load_settles(num_req: float, isl: float, osl: float, options: dict[str, Any]) -> None:
     """Step by step, and then no further."""
@@ -150,7 +143,6 @@ def facts(draw: st.DrawFn) -> Facts:
     )
 
 
-@SLOW_IS_FINE
 @given(facts(), st.sampled_from([0, 1]))
 def test_each_counterfactual_is_true_and_just_so(seen: Facts, index: int) -> None:
     """Put in, the step is the one that was said; one short of it, it is what was decided."""

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_local.planner.driver import PolicyDriver
@@ -32,7 +32,7 @@ from tests.fakes.planner.engines_seen import (
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
 
-SLOW_IS_FINE = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+MORE_EXAMPLES = settings(max_examples=150)
 
 TABLES = {
     "prefill_scale_up_queue_tokens": 5000.0,
@@ -103,7 +103,7 @@ def drive(options: ThroughputLoadOptions, pulls: tuple[Pull, ...]) -> list[tuple
     return [(seen, dict(decision.targets)) for seen, decision in decisions if decision is not None]
 
 
-@SLOW_IS_FINE
+@MORE_EXAMPLES
 @given(some_options(), some_pulls())
 def test_never_above_the_budget_and_never_below_the_floors(
     options: ThroughputLoadOptions, pulls: tuple[Pull, ...]
@@ -124,7 +124,7 @@ def test_never_above_the_budget_and_never_below_the_floors(
             assert wanted <= options.max_gpu_budget
 
 
-@SLOW_IS_FINE
+@MORE_EXAMPLES
 @given(some_options(), some_pulls(), st.integers(0, 30), st.integers(0, 30))
 def test_whatever_plugins_want(
     options: ThroughputLoadOptions, pulls: tuple[Pull, ...], prefill: int, decode: int
@@ -142,7 +142,7 @@ def test_whatever_plugins_want(
     assert all(decision.targets[one.component] >= options.floor(role) for role, one in seen.pools.by_role.items())
 
 
-@SLOW_IS_FINE
+@MORE_EXAMPLES
 @given(some_pulls(), some_options())
 def test_what_is_not_known_changes_nothing(pulls: tuple[Pull, ...], options: ThroughputLoadOptions) -> None:
     """Neither metrics nor traffic: only a fleet outside of its bounds is repaired."""
@@ -153,7 +153,7 @@ def test_what_is_not_known_changes_nothing(pulls: tuple[Pull, ...], options: Thr
             assert targets[one.component] in {one.capacity, repaired}
 
 
-@SLOW_IS_FINE
+@MORE_EXAMPLES
 @given(
     st.lists(st.integers(0, 60_000), min_size=1, max_size=6),
     st.lists(st.integers(0, 250_000), min_size=1, max_size=6),
@@ -179,7 +179,7 @@ def test_more_load_never_gives_fewer(
     assert many[DECODE] >= few[DECODE]
 
 
-@SLOW_IS_FINE
+@MORE_EXAMPLES
 @given(st.integers(0, 50_000), st.integers(0, 50_000), st.integers(1, 8000), st.integers(1, 900), st.integers(1, 9))
 def test_more_requests_never_take_fewer(num_req: int, more: int, isl: int, osl: int, ready: int) -> None:
     """Of the throughput loop, with a budget that does not bind."""
@@ -193,7 +193,7 @@ def test_more_requests_never_take_fewer(num_req: int, more: int, isl: int, osl: 
 
 
 @pytest.mark.parametrize("options", [load_loop(), both_loops(), load_loop(optimization_target=Target.THROUGHPUT)])
-@settings(SLOW_IS_FINE, max_examples=40)
+@settings(max_examples=40)
 @given(
     prefill=st.integers(1, 5),
     decode=st.integers(1, 5),

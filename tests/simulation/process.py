@@ -17,7 +17,7 @@ from dynamo_local.errors import DynamoError, EtcdUnavailable
 from dynamo_local.ports import KeyValue, WatchEvent
 from dynamo_local.runtime.control import ControlServer
 from dynamo_local.runtime.lease import LeaseKeeper
-from dynamo_local.runtime.load import _Report, _WireLoad, load_subject
+from dynamo_local.runtime.load import WireLoad, WireReport, load_subject
 from dynamo_local.system.process_host import ProcessSpec
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.statefile_entry import Entry, EntryWriter
@@ -108,6 +108,7 @@ class SimProcess(RoleChanges):
         self._lease_gone = self._registered = False
         self.drain = Drain(self)
         self.standby = SimStandby(self)
+        self._ending: asyncio.Future[None] | None = None
         self._tasks = {asyncio.ensure_future(self._main())}
 
     # --- what is done to it ----------------------------------------------------------------------
@@ -149,13 +150,15 @@ class SimProcess(RoleChanges):
         """Nothing of it runs any more."""
         self.alive = False
         self.nats.close_now()
-        own = [self.drain._running, self.drain._resuming, self._flipping, self.standby.sleeping._running]
-        extra = [self._entry._task, *own]
-        for lease in self._leases:
-            extra += [lease._keeping, lease._watching]
-        for task in (*self._tasks, *extra):
+        self._go.clear()  # what its parts still ask of etcd until they have ended, a lease's return, is asked by nobody
+        for task in (*self._tasks, self._flipping):
             if task is not None:
                 task.cancel()
+        self._ending = asyncio.ensure_future(self._end_parts())
+
+    async def _end_parts(self) -> None:
+        parts = self.drain, self.standby.sleeping, self._entry, *self._leases
+        await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
 
     async def _sigterm(self) -> None:
         await self._go.wait()
@@ -285,10 +288,10 @@ class SimProcess(RoleChanges):
             frontend_url=None,
         )
 
-    # --- draining (worker_drain.Steps) -------------------------------------------------------------
+    # --- draining (worker.drain.DrainSteps) -------------------------------------------------------------
 
     async def deregister(self) -> None:
-        """See `Steps`."""
+        """See `DrainSteps`."""
         await self._stay()
         self._registered = False
         self._entry.touch(resumed=False)
@@ -305,15 +308,15 @@ class SimProcess(RoleChanges):
         self._entry.touch()
 
     def stop_accepting(self, linger_s: float) -> None:
-        """See `Steps`."""
+        """See `DrainSteps`."""
 
     async def finish(self) -> None:
-        """See `Steps`."""
+        """See `DrainSteps`."""
         await asyncio.sleep(0.25 + self.fate.work_s)
         await self._go.wait()
 
     async def resume(self) -> None:
-        """See `Steps`."""
+        """See `DrainSteps`."""
         assert self._lease is not None
         await self._give_back(1.0)
         await self._lease.reinstate(1.0)
@@ -323,7 +326,7 @@ class SimProcess(RoleChanges):
     # --- standby (see `SimStandby`) ------------------------------------------------------------------
 
     async def end_standby(self) -> None:
-        """See `Steps`."""
+        """See `DrainSteps`."""
         await self.standby.sleeping.close()
 
     async def goes(self) -> None:
@@ -361,11 +364,11 @@ class SimProcess(RoleChanges):
 
     async def _on_load_request(self, message: Any) -> None:
         if message.reply and self.nats.is_connected:
-            report = _Report(self.name, self.component, self.lease_id, self.world.clock.wall_s(), _IDLE)
+            report = WireReport(self.name, self.component, self.lease_id, self.world.clock.wall_s(), _IDLE)
             await self.nats.publish(message.reply, msgspec.json.encode(report))
 
 
-_IDLE = _WireLoad(
+_IDLE = WireLoad(
     request_active_slots=1,
     request_total_slots=8,
     kv_active_blocks=1,

@@ -36,8 +36,8 @@ KV_BLOCKS = 1000
 
 @dataclass
 class Server:
-    """What the server is doing, and how it is to behave. `refuse` answers everything with that status; a `forgetful`
-    one keeps no prompt that it has prefilled, as one that died in between."""
+    """What the server is doing, and how it is to behave. Without a `model` it lists none. `refuse` answers everything
+    with that status; a `forgetful` one keeps no prompt that it has prefilled, as one that died in between."""
 
     model: str = "tiny"
     port: int = 0
@@ -77,6 +77,8 @@ def make_app(server: Server) -> Starlette:
         return Response(status_code=200)
 
     async def models(_: Request) -> Response:
+        if not server.model:
+            return Response(status_code=404)
         card = {"id": server.model, "object": "model", "created": 1700000000, "owned_by": "vllm", "max_model_len": 4096}
         return JSONResponse({"object": "list", "data": [card]})
 

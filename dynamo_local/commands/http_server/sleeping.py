@@ -15,7 +15,6 @@ from dynamo_local.commands.sleeping import HOOK_TIMEOUT_S
 from dynamo_local.engines.sleeping import PROBE_PROMPT, PROBE_TIMEOUT_S
 from dynamo_local.errors import EngineError
 
-DEV_MODE = "VLLM_SERVER_DEV_MODE"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PROBE_TOKENS = 16
 

@@ -114,24 +114,17 @@ def model_unavailable(model: str) -> ApiError:
 
 def too_many_requests(limit: int) -> ApiError:
     """429: this Frontend itself is full."""
-    return ApiError(
-        429,
-        f"This Frontend already serves {limit} requests, its `max_inflight`; try again shortly.",
-        type="rate_limit_error",
-        code=errors.WorkerBusy.code,
-        retry_after_s=RETRY_AFTER_S,
-    )
+    return _full(f"This Frontend already serves {limit} requests, its `max_inflight`; try again shortly.")
 
 
 def too_many_bytes(limit: int) -> ApiError:
     """429: the bodies of all requests that are being served have come to the bound of this Frontend's memory."""
-    return ApiError(
-        429,
-        f"This Frontend holds requests of {limit:,} bytes already; try again shortly.",
-        type="rate_limit_error",
-        code=errors.WorkerBusy.code,
-        retry_after_s=RETRY_AFTER_S,
-    )
+    return _full(f"This Frontend holds requests of {limit:,} bytes already; try again shortly.")
+
+
+def _full(message: str) -> ApiError:
+    code = errors.WorkerBusy.code
+    return ApiError(429, message, type="rate_limit_error", code=code, retry_after_s=RETRY_AFTER_S)
 
 
 def draining() -> ApiError:

@@ -17,7 +17,7 @@ class DispatchCounts:
     lacking: bool = False
 
     def decided(self, *, remote: bool, fallback: bool = False) -> None:
-        """One more."""
+        """One more decision; `fallback`: the seed's rule made it for want of numbers."""
         if remote:
             self.remote += 1
         else:

@@ -20,12 +20,12 @@ class Ask(msgspec.Struct, frozen=True):
     tokens: int | None = None
 
     def payload(self) -> dict[str, Any]:
-        """As it travels."""
+        """As it travels over the request plane."""
         return msgspec.structs.asdict(self)
 
 
 def parse_ask(payload: Any) -> Ask:
-    """Raises `InvalidRequest`."""
+    """The ask that `payload` made. Raises `InvalidRequest`."""
     try:
         return msgspec.convert(payload, Ask, builtin_types=(bytes,))
     except msgspec.ValidationError as error:

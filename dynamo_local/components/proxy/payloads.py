@@ -29,7 +29,7 @@ class Head:
     headers: Mapping[str, str]
 
     def item(self) -> dict[str, Any]:
-        """As it travels."""
+        """As it travels over the request plane."""
         return {"status": self.status, "headers": dict(self.headers)}
 
 

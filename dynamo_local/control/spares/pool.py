@@ -53,7 +53,7 @@ class Spare:
 
     @property
     def state(self) -> str:
-        """For people."""
+        """`warming`, `warm` or `taken`, for people."""
         return "taken" if self.taken else "warming" if self.warm_s is None else "warm"
 
 

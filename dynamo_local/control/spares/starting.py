@@ -23,12 +23,12 @@ class SparedHost:
 
     @property
     def on_exit(self) -> ExitCallback | None:
-        """The other's."""
+        """Who hears of exits: of this host and of the other one alike."""
         return self._host.on_exit
 
     @on_exit.setter
     def on_exit(self, callback: ExitCallback | None) -> None:
-        """The other's."""
+        """Hear of exits."""
         self._host.on_exit = callback
 
     async def start_process(self, spec: ProcessSpec) -> int:

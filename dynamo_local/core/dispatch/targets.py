@@ -28,24 +28,27 @@ class Targets:
 
 
 class Perf(Protocol):
-    """How long an engine's passes take: `profiles.PerfModel`, as far as it is asked here. Seconds and tokens."""
+    """How long an engine's passes take, in seconds at speed 1. Pure: the same arguments give the same bits."""
 
     @property
     def max_kv_tokens(self) -> int:
-        """How many tokens the KV cache holds."""
+        """How many tokens the KV cache of this engine holds."""
         ...
 
     @property
     def launch_s(self) -> float:
-        """The fixed part of a prefill."""
+        """The fixed part of a prefill in seconds, paid once by a pass in which at least one prompt starts."""
         ...
 
     def prefill_s(self, context_tokens: int, new_tokens: int) -> float:
-        """To compute `new_tokens` of a prompt behind `context_tokens` whose KV is there."""
+        """Seconds to compute `new_tokens` of a prompt behind `context_tokens` whose KV is there already."""
         ...
 
     def decode_s(self, batch: int, active_kv_tokens: int, mean_context: float) -> float:
-        """One token of each of `batch` (1 or more) sequences."""
+        """Seconds for one token of each of `batch` (1 or more) sequences.
+
+        Together they hold `active_kv_tokens` tokens of KV; their mean length is `mean_context` tokens.
+        """
         ...
 
 

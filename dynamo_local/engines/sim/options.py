@@ -119,15 +119,6 @@ class SimOptions:
         size_bytes = num_tokens * self.kv_bytes_per_token
         return (self.kv_transfer_latency_s + size_bytes / self.kv_transfer_bytes_per_s) / self.speed
 
-    def token_options(self) -> dict[str, int]:
-        """Those that decide the output: keyword arguments of `tokens.expected_output`."""
-        return {
-            "token_low": self.token_low,
-            "token_high": self.token_high,
-            "mean_output_tokens": self.mean_output_tokens,
-            "seed": self.seed,
-        }
-
 
 def _check_type(name: str, annotation: str, value: Any) -> None:
     if value is None and annotation.endswith("| None"):

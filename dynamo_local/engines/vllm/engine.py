@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from dynamo_local.core.extras import how_to_install
@@ -54,7 +54,7 @@ class VllmEngine(EngineBase):
     """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it.
 
     `kv_events` receives the events of the KV cache; without it `prefix_hit_rate` is not known either.
-    `passes` receives what its scheduler does.
+    `passes` receives what its scheduler does. `processes` makes what starts, watches and ends vLLM's processes.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class VllmEngine(EngineBase):
         name: str | None = None,
         kv_events: KvEventPublisher | None = None,
         passes: PassSink | None = None,
+        processes: Callable[[], CoreProcesses] = CoreProcesses,
     ) -> None:
         super().__init__()
         self._passes = passes
@@ -80,6 +81,7 @@ class VllmEngine(EngineBase):
         self._handoffs = Handoffs(KV_LEASE_S)
         self._dead = asyncio.Event()
         self._closed = False
+        self._new_processes = processes
         self._processes: CoreProcesses | None = None
         self._count = 0
         self._level = 1
@@ -107,7 +109,7 @@ class VllmEngine(EngineBase):
         self._listen_to_kv_events()
         self._listen_to_passes()
         started_s = time.monotonic()
-        self._processes = CoreProcesses()
+        self._processes = self._new_processes()
         self._llm = await self._processes.build(self._build)
         start_stages.passed("EngineCore")
         if self._closed:
@@ -200,8 +202,8 @@ class VllmEngine(EngineBase):
             handler = getattr(llm, "output_handler", None)
             if handler is not None and not self._statistics.num_live:
                 handler.cancel()  # nobody awaits it: otherwise it logs that the engine has died
-            if self._processes is not None:
-                await asyncio.to_thread(self._processes.shutdown, llm, SHUTDOWN_TIMEOUT_S)
+            assert self._processes is not None
+            await asyncio.to_thread(self._processes.shutdown, llm, SHUTDOWN_TIMEOUT_S)
         if self._bridge is not None:
             await self._bridge.close()
         if self._pass_bridge is not None:

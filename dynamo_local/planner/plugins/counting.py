@@ -31,7 +31,7 @@ class Durations:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
     def add(self, seconds: float) -> None:
-        """One more."""
+        """Take one more duration in."""
         self.count += 1
         self.sum_s += seconds
         self.buckets[bisect_left(BOUNDS_S, seconds)] += 1

@@ -90,7 +90,7 @@ class Patience:
 
     @property
     def silence_max_s(self) -> float:
-        """Seconds."""
+        """A plugin whose last heartbeat is older, in seconds, is removed."""
         return self.heartbeat_timeout_s * self.missed_max
 
 
@@ -129,7 +129,7 @@ class Registry:
         return None
 
     def add(self, spec: PluginSpec, plugin: Plugin, subject: str, *, origin: str) -> None:
-        """Take it."""
+        """Take a plugin whose registration was checked."""
         turn = scheduling.registered(self.clock.now_s(), self.grid_s, self.rules.scale_interval_s)
         self._plugins[spec.plugin_id] = Registered(spec, plugin, origin, subject, turn)
         self.faults.pop(spec.plugin_id, None)
@@ -177,7 +177,7 @@ class Registry:
         return sorted(found, key=lambda row: (row.spec.priority, row.spec.plugin_id))
 
     def specs(self) -> tuple[PluginSpec, ...]:
-        """Of all."""
+        """What each plugin said of itself when it registered."""
         return tuple(row.spec for row in self._plugins.values())
 
     def answered(self, row: Registered) -> None:

@@ -59,7 +59,7 @@ class LoadPlanner:
     def predicted(
         self, state: LoadState, pull: Pull, forecasts: Forecasts | Missing | None
     ) -> tuple[LoadState, Prediction | None]:
-        """None."""
+        """It predicts nothing."""
         return state, None
 
     def propose(

@@ -42,7 +42,7 @@ class Question:
     speed: float = 1.0
 
     def task(self) -> ForecastTask:
-        """To be asked."""
+        """The question as what a forecasting process is asked."""
         columns = tuple(column for each in self.demands for column in (each.gaps, each.isl, each.osl))
         options = {
             "profile": self.profile,
@@ -134,5 +134,5 @@ class _Faster:
 
 
 def passes_of(profile: str, speed: float = 1.0) -> Passes:
-    """That engine. Raises `ConfigError`."""
+    """An engine with that profile, `speed` times as fast. Raises `ConfigError`."""
     return _Faster(ProfileModel.load(profile), speed)

@@ -120,12 +120,12 @@ def options_record(kind: str, options: PolicyOptions, at_s: float) -> dict[str, 
 
 
 def manual_record(at_s: float) -> dict[str, Any]:
-    """Of `manual`."""
+    """A line of the log: a person has changed the number of workers."""
     return _head(MANUAL, at_s)
 
 
 def tick_record(pull: Pull, decision: Decision | None) -> dict[str, Any]:
-    """Of `tick`. Some milliseconds for thousands of passes: not on the loop."""
+    """A line of the log: a tick, with all of its pull. Some milliseconds for thousands of passes: not on the loop."""
     found = decided(decision)
     told = None if found is None else found._asdict()
     return {**_head(TICK, pull.at_s), "decided": told, "pull": base64.b64encode(_packed(pull)).decode()}
@@ -156,7 +156,7 @@ def options_in(record: Record) -> PolicyOptions:
 
 
 def tick_in(record: Record) -> tuple[Pull, Decided | None]:
-    """Of `tick`. Raises `BadInput`."""
+    """The pull and the decision of a line that `tick_record` made. Raises `BadInput`."""
     try:
         told = record["decided"]
         raw = zlib.decompress(base64.b64decode(record["pull"], validate=True))

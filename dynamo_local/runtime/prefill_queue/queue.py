@@ -135,7 +135,7 @@ class JetStreamPrefillQueue:
     ) -> None:
         """Append; returns when the server has stored it.
 
-        `payload`'s `…token_ids` are carried as int32 (bound: `prefill_codec`). Enqueuing an id again within two
+        `payload`'s `…token_ids` must be int32: `codec` refuses others. Enqueuing an id again within two
         minutes (the server's duplicate window), also a cancelled one, adds nothing: so a retry is safe.
         Raises `InvalidRequest` (too large, not encodable), `WorkerBusy` (10,000 entries wait, or no room on disk),
         `NatsUnavailable` (it may be stored nevertheless: `cancel` it).

@@ -100,10 +100,3 @@ async def request_bench(nats: RealNats, namespace: str, accept_timeout_s: float 
         await bench.close()
     assert bench.dispatcher.listener.open_connections == 0
     assert [server.in_flight for server in bench.servers.values() if server.in_flight] == []
-
-
-async def eventually(condition: Any, timeout_s: float = 2.0) -> None:
-    """Return as soon as `condition()` holds; TimeoutError otherwise."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)

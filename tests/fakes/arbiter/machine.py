@@ -6,7 +6,7 @@ the machine wants done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dynamo_local.core.gpus import GpuDevice
@@ -138,6 +138,24 @@ class Life:
     def up(self, n: int = 0, pid: int | None = None) -> list[str]:
         """It is made, and registers."""
         return [*self.made(n, pid), *self.registered(n, f"{self.worker(n).pid:x}")]
+
+    def leaves(self, n: int = 0) -> list[str]:
+        """Its process has ended, what it left behind too, and its devices have been looked at."""
+        self.gone(n)
+        self.swept(n)
+        return self.gpus()
+
+    def fails_to_start(self, n: int, *, until: Callable[[], bool]) -> None:
+        """One new process after the other ends at once, each after its back-off, until that is so."""
+        for pid in range(71, 80):
+            self.made(n, pid)
+            self.gone(n, 1)
+            self.swept(n)
+            if until():
+                return
+            self.until_due()
+            self.gpus()
+        raise AssertionError(f"{name(n)} is {self.state(n)} after {pid - 70} failed starts")
 
     # --- reading -------------------------------------------------------------------------------
 

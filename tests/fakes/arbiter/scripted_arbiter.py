@@ -52,6 +52,8 @@ class ScriptedArbiter:
 def dynamo(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     """`dynamo WORDS…`: the exit code; what it wrote is in capsys."""
     monkeypatch.setattr(sys, "argv", ["dynamo", *words])
+    # A script, as `dynamo` is one: by this Click would find `python -m pytest`, and call the program that.
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None, raising=False)
     with pytest.raises(SystemExit) as exited:
         main.main()
     return int(exited.value.code or 0)

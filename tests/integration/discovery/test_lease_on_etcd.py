@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from dynamo_local.errors import EtcdUnavailable
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.runtime.lease import LeaseKeeper
+from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealEtcd
 
 pytestmark = pytest.mark.infra
@@ -79,13 +80,6 @@ async def own_fleet(own_etcd: RealEtcd) -> AsyncIterator[Fleet]:
     await store.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for it, with a deadline."""
-    async with asyncio.timeout(HEALED_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.alone
 @pytest.mark.timing
 async def test_a_revoke_is_noticed_within_milliseconds(fleet: Fleet) -> None:
@@ -138,7 +132,7 @@ async def test_all_workers_come_back_after_etcd_lost_its_data(own_fleet: Fleet, 
     """New leases, all keys, and none of them takes the loss for a revoke, whoever comes first."""
     first = {(await own_fleet.add()).lease_id for _ in range(8)}
     await own_etcd.restart(lose_data=True)
-    await until(lambda: len(set(own_fleet.regrants)) >= 8)
+    await eventually(lambda: len(set(own_fleet.regrants)) >= 8)
     await own_fleet.healed()
     assert not [keeper for keeper in own_fleet.keepers if keeper.revoked.is_set()]
     assert not await own_fleet.registered() & first

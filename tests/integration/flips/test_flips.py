@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.errors import WorkerDraining, WorkerLost
-from tests.drivers.endpoint_client import endpoint_client
+from tests.drivers.endpoint_client import endpoint_client, request_plane, without_news
 from tests.drivers.scaled import command, events, kinds, load, names, settled, streaming
 from tests.drivers.served import Served, auntil, expected, messages, tokenizer
 
@@ -118,21 +118,22 @@ async def test_requests_of_the_old_role_are_served_or_sent_on(graph: Served) -> 
     ids = tokenizer().encode_chat(messages("Too late?"))
     request = {"request_id": "late", "token_ids": ids, "sampling": {"max_tokens": 4, "ignore_eos": True}}
     name = names(graph, "VllmWorker")[-1]
-    async with endpoint_client(graph, "VllmWorker", "generate") as client:
+    where = ("VllmWorker", "generate")
+    async with request_plane(graph) as (plane, kv):
+        client = await plane.client(kv, graph.namespace, *where)
         await client.wait_for_instances(5.0)
         old = int(graph.worker(name)["lease"], 16)
-        stale = client.instances()
+        late = without_news(plane, client, *where)
         flipping = asyncio.create_task(aflip(graph, name))
         async with asyncio.timeout(5.0):
             while old in {each.instance_id for each in client.instances()}:
                 await asyncio.sleep(0.001)  # stragglers are served for a quarter of a second only
-        client._view.instances = lambda: stale  # what the caller would still see, had the news not come
-        at_once = [item async for item in await client.call(request, instance_id=old)]
+        at_once = [item async for item in await late.call(request, instance_id=old)]
         await flipping
         await asyncio.sleep(0.5)  # twice the time for which stragglers are served
         with pytest.raises((WorkerDraining, WorkerLost)) as refused:
-            await client.call(request, instance_id=old)
-        sent_on = [item async for item in await client.call(request)]
+            await late.call(request, instance_id=old)
+        sent_on = [item async for item in await late.call(request)]
     assert refused.value.retryable
     tokens = [[token for item in answer for token in item["token_ids"]] for answer in (at_once, sent_on)]
     assert tokens[0] == tokens[1]

@@ -36,7 +36,7 @@ ANSWER_S = 120.0
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SETTINGS = settings(
     max_examples=12,
-    deadline=None,
+    # In the place of the profile's in `tests/conftest.py`, not beside them.
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     phases=(
         Phase.explicit,

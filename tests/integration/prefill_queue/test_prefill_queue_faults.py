@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from nats.aio.client import Client
@@ -31,6 +33,28 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.
             await asyncio.sleep(0.02)
 
 
+@contextlib.asynccontextmanager
+async def queue_on(server: RealNats, **options: Any) -> AsyncIterator[JetStreamPrefillQueue]:
+    """A queue with a connection of its own to that server."""
+    nats = await connect_nats(server.url, server.access, name="test")
+    queue = JetStreamPrefillQueue(nats, "ns", "run", **options)
+    try:
+        yield queue
+    finally:
+        await queue.close()
+        await close_quietly(nats)
+
+
+async def enqueue_at_last(queue: JetStreamPrefillQueue) -> None:
+    """The entry "r", as soon as the server takes it."""
+
+    async def enqueued() -> bool:
+        await queue.enqueue("r", {}, deadline_s=60)
+        return True
+
+    await until(enqueued)
+
+
 @pytest.fixture
 async def nats(nats_server: RealNats) -> AsyncIterator[Client]:
     """A connection to the run's shared server."""
@@ -50,9 +74,7 @@ async def queue(nats: Client, namespace: str) -> AsyncIterator[JetStreamPrefillQ
 
 async def test_a_server_restart_changes_nothing(own_nats: RealNats) -> None:
     """Waiting, in flight, dead letters: all survive; what was pulled before can be acked after."""
-    nats = await connect_nats(own_nats.url, own_nats.access, name="test")
-    queue = JetStreamPrefillQueue(nats, "ns", "run", ack_wait_s=60.0, max_deliver=1)
-    try:
+    async with queue_on(own_nats, ack_wait_s=60.0, max_deliver=1) as queue:
         await queue.enqueue("dead", {}, deadline_s=120)
         dying = await queue.pull(5)
         assert dying is not None
@@ -77,16 +99,11 @@ async def test_a_server_restart_changes_nothing(own_nats: RealNats) -> None:
         rest = [await queue.pull(5), await queue.pull(5)]
         assert [p.task.payload["prompt_token_ids"] for p in rest if p] == [[1], [2]]
         assert [letter.request_id for letter in await queue.dead_letters()] == ["dead"]
-    finally:
-        await queue.close()
-        await close_quietly(nats)
 
 
 async def test_a_killed_server_loses_no_entry(own_nats: RealNats) -> None:
     """`kill -9` may cost the server's note of what was in flight (it is delivered again), never an entry."""
-    nats = await connect_nats(own_nats.url, own_nats.access, name="test")
-    queue = JetStreamPrefillQueue(nats, "ns", "run", ack_wait_s=1.0)
-    try:
+    async with queue_on(own_nats, ack_wait_s=1.0) as queue:
         for i in range(20):
             await queue.enqueue(f"r{i}", {"prompt_token_ids": [i]}, deadline_s=120)
         assert await queue.pull(5) is not None
@@ -105,15 +122,10 @@ async def test_a_killed_server_loses_no_entry(own_nats: RealNats) -> None:
                 await pulled.ack()
         assert got == {f"r{i}" for i in range(20)}
         assert await queue.depth() == QueueDepth(0, 0)
-    finally:
-        await queue.close()
-        await close_quietly(nats)
 
 
 async def test_a_waiting_pull_survives_a_restart(own_nats: RealNats) -> None:
     """The pull request that died with the server is asked again: what is enqueued later is delivered."""
-    nats = await connect_nats(own_nats.url, own_nats.access, name="test")
-    queue = JetStreamPrefillQueue(nats, "ns", "run")
 
     async def pull() -> str:
         while True:
@@ -125,41 +137,23 @@ async def test_a_waiting_pull_survives_a_restart(own_nats: RealNats) -> None:
             assert pulled is not None
             return pulled.task.request_id
 
-    try:
+    async with queue_on(own_nats) as queue:
         await queue.start()
         waiting = asyncio.create_task(pull())
         await own_nats.restart()
-
-        async def enqueued() -> bool:
-            await queue.enqueue("r", {}, deadline_s=60)
-            return True
-
-        await until(enqueued)
+        await enqueue_at_last(queue)
         assert await asyncio.wait_for(waiting, 10) == "r"
-    finally:
-        await queue.close()
-        await close_quietly(nats)
 
 
 async def test_streams_are_made_again_when_the_server_lost_its_data(own_nats: RealNats) -> None:
     """Entries are gone then (their decode sides prefill locally), but the queue works again by itself."""
-    nats = await connect_nats(own_nats.url, own_nats.access, name="test")
-    queue = JetStreamPrefillQueue(nats, "ns", "run")
-    try:
+    async with queue_on(own_nats) as queue:
         await queue.start()
         await own_nats.restart(lose_data=True)
-
-        async def enqueued() -> bool:
-            await queue.enqueue("r", {}, deadline_s=60)
-            return True
-
-        await until(enqueued)
+        await enqueue_at_last(queue)
         pulled = await queue.pull(10)
         assert pulled is not None
         assert pulled.task.request_id == "r"
-    finally:
-        await queue.close()
-        await close_quietly(nats)
 
 
 async def depth_until_it_fails(queue: JetStreamPrefillQueue) -> None:
@@ -170,9 +164,7 @@ async def depth_until_it_fails(queue: JetStreamPrefillQueue) -> None:
 
 async def test_calls_fail_within_their_deadline_while_the_server_hangs(own_nats: RealNats) -> None:
     """Lesson 12: a server that holds the connection and says nothing costs two seconds, not for ever."""
-    nats = await connect_nats(own_nats.url, own_nats.access, name="test")
-    queue = JetStreamPrefillQueue(nats, "ns", "run")
-    try:
+    async with queue_on(own_nats) as queue:
         await queue.start()
         own_nats.pause()
         async with asyncio.timeout(10):
@@ -188,9 +180,6 @@ async def test_calls_fail_within_their_deadline_while_the_server_hangs(own_nats:
         await until(answers)
         await queue.cancel("r")
         assert await queue.depth() == QueueDepth(0, 0)
-    finally:
-        await queue.close()
-        await close_quietly(nats)
 
 
 async def test_an_entry_for_a_cancelled_pull_goes_to_another_worker_at_once(

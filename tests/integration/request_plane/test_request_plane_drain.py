@@ -15,8 +15,9 @@ from dynamo_local.runtime.discovery import instance_to_value, key_of, make_insta
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.requests import DependencyClient, EndpointServer, RequestContext, RequestPlane
+from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealEtcd, RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, eventually, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, request_bench
 
 pytestmark = pytest.mark.infra
 

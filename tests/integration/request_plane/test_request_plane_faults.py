@@ -14,9 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from dynamo_local import errors
+from dynamo_local.ports import ResponseStream
 from dynamo_local.runtime.requests import RequestContext
 from dynamo_local.runtime.requests.frames import (
     FrameKind,
@@ -25,8 +27,9 @@ from dynamo_local.runtime.requests.frames import (
     encode_value,
     frame,
 )
+from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, eventually, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, request_bench
 
 pytestmark = pytest.mark.infra
 ROOT = Path(__file__).parents[3]
@@ -143,9 +146,8 @@ async def test_a_hanging_worker_is_given_up_and_then_avoided(
         await eventually(lambda: bench.dispatcher.listener.rejected == 2)
 
 
-@pytest.mark.timing
-async def test_a_worker_that_dies_holding_a_request_is_noticed(bench: Bench) -> None:
-    """It took the message and was gone before it connected back: found out by a probe, not by the accept timeout."""
+async def call_a_silent_worker(bench: Bench) -> tuple[asyncio.Task[ResponseStream], Client]:
+    """A call whose message instance 1 has taken, and does nothing with; and that instance's connection."""
     connection = await bench.connect()
     taken = asyncio.Event()
 
@@ -158,6 +160,13 @@ async def test_a_worker_that_dies_holding_a_request_is_noticed(bench: Bench) -> 
     bench.register(1)
     calling = asyncio.create_task(bench.client.call(None))
     await asyncio.wait_for(taken.wait(), 2.0)
+    return calling, connection
+
+
+@pytest.mark.timing
+async def test_a_worker_that_dies_holding_a_request_is_noticed(bench: Bench) -> None:
+    """It took the message and was gone before it connected back: found out by a probe, not by the accept timeout."""
+    calling, connection = await call_a_silent_worker(bench)
     await connection.close()
     start = time.monotonic()
     with pytest.raises(errors.WorkerLost, match="nobody serves"):
@@ -358,18 +367,7 @@ async def test_nats_away_fails_fast_and_back_works_again(own_nats: RealNats, nam
 async def test_a_request_on_its_way_while_nats_dies_is_told(own_nats: RealNats, namespace: str) -> None:
     """No five seconds of waiting: `NatsUnavailable` as soon as the loss is seen."""
     async with request_bench(own_nats, namespace) as bench:
-        connection = await bench.connect()
-        taken = asyncio.Event()
-
-        async def swallow(message: Msg) -> None:
-            taken.set()
-
-        await connection.subscribe(bench.subject(1), cb=swallow)
-        await connection.flush()
-        await connection.flush()
-        bench.register(1)
-        calling = asyncio.create_task(bench.client.call(None))
-        await asyncio.wait_for(taken.wait(), 2.0)
+        calling, _ = await call_a_silent_worker(bench)
         await own_nats.kill()
         start = time.monotonic()
         with pytest.raises(errors.NatsUnavailable):

@@ -22,8 +22,9 @@ from dynamo_local.runtime.requests.frames import (
     encode_value,
     frame,
 )
+from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, eventually, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, request_bench
 
 pytestmark = pytest.mark.infra
 

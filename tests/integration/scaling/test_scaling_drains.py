@@ -12,8 +12,7 @@ import pytest
 from dynamo_local.errors import WorkerDraining, WorkerLost
 from dynamo_local.ports import DeleteEvent
 from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.requests.client import NatsEndpointClient
-from tests.drivers.endpoint_client import Snapshot, request_plane
+from tests.drivers.endpoint_client import request_plane, without_news
 from tests.drivers.scaled import ascale, command, events, load, names, settled, streaming
 from tests.drivers.served import AGG, Served, auntil, expected, messages, stream_chat, tokenizer
 
@@ -70,8 +69,7 @@ async def test_requests_that_were_on_their_way_are_served_or_sent_on(graph: Serv
         client = await plane.client(kv, graph.namespace, *where)
         await client.wait_for_instances(5.0)
         victim = int(graph.worker("VllmWorker_1")["lease"], 16)
-        # What a caller still sees who has not heard the news.
-        late = NatsEndpointClient(plane.sender, Snapshot(client.instances()), *where)
+        late = without_news(plane, client, *where)
         scaling = asyncio.create_task(ascale(graph, "VllmWorker", "-1"))
         async with asyncio.timeout(5.0):
             while victim in {i.instance_id for i in client.instances()}:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_OK
 from dynamo_local.profiles import DEFAULT_PROFILE
+from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.fakes.profile_folders import decode_arrays, prefill_arrays, write_json, write_npz
 
 Command = Callable[..., tuple[int, str, str]]
@@ -21,13 +21,9 @@ def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     """Exit code, stdout and stderr."""
 
     def run(*words: str) -> tuple[int, str, str]:
-        from dynamo_local.cli.main import main
-
-        monkeypatch.setattr(sys, "argv", ["dynamo", "planner", "profile", "show", *words])
-        with pytest.raises(SystemExit) as caught:
-            main()
+        code = dynamo(monkeypatch, "planner", "profile", "show", *words)
         told = capsys.readouterr()
-        return int(caught.value.code or 0), told.out, told.err
+        return code, told.out, told.err
 
     return run
 

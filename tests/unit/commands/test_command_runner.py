@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from dynamo_local.core.types import Load
 from dynamo_local.errors import EtcdUnavailable, LeaseNotFound
 from dynamo_local.sdk import DynamoService
 from dynamo_local.sdk.context import WorkerContext
+from tests.drivers.eventually import eventually
 from tests.fakes.data_plane.worker_context import FakeCluster, FakeWorker
 
 
@@ -89,13 +90,6 @@ async def serve(driver: ScriptedDriver, **config: Any) -> FakeWorker:
 
     service = DynamoService(Scripted, name="Scripted", dynamo={"role": "decode"}, config=NoneConfig)
     return await FakeCluster().start(service, NoneConfig(command="sleep 60", **config))
-
-
-async def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Await a condition of this loop's own making."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def finish(worker: FakeWorker) -> None:

@@ -10,6 +10,7 @@ import pytest
 from dynamo_local.components.engine_directory import EngineCard, EngineDirectory, engine_key
 from dynamo_local.errors import KvTransferError
 from dynamo_local.ports import EngineInfo
+from tests.drivers.eventually import eventually
 from tests.fakes.infra.etcd import FakeEtcd
 
 INFO = EngineInfo("vllm", "decode", "llama", 4096, 32, 300, 16)
@@ -26,12 +27,6 @@ async def put(kv: FakeEtcd, card: EngineCard) -> int:
     return lease
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_an_engine_is_known_from_its_first_kv_to_the_end_of_its_lease() -> None:
     kv = FakeEtcd()
     directory = EngineDirectory(kv, "ns", INFO)
@@ -40,7 +35,7 @@ async def test_an_engine_is_known_from_its_first_kv_to_the_end_of_its_lease() ->
     await directory.check(params())
     assert directory.known == {"p1"}
     await kv.revoke(lease)
-    await until(lambda: not directory.known)
+    await eventually(lambda: not directory.known)
     await directory.check(params())  # it is leaving: its KV is still good
     await put(kv, CARD)
     await directory.check(params())

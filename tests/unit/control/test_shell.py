@@ -211,15 +211,20 @@ def test_a_host_that_refuses_everything_is_an_error_in_the_end() -> None:
     assert bench.effects.locked == set()
 
 
-def test_a_device_that_somebody_else_of_ours_was_given_since_stays_locked() -> None:
-    """The entry that gives it back is written late."""
-    bench = Bench(fleet("ready", "ready", gpus=2), quick=True)
+def drained(bench: Bench) -> None:
+    """The second of two workers has left, but for its device; from here on files are written when a test says so."""
     bench.drain()
     bench.effects.act(ins.Revoke).finish()
     bench.shell.feed(st.ProcessGone(stimulus_id="exit", name=name(1), pid=pid_of(1), code=0))
     bench.effects.act(ins.Revoke).finish()
     bench.effects.act(ins.Sweep).finish(st.Swept(stimulus_id="sweep", name=name(1)))
     bench.effects.quick = False
+
+
+def test_a_device_that_somebody_else_of_ours_was_given_since_stays_locked() -> None:
+    """The entry that gives it back is written late."""
+    bench = Bench(fleet("ready", "ready", gpus=2), quick=True)
+    drained(bench)
     uuid = bench.shell.fleet.workers[name(1)].gpus[0]
     seen = st.GpusSeen(stimulus_id="gpus", devices=bench.shell.fleet.gpus.devices)
     bench.effects.act(ins.LookAtGpus).finish(seen)
@@ -233,12 +238,7 @@ def test_a_device_that_somebody_else_of_ours_was_given_since_stays_locked() -> N
 def test_a_device_that_nobody_holds_is_unlocked_when_that_is_written() -> None:
     """Not before: a successor must find what is locked in the statefile."""
     bench = Bench(fleet("ready", "ready", gpus=2), quick=True)
-    bench.drain()
-    bench.effects.act(ins.Revoke).finish()
-    bench.shell.feed(st.ProcessGone(stimulus_id="exit", name=name(1), pid=pid_of(1), code=0))
-    bench.effects.act(ins.Revoke).finish()
-    bench.effects.act(ins.Sweep).finish(st.Swept(stimulus_id="sweep", name=name(1)))
-    bench.effects.quick = False
+    drained(bench)
     seen = st.GpusSeen(stimulus_id="gpus", devices=bench.shell.fleet.gpus.devices)
     bench.effects.act(ins.LookAtGpus).finish(seen)
     assert len(bench.effects.locked) == 2

@@ -18,6 +18,7 @@ from dynamo_local.core.spares import early, is_spare
 from dynamo_local.system import fd_messages
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+from tests.drivers.eventually import eventually
 
 KIND = Kind("sim", "/", (("PATH", "/bin"),))
 OTHER = Kind("vllm", "/", (("PATH", "/bin"),))
@@ -102,12 +103,6 @@ async def pool(
         await asyncio.gather(*tasks)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def spec(tmp_path: Path) -> ProcessSpec:
     return ProcessSpec("dynamo_W", ("python",), {"DYN_WATCHER_NAME": "dynamo_W"}, "/", tmp_path / "w.log")
 
@@ -115,17 +110,17 @@ def spec(tmp_path: Path) -> ProcessSpec:
 async def test_a_spare_becomes_the_worker_and_the_next_one_is_started(tmp_path: Path) -> None:
     host = Host(obeys)
     async with pool(tmp_path, host) as (spares, told):
-        await until(lambda: spares.counts()["sim", "warm"])
+        await eventually(lambda: spares.counts()["sim", "warm"])
         assert await SparedHost(host, spares, lambda name: KIND).start_process(spec(tmp_path)) == GONE_PID
         assert host.renamed == [("dynamo_spare", "dynamo_W")]
-        await until(lambda: len(host.started) == 2)
+        await eventually(lambda: len(host.started) == 2)
         assert told == []
 
 
 async def test_one_of_another_kind_is_not_taken(tmp_path: Path) -> None:
     host = Host(obeys)
     async with pool(tmp_path, host) as (spares, _):
-        await until(lambda: spares.counts()["sim", "warm"])
+        await eventually(lambda: spares.counts()["sim", "warm"])
         starting = SparedHost(host, spares, lambda name: OTHER)
         pid = await starting.start_process(spec(tmp_path))
         assert (host.renamed, host.started[-1]) == ([], "dynamo_W")
@@ -135,7 +130,7 @@ async def test_one_of_another_kind_is_not_taken(tmp_path: Path) -> None:
 async def test_one_that_refuses_is_ended_and_the_worker_is_started_anew(tmp_path: Path) -> None:
     host = Host(refuses)
     async with pool(tmp_path, host) as (spares, told):
-        await until(lambda: spares.counts()["sim", "warm"])
+        await eventually(lambda: spares.counts()["sim", "warm"])
         starting = SparedHost(host, spares, lambda name: KIND)
         assert not starting.was_spare(await starting.start_process(spec(tmp_path)))
         assert (host.renamed, host.started) == ([], ["dynamo_spare", "dynamo_W"])
@@ -145,7 +140,7 @@ async def test_one_that_refuses_is_ended_and_the_worker_is_started_anew(tmp_path
 async def test_one_that_cannot_be_made_is_tried_again_later_and_told(tmp_path: Path) -> None:
     host = Host(fails)
     async with pool(tmp_path, host) as (spares, told):
-        await until(lambda: told)
+        await eventually(lambda: told)
         status = spares.status()
         assert "there is no vllm here" in status["reason"]
         assert 0.0 < status["next_try_s"] <= 1.0
@@ -161,7 +156,7 @@ async def test_none_is_started_while_a_worker_comes_up(tmp_path: Path) -> None:
         return len(asked) > 3
 
     async with pool(tmp_path, host, calm=calm) as (spares, _):
-        await until(lambda: spares.counts()["sim", "warm"])
+        await eventually(lambda: spares.counts()["sim", "warm"])
         assert asked == [0, 0, 0, 0]
 
 

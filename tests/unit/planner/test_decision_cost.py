@@ -12,14 +12,11 @@ from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.runners import InlineForecaster
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
 from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
-from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass, Requests
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.values.pull import Wants
 from dynamo_local.profiles import DEFAULT_PROFILE
-from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
+from tests.fakes.planner.busy_hosts import BOTH_LOOPS, WORKERS, busy_pull
 
-WORKERS, WINDOWS, PASSES = 64, 600, 64
+WINDOWS = 600
 DECISIONS = 20
 """So many are measured."""
 LEARNING = 3
@@ -28,49 +25,11 @@ MEDIAN_MAX_MS = {"load": 2.0, "sla": 3.0, "throughput-load": 5.0}
 """The last one's includes what it learns from 4,096 passes that came since the last pull."""
 YARDSTICK_MS = 13.0
 """What `yardstick_ms` is on a 2.8 GHz Xeon core. A slower machine may take longer in the same proportion."""
-LIMITS = Capabilities(8192, 256, 1_000_000, 131_072)
 OPTIONS = [
     LoadOptions(adjustment_interval_s=30.0, metric_pulling_interval_s=30.0, max_gpu_budget=WORKERS),
     SlaOptions(profile=DEFAULT_PROFILE, adjustment_interval_s=30.0, max_gpu_budget=WORKERS),
-    ThroughputLoadOptions(
-        optimization_target=Target.SLA,
-        enable_load_scaling=True,
-        load_predictor="constant",
-        profile=DEFAULT_PROFILE,
-        throughput_adjustment_interval_s=30.0,
-        load_adjustment_interval_s=5.0,
-        max_gpu_budget=WORKERS,
-    ),
+    BOTH_LOOPS,
 ]
-
-
-def passes(engine: EngineId, at_s: float, tick: int, *, prefill: bool) -> tuple[ForwardPass, ...]:
-    """Those of one engine since the last pull; loads vary from pass to pass."""
-    found = []
-    for n in range(PASSES):
-        more = (tick * 7 + n * 13) % 50
-        if prefill:
-            scheduled = Requests(num_prefill_requests=1, sum_prefill_tokens=500 + 40 * more)
-        else:
-            scheduled = Requests(num_decode_requests=4 + more, sum_decode_kv_tokens=(4 + more) * 3000)
-        found.append(ForwardPass(engine, tick * PASSES + n, 0.01 + 0.0004 * more, scheduled, at_s=at_s))
-    return tuple(found)
-
-
-def pull(at_s: float, tick: int, wants: Wants) -> Pull:
-    """What half of the workers of each role, and their clients, did."""
-    pools = worker_pools(pool(PREFILL, WORKERS // 2), pool(DECODE, WORKERS // 2))
-    engines = {}
-    for n in range(WORKERS if wants.passes else 0):
-        engine, prefill = EngineId(str(n)), n < WORKERS // 2
-        seen = passes(engine, at_s, tick, prefill=prefill)
-        engines[engine] = EngineSeen(PREFILL if prefill else DECODE, seen, seen[-1])
-    window_s = wants.traffic_window_s
-    traffic = None
-    if window_s is not None:
-        traffic = Traffic(at_s, window_s, 300.0 + tick % 40, 3000.0, 200.0, 120.0, 9.0, 2.0, 0.2, 1.0)
-    limits = {PREFILL: LIMITS, DECODE: LIMITS}
-    return Pull(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits)
 
 
 def yardstick_ms() -> float:
@@ -96,7 +55,7 @@ def test_a_decision_takes_a_few_milliseconds(options: PolicyOptions) -> None:
         wants = driver.wants
         windows += wants.traffic_window_s is not None or not wants.passes
         heard = wants if windows > WINDOWS - LEARNING else Wants(wants.traffic_window_s)
-        seen = pull(driver.next_at_s, tick, heard)
+        seen = busy_pull(driver.next_at_s, tick, heard)
         tick += 1
         began_s = time.thread_time()
         decision = driver.tick_now(seen)

@@ -19,6 +19,7 @@ from dynamo_local.runtime.settings import (
     parse_settings,
     router_settings_key,
 )
+from tests.drivers.eventually import eventually
 from tests.fakes.infra.etcd import FakeEtcd
 
 DEFAULT = DisaggSettings(max_local_prefill_length=100, max_prefill_queue_size=2)
@@ -176,18 +177,20 @@ async def test_a_watch_that_breaks_is_begun_anew(
     assert "a bug in the client" in caplog.text
 
 
-async def test_the_routers_policy_is_watched_the_same_way() -> None:
+async def test_the_routers_policy_is_watched_the_same_way(caplog: pytest.LogCaptureFixture) -> None:
     """`etcdctl put dynamo/router/sim-tiny '{"router": "kv"}'`; nonsense is refused, deletion undoes it."""
     kv = FakeEtcd()
     key = router_settings_key("dynamo", "sim-tiny")
     settings = WatchedSettings(kv, key, RouterSettings("round-robin"))
     await settings.start()
-    seen = []
-    for value in (b'{"router": "kv"}', b'{"router": "kvv"}', b'{"routr": "kv"}', None):
-        await (kv.delete(key) if value is None else kv.put(key, value))
-        await asyncio.sleep(0.02)
-        seen.append(settings.current.router)
-
-    assert seen == ["kv", "kv", "kv", "round-robin"]
+    await kv.put(key, b'{"router": "kv"}')
+    await eventually(lambda: settings.current.router == "kv")
+    for nonsense in (b'{"router": "kvv"}', b'{"routr": "kv"}'):
+        caplog.clear()
+        await kv.put(key, nonsense)
+        await eventually(lambda: key in caplog.text)  # it is told that it is refused
+        assert settings.current.router == "kv"
+    await kv.delete(key)
+    await eventually(lambda: settings.current.router == "round-robin")
     await settings.close()
     await kv.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.errors import EtcdUnavailable, LeaseNotFound, StateError
 from dynamo_local.runtime.lease import LeaseKeeper, Lost, Revoked, classify_missing_lease
+from tests.drivers.eventually import eventually
 from tests.fakes.infra.etcd import FakeEtcd
 
 DEADLINE_S = 5.0
@@ -93,13 +94,6 @@ async def worker() -> AsyncIterator[Worker]:
     """A keeper with two registered keys."""
     async with at_work() as found:
         yield found
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for it, with a deadline."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +184,7 @@ async def test_a_lease_that_expires_while_its_keepalive_is_under_way_is_no_revok
 
     monkeypatch.setattr(worker.etcd, "keepalive", late)
     worker.etcd.advance(11)
-    await until(lambda: keeper.lease_id != first or keeper.revoked.is_set())
+    await eventually(lambda: keeper.lease_id != first or keeper.revoked.is_set())
     assert asked_s[0] < expires_s
     assert not keeper.revoked.is_set()
 

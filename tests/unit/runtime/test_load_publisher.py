@@ -120,19 +120,26 @@ def worker() -> Worker:
     return Worker()
 
 
-@pytest.fixture
-async def publisher(nats: RecordingNats, clock: ManualClock, worker: Worker) -> AsyncIterator[LoadPublisher]:
-    """Started at time 0."""
-    made = LoadPublisher(
+def publisher_of(
+    worker: Worker, nats: RecordingNats, clock: ManualClock, component: str, instance_id: int
+) -> LoadPublisher:
+    """Of the component's only worker; not started."""
+    return LoadPublisher(
         nats,
         "ns",
-        "VllmWorker",
-        "ns_VllmWorker",
-        lambda: 0xABC,
+        component,
+        f"ns_{component}",
+        lambda: instance_id,
         worker.source,
         worker.changed,
         clock,  # type: ignore[arg-type]
     )
+
+
+@pytest.fixture
+async def publisher(nats: RecordingNats, clock: ManualClock, worker: Worker) -> AsyncIterator[LoadPublisher]:
+    """Started at time 0."""
+    made = publisher_of(worker, nats, clock, "VllmWorker", 0xABC)
     await made.start()
     yield made
     await made.close()
@@ -212,16 +219,7 @@ async def test_a_broken_change_signal_leaves_one_load_a_second(
 ) -> None:
     """It must not spin, and must not end the publishing."""
     worker.changed_fails = RuntimeError("no signal")
-    publisher = LoadPublisher(
-        nats,
-        "ns",
-        "W",
-        "ns_W",
-        lambda: 1,
-        worker.source,
-        worker.changed,
-        clock,  # type: ignore[arg-type]
-    )
+    publisher = publisher_of(worker, nats, clock, "W", 1)
     await publisher.start()
     await clock.move_to(2.5)
     assert nats.times() == [0.0, 1.0, 2.0]
@@ -232,16 +230,7 @@ async def test_a_broken_change_signal_leaves_one_load_a_second(
 async def test_a_view_forgets_and_grows_old(nats: RecordingNats, clock: ManualClock) -> None:
     """Three intervals without news is missing, with the reason; a deregistered instance too."""
     worker = Worker()
-    publisher = LoadPublisher(
-        nats,
-        "ns",
-        "W",
-        "ns_W",
-        lambda: 7,
-        worker.source,
-        worker.changed,
-        clock,  # type: ignore[arg-type]
-    )
+    publisher = publisher_of(worker, nats, clock, "W", 7)
     view = LoadView(nats, "ns", "W", clock)  # type: ignore[arg-type]
     await view.start()
     assert view.get(7) == Missing("instance 7 has published no load yet")
@@ -276,16 +265,7 @@ async def test_a_view_takes_no_incomplete_load(
 ) -> None:
     """A count that is not there is not 0: the whole message is refused, and said once."""
     worker = Worker()
-    publisher = LoadPublisher(
-        nats,
-        "ns",
-        "W",
-        "ns_W",
-        lambda: 7,
-        worker.source,
-        worker.changed,
-        clock,  # type: ignore[arg-type]
-    )
+    publisher = publisher_of(worker, nats, clock, "W", 7)
     view = LoadView(nats, "ns", "W", clock)  # type: ignore[arg-type]
     await view.start()
     await publisher.start()

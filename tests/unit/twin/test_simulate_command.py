@@ -15,6 +15,7 @@ import pytest
 from dynamo_local.system.pages import check_plots
 from dynamo_local.twin.generator import generate, parse_generated
 from dynamo_local.twin.trace import read_trace
+from tests.fakes.arbiter.scripted_arbiter import dynamo
 
 TRACE = Path(__file__).parents[3] / "examples" / "llm" / "traces" / "sin_5-20.jsonl.gz"
 KEYS = [
@@ -33,13 +34,9 @@ SMALL = ("--trace", str(TRACE), "--limit", "60")
 
 def simulate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the command, in this process."""
-    from dynamo_local.cli.main import main
-
-    monkeypatch.setattr(sys, "argv", ["dynamo", "simulate", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
+    code = dynamo(monkeypatch, "simulate", *words)
     told = capsys.readouterr()
-    return int(caught.value.code or 0), told.out, told.err
+    return code, told.out, told.err
 
 
 def elsewhere(*words: str) -> str:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.adapting import adapted_interval_s, steps_ahead
+from dynamo_local.planner.policies.holding import holding
 from dynamo_local.planner.policies.sla import words
 from dynamo_local.planner.policies.sla.bounds import Facts, Side, SlaRule, Verdict, judge
 from dynamo_local.planner.policies.sla.counterfactuals import nearest
@@ -187,7 +188,7 @@ class SlaPolicy:
             again_s = math.inf if state.waiting is None else pull.at_s + self.options.metric_pulling_interval_s
             after = replace(after, again_s=again_s)
             held = state.held or (SlaRule.OVERRIDDEN, "a plugin rejected what was proposed")
-            return after, _holding(pull, held, after.due_s) if due else None
+            return after, holding(pull, held, after.due_s) if due else None
         after = replace(after, waiting=None, again_s=math.inf)
         facts = self._facts(state.sizing, pools.prefill, pools.decode, targets)
         verdicts = judge(facts)
@@ -320,17 +321,6 @@ class SlaPolicy:
 NEEDS_PREFILL = "the policy sla is for graphs with prefill workers of their own; throughput-load plans this one"
 NOT_ACKNOWLEDGED = "the environment has not acknowledged the last decision yet"
 NOBODY_YET = "no request has come yet whose length is known"
-
-
-def _holding(pull: Pull, held: tuple[SlaRule, str], next_tick_at: float) -> Decision:
-    """All as they are."""
-    rule, why = held
-    return Decision(
-        now_s=pull.at_s,
-        targets={pool.component: pool.capacity for pool in pull.pools.all},
-        reasons=tuple(Reason(pool.component, 0, rule, {"workers": pool.capacity}, why=why) for pool in pull.pools.all),
-        next_tick_at=next_tick_at,
-    )
 
 
 def _notes(facts: Facts) -> list[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dynamo_local.core.types import Missing
+from dynamo_local.planner.policies.holding import holding
 from dynamo_local.planner.policies.rules import floor_workers
 from dynamo_local.planner.policies.slo import words
 from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, grown, price, shrunk, swapped
@@ -30,7 +31,7 @@ from dynamo_local.planner.policies.throughput_load.budget import fitting
 from dynamo_local.planner.queueing.engine import Passes
 from dynamo_local.planner.queueing.shares import Shares
 from dynamo_local.planner.queueing.task import Question, on_grid, shares_of
-from dynamo_local.planner.values.decisions import Decision, Reason
+from dynamo_local.planner.values.decisions import Decision
 from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
 from dynamo_local.planner.values.pools import WorkerPools
 from dynamo_local.planner.values.proposals import ComponentTarget, Override, Proposal
@@ -151,7 +152,7 @@ class SloPolicy:
         # Where this policy holds for want of data a plugin may still ask for workers, as under the other policies.
         if pull.pools.prefill is None or pull.blind is not None or pull.pools.pending or not targets:
             held = state.held or (SloRule.OVERRIDDEN, "a plugin rejected what was proposed")
-            return after, _holding(pull, held, after.due_s)
+            return after, holding(pull, held, after.due_s)
         wanted = {target.sub_component_type: target.replicas for target in targets}
         now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
         asked = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
@@ -272,14 +273,3 @@ def _moment(state: SloState, rung: int, known: dict[float, tuple[Shares, ...]]) 
 
 def _capacity(pools: WorkerPools) -> Fleet:
     return (0 if pools.prefill is None else pools.prefill.capacity, pools.decode.capacity)
-
-
-def _holding(pull: Pull, held: tuple[str, str], next_tick_at: float) -> Decision:
-    """All as they are."""
-    rule, why = held
-    return Decision(
-        now_s=pull.at_s,
-        targets={pool.component: pool.capacity for pool in pull.pools.all},
-        reasons=tuple(Reason(pool.component, 0, rule, {"workers": pool.capacity}, why=why) for pool in pull.pools.all),
-        next_tick_at=next_tick_at,
-    )

@@ -34,7 +34,7 @@ class Compared(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether it is so."""
+        """Whether the value is beyond its limit (or at it, where that counts)."""
         if self.value == self.limit:
             return self.equal
         return (self.value > self.limit) is self.over

@@ -29,7 +29,7 @@ class Role(NamedTuple):
 
 
 def roles_of(pools: WorkerPools, options: ThroughputLoadOptions) -> tuple[Role, ...]:
-    """Prefill first."""
+    """The roles that are planned, prefill first."""
     mode = options.mode or (Mode.AGG if pools.prefill is None else Mode.DISAGG)
     if mode is Mode.AGG:
         return (Role("decode", Kind.AGG, pools.decode, options.min_endpoint),)

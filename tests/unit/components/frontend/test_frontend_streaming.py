@@ -37,6 +37,12 @@ def openai_client(url: str, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", **{"max_retries": 0, **options})
 
 
+def gated(house: Make) -> tuple[Any, asyncio.Event]:
+    """What streams "a", and "b" once the event is set."""
+    gate = asyncio.Event()
+    return house(FakeEndpoint([[text("a")], gate, [text("b")], [last()]])), gate
+
+
 async def test_a_stream_is_made_of_events(house: Make):
     """Role, one chunk per item, the reason, `[DONE]`; usage only where asked for."""
     made = house(FakeEndpoint([[prompt(7)], [text("Hel"), text("lo")], [text("!"), last(reason="length")]]))
@@ -74,8 +80,7 @@ async def test_a_completion_streams_too(house: Make):
 
 async def test_tokens_are_sent_as_they_come(house: Make):
     """The first is with the client while the second does not exist yet."""
-    gate = asyncio.Event()
-    made = house(FakeEndpoint([[text("a")], gate, [text("b")], [last()]]))
+    made, gate = gated(house)
     async with (
         asyncio.timeout(SOON_S),
         made.served() as server,
@@ -289,8 +294,7 @@ async def test_many_streams_at_once_are_all_right(house: Make):
 
 async def test_a_drain_lets_streams_finish_and_refuses_what_is_new(house: Make):
     """lesson 1: then the socket is closed, and with it the connections that idle."""
-    gate = asyncio.Event()
-    made = house(FakeEndpoint([[text("a")], gate, [text("b")], [last()]]))
+    made, gate = gated(house)
     async with (
         asyncio.timeout(SOON_S),
         made.served() as server,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from dynamo_local.components.prefilling import prefill
 from dynamo_local.components.prefilling.prefill import Prefiller
 from dynamo_local.errors import EngineError, InvalidRequest, RequestCancelled
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
+from tests.drivers.eventually import eventually
 from tests.fakes.data_plane.worker_context import FakePrefillReplies
 from tests.fakes.infra.prefill_queue import FakePrefillQueue
 
@@ -75,13 +76,6 @@ class Bench:
         await asyncio.wait_for(self.task, 5)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Return when the condition holds; TimeoutError past the timeout."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 @pytest.fixture
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     """One entry at a time; what is given back comes again almost at once."""
@@ -101,7 +95,7 @@ async def test_a_prefill_computes_one_token_and_hands_over_its_kv(bench: Bench) 
     assert (request.sampling.max_tokens, request.sampling.min_tokens) == (1, 0)
     assert request.kv_transfer_params is not None
     assert request.kv_transfer_params["do_remote_decode"] is True
-    await until(lambda: not bench.queue.server.entries)
+    await eventually(lambda: not bench.queue.server.entries)
     assert bench.subject.counts.done == 1
 
 
@@ -110,10 +104,10 @@ async def test_only_what_can_start_now_is_pulled(bench: Bench) -> None:
     bench.engine.gate.clear()
     for n in range(3):
         await bench.ask(f"r{n}")
-    await until(lambda: bench.engine.running == 1)
+    await eventually(lambda: bench.engine.running == 1)
     assert (await bench.queue.depth()).pending == 2
     bench.engine.gate.set()
-    await until(lambda: not bench.queue.server.entries)
+    await eventually(lambda: not bench.queue.server.entries)
     assert bench.engine.most_running == 1
 
 
@@ -123,7 +117,7 @@ async def test_more_entries_share_passes_by_option() -> None:
     bench.engine.gate.clear()
     for n in range(3):
         await bench.ask(f"r{n}")
-    await until(lambda: bench.engine.running == 2)
+    await eventually(lambda: bench.engine.running == 2)
     assert (await bench.queue.depth()).pending == 1
     await bench.close()
     assert bench.engine.most_running == 2
@@ -143,7 +137,7 @@ async def test_the_next_prefill_goes_on_during_a_hand_off(bench: Bench, monkeypa
         await bench.ask("first")
         await bench.ask("second")
         assert await second.wait(5)
-        await until(lambda: [key[1] for key in bench.queue.server.entries] == ["first"])
+        await eventually(lambda: [key[1] for key in bench.queue.server.entries] == ["first"])
         confirm.set()
         assert await first.wait(5)
 
@@ -171,7 +165,7 @@ async def test_what_never_stops_failing_becomes_a_dead_letter(bench: Bench) -> N
     """An entry that kills every attempt ends where it can be seen, and holds nobody up."""
     bench.engine.errors = [EngineError("always") for _ in range(bench.queue.max_deliver)]
     await bench.ask("poison")
-    await until(lambda: bool(bench.queue.server.dead))
+    await eventually(lambda: bool(bench.queue.server.dead))
     assert bench.queue.server.dead[0].request_id == "poison"
     with bench.decode.expect("r") as expected:
         await bench.ask("r")
@@ -185,21 +179,21 @@ async def test_what_no_worker_can_do_is_told_at_once(bench: Bench) -> None:
         await bench.ask("r")
         with pytest.raises(InvalidRequest, match="too long"):
             await expected.wait(5)
-    await until(lambda: not bench.queue.server.entries)
+    await eventually(lambda: not bench.queue.server.entries)
     assert (bench.subject.counts.refused, bench.subject.counts.done) == (1, 0)
 
 
 async def test_an_entry_that_cannot_be_read_is_dropped(bench: Bench) -> None:
     """It does not even say whom to tell; it must not come back for ever."""
     await bench.ask("r", payload={"nonsense": 1})
-    await until(lambda: bench.subject.counts.refused == 1 and not bench.queue.server.entries)
+    await eventually(lambda: bench.subject.counts.refused == 1 and not bench.queue.server.entries)
     assert bench.engine.requests == []
 
 
 async def test_a_reply_that_nobody_wants_is_acked(bench: Bench) -> None:
     """The decode side has given up: the entry is finished, not repeated."""
     await bench.ask("r")
-    await until(lambda: not bench.queue.server.entries)
+    await eventually(lambda: not bench.queue.server.entries)
     assert (bench.subject.counts.unwanted, bench.subject.counts.given_back) == (1, 0)
     with pytest.raises(RequestCancelled):
         await bench.replies.send_reply("decode", "r", {})
@@ -211,7 +205,7 @@ async def test_a_long_prefill_stays_this_workers() -> None:
     bench.engine.gate.clear()
     with bench.decode.expect("r") as expected:
         await bench.ask("r")
-        await until(lambda: bench.engine.running == 1)
+        await eventually(lambda: bench.engine.running == 1)
         assert await FakePrefillQueue(bench.queue.server, ack_wait_s=0.1).pull(0.3) is None
         bench.engine.gate.set()
         assert await expected.wait(5)
@@ -237,11 +231,11 @@ async def test_a_drain_finishes_what_is_pulled_and_waits_for_the_hand_offs(bench
     with bench.decode.expect("r0") as expected:
         await bench.ask("r0")
         await bench.ask("r1")
-        await until(lambda: bench.engine.running == 1)
+        await eventually(lambda: bench.engine.running == 1)
         bench.stop.set()
         bench.engine.gate.set()
         assert await expected.wait(5)
-    await until(lambda: bench.subject.in_hand == 0)
+    await eventually(lambda: bench.subject.in_hand == 0)
     assert not bench.task.done()
     bench.engine.pulled.set()
     await asyncio.wait_for(bench.task, 5)
@@ -261,9 +255,9 @@ async def test_a_drain_that_is_taken_back_loses_nothing_and_pulls_again(bench: B
     with bench.decode.expect("r0") as first, bench.decode.expect("r1") as second:
         await bench.ask("r0")
         await bench.ask("r1")
-        await until(lambda: bench.engine.running == 1)
+        await eventually(lambda: bench.engine.running == 1)
         bench.stop.set()
-        await until(lambda: (bench.subject.request_ids, bench.engine.running) == (("r0",), 1))
+        await eventually(lambda: (bench.subject.request_ids, bench.engine.running) == (("r0",), 1))
         bench.task.cancel()  # the drain is cancelled while it waits for what is in hand
         await asyncio.wait([bench.task])
         bench.stop.clear()
@@ -287,7 +281,7 @@ async def test_a_cancelled_worker_gives_back_what_it_holds() -> None:
     bench = Bench(ack_wait_s=60.0)
     bench.engine.gate.clear()
     await bench.ask("r")
-    await until(lambda: bench.engine.running == 1)
+    await eventually(lambda: bench.engine.running == 1)
     bench.task.cancel()
     await asyncio.wait([bench.task])
     await bench.subject.give_back()

@@ -16,6 +16,7 @@ from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import EngineError
 from dynamo_local.ports import EngineRequest, QueueDepth, SamplingParams
+from tests.drivers.eventually import eventually
 from tests.fakes.data_plane.worker_context import FakePrefillReplies
 from tests.fakes.infra.prefill_queue import FakePrefillQueue
 
@@ -97,7 +98,7 @@ async def test_one_callers_cancellation_leaves_the_sample_to_the_others() -> Non
     queue.hold = asyncio.Event()
     gauge = QueueGauge(queue, AsyncioClock())
     leaving, staying = asyncio.create_task(gauge.pending()), asyncio.create_task(gauge.pending())
-    await asyncio.sleep(0.01)
+    await eventually(lambda: queue.asked)
     leaving.cancel()
     queue.hold.set()
     assert await staying == 0

@@ -41,9 +41,7 @@ def refusal(view: Fleet, wanted: st.Apply) -> str:
 
 def renew(life: Life, n: int, pid: int) -> list[str]:
     """It leaves, comes back in a new process, and is ready; what follows is returned."""
-    life.gone(n)
-    life.swept(n)
-    life.gpus()
+    life.leaves(n)
     return life.up(n, pid)
 
 
@@ -149,17 +147,8 @@ def test_a_configuration_that_does_not_start_stops_at_the_first_worker() -> None
     """The others serve on with the old one; the old file, applied again, restarts none of them."""
     life = Life(served("ready", "ready"))
     life.feed(order())
-    life.gone(1)
-    life.swept(1)
-    life.gpus()
-    for pid in range(71, 80):
-        life.made(1, pid)
-        life.gone(1, 1)
-        life.swept(1)
-        if life.state(1) == "faulted":
-            break
-        life.until_due()
-        life.gpus()
+    life.leaves(1)
+    life.fails_to_start(1, until=lambda: life.state(1) == "faulted")
     life.gpus()
     assert (life.states(), life.fleet.restarts) == (["ready", "faulted"], ())
     assert life.feed(order(OLD, *TEMPLATES[1:], counts={"VllmWorker": 2}))[-1] == "spawn VllmWorker_1"

@@ -284,9 +284,7 @@ def test_a_person_who_takes_a_drain_back_too_late_is_told_and_nothing_starts() -
     life.feed(cancel())
     assert life.called_back(1, "it has exited", asked_by="cancel:1") == []
     assert life.state(1) == "draining"
-    life.gone(1)
-    life.swept(1)
-    life.gpus()
+    life.leaves(1)
     assert life.states() == ["ready"]
 
 

@@ -19,9 +19,7 @@ def restart(target: str = "VllmWorker", *, force: bool = False, cause: str = "re
 
 def renew(life: Life, n: int, pid: int) -> list[str]:
     """It leaves, is swept, has its device back, and is ready in a new process. What follows is returned."""
-    life.gone(n)
-    life.swept(n)
-    assert life.gpus() == [f"spawn {name(n).removeprefix('dynamo_')}"]
+    assert life.leaves(n) == [f"spawn {name(n).removeprefix('dynamo_')}"]
     return life.up(n, pid)
 
 
@@ -42,9 +40,7 @@ def test_each_new_process_is_the_commands() -> None:
     """`dynamo events --story` shows why."""
     life = Life(fleet("ready"))
     life.feed(restart(force=True))
-    life.gone()
-    life.swept()
-    life.gpus()
+    life.leaves()
     assert [each.stimulus_id for each in life.did(ins.Spawn)] == ["restart:1"]
 
 
@@ -55,9 +51,7 @@ def test_the_only_worker_is_replaced() -> None:
     assert life.did(ins.Commit)[0].head, "a successor goes on with it"
     assert life.up(1, 71) == [f"revoke {lease_of(0)} VllmWorker"]
     assert (life.states(), life.fleet.restarts) == (["draining", "ready"], ())
-    life.gone()
-    life.swept()
-    life.gpus()
+    life.leaves()
     assert (life.states(), life.free()) == (["exited", "ready"], [0])
 
 
@@ -74,14 +68,7 @@ def test_the_old_worker_serves_on_where_the_new_one_is_faulted() -> None:
     """What was started in its place is taken away again, and it is said."""
     life = Life(fleet("ready", gpus=2))
     life.feed(restart())
-    for pid in range(71, 80):
-        life.made(1, pid)
-        life.gone(1, 1)
-        life.swept(1)
-        if life.fleet.restarts == ():
-            break
-        life.until_due()
-        life.gpus()
+    life.fails_to_start(1, until=lambda: life.fleet.restarts == ())
     life.gpus()
     assert (life.states(), life.free()) == (["ready"], [1])
     assert any(told.startswith(f"restart stopped: {name(1)}: 5 failures") for told in life.told)
@@ -98,17 +85,8 @@ def test_the_sequence_stops_at_a_worker_whose_new_process_is_faulted() -> None:
     """The siblings go on serving with the old configuration, and it is said."""
     life = Life(fleet("ready", "ready"))
     life.feed(restart())
-    life.gone(1)
-    life.swept(1)
-    life.gpus()
-    for pid in range(71, 80):
-        life.made(1, pid)
-        life.gone(1, 1)
-        life.swept(1)
-        if life.state(1) == "faulted":
-            break
-        life.until_due()
-        life.gpus()
+    life.leaves(1)
+    life.fails_to_start(1, until=lambda: life.state(1) == "faulted")
     assert life.states() == ["ready", "faulted"]
     assert life.fleet.restarts == ()
     assert any(told.startswith(f"restart stopped: {name(1)}: 5 failures") for told in life.told)
@@ -128,9 +106,7 @@ def test_a_restart_of_a_worker_that_starts_anew_starts_it_once_more() -> None:
     """Its new process may have loaded the configuration of before."""
     life = Life(fleet("ready", "ready"))
     life.feed(restart(name(1)))
-    life.gone(1)
-    life.swept(1)
-    life.gpus()
+    life.leaves(1)
     life.made(1, 71)
     assert life.feed(restart(name(1), cause="restart:2")) == ["SIGTERM 71 VllmWorker_1"]
     renew(life, 1, 72)
@@ -168,9 +144,7 @@ def test_a_restart_that_is_scaled_away_does_not_come_back() -> None:
     life.feed(restart(name(1)))
     life.feed(st.Scale(stimulus_id="s", component="VllmWorker", change=Change(-1, relative=True)))
     assert life.state(1) == "draining"
-    life.gone(1)
-    life.swept(1)
-    life.gpus()
+    life.leaves(1)
     assert (life.states(), life.fleet.restarts) == (["ready"], ())
 
 

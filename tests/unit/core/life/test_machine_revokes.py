@@ -22,9 +22,7 @@ def restarting(*workers: str) -> Fleet:
 def left(life: Life, n: int) -> None:
     """Its lease is revoked by somebody else; it finishes, and exits."""
     life.key_gone(n)
-    life.gone(n)
-    life.swept(n)
-    life.gpus()
+    life.leaves(n)
 
 
 def what(life: Life) -> list[str]:
@@ -48,9 +46,7 @@ def test_with_restart_one_that_was_revoked_comes_back() -> None:
     life.key_gone(1)
     assert life.state(1) == "draining/restarting"
     assert life.worker(1).reason == "its lease was revoked or has expired; it is started again"
-    life.gone(1)
-    life.swept(1)
-    life.gpus()
+    life.leaves(1)
     assert life.state(1) == "backing_off"
     life.until_due()
     life.gpus()

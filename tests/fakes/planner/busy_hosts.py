@@ -1,0 +1,50 @@
+"""What a planner sees of a host with as many workers as it can have: all of them busy, each pull a little different."""
+
+from __future__ import annotations
+
+from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
+from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass, Requests
+from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.profiles import DEFAULT_PROFILE
+from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
+
+WORKERS = 64
+"""Half of them prefill."""
+PASSES = 64
+"""Of each engine, since the last pull."""
+LIMITS = Capabilities(8192, 256, 1_000_000, 131_072)
+BOTH_LOOPS = ThroughputLoadOptions(
+    optimization_target=Target.SLA,
+    enable_load_scaling=True,
+    load_predictor="constant",
+    profile=DEFAULT_PROFILE,
+    throughput_adjustment_interval_s=30.0,
+    load_adjustment_interval_s=5.0,
+    max_gpu_budget=WORKERS,
+)
+
+
+def busy_pull(at_s: float, tick: int, wants: Wants) -> Pull:
+    """What the workers, and their clients, did since the last pull: as much of it as is wanted."""
+    pools = worker_pools(pool(PREFILL, WORKERS // 2), pool(DECODE, WORKERS // 2))
+    engines = {}
+    for n in range(WORKERS if wants.passes else 0):
+        engine, prefill = EngineId(str(n)), n < WORKERS // 2
+        seen = tuple(_pass(engine, at_s, tick, k, prefill=prefill) for k in range(PASSES))
+        engines[engine] = EngineSeen(PREFILL if prefill else DECODE, seen, seen[-1])
+    window_s = wants.traffic_window_s
+    traffic = None
+    if window_s is not None:
+        traffic = Traffic(at_s, window_s, 300.0 + tick % 40, 3000.0, 200.0, 120.0, 9.0, 2.0, 0.2, 1.0)
+    limits = {PREFILL: LIMITS, DECODE: LIMITS}
+    return Pull(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits)
+
+
+def _pass(engine: EngineId, at_s: float, tick: int, number: int, *, prefill: bool) -> ForwardPass:
+    more = (tick * 7 + number * 13) % 50
+    if prefill:
+        scheduled = Requests(num_prefill_requests=1, sum_prefill_tokens=500 + 40 * more)
+    else:
+        scheduled = Requests(num_decode_requests=4 + more, sum_decode_kv_tokens=(4 + more) * 3000)
+    return ForwardPass(engine, tick * PASSES + number, 0.01 + 0.0004 * more, scheduled, at_s=at_s)
