@@ -99,7 +99,7 @@ def make_plan(seed: int, seconds: float) -> tuple[Action, ...]:
         storm = at_s % (STORM_S + CALM_S) < STORM_S
         kinds = {**FAULTS, **COMMANDS} if storm else COMMANDS
         due = [kind for kind in owed if kind in kinds]
-        kind = due[0] if due and rng.random() < 0.5 else _drawn(rng, kinds)
+        kind = due[0] if due and rng.random() < 0.75 else _drawn(rng, kinds)
         if kind in owed:
             owed.remove(kind)
         actions.append(_action(rng, at_s, kind))
