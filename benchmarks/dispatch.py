@@ -3,16 +3,18 @@
 Fixed fleets in the twin: the seed's rule (threshold), every prefill remote, and `slo` for router and prefills. The
 traces are recorded ones where they are to be had. Target: on no fleet is `slo` below the better of the other two.
 
-`python -m benchmarks.dispatch --page` writes the table into docs/routing.md.
+`python -m benchmarks.dispatch --page` writes the table into docs/routing.md. It takes half an hour; with `--facts FILE`
+each fleet's row is kept as it comes, and one that is there is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from benchmarks.measured_pages import write_measured
 from benchmarks.traces import Requests, conversation, folder, generated
 from dynamo_local.components.routing.pickers import sim_picker
 from dynamo_local.core.disagg import QueueView
+from dynamo_local.core.dispatch.asking import Ask
 from dynamo_local.core.dispatch.picking import SloPicker
-from dynamo_local.core.dispatch.prefilling import Ask, DecodeSide
+from dynamo_local.core.dispatch.prefilling import DecodeSide
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.routing import Sample
 from dynamo_local.core.types import Load
@@ -31,11 +34,12 @@ from dynamo_local.profiles import ProfileModel
 from dynamo_local.twin.cases import Case, run_case
 from dynamo_local.twin.metrics import measure
 from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
-from dynamo_local.twin.trace import read_trace
+from dynamo_local.twin.trace import TraceRequest, read_trace
 
 PAGE = Path(__file__).parents[1] / "docs" / "routing.md"
 COMMAND = "python -m benchmarks.dispatch --page"
 AZURE = "azure2023_conv.mooncake.jsonl.gz"
+SINE = "sin_rr5-45_T600_d1800_i3000o300.jsonl.gz"
 WORKERS = 64
 STREAMS = 64
 """Answers that run on a decode worker whose decision is measured."""
@@ -56,20 +60,38 @@ class Trial:
     fleets: tuple[tuple[int, int], ...]
 
 
-def azure(limit: int | None = None) -> Requests:
-    """Azure's conversations: recorded, else generated ones like them."""
-    file = folder(os.environ) / AZURE
+def kept(name: str, like: str, limit: int | None = None) -> Requests:
+    """The trace of that name where it is to be had, else requests that are generated like it."""
+    file = folder(os.environ) / name
     if file.exists():
-        return Requests(f"recorded requests ({AZURE})", read_trace(file, limit=limit), recorded=True)
-    made = generated("chat,rate=5.5,isl=900,isl-sigma=0.9,osl=150,reuse=0,system=0", limit)
-    return replace(made, missing=f"no recorded ones in {file.parent}")
+        return Requests(f"recorded requests ({name})", read_trace(file, limit=limit), recorded=True)
+    return replace(generated(like, limit), missing=f"no recorded ones in {file.parent}")
 
+
+azure = partial(kept, AZURE, "chat,rate=5.5,isl=900,isl-sigma=0.9,osl=150,reuse=0,system=0")
+sine = partial(kept, SINE, "sin,duration=1800,rate=25,amplitude=0.8,period=600,osl=300")
+BURSTS = "chat,duration=1800,rate=4,cv=3,reuse=0.2"
+CODE = "code,duration=1800,rate=12"
+SHORT = "sin,rate=30,isl=800,osl=300"
 
 TRIALS = (
-    Trial("conversation", conversation, 2000, 50, 1.0, ((2, 1), (3, 1), (4, 1), (2, 2), (1, 3), (4, 4), (0, 4))),
-    Trial("Azure conversation", azure, 2000, 100, 0.1, ((3, 5), (4, 5), (2, 6), (5, 3), (0, 8))),
+    Trial(
+        "conversation",
+        conversation,
+        2000,
+        50,
+        1.0,
+        ((2, 1), (3, 1), (4, 1), (2, 2), (1, 3), (4, 4), (0, 4), (3, 2), (2, 4), (1, 5)),
+    ),
+    Trial("Azure conversation", azure, 2000, 100, 0.1, ((3, 5), (4, 5), (2, 6), (5, 3), (0, 8), (4, 4), (3, 3))),
     Trial("`--generate sin`", partial(generated, "sin"), 200, 10, 1.0, ((1, 2), (2, 2))),
+    Trial("sin 5-45", sine, 200, 10, 1.0, ((3, 3), (4, 3), (2, 4))),
+    Trial(f"`--generate {BURSTS}`", partial(generated, BURSTS), 2000, 50, 1.0, ((3, 2),)),
+    Trial(f"`--generate {CODE}`", partial(generated, CODE), 500, 20, 1.0, ((1, 1), (2, 1))),
+    Trial(f"`--generate {SHORT}`", partial(generated, SHORT), 200, 10, 1.0, ((1, 2),)),
 )
+"""The first five fleets of the first trial but for the fourth, and the first two of the second, are those for which
+figures were given; the others are of our own choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +110,9 @@ class Row:
         return max(self.threshold, self.remote or 0.0)
 
 
-def compare(trial: Trial, shape: tuple[int, int], limit: int | None) -> Row:
+def compare(trial: Trial, shape: tuple[int, int], requests: Sequence[TraceRequest]) -> Row:
     """One fleet under the three rules."""
     fleet, targets = FleetShape(*shape), Targets.of_ms(trial.ttft_ms, trial.itl_ms)
-    requests = trial.requests(limit).rows
     plain = TwinOptions(shape=fleet, sim=SimOptions(speed=trial.speed), gpus=16, targets=targets)
 
     def attained(options: TwinOptions, router: str = "least-loaded") -> float:
@@ -145,16 +166,30 @@ def decide_us() -> list[float]:
     return took
 
 
-def rows(limit: int | None = None) -> list[Row]:
-    """All fleets."""
-    return [compare(trial, shape, limit) for trial in TRIALS for shape in trial.fleets]
+def rows(facts: Path | None = None) -> list[Row]:
+    """All fleets. Rows are kept in the file `facts` as they come, and taken from there."""
+    kept = {} if facts is None or not facts.exists() else json.loads(facts.read_text(encoding="utf-8"))
+    found = []
+    for trial in TRIALS:
+        requests: list[TraceRequest] | None = None
+        for shape in trial.fleets:
+            key = f"{trial.name}, {FleetShape(*shape)}"
+            if key not in kept:
+                requests = requests or trial.requests(None).rows
+                kept[key] = asdict(compare(trial, shape, requests))
+                if facts is not None:
+                    facts.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+                print(key, kept[key], flush=True)
+            found.append(Row(**{**kept[key], "fleet": FleetShape(*shape)}))
+    return found
 
 
 def run(short: bool) -> Report:
     """The short form takes the first requests of two fleets only, too few for the target."""
     report = Report("dispatch")
-    some = [compare(TRIALS[0], (2, 1), SHORT_REQUESTS), compare(TRIALS[1], (3, 5), SHORT_REQUESTS)]
-    for row in some if short else rows():
+    some = ((TRIALS[0], (2, 1)), (TRIALS[1], (3, 5)))
+    found = [compare(trial, shape, trial.requests(SHORT_REQUESTS).rows) for trial, shape in some] if short else rows()
+    for row in found:
         name = f"{row.trial}, {row.fleet}"
         for rule, value in (("threshold", row.threshold), ("always remote", row.remote), ("slo", row.slo)):
             if value is not None:
@@ -193,8 +228,9 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__.splitlines()[0])
     parser.add_argument("--page", action="store_true", help="write the table into docs/routing.md")
+    parser.add_argument("--facts", type=Path, help="keep each fleet's row in this file; one that is there is shown")
     options = parser.parse_args()
-    text = section(rows(), (pick_us(), decide_us()))
+    text = section(rows(options.facts), (pick_us(), decide_us()))
     print(text)
     if options.page:
         write_measured(PAGE, COMMAND, text)

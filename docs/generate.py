@@ -70,7 +70,7 @@ def planner_options() -> str:
         takers = [policy for policy in POLICIES if name in options_of(policy)]
         whose = "all" if len(takers) == len(POLICIES) else ", ".join(f"`{policy}`" for policy in takers)
         key = ", ".join(f"`{each.replace('_', '-')}`" for each in names)
-        rows.append((key, whose, type_of(field), default_of(field), field.description or ""))
+        rows.append((key, whose, type_of(field), default_of(field), " ".join((field.description or "").split())))
     return table(("Key", "Policy", "Type", "Default", "Meaning"), rows)
 
 
@@ -231,6 +231,7 @@ def metrics() -> str:
 
 def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
+    from dynamo_local.telemetry.dispatch_metrics import DispatchMetrics
     from dynamo_local.telemetry.lead_metrics import LeadMetrics
     from dynamo_local.telemetry.metrics import ArbiterMetrics
     from dynamo_local.telemetry.planner_views import PlannerMetrics
@@ -238,7 +239,11 @@ def arbiter_metrics() -> str:
 
     arbiter = ArbiterMetrics()
     return metric_table(
-        arbiter, PlannerMetrics(arbiter.registry), PluginMetrics(arbiter.registry), LeadMetrics(arbiter.registry)
+        arbiter,
+        PlannerMetrics(arbiter.registry),
+        PluginMetrics(arbiter.registry),
+        LeadMetrics(arbiter.registry),
+        DispatchMetrics(arbiter.registry),
     )
 
 

@@ -25,7 +25,14 @@ def options(model: type[BaseModel], *, beyond: type[BaseModel] = BaseModel) -> s
     for name, field in model.model_fields.items():
         if name in beyond.model_fields:
             continue
-        rows.append((f"`{name.replace('_', '-')}`", type_of(field), default_of(field), field.description or ""))
+        rows.append(
+            (
+                f"`{name.replace('_', '-')}`",
+                type_of(field),
+                default_of(field),
+                " ".join((field.description or "").split()),
+            )
+        )
     return table(("Key", "Type", "Default", "Meaning"), rows)
 
 

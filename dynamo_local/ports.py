@@ -343,6 +343,10 @@ class PrefillQueue(Protocol):
 
     ack_wait_s: float
     """A pulled entry that shows no sign of life for so long is delivered again."""
+    deferred: int
+    """Entries that this client has put behind the others, because they cannot keep their target any more."""
+    late_pulled: int
+    """Those of them that it has pulled after all (and those that others had put there)."""
 
     async def enqueue(
         self,

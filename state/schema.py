@@ -93,10 +93,10 @@ class ComponentEntry(_Model):
     `launched` stands for the configuration that its last process was started with (`core.life.fleet.Template`).
     `reason` is the cause of the last change of state; `course` says what follows a drain that does not end the worker
     for good (`core.life.fleet.Course`). For the arbiter's successor, in seconds of the host's monotonic clock:
-    `asked_s`, when it was asked to leave, and `failures_s`, when it failed lately; `failures_streak` is how often in
-    a row. `flip` is there while it changes its role; `born` is the name under which its process was made, and which is
-    in that process's environment, where that is another one. `standby` is there for a worker that sleeps, or has been
-    told to.
+    `asked_s`, when it was asked to leave (none for one that drains because somebody else has revoked its lease), and
+    `failures_s`, when it failed lately; `failures_streak` is how often in a row. `flip` is there while it changes its
+    role; `born` is the name under which its process was made, and which is in that process's environment, where that
+    is another one. `standby` is there for a worker that sleeps, or has been told to.
     """
 
     watcher_name: Name

@@ -16,9 +16,12 @@ from hypothesis import HealthCheck, settings
 
 from dynamo_local.system.processes import is_resource_tracker
 from tests.drivers.servers import RealEtcd, RealNats
+from tests.tools.examples import examples
 
 TIMING_RERUNS = 2
-settings.register_profile("busy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "busy machines", deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("busy machines")  # how long an example took says what else ran beside it
 _NAMESPACE_NUMBERS = itertools.count(1)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +28,7 @@ AHEAD = (1, 3)
 """How many windows ahead: the next one, and as far as a worker of three windows' start-up needs it."""
 KNOWN_MIN = 10
 """Points before the first forecast, so that none of them stands on a fallback."""
-ORIGINS, ORIGINS_SHORT = 12, 3
+ORIGINS, ORIGINS_SHORT = 40, 3
 """From how many points of a series it is continued, evenly apart."""
 LENGTHS = (50, 200, 600)
 """Of the series whose forecasts are timed."""
@@ -39,6 +42,11 @@ CONTENDERS = {
     "arima": {"load_predictor": "arima"},
     "prophet": {"load_predictor": "prophet"},
 }
+
+
+Told = tuple[tuple[float, ...], int]
+"""What comes next, and how many of the fits failed."""
+Answers = Callable[[Iterable[ForecastTask]], Iterable[Told]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,8 @@ class Facts:
 
 
 def measure(short: bool) -> Facts:
-    """Some minutes with all predictors."""
+    """Some minutes with all predictors. Errors do not depend on the machine, so all of its cores work on them; what a
+    forecast costs is measured afterwards, one at a time."""
     there: dict[str, PredictorOptions] = {}
     absent = []
     for name, words in CONTENDERS.items():
@@ -101,22 +110,30 @@ def measure(short: bool) -> Facts:
             absent.append(str(error))
     origins = ORIGINS_SHORT if short else ORIGINS
     facts = Facts(origins, {}, [], [], absent, {})
-    for case in cases(short):
-        facts.sources[case.title] = f"{case.source}, windows of {case.window_s:g} s"
-        facts.curves[case.title] = {}
-        for column, series in case.columns.items():
-            if len(set(series)) > 1:  # all equal: no predictor is asked
-                compare(facts, case, column, series, there)
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for case in cases(short):
+            facts.sources[case.title] = f"{case.source}, windows of {case.window_s:g} s"
+            facts.curves[case.title] = {}
+            for column, series in case.columns.items():
+                if len(set(series)) > 1:  # all equal: no predictor is asked
+                    compare(facts, case, column, series, there, lambda tasks: pool.map(continued, tasks))
     facts.costs.extend(asyncio.run(_costs(there, FITS_SHORT if short else FITS)))
     return facts
 
 
-def compare(facts: Facts, case: Case, column: str, series: Sequence[float], there: dict[str, PredictorOptions]) -> None:
+def compare(
+    facts: Facts,
+    case: Case,
+    column: str,
+    series: Sequence[float],
+    there: dict[str, PredictorOptions],
+    answers: Answers,
+) -> None:
     """Add the errors of all predictors on one series, and their forecasts of the number of requests."""
     begins = _origins(len(series), facts.origins)
     naive: dict[int, float] = {}
     for name, options in there.items():
-        told = [_continued(options, series[:begin], case.window_s) for begin in begins]
+        told = list(answers(_task(options, series[:begin], case.window_s) for begin in begins))
         for ahead in AHEAD:
             off = [
                 abs(values[ahead - 1] - series[begin + ahead - 1])
@@ -146,8 +163,9 @@ def _task(options: PredictorOptions, series: Sequence[float], window_s: float) -
     return ForecastTask(task.predictor, (tuple(series),), task.steps, window_s, task.options)
 
 
-def _continued(options: PredictorOptions, series: Sequence[float], window_s: float) -> tuple[tuple[float, ...], int]:
-    told = answer(_task(options, series, window_s))
+def continued(task: ForecastTask) -> Told:
+    """The answer of one series."""
+    told = answer(task)
     (values,) = told.values
     assert not isinstance(values, Missing), values.reason
     return values, len(told.notes)

@@ -24,7 +24,7 @@ COMMANDS = {
     "sleep": ("dynamo_local.cli.workers.sleep:sleep", "Put a worker to sleep: its GPU is free, its process stays."),
     "wake": ("dynamo_local.cli.workers.sleep:wake", "Wake a worker that sleeps."),
     "restart": ("dynamo_local.cli.workers.restart:restart", "Drain workers and start them again."),
-    "planner": ("dynamo_local.cli.planner:planner", "Start, change and question the load planner."),
+    "planner": ("dynamo_local.cli.planner:planner", "Start, change and question the planner."),
     "events": ("dynamo_local.cli.views.events:events", "Show what happened to workers and servers, and why."),
     "logs": ("dynamo_local.cli.views.logs:logs", "Show what the processes wrote, by time."),
     "simulate": (

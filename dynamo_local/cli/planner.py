@@ -1,4 +1,4 @@
-"""`dynamo planner …`: start, stop, change and question the load planner of a running graph."""
+"""`dynamo planner …`: start, stop, change and question the planner of a running graph."""
 
 from __future__ import annotations
 
@@ -201,7 +201,15 @@ def _change(namespace: str | None, as_json: bool, command: str, **properties: An
     if as_json:
         click.echo(json.dumps(told))
     else:
-        click.echo("\n".join(status_lines(told, options=command in ("status", "set", "start"))))
+        with_options = command in ("status", "set", "start")
+        click.echo("\n".join(status_lines(told, defaults=_defaults() if with_options else None)))
+
+
+def _defaults() -> dict[str, Any]:
+    """Of all options, as an arbiter tells them."""
+    from dynamo_local.config.planner import PlannerConfig
+
+    return PlannerConfig().model_dump(mode="json")
 
 
 def _here(options: Mapping[str, Any]) -> dict[str, Any]:

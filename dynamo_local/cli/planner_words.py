@@ -37,8 +37,8 @@ def status_line(planner: Mapping[str, Any] | None) -> str | None:
     return told if last is None else f"{told}; last: {decision_line(last)}"
 
 
-def status_lines(planner: Mapping[str, Any], *, options: bool) -> Iterator[str]:
-    """`dynamo planner status`."""
+def status_lines(planner: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """`dynamo planner status`. With the `defaults` of its options also those that have another value."""
     yield f"planner   {_state(planner)}"
     if planner.get("trouble"):
         yield f"note      {planner['trouble']}"
@@ -66,12 +66,19 @@ def status_lines(planner: Mapping[str, Any], *, options: bool) -> Iterator[str]:
     if planner.get("follow"):
         yield f"follow    {follow_line(planner['follow'])}"
     yield from lead_lines(planner.get("lead_times", ()))
-    if options:
+    if defaults is not None:
         yield ""
-        width = max(len(name) for name in planner["options"])
-        for name, value in planner["options"].items():
-            shown = "-" if value is None else str(value).lower() if isinstance(value, bool) else value
-            yield f"{name.replace('_', '-'):{width}}  {shown}"
+        yield from _option_lines(planner["options"], defaults)
+
+
+def _option_lines(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
+    told = {name: value for name, value in options.items() if name == "policy" or value != defaults.get(name)}
+    width = max(map(len, told), default=0)
+    for name, value in told.items():
+        shown = "-" if value is None else str(value).lower() if isinstance(value, bool) else value
+        yield f"{name.replace('_', '-'):{width}}  {shown}"
+    if others := len(options) - len(told):
+        yield f"({others} other options have their defaults: --json shows them)"
 
 
 def lead_lines(leads: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -86,10 +86,12 @@ def service_of(name: str, section: Mapping[str, Any], where: str) -> DynamoServi
     )
 
 
-def one_service_graph(name: str, section: Mapping[str, Any]) -> LoadedGraph:
-    """What the worker of a command needs to know of its graph: itself."""
-    service = service_of(name, section, name)
-    return LoadedGraph(service, {name: service}, None, name)
+def graph_of_worker(sections: Mapping[str, Mapping[str, Any]]) -> LoadedGraph:
+    """What the worker of a command needs to know of its graph: itself, the first of the sections, and what it may
+    become."""
+    services = {name: service_of(name, section, name) for name, section in sections.items()}
+    name = next(iter(services))
+    return LoadedGraph(services[name], services, None, name)
 
 
 def check_commands(
@@ -172,4 +174,4 @@ def _check_case(config: Config, services: Mapping[str, DynamoService[Any]]) -> N
             raise ConfigError(f"{config.source}: the names {twin!r} and {name!r} differ only in case; rename one")
 
 
-__all__ = ["check_commands", "is_command", "one_service_graph", "service_of", "with_commands"]
+__all__ = ["check_commands", "graph_of_worker", "is_command", "service_of", "with_commands"]

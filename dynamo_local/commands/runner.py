@@ -19,6 +19,7 @@ from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.sdk import async_on_start, on_shutdown
 from dynamo_local.sdk.context import Work, WorkerContext, current_context
+from dynamo_local.sdk.flipping import FORMER_INSTANCE
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -46,6 +47,7 @@ class CommandWorker:
         self.sampled: Sample | Missing = Missing("the command was not asked yet")
         self.ending = False
         self._changed = asyncio.Event()
+        self._watching: list[asyncio.Task[None]] = []
 
     def make_driver(self, context: WorkerContext, child: Child) -> Driver:
         """The driver for this command."""
@@ -59,9 +61,12 @@ class CommandWorker:
     async def start(self) -> None:
         """Wait until the command can be routed to, then say what is known of it."""
         context = self.context
-        context.vital(self._until_child_ends(), "the command")
+        first = FORMER_INSTANCE not in context.inherited  # the command stays when the worker's role changes
+        if first:
+            context.keep(self.stop)
+        self._watching.append(context.vital(self._until_child_ends(), "the command"))
         await self.driver.wait_ready()
-        if context.standby:
+        if context.standby and first:
             await take_on_standby(context, self.make_hooks(), self.config.standby_growth_max_bytes)
         await context.announce(**self.driver.facts())
         await self._sample()
@@ -69,9 +74,14 @@ class CommandWorker:
         context.set_work_source(self.work)
         context.on_drain(self.drain)
         context.on_resume(self.resume)
-        context.vital(self._follow(), "the command")
+        self._watching.append(context.vital(self._follow(), "the command"))
 
     @on_shutdown
+    async def look_away(self) -> None:
+        """This role is over: whoever comes after it, or ends the command, looks after that."""
+        for task in self._watching:
+            task.cancel()
+
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL after the grace: nothing is in flight any more, or the worker must end in any case."""
         self.ending = True

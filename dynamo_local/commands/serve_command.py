@@ -75,12 +75,15 @@ def _section(name: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _worker(name: str, section: Mapping[str, Any]) -> Any:
-    from dynamo_local.commands.graph import one_service_graph
+    from dynamo_local.commands.graph import graph_of_worker
     from dynamo_local.worker.context import Identity
     from dynamo_local.worker.process import WorkerProcess
 
-    graph = one_service_graph(name, section)
-    return WorkerProcess(graph, graph.root, Identity.of(os.environ, name))
+    identity, sections = Identity.of(os.environ, name), {name: section}
+    if identity.flips_to is not None:
+        sections[identity.flips_to] = _section(identity.flips_to, os.environ)
+    graph = graph_of_worker(sections)
+    return WorkerProcess(graph, graph.root, identity)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ class Canary:
                     await self._hand_off(peer)
                 return
             except (DynamoError, TimeoutError) as error:
-                log.warning("the canary of prefill worker %x: %s", peer, error or f"nothing within {EACH_S:g} s")
-                failed.append(f"{peer:x}: {error or f'nothing within {EACH_S:g} s'}")
+                why = str(error) or f"nothing within {EACH_S:g} s"
+                log.warning("the canary of prefill worker %x: %s", peer, why)
+                failed.append(f"{peer:x}: {why}")
         if failed:
             raise FlipFailed(f"no hand-off from a prefill worker succeeded: {'; '.join(failed)}")
         log.warning("there is no other prefill worker: only decoding was tried out")

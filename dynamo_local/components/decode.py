@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
+from dynamo_local.components.prefilling.counts import DispatchCounts
 from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
 from dynamo_local.core.dispatch.prefilling import DecodeSide
 from dynamo_local.errors import KvTransferError, WorkerBusy
@@ -34,7 +35,9 @@ class DecodeService:
         max_num_waiting: int,
         side: DecodeSide | None = None,
         clock: Clock | None = None,
+        counts: DispatchCounts | None = None,
     ) -> None:
+        self._counts = counts or DispatchCounts()
         self._side = side
         self._clock = clock or AsyncioClock()
         self._engine = engine
@@ -49,6 +52,7 @@ class DecodeService:
         asked = messages.parse_generate_request(payload)
         waiting = self._engine.load().num_requests_waiting + (self._remote.waiting if self._remote else 0)
         if waiting >= self._max_num_waiting:
+            self._counts.refused += 1
             raise WorkerBusy(
                 f"{waiting} requests wait for this worker already (max_num_waiting {self._max_num_waiting})",
                 retry_after_s=self._retry_after_s(),
@@ -71,9 +75,10 @@ class DecodeService:
         """The outputs; the side hears of them."""
         side, name, completed = self._side, request.request_id, False
         if side is not None:
-            side.began(name, len(request.prompt_token_ids), self._clock.now_s())
+            now_s = self._clock.now_s()
+            side.began(name, len(request.prompt_token_ids), now_s)
             if (itl_ms := self._engine.load().itl_ms) is not None:
-                side.itl_seen(itl_ms / 1000)
+                side.itl_seen(itl_ms / 1000, now_s)
         try:
             async with contextlib.aclosing(self._outputs(request, hit_rate)) as outputs:
                 async for output in outputs:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from dynamo_local.components.models_view import ModelsView
-from dynamo_local.components.openai import access
-from dynamo_local.components.openai.app import FrontendConfig, FrontendDeps, create_app
-from dynamo_local.components.openai.serving import Serving
+from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.components.processor import Processor
 from dynamo_local.sdk import async_on_start, depends, on_shutdown, service
 from dynamo_local.sdk.context import WorkerContext, current_context
+
+if TYPE_CHECKING:  # imported by `start`: every worker imports its graph, and only this one serves HTTP
+    from dynamo_local.components.openai.serving import Serving
 
 __all__ = ["Frontend", "FrontendConfig"]
 
@@ -25,11 +26,16 @@ class Frontend:
     """At most one: a second worker could not listen on the same port."""
 
     def __init__(self) -> None:
-        self._serving = Serving()
+        self._serving: Serving | None = None
 
     @async_on_start
     async def start(self) -> None:
         """Bind, listen, announce the URL. Raises `ConfigError` where port, keys or certificate cannot be had."""
+        from dynamo_local.components.models_view import ModelsView
+        from dynamo_local.components.openai import access
+        from dynamo_local.components.openai.app import FrontendDeps, create_app
+        from dynamo_local.components.openai.serving import Serving
+
         context: WorkerContext = current_context()
         settings: FrontendConfig = context.settings or FrontendConfig()
         keys = access.take_keys(settings, os.environ)
@@ -42,9 +48,11 @@ class Frontend:
             keys=keys,
             draining=context.draining,
         )
+        self._serving = Serving()
         await self._serving.start(context, deps, create_app(deps), sock)
 
     @on_shutdown
     async def stop(self) -> None:
         """Stop listening, and end the connections that are idle."""
-        await self._serving.stop()
+        if self._serving is not None:
+            await self._serving.stop()

@@ -54,9 +54,10 @@ class PrefillWorker:
         self._engine = await start_observed_engine(config, context, kv_events)
         if kv_events is not None:
             kv_events.block_size = self._engine.info.block_size
+        queue = await context.prefill_queue()
         self._prefiller = Prefiller(
             self._engine,
-            await context.prefill_queue(),
+            queue,
             await context.prefill_replies(),
             max_concurrent_prefills=config.max_concurrent_prefills,
         )
@@ -64,6 +65,7 @@ class PrefillWorker:
         if card is not None:
             await context.register_whole_key(engine_key(context.namespace, card.engine_id), card.encode())
         context.set_load_source(self._engine.load, self._engine.load_changed)
+        context.set_dispatch_source(lambda: {"deferred": queue.deferred, "late_prefills": queue.late_pulled})
         context.set_work_source(lambda: Work(self._prefiller.request_ids, self._prefiller.in_hand))
         context.on_drain(self._finished)
         context.on_resume(self._resumed)

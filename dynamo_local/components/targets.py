@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
@@ -37,18 +38,43 @@ class TargetOptions(BaseModel):
         """Those that were configured, in seconds."""
         return Targets.of_ms(self.ttft, self.itl)
 
+    @property
+    def wants_slo(self) -> bool:
+        """Whether this service is to decide by targets."""
+        raise NotImplementedError
 
-def timing_of(profile: str | None, sim: dict[str, Any] | None) -> Timing | Missing:
-    """The times that estimates are made from: those of the profile, or of the sim engine with these options (None: the
-    engine is another one). Raises `ConfigError` for a profile that cannot be read."""
+    def times(self) -> EngineTimes | Missing:
+        """By which engine's times it would decide."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """The profile's name, and the speed that divides its times."""
+
+    profile: str
+    speed: float
+
+    def __str__(self) -> str:
+        return f"the profile {self.profile} at speed {self.speed:g}"
+
+    def timing(self) -> Timing:
+        """The times themselves. Raises `ConfigError` for a profile that cannot be read."""
+        from dynamo_local.profiles import ProfileModel
+
+        return Timing(ProfileModel.load(self.profile), self.speed)
+
+
+def times_of(profile: str | None, sim: dict[str, Any] | None) -> EngineTimes | Missing:
+    """What estimates are made from: that profile, or the one of the sim engine with these options (None: the engine is
+    another one)."""
     from dynamo_local.engines.sim.options import SimOptions
-    from dynamo_local.profiles import ProfileModel
 
     options = None if sim is None else SimOptions.from_mapping(sim)
     name = profile or (None if options is None else options.profile)
     if name is None:
         return Missing("no profile-results-dir is given, and the engine's times are not known")
-    return Timing(ProfileModel.load(name), 1.0 if options is None else options.speed)
+    return EngineTimes(name, 1.0 if options is None else options.speed)
 
 
 class RoutingOptions(TargetOptions):
@@ -70,15 +96,22 @@ class RoutingOptions(TargetOptions):
         """The router in force: by default slo where there are targets."""
         return self.router or ("slo" if self.targets.given else "least-loaded")
 
+    @property
+    def wants_slo(self) -> bool:
+        return self.policy == "slo"
+
+    def times(self) -> EngineTimes | Missing:
+        sim = self.sim if self.sim is not None or getattr(self, "model", None) != TINY_MODEL else {}
+        return times_of(self.profile_results_dir, sim)
+
     def costs(self) -> Costs | Missing:
         """What `slo` decides by. Raises `ConfigError`."""
-        sim = self.sim if self.sim is not None or getattr(self, "model", None) != TINY_MODEL else {}
-        timing = timing_of(self.profile_results_dir, sim)
-        return timing if isinstance(timing, Missing) else Costs(timing, self.targets)
+        times = self.times()
+        return times if isinstance(times, Missing) else Costs(times.timing(), self.targets)
 
     def what_slo_lacks(self) -> str | None:
         """Why `slo` cannot decide although it is wanted; None: it can, or it is not. Raises `ConfigError`."""
-        if self.policy != "slo" or not isinstance(costs := self.costs(), Missing):
+        if not self.wants_slo or not isinstance(costs := self.costs(), Missing):
             return None
         return f"router slo picks as least-loaded: {costs.reason}"
 

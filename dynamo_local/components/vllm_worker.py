@@ -15,7 +15,7 @@ from dynamo_local.components.messages import GenerateRequest
 from dynamo_local.components.models_view import ModelCard, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
 from dynamo_local.components.prefilling.counts import DispatchCounts
-from dynamo_local.components.targets import TargetOptions, timing_of
+from dynamo_local.components.targets import EngineTimes, TargetOptions, times_of
 from dynamo_local.core.admission import MAX_NUM_WAITING
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.dispatch.targets import DisaggPolicy, Timing
@@ -88,9 +88,13 @@ class VllmWorkerConfig(EngineConfig, TargetOptions):
         """Whether prefills go here or there by what that will cost."""
         return self.remote_prefill and (self.disagg_policy or ("slo" if self.targets.given else "threshold")) == "slo"
 
+    def times(self) -> EngineTimes | Missing:
+        return times_of(self.profile_results_dir, self.sim if self.engine_name == "sim" else None)
+
     def timing(self) -> Timing | Missing:
         """The times that its decisions are made from. Raises `ConfigError`."""
-        return timing_of(self.profile_results_dir, self.sim if self.engine_name == "sim" else None)
+        times = self.times()
+        return times if isinstance(times, Missing) else times.timing()
 
     def what_slo_lacks(self) -> str | None:
         """Why `slo` cannot decide although it is wanted; None: it can, or it is not. Raises `ConfigError`."""
@@ -131,7 +135,8 @@ class VllmWorker:
         if context.flips_to is not None:  # it may hold KV that it has computed as a prefill worker
             context.on_drain(self._engine.wait_handoffs)
         side = None if self._remote is None else self._remote.side
-        self._decoder = DecodeService(self._engine, self._remote, config.max_num_waiting, side)
+        self._decoder = DecodeService(self._engine, self._remote, config.max_num_waiting, side, counts=self._counts)
+        context.set_dispatch_source(self._counts.told)
         context.set_load_source(self._engine.load, self._engine.load_changed)
         card = ModelCard(config.name, context.component, "generate", self._engine.info.max_model_len, time.time())
         await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())

@@ -176,9 +176,12 @@ class Orders:
     async def restart(
         self, target: str, *, rolling_: bool = False, force: bool = False, stimulus_id: str
     ) -> dict[str, Any]:
-        """Drain one worker, start it with the configuration of now, then the next. See `rolling` for the only one."""
-        plan = rolling.plan_restart(self._shell.fleet, target, stimulus_id=stimulus_id, force=force)
-        await self.committed(Restart(stimulus_id=stimulus_id, target=target, force=force))
+        """Drain one worker, start it with the configuration of now, then the next. See `rolling` for the only one,
+        which needs GPUs for its substitute."""
+        order = Restart(stimulus_id=stimulus_id, target=target, force=force)
+        plan = await self._on_a_fresh_look(
+            order, lambda: rolling.plan_restart(self._shell.fleet, target, stimulus_id=stimulus_id, force=force)
+        )
         for told in self.on_manual:
             told(stimulus_id)
         substitutes = {

@@ -74,6 +74,8 @@ class Sampling:
         self._loads = _Shared(self._ask_loads, clock)
         self._depth = _Shared(self._ask_depth, clock)
         self.queue = QueueView()
+        self.dispatch: dict[str, Mapping[str, float]] = {}
+        """How each worker dispatches requests, as last told, by watcher name; see `telemetry.dispatch_metrics`."""
 
     async def run(self) -> None:
         """For ever, on deadlines that do not drift."""
@@ -117,6 +119,9 @@ class Sampling:
         blameless = failed is not None or not answer  # while we cannot ask, silence is nobody's fault
         loads = {name: report.load for name, report in reports.items()}
         self._shell.feed(LoadsHeard(stimulus_id="sample", loads=loads, blameless=blameless))
+        told = {name: report.dispatch for name, report in reports.items() if report.dispatch is not None}
+        known = self._shell.fleet.workers
+        self.dispatch = {name: each for name, each in {**self.dispatch, **told}.items() if name in known}
         return LoadsSample({name: (report.load, now_s - report.age_s) for name, report in reports.items()}, failed)
 
     async def _ask_depth(self) -> QueueDepth | Missing:

@@ -3,7 +3,7 @@
 Every device is in exactly one of four places:
 
 * *held* by a worker of ours, until that worker's **process** is gone (losing a lease frees nothing);
-* *quarantined*: its memory never came back after its worker was gone;
+* *quarantined*: its memory did not come back after its worker was gone; until it is seen to be empty after all;
 * *taken*: a stranger's process or memory is on it, another namespace reserved it (lesson 4), or it
   vanished from the host;
 * *free*.

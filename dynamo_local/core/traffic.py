@@ -18,5 +18,8 @@ REQUESTS = "requests"
 HIT_RATE = "hit_rate"
 """A histogram of shares: what a router knew to be cached of each prompt."""
 HIT_RATE_METRIC = "dynamo_component_router_kv_hit_rate"
+ACCEPT_LENGTH = "accept_length"
+"""Means of tokens per decode pass, of engines that tell no more of their speculation: counted as a histogram is."""
+ACCEPT_LENGTH_METRICS = ("sglang:spec_accept_length", "trtllm_spec_decode_acceptance_length")
 STARTED, ENDED = "requests_started_total", "requests_total"
 """The first counts requests as they begin; frontends that have only the second count them as they end."""

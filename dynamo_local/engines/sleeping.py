@@ -17,6 +17,7 @@ from dynamo_local.core.gpu_residue import gib
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import EngineError
 from dynamo_local.ports import EngineRequest, SamplingParams
+from dynamo_local.system.start_stages import Stages
 
 log = logging.getLogger(__name__)
 
@@ -141,15 +142,20 @@ class EngineStandby:
 
     async def wake(self) -> None:
         """Raises `WakeCorrupted` where the probe is answered otherwise, and what the engine fails with."""
+        stages = Stages()
         await self._engine.wake()
+        stages.passed("wake")
         self.asleep = None
         self._count += 1
         answer = await self._engine.probe()
+        stages.passed("probe")
         if answer != self._expected:
             where = _differ(self._expected, answer)
             raise WakeCorrupted(f"after wake {self._count} the engine answers otherwise than at its start: {where}")
         if self._first is not None:
             self._check_growth("awake", self._first.after, await self._engine.memory())
+            stages.passed("memory")
+        log.info("the engine is awake after %s", stages.words(3))
 
     def _check_growth(self, when: str, first: EngineMemory, now: EngineMemory) -> None:
         for what, then, is_now in (

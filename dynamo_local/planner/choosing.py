@@ -57,7 +57,7 @@ def throughput_load(options: ThroughputLoadOptions) -> ThroughputLoadPolicy:
             Kind.DECODE: decode_passes(decode.kv_usage, decode.context_length, decode.itl_ms, decode.max_kv_tokens),
         }
         passes[Kind.AGG] = passes[Kind.PREFILL] + passes[Kind.DECODE]
-        known = {kind: bootstrapped(PassModel(kind, options.learning), profile=passes[kind]) for kind in Kind}
+        known = {kind: bootstrapped(PassModel(kind, options.learning), passes[kind]) for kind in Kind}
     warmup: tuple[Window, ...] = ()
     if options.warmup_trace is not None and options.predicts:
         warmup = read_warmup(options.warmup_trace, options.throughput_adjustment_interval_s, options.windows_max)

@@ -153,15 +153,21 @@ class LeaseKeeper:
         await self._until(timeout_s, remove)
 
     async def restore(self, timeout_s: float = 5.0) -> None:
-        """Put what `withdraw` has removed. Raises as that does; what was put by then stays."""
+        """Put what `withdraw` has removed, all at once. Raises as that does; what was put by then stays."""
 
         async def put() -> None:
-            while self._withdrawn:
-                entry = self._withdrawn[0]
-                if entry not in self._entries:  # first: under a lease that is granted meanwhile it is put, too
-                    self._entries.append(entry)
-                await self._put_entry(entry)
-                self._withdrawn.pop(0)
+            async with self._lock:
+                if self._state is not _State.HELD:
+                    raise LeaseNotFound(f"cannot restore keys: the lease is {self._state.value}")
+                # First: under a lease that is granted meanwhile they are put, too.
+                self._entries += [entry for entry in self._withdrawn if entry not in self._entries]
+                done = await asyncio.gather(*map(self._put, self._withdrawn), return_exceptions=True)
+                failed = [
+                    (entry, error) for entry, error in zip(self._withdrawn, done, strict=True) if error is not None
+                ]
+                self._withdrawn = [entry for entry, _ in failed]
+                for _, error in failed:
+                    raise error
 
         await self._until(timeout_s, put)
 

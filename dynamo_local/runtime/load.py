@@ -9,28 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.clock import AsyncioClock, Clock, Turns
 from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
-from dynamo_local.runtime.scatter import scatter
 
 log = logging.getLogger(__name__)
 
 STALE_AFTER_S = 3 * PUBLISH_INTERVAL_S
 FORGET_AFTER_S = 60.0
 SWEEP_EVERY_S = 1.0
+MAX_COUNTERS = 64
+"""A worker's dispatch has fewer; whoever tells more is not believed."""
 MAX_INSTANCES = 4096
 """No host has so many workers: whoever says loads of more of them invents them."""
+
+
+_CounterName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-z_.]+$")]
 
 
 class WireLoad(msgspec.Struct):
@@ -57,6 +62,8 @@ class WireReport(msgspec.Struct):
     instance_id: int
     published_at_s: float
     load: WireLoad
+    dispatch: Annotated[dict[_CounterName, float], msgspec.Meta(max_length=MAX_COUNTERS)] | None = None
+    """Only in answers: nobody picks a worker by it."""
 
 
 _decoder = msgspec.json.Decoder(WireReport)
@@ -64,13 +71,15 @@ _decoder = msgspec.json.Decoder(WireReport)
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One worker's load; `age_s` is seconds since the worker measured it."""
+    """One worker's load; `age_s` is seconds since the worker measured it. `dispatch` are counters of how it dispatches
+    requests, None where it told none."""
 
     load: Load
     watcher_name: str
     component: str
     instance_id: int
     age_s: float
+    dispatch: Mapping[str, float] | None = None
 
 
 def load_subject(namespace: str, component: str | None = None) -> str:
@@ -82,7 +91,7 @@ class LoadPublisher:
     """Publishes one worker's load, and answers the scatter request.
 
     `lease_id_getter` gives the current instance id (a lease can be granted anew), `source` the current load;
-    `changed()` returns when it may differ from what it was at the call.
+    `changed()` returns when it may differ from what it was at the call. `dispatch` are counters for those who ask.
     """
 
     def __init__(
@@ -95,8 +104,10 @@ class LoadPublisher:
         source: Callable[[], Load],
         changed: Callable[[], Awaitable[None]],
         clock: Clock | None = None,
+        dispatch: Callable[[], Mapping[str, float] | None] = lambda: None,
     ) -> None:
         self._nats = nats
+        self._dispatch = dispatch
         self._namespace = namespace
         self._component = component
         self._watcher_name = watcher_name
@@ -158,7 +169,7 @@ class LoadPublisher:
             self._once.warning("publish", "%s", error)
 
     async def _on_request(self, msg: Msg) -> None:
-        data = self._encode()
+        data = self._encode(asked=True)
         if data is None or not msg.reply:
             return
         try:
@@ -167,47 +178,85 @@ class LoadPublisher:
         except NatsUnavailable as error:
             self._once.warning("answer", "%s", error)
 
-    def _encode(self) -> bytes | None:
+    def _encode(self, *, asked: bool = False) -> bytes | None:
         """None if the source fails: then nothing is published, and readers see the load as missing."""
         try:
             load = msgspec.convert(self._source().numbers(), WireLoad)
             instance_id = self._lease_id()
+            told = self._dispatch() if asked else None
         except Exception:  # the engine's code; a failing load must not end the worker
             self._once.exception("source", "the load of %s cannot be read; it will be missing", self._watcher_name)
             return None
-        report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load)
+        dispatch = None if told is None else dict(told)
+        report = WireReport(self._watcher_name, self._component, instance_id, self._clock.wall_s(), load, dispatch)
         return msgspec.json.encode(report)
 
 
 class LoadSampler:
-    """Asks all workers of a namespace at once."""
+    """Asks all workers of a namespace at once.
+
+    An answer that comes after its question's time is part of the next sample, with its age: on a starved host a worker
+    whose answers all take longer than that, or an asker that reads them later, would otherwise look dead.
+    """
 
     def __init__(self, nats: Client, namespace: str, clock: Clock | None = None) -> None:
         self._nats = nats
         self._namespace = namespace
         self._clock = clock or AsyncioClock()
         self._once = _LogOnce()
+        self._inbox: str | None = None
+        self._expected: int | None = None
+        self._complete = asyncio.Event()
+        self._answers: dict[str, tuple[float, LoadReport]] = {}
+        """Since the last sample, with when each came."""
 
     async def sample(self, timeout_s: float = 0.25, expected: int | None = None) -> dict[str, LoadReport]:
         """Loads by watcher name: as soon as `expected` have answered, else what came within `timeout_s`.
 
         A worker that did not answer is absent: treat it as `Missing`. Raises `NatsUnavailable`.
         """
-        reports: dict[str, LoadReport] = {}
+        late, self._answers = self._answers, {}
         if expected == 0:
-            return reports
+            return {}
+        self._expected = expected
+        self._complete.clear()
+        with nats_call(self._nats, "ask the workers for their load"):
+            if self._inbox is None:
+                inbox = self._nats.new_inbox()
+                await self._nats.subscribe(inbox, cb=self._listener())
+                self._inbox = inbox
+            await self._nats.publish(load_subject(self._namespace), b"", reply=self._inbox)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._complete.wait()
+            except TimeoutError:
+                log.debug("not everybody said their load within %.2f s", timeout_s)
+        heard, self._answers = {**late, **self._answers}, {}
+        now_s = self._clock.now_s()
+        reports = {name: replace(one, age_s=one.age_s + now_s - came_s) for name, (came_s, one) in heard.items()}
+        return {name: report for name, report in reports.items() if report.age_s <= STALE_AFTER_S}
 
-        def take(msg: Msg) -> bool:
-            report = _decode(msg.data, msg.subject, self._clock.wall_s(), self._once)
-            if report is not None:
-                known = reports.get(report.watcher_name)
-                if known is None or report.age_s <= known.age_s:
-                    reports[report.watcher_name] = report
-            return expected is not None and len(reports) >= expected
+    def _listener(self) -> Callable[[Msg], Awaitable[None]]:
+        turns = Turns()
 
-        what = "ask the workers for their load"
-        await scatter(self._nats, load_subject(self._namespace), b"", take, what=what, timeout_s=timeout_s)
-        return reports
+        async def heard(msg: Msg) -> None:
+            if (msg.headers or {}).get("Status") == "503":  # the server's: nobody listens
+                self._complete.set()
+            else:
+                self._take(msg)
+            await turns.next()  # answers that have come together are not one step of the loop
+
+        return heard
+
+    def _take(self, msg: Msg) -> None:
+        report = _decode(msg.data, msg.subject, self._clock.wall_s(), self._once)
+        if report is not None:
+            now_s = self._clock.now_s()
+            came_s, known = self._answers.get(report.watcher_name, (now_s, report))
+            if now_s - report.age_s >= came_s - known.age_s:
+                self._answers[report.watcher_name] = (now_s, report)
+        if self._expected is not None and len(self._answers) >= self._expected:
+            self._complete.set()
 
 
 class LoadView:
@@ -300,4 +349,4 @@ def _decode(data: bytes, subject: str, wall_s: float, once: _LogOnce) -> LoadRep
     if report.load.gpu_cache_usage_perc is None:  # also what a NaN becomes in JSON
         facts["gpu_cache_usage_perc"] = Missing(f"{report.watcher_name} does not know its KV use")
     load = Load(**facts)
-    return LoadReport(load, report.watcher_name, report.component, report.instance_id, age_s)
+    return LoadReport(load, report.watcher_name, report.component, report.instance_id, age_s, report.dispatch)

@@ -37,6 +37,8 @@ MAX_BYTES = 512 * 1024
 MAX_RANKS = 64
 ASK_TIMEOUT_S = 0.5
 """Below the deadline of the pull that waits for it."""
+TIMES_DECIMALS = 4
+"""Of seconds: how exactly a planner is told when a pass ended. What nobody measured would fill its log."""
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "max_kv_tokens", "context_length", "dp_size")
 
 Counters = Mapping[str, float]
@@ -217,7 +219,7 @@ def parse_answer(data: bytes, now_s: float) -> Observed | None:
     passes = None
     if found.passes is not None:
         of_ranks = found.passes[: MAX_RANKS * (MAX_PASSES + 1)]
-        read = (decode_pass(packed, now_s - age_s) for age_s, packed in of_ranks)
+        read = (decode_pass(packed, round(now_s - age_s, TIMES_DECIMALS), exact=False) for age_s, packed in of_ranks)
         passes = tuple(passed for passed in read if passed is not None)
     return Observed(
         watcher=found.watcher,

@@ -155,6 +155,10 @@ class WorkerContext(Protocol):
         """
         ...
 
+    def set_dispatch_source(self, source: Callable[[], Mapping[str, float]]) -> None:
+        """Counters of how this worker dispatches requests; `dynamo status` and `/metrics` show them."""
+        ...
+
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
         """What puts this worker's engine to sleep; without one the worker cannot."""
         ...

@@ -29,3 +29,18 @@ class Flippable(Protocol):
         """In the old role, once it is given up: return when all that it has in hand beside its endpoints' streams is
         finished. The process, and what is kept in it, goes on."""
         ...
+
+
+@runtime_checkable
+class FlipsIdle(Flippable, Protocol):
+    """A `Flippable` whose engine changes its role only while it has nothing to do: the old role is taken out of routing
+    and finished first, and `try_out` is what changes the engine."""
+
+    async def until_idle(self) -> None:
+        """In the old role, out of routing: return when its engine has nothing in hand. May be cancelled."""
+        ...
+
+    async def go_back(self) -> None:
+        """In the old role, whose flip has failed: return when the engine has that role, whichever it had. Where that is
+        impossible the worker is useless, and ends."""
+        ...

@@ -45,6 +45,7 @@ from dynamo_local.succession import leftovers
 from dynamo_local.succession.guarding import Guarding
 from dynamo_local.succession.marks import marks
 from dynamo_local.system.process_host import ProcessHost, SupervisedHost
+from dynamo_local.telemetry.dispatch_metrics import DispatchMetrics, dispatch_now
 from dynamo_local.telemetry.event_log import EventLog, EventRecorder, event_log_path
 from dynamo_local.telemetry.exporter import Exporter, Place
 from dynamo_local.telemetry.lead_metrics import LeadMetrics, LeadsNow
@@ -174,7 +175,9 @@ def _exporter(
     settings, components = deployment.settings, [service.name for service in deployment.graph.services]
     socket = deployment.paths.metrics_socket if settings.metrics_socket else None
     place = Place(settings.metrics_port, socket, settings.metrics_api_key)
-    return Exporter(shell, sampling, clock, components=components, state=state, tasks=tasks, place=place)
+    exporter = Exporter(shell, sampling, clock, components=components, state=state, tasks=tasks, place=place)
+    DispatchMetrics(exporter.metrics.registry, lambda: dispatch_now(sampling.dispatch, shell.fleet))
+    return exporter
 
 
 def _control_api(deployment: Deployment, planning: Planning, state: Callable[[], str], tasks: Tasks) -> ControlApi:

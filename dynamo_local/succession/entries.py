@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 def worker_of(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_s: float) -> Worker:
     """An entry of the statefile as a worker without a process."""
     flip = _flip(namespace, entry)
+    unasked = _leaves_unasked(entry)
     return Worker(
         entry.watcher_name,
         entry.component,
@@ -29,6 +30,8 @@ def worker_of(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_
         since_s=now_s,
         gpus=gpus,
         course=_course(entry),
+        asked_s=None if unasked else _asked_s(entry, now_s),
+        lease_gone=unasked,
         reason=entry.reason,
         starts=entry.restarts + 1,
         launched=entry.launched or "",
@@ -55,9 +58,6 @@ def with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) 
     traits = TRAITS[entry.state]
     served = traits.serves or traits.leaves or traits.standby or entry.state is WorkerState.FLIPPING
     began_s = now_s - age_s(pid)
-    asked_s = None
-    if TRAITS[entry.state].drains:  # its deadline still counts from when it was asked
-        asked_s = now_s if entry.asked_s is None else min(now_s, entry.asked_s)
     return replace(
         worker,
         process=Process(pid, start_time_s(pid), began_s, entry.started_at),
@@ -65,8 +65,27 @@ def with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) 
         served=served,
         ready_s=began_s if served else None,
         heard_s=now_s if served else None,  # its silence counts from here on
-        asked_s=asked_s,
     )
+
+
+def _leaves_unasked(entry: ComponentEntry) -> bool:
+    """Somebody else has revoked its lease: it drains, or has left, without the dead arbiter's having asked it.
+
+    A worker that we ask has `asked_s`, but for one that was to leave before its process was there. One that is called
+    back is ours, however its drain began.
+    """
+    if entry.asked_s is not None or entry.course == Course.RETURNING:
+        return False
+    if entry.state is WorkerState.DRAINING:  # else nobody had seen its process yet
+        return entry.pid_start_time is not None
+    return entry.state is WorkerState.EXITED and entry.course == Course.RESTARTING
+
+
+def _asked_s(entry: ComponentEntry, now_s: float) -> float | None:
+    """Its deadline still counts from when it was asked."""
+    if not TRAITS[entry.state].drains:
+        return None
+    return now_s if entry.asked_s is None else min(now_s, entry.asked_s)
 
 
 def _history(entry: ComponentEntry, now_s: float) -> RestartHistory:
@@ -77,6 +96,9 @@ def _history(entry: ComponentEntry, now_s: float) -> RestartHistory:
 
 
 def _course(entry: ComponentEntry) -> Course:
+    """One that is ready takes no course: that its lease was gone was a guess, and will be seen anew."""
+    if TRAITS[entry.state].serves:
+        return Course.STEADY
     try:
         return Course(entry.course or Course.STEADY)
     except ValueError:

@@ -1,6 +1,7 @@
-"""Where the time of this process's start goes, stage by stage: told in one line when it is ready.
+"""Where the time of this process's start goes, stage by stage: told in one line when it is ready. `Stages` is the same
+for whatever else takes several steps.
 
-Measured from when the process was made, or from when a spare got its order.
+A start is measured from when the process was made, or from when a spare got its order.
 """
 
 from __future__ import annotations
@@ -10,37 +11,64 @@ import time
 
 from dynamo_local.system.processes import start_time_s
 
-_began_s: float | None = None
-_passed: list[tuple[str, float]] = []
-
 
 def _now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+class Stages:
+    """Measured from when this was made, or from `began_s` (seconds since boot)."""
+
+    def __init__(self, began_s: float | None = None) -> None:
+        self._began_s = _now_s() if began_s is None else began_s
+        self._passed: list[tuple[str, float]] = []
+
+    def passed(self, stage: str) -> None:
+        """The stage has ended now; it began with the end of the one before."""
+        self._passed.append((stage, _now_s()))
+
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, in their order."""
+        began_s = self._began_s
+        found: dict[str, float] = {}
+        for stage, at_s in self._passed:
+            found[stage] = found.get(stage, 0.0) + at_s - began_s
+            began_s = at_s
+        return found
+
+    def words(self, digits: int = 2) -> str:
+        """`7.31 s: interpreter 0.20, imports 0.93, connections 0.04, …`"""
+        found = self.stages()
+        each = ", ".join(f"{stage} {seconds:.{digits}f}" for stage, seconds in found.items())
+        return f"{sum(found.values()):.{digits}f} s: {each}"
+
+
+_start: Stages | None = None
+
+
+def _own() -> Stages:
+    global _start
+    if _start is None:
+        _start = Stages(start_time_s(os.getpid()))
+    return _start
+
+
 def begin_anew() -> None:
     """What came before was no part of the start: a spare's imports."""
-    global _began_s
-    _began_s = _now_s()
-    _passed.clear()
+    global _start
+    _start = Stages()
 
 
 def passed(stage: str) -> None:
-    """The stage has ended now; it began with the end of the one before."""
-    _passed.append((stage, _now_s()))
+    """See `Stages`."""
+    _own().passed(stage)
 
 
 def stages() -> dict[str, float]:
-    """Seconds by stage, in their order."""
-    began_s = _began_s if _began_s is not None else start_time_s(os.getpid()) or _now_s()
-    found: dict[str, float] = {}
-    for stage, at_s in _passed:
-        found[stage] = found.get(stage, 0.0) + at_s - began_s
-        began_s = at_s
-    return found
+    """See `Stages`."""
+    return _own().stages()
 
 
 def words() -> str:
-    """`7.31 s: interpreter 0.20, imports 0.93, connections 0.04, …`"""
-    found = stages()
-    return f"{sum(found.values()):.2f} s: " + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in found.items())
+    """See `Stages`."""
+    return _own().words()

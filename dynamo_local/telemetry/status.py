@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,15 @@ def row(worker: Worker, fleet: Fleet, now_s: float, waits_for: str | None = None
 
 
 def worker_status(
-    worker: Worker, fleet: Fleet, log_file: Path, now_s: float, waits_for: str | None = None
+    worker: Worker,
+    fleet: Fleet,
+    log_file: Path,
+    now_s: float,
+    waits_for: str | None = None,
+    dispatch: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Its part of `workers`; `now_s` is of the arbiter's monotonic clock, `waits_for` what it told at its start."""
+    """Its part of `workers`; `now_s` is of the arbiter's monotonic clock, `waits_for` what it told at its start, and
+    `dispatch` the counters that it told last."""
     process = worker.process
     return {
         "watcher_name": worker.name,
@@ -48,6 +55,7 @@ def worker_status(
         "drain": _drain_status(worker, fleet, now_s),
         "log_file": str(log_file),
         "load": None if isinstance(worker.load, Missing) else load_status(worker.load),
+        "dispatch": None if dispatch is None else {name: round(value, 6) for name, value in dispatch.items()},
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dynamo_local.core.disagg import QueueView, decide_prefill
+from dynamo_local.core.dispatch.asking import Ask
 from dynamo_local.core.dispatch.line import PrefillLine
-from dynamo_local.core.dispatch.prefilling import Ask, DecodeSide
+from dynamo_local.core.dispatch.prefilling import DecodeSide
 from dynamo_local.core.dispatch.targets import Timing
 from dynamo_local.core.types import Role
 from dynamo_local.engines.sim.scheduling.requests import SchedulerConfig
@@ -63,14 +64,11 @@ class PrefillChoices:
             name = str(job.number)
             side.began(name, length, now_s)
             if (itl_s := process.scheduler.itl_s) is not None:
-                side.itl_seen(itl_s)
+                side.itl_seen(itl_s, now_s)
             ask = Ask(length, cached, now_s - job.request.at_s)
             choice = side.decide(ask, now_s, queue=depth.view, prefill_workers=prefill_workers)
             remote, start_by_s = choice.remote, choice.start_by_s
-            if remote:
-                side.went_remote(name, choice.work_s, now_s, side.estimates(choice))
-            else:
-                side.went_local(name, length - cached, now_s, side.estimates(choice))
+            side.follow(name, ask, choice, now_s)
         if remote:
             depth.enqueued()
         return remote, start_by_s

@@ -95,19 +95,22 @@ def _became(acted: Acted, reason: Reason) -> str:
 def _plot(told: ReportedRun, slo: Slo) -> str:
     """Load, workers, TTFT and what the planner saw, over the minutes of the run, as one SVG."""
 
+    planned = bool(told.run.sightings)
+
     def draw(figure: Any) -> None:
-        axes = figure.subplots(4, 1, sharex=True)
+        axes = figure.subplots(4 if planned else 3, 1, sharex=True)
         run, width_s = told.run, max(told.run.end_s / BINS, 1.0)
         _load(axes[0], run, width_s)
         _workers(axes[1], run)
         _ttft(axes[2], run, width_s, slo)
-        _decisions(axes[3], run)
+        if planned:
+            _decisions(axes[3], run)
         for axis in axes:
             axis.grid(alpha=0.3)
             axis.set_xlim(0, max(run.end_s / 60, 1 / 60))
-        axes[3].set_xlabel("minutes after the first arrival")
+        axes[-1].set_xlabel("minutes after the first arrival")
 
-    return svg(draw, 10, 9.5)
+    return svg(draw, 10, 9.5 if planned else 7.2)
 
 
 def _binned(times_s: Sequence[float], values: Sequence[float], width_s: float) -> dict[int, list[float]]:
@@ -191,7 +194,7 @@ def _decisions(axis: Any, run: Run) -> None:
                 marker = "^" if step > 0 else "v"
                 minute = acted.decision.now_s / 60
                 axis.plot([minute], [0.97 if step > 0 else 0.03], color=color, marker=marker, markersize=7)
-    axis.set_title("what the planner saw and did (▲ one more, ▼ one less)" if run.sightings else "no planner")
+    axis.set_title("what the planner saw and did (▲ one more, ▼ one less)")
 
 
 _PAGE = page_template(

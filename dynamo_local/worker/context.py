@@ -137,6 +137,7 @@ class Context:
         self.load_source: Callable[[], Load] | None = None
         self.load_changed: Callback = _never
         self.work_source: Callable[[], Work] = Work
+        self.dispatch_source: Callable[[], Mapping[str, float]] | None = None
         self._counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None
         self._limits: Callable[[], Mapping[str, int | None]] = dict
         self._passes: PassRecorder | None = None
@@ -168,6 +169,9 @@ class Context:
 
     def set_load_source(self, source: Callable[[], Load], changed: Callback | None = None) -> None:
         self.load_source, self.load_changed = source, changed or _never
+
+    def set_dispatch_source(self, source: Callable[[], Mapping[str, float]]) -> None:
+        self.dispatch_source = source
 
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
         self.sleeper = sleeper

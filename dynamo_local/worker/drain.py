@@ -46,6 +46,10 @@ STANDBY = (Phase.FALLING_ASLEEP, Phase.SLEEPING, Phase.WAKING)
 class DrainSteps(Protocol):
     """What a drain does and undoes, implemented by the worker process."""
 
+    def unfollow_lease(self) -> None:
+        """Until `resume` it is no order to leave that the lease is revoked: it goes with the drain."""
+        ...
+
     async def end_standby(self) -> None:
         """Give up an order to sleep or to wake that is under way: the worker leaves."""
         ...
@@ -96,6 +100,7 @@ class Drain:
             self._from_standby = self.phase in STANDBY
             self.phase, self.reason = Phase.DRAINING, why
             log.info("draining: %s", why)
+            self._steps.unfollow_lease()  # heard of only while this is taken back, it would be taken for a later order
             self._running = asyncio.create_task(self._run(), name="drain")
         elif self._resuming is not None:
             self._again = why

@@ -6,6 +6,9 @@
 
 Until the point of no return everything can be undone, and is if anything fails: then the old role goes on as if nothing
 had been asked. After it the flip has happened, whatever comes.
+
+An engine that changes only while it is idle (`sdk.flipping.FlipsIdle`) serves nobody meanwhile: its old role is out of
+routing, and finished, before the new one begins; undone, it comes back.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ from dynamo_local.errors import (
     FlipNotCancellable,
     FlipUnderWay,
     InvalidRequest,
+    LeaseNotFound,
     NotFlippable,
 )
 from dynamo_local.sdk.context import set_current_context
-from dynamo_local.sdk.flipping import FORMER_INSTANCE, Flippable
+from dynamo_local.sdk.flipping import FORMER_INSTANCE, Flippable, FlipsIdle
+from dynamo_local.system.start_stages import Stages
 from dynamo_local.worker.context import Connections, run_all
 from dynamo_local.worker.drain import DEREGISTER_PATIENCE_S, LINGER_S
 from dynamo_local.worker.served_role import RoleHost, ServedRole
@@ -40,6 +45,7 @@ FLIP_DEADLINE_S = 10.0
 REFUSED_S = 1.0
 """So long the old role's endpoints refuse what still comes, after the last straggler; then nobody is there any more."""
 UNDO_TIMEOUT_S = 5.0
+RETRY_S = 0.2
 ENTRY_TIMEOUT_S = 0.5
 
 Bounded = Callable[[str, Awaitable[None], float], Awaitable[None]]
@@ -153,12 +159,20 @@ class Flipping:
         }
         new = ServedRole(self._host, service, identity, inherited, section)
         old.draining.set()  # it pulls nothing more
+        idle_first = isinstance(old.component, FlipsIdle)
+        stages = Stages()
         try:
-            async with asyncio.timeout(FLIP_DEADLINE_S):
-                await self._come_up(new, connections)
+            # One that waits for its streams, and then builds its engine anew in parts, has as long as a start.
+            async with asyncio.timeout(identity.start_deadline_s if idle_first else FLIP_DEADLINE_S):
+                if isinstance(old.component, FlipsIdle):
+                    await self._fall_idle(old, old.component)
+                    stages.passed("idle")
+                await self._come_up(new, connections, stages)
                 await new.register()
+                stages.passed("keys")
             self._past = True
             await self._say_so(new)
+            stages.passed("ready key")
         except BaseException as error:
             self._past = False
             await _to_its_end(self._undo(old, new))
@@ -168,13 +182,26 @@ class Flipping:
             log.warning("stays %s: %s", old.identity.watcher_name, error, exc_info=not foreseen)
             raise FlipFailed(f"{type(error).__name__}: {error}") from error
         self._switch(old, new)
+        log.info("became %s in %s", to, stages.words(3))
 
-    async def _come_up(self, new: ServedRole, connections: Connections) -> None:
+    async def _fall_idle(self, old: ServedRole, component: FlipsIdle) -> None:
+        """Out of routing, its lease kept; what it has taken is finished. Raises as `Registration.withdraw`."""
+        await old.registration.withdraw()
+        old.endpoints.stop_accepting(LINGER_S)
+        await asyncio.sleep(LINGER_S)  # who has not heard of it yet is served
+        await run_all("the flip", old.endpoints.until_idle())
+        await component.until_idle()
+
+    async def _come_up(self, new: ServedRole, connections: Connections, stages: Stages) -> None:
         await new.answer(connections.nats)
         await new.take_lease(connections)
+        stages.passed("lease")
         await new.begin(connections)
+        stages.passed("start hooks")
         await new.serve()
+        stages.passed("endpoints")
         await new.component.try_out()
+        stages.passed("try-out")
 
     async def _say_so(self, new: ServedRole) -> None:
         """Put the key by which the arbiter sees it. With etcd away it may have been put, and seen: there is no way back
@@ -205,9 +232,25 @@ class Flipping:
         await new.run_hooks(lambda what, work: self._bounded(what, work, UNDO_TIMEOUT_S))
         await self._bounded("closing the new role", new.close(), UNDO_TIMEOUT_S)
         if self._refusal() is None:
+            if isinstance(old.component, FlipsIdle):
+                await self._route_again(old, old.component)
             old.draining.clear()
             if old.context is not None:
                 await old.context.resume()
+
+    async def _route_again(self, old: ServedRole, component: FlipsIdle) -> None:
+        """Tried for as long as etcd is away: the worker must not be half out of routing."""
+        await component.go_back()
+        old.endpoints.resume_accepting()
+        while self._refusal() is None:
+            try:
+                return await old.registration.come_back()
+            except EtcdUnavailable as error:
+                log.warning("cannot be found yet in its old role, trying again: %s", error)
+                await asyncio.sleep(RETRY_S)
+            except LeaseNotFound as error:  # it was revoked: what follows is the drain's
+                log.info("is not found any more in its old role: %s", error)
+                return
 
     # --- the old role's end ------------------------------------------------------------------------
 

@@ -222,6 +222,9 @@ class WorkerProcess:
 
     # --- draining, and taking it back (drain.DrainSteps) -------------------------------------------
 
+    def unfollow_lease(self) -> None:
+        self._role.registration.unfollow()
+
     async def deregister(self) -> None:
         await self._roles.abort()
         await self._role.registration.deregister()

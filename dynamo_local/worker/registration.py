@@ -196,17 +196,22 @@ class Registration:
 
     async def close(self) -> None:
         """Stop watching and keeping the lease alive; if it was not given back it expires by itself."""
+        self.unfollow()
         if self._watch is not None:
-            self._watch.cancel()
             await asyncio.wait({self._watch})
         if self._lease is not None:
             await self._lease.close()
 
     # --- the lease ---------------------------------------------------------------------------------
 
+    def unfollow(self) -> None:
+        """That the lease was revoked is told nobody, until `restore` has taken another one."""
+        if self._watch is not None:
+            self._watch.cancel()
+
     def _follow(self) -> None:
-        if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._until_revoked(), name="lease watch")
+        self.unfollow()
+        self._watch = asyncio.create_task(self._until_revoked(), name="lease watch")
 
     async def _until_revoked(self) -> None:
         assert self._lease is not None

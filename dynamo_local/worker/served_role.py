@@ -142,6 +142,7 @@ class ServedRole:
             lambda: context.lease_id,
             self.load,
             context.load_changed,
+            dispatch=lambda: None if context.dispatch_source is None else context.dispatch_source(),
         )
         self._stack.push_async_callback(publisher.close)
         await publisher.start()

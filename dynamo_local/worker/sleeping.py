@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from dynamo_local.errors import EtcdUnavailable, LeaseNotFound, NotSleepable
+from dynamo_local.system.start_stages import Stages
 from dynamo_local.worker.drain import LINGER_S, Drain, Phase
 
 log = logging.getLogger("dynamo_local.worker")
@@ -142,15 +143,19 @@ class Sleeping:
             await asyncio.wait({finishing, changed})
 
     async def _wake_up(self, order: int) -> None:
+        stages = Stages()
         if self._drain.phase is not Phase.READY:
             self._drain.phase = Phase.WAKING
             if self.asleep:
                 await self._steps.wake_engine()
                 self.asleep = False
+                stages.passed("engine and probe")
             await self._until_told(self._steps.come_back)
             self._drain.phase = Phase.READY
+            stages.passed("keys")
         await self._carried_out(order)
-        log.info("awake")
+        stages.passed("ready key")
+        log.info("awake after %s", stages.words(3))
 
     async def _carried_out(self, order: int) -> None:
         self.done = order

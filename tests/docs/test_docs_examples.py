@@ -152,7 +152,7 @@ def test_graph_of_the_readme_says_hello(tmp_path):
 
     try:
         dynamo("serve", "hello:Caller", "--detach")
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 30
         while "hello you" not in dynamo("logs", "Caller"):
             assert time.monotonic() < deadline_s, dynamo("logs")
             time.sleep(0.05)

@@ -1,4 +1,5 @@
-"""docs/lessons.md and docs/security.md: each fault and each protection has a test, and each test named there exists."""
+"""docs/lessons.md, docs/security.md and docs/seeds.md: each fault, protection and sentence has a test, and each test
+named there exists."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 
 from tests.tools.pages import ROOT
 
-LESSONS, SECURITY = ROOT / "docs" / "lessons.md", ROOT / "docs" / "security.md"
-PAGES = (LESSONS, SECURITY)
+LESSONS, SECURITY, SEEDS = (ROOT / "docs" / name for name in ("lessons.md", "security.md", "seeds.md"))
+PAGES = (LESSONS, SECURITY, SEEDS)
 NAMED = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<test>test_\w+)`")
 FAULTS = range(1, 24)
 
@@ -48,8 +49,34 @@ def test_each_protection_names_its_test() -> None:
     assert [row for row in protections if not NAMED.search(row)] == []
 
 
+def test_each_sentence_of_the_seeds_names_its_test() -> None:
+    """But for those of which the page says that they are not there."""
+    told = SEEDS.read_text().partition("## What is not there")[0]
+    rows = [line for line in told.splitlines() if line.startswith("| ")]
+    sentences = [row for row in rows if not row.startswith(("| It says |", "| Dynamo 1.6.1 |"))]
+    assert sentences
+    assert [row for row in sentences if not NAMED.search(row)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_backticked_test_escapes_the_check(page: Path) -> None:
     """A path that is written in another way would not be looked at."""
     text = page.read_text()
     assert len(re.findall(r"`tests/[^`]*::[^`]*`", text)) == len(NAMED.findall(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_row_has_a_test_that_runs_each_time(page: Path) -> None:
+    """What is left to `tox -m full` protects nobody on the day of a change: of each row at least one is not."""
+    rows = [list(NAMED.finditer(row)) for row in page.read_text().splitlines() if row.startswith("| ")]
+    assert [row[0].string for row in rows if row and all(_is_full(name["file"], name["test"]) for name in row)] == []
+
+
+def _is_full(file: str, test: str) -> bool:
+    """Whether that test, or its whole module, is marked `full`."""
+    body = ast.parse((ROOT / file).read_text()).body
+    assigned = [node for node in body if isinstance(node, ast.Assign)]
+    marks = [ast.unparse(node.value) for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
+    functions = [node for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    marks += [ast.unparse(mark) for function in functions if function.name == test for mark in function.decorator_list]
+    return any(mark == "pytest.mark.full" or (mark.startswith("[") and "pytest.mark.full" in mark) for mark in marks)

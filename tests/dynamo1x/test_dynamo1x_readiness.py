@@ -16,6 +16,7 @@ TOKENIZER = ROOT / "dynamo_local" / "components" / "text" / "tiny_tokenizer"
 WHY = "Model materialization failed"
 
 
+@pytest.mark.full
 async def test_once_it_is_ready_it_lists_its_model() -> None:
     """No client has to ask again and again."""
     with graph("agg") as served:
@@ -24,6 +25,7 @@ async def test_once_it_is_ready_it_lists_its_model() -> None:
             assert [model.id async for model in client.models.list()] == [MODEL]
 
 
+@pytest.mark.full
 def test_without_a_model_it_is_not_ready_and_quotes_the_reason(tmp_path: Path) -> None:
     """The worker registers, and its frontend cannot load the tokenizer: `status` and the failed start say so."""
     model = Path(shutil.copytree(TOKENIZER, tmp_path / "model"))

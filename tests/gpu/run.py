@@ -24,6 +24,8 @@ HERE = Path(__file__).resolve().parent
 PASSED, FAILED, CANNOT, NO_CARD = 0, 1, 2, 3
 INSTALL_TIMEOUT_S, TESTS_TIMEOUT_S = 120, 450
 REPORT = "gpu-report"
+LEFT_OUT = ("test_gpu_vllm.py", "test_gpu_vllm_sleep.py", "test_gpu_pack.py")
+"""What needs vLLM and a model, and what makes this folder."""
 
 
 def main() -> int:
@@ -98,7 +100,7 @@ def tested(python: Path, folder: Path, report: Path, *, fake: bool) -> int:
         "PYTHONPATH": str(folder / "checkout"),
     }
     words = ["-v", "-rs", "-p", "no:cacheprovider", "--tb=long", f"--cards={'fake' if fake else 'real'}"]
-    words += [f"--junit-xml={junit}", "--ignore=tests/gpu/test_gpu_vllm.py", "tests/gpu"]
+    words += [f"--junit-xml={junit}", *(f"--ignore=tests/gpu/{name}" for name in LEFT_OUT), "tests/gpu"]
     began_s = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(

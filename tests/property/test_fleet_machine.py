@@ -30,6 +30,7 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.gpus.inventory import SimInventory
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, PREFILL, lower_names
 from tests.fakes.arbiter.machine_world import MachineWorld, Proc
+from tests.tools.examples import examples
 
 TOTAL = 8
 ROUTER = Template("Router", Role.OTHER, gpus_per_worker=1)
@@ -389,4 +390,4 @@ class Arbiter(RuleBasedStateMachine):
 
 
 TestArbiter = pytest.mark.timeout(300)(Arbiter.TestCase)  # a failure is made smaller for minutes
-TestArbiter.settings = settings(max_examples=100, stateful_step_count=50)
+TestArbiter.settings = settings(max_examples=examples(100), stateful_step_count=50)

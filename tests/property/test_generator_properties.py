@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dynamo_local.twin.generator import KINDS, BadGenerate, Generated, generate, parse_generated
 from dynamo_local.twin.trace import read_trace, write_trace
+from tests.tools.examples import examples
 
 ENOUGH = 150
 """Of a long trace the first so many requests are looked at."""
@@ -55,7 +56,7 @@ def words(draw: st.DrawFn) -> Generated:
         raise
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(words())
 def test_any_valid_word_makes_a_trace_that_is_read_back_as_it_was(word: Generated) -> None:
     """At least one request, sorted, within the bounds, and the same again from its name."""

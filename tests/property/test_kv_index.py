@@ -10,6 +10,7 @@ from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksS
 from dynamo_local.core.kv.index import KvIndex
 from dynamo_local.core.kv.tracker import EventBatch, KvTracker, Snapshot
 from dynamo_local.kv_hashes import block_hashes
+from tests.tools.examples import examples
 
 PROMPTS = [
     *(block_hashes([family, *range(39)], 1) for family in range(2)),
@@ -65,7 +66,7 @@ def walked(held: dict[int, set[int]], prompt: list[int]) -> dict[int, int]:
 
 
 @given(steps=STEPS, questions=st.lists(QUESTIONS, min_size=1, max_size=5))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_the_index_answers_as_the_model(steps: list[tuple[int, KvEvent | None]], questions: list[list[int]]) -> None:
     """Whatever was stored, removed within, repeated or told out of order: each question has the model's answer."""
     index, held = KvIndex(), dict[int, set[int]]()
@@ -128,7 +129,7 @@ class Publisher:
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_batches_that_are_lost_repeated_or_out_of_order_are_made_good(data: st.DataObject) -> None:
     """Whatever NATS does to the batches, and when the worker is asked: after its answer the view is right."""
     tracker, publisher = KvTracker(KvIndex()), Publisher("a")

@@ -15,6 +15,7 @@ from dynamo_local.core.life.states import TRAITS, HasProcess
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import GpuError
 from dynamo_local.gpus.inventory import SimInventory
+from tests.tools.examples import examples
 
 TOTAL = 4
 NAMES = [f"dynamo_VllmWorker_{n}" for n in range(6)]
@@ -126,4 +127,4 @@ class Host(RuleBasedStateMachine):
 
 
 TestHost = Host.TestCase
-TestHost.settings = settings(max_examples=100, stateful_step_count=40)
+TestHost.settings = settings(max_examples=examples(100), stateful_step_count=40)

@@ -19,8 +19,9 @@ from dynamo_local.planner.values.proposals import (
     Proposal,
     Reject,
 )
+from tests.tools.examples import examples
 
-QUICK = settings(max_examples=200)
+QUICK = settings(max_examples=examples(200))
 ROLES = ("prefill", "decode")
 
 targets = st.builds(

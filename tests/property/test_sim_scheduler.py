@@ -24,6 +24,7 @@ from dynamo_local.engines.sim.scheduling.requests import (
 from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
 from dynamo_local.engines.sim.scheduling.watched import PassDone
 from dynamo_local.profiles import FixedModel
+from tests.tools.examples import examples
 
 # Binary fractions of a second, so that arrivals really fall on the ends of passes.
 TICK_S = 1 / 64
@@ -194,7 +195,7 @@ class World:
         assert scheduler.pass_tokens <= scheduler.config.max_num_batched_tokens
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(config=configs(), script=ops())
 def test_quiet_runs_equal_pass_by_pass(config: dict[str, Any], script: list[Op]) -> None:
     """Advancing quiet passes as one step gives the same tokens, times, blocks, passes and statistics, bit for bit."""
@@ -203,7 +204,7 @@ def test_quiet_runs_equal_pass_by_pass(config: dict[str, Any], script: list[Op])
         assert World(config, script, coalesce=True, quiet=quiet).run() == slow
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(config=configs(), script=ops())
 def test_every_request_gets_its_tokens_once_in_order(config: dict[str, Any], script: list[Op]) -> None:
     """Whatever is preempted, reused, pulled or handed over: tokens 0 … n-1, once, in order; then the end."""
@@ -222,7 +223,7 @@ def test_every_request_gets_its_tokens_once_in_order(config: dict[str, Any], scr
             assert str(number) in finished
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(config=configs(), script=ops())
 def test_admission_is_first_in_first_out(config: dict[str, Any], script: list[Op]) -> None:
     """Nobody is admitted before one who came earlier."""
@@ -232,7 +233,7 @@ def test_admission_is_first_in_first_out(config: dict[str, Any], script: list[Op
     assert order == [request_id for request_id in arrivals if request_id in set(order)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(config=configs(), script=ops())
 def test_the_same_script_gives_the_same_history(config: dict[str, Any], script: list[Op]) -> None:
     """No hidden state, no order of a set: two runs are equal to the last bit."""
@@ -240,7 +241,7 @@ def test_the_same_script_gives_the_same_history(config: dict[str, Any], script: 
     assert World(config, script, coalesce=True, quiet=True).run() == first
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(script=ops(), lag=st.integers(1, 40))
 def test_a_late_caller_catches_up_without_drift(script: list[Op], lag: int) -> None:
     """However seldom `advance` is called, what happens happens at the same times."""

@@ -31,8 +31,9 @@ from tests.fakes.planner.engines_seen import (
     traffic,
 )
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
+from tests.tools.examples import examples
 
-MORE_EXAMPLES = settings(max_examples=150)
+MORE_EXAMPLES = settings(max_examples=examples(150))
 
 TABLES = {
     "prefill_scale_up_queue_tokens": 5000.0,
@@ -193,7 +194,7 @@ def test_more_requests_never_take_fewer(num_req: int, more: int, isl: int, osl: 
 
 
 @pytest.mark.parametrize("options", [load_loop(), both_loops(), load_loop(optimization_target=Target.THROUGHPUT)])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     prefill=st.integers(1, 5),
     decode=st.integers(1, 5),

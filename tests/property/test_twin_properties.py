@@ -16,6 +16,7 @@ from dynamo_local.twin.options import FleetShape, LeadOptions, TwinOptions
 from dynamo_local.twin.simulation import Run, Simulation
 from dynamo_local.twin.trace import TraceRequest
 from tests.fakes.planner.twins import driven
+from tests.tools.examples import examples
 
 # Binary fractions of a second, so that arrivals, pulls and starts really fall on the ends of passes.
 TICK_S = 1 / 64
@@ -98,7 +99,7 @@ def history(run: Run) -> tuple[Any, ...]:
     return jobs, run.points, run.sightings, run.acted, run.end_s, run.passes, run.preemptions
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(trace=traces(), world=worlds())
 def test_passes_advanced_as_one_event_equal_pass_by_pass(
     trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]
@@ -109,7 +110,7 @@ def test_passes_advanced_as_one_event_equal_pass_by_pass(
     assert history(simulate(trace, twin, planner)) == slow
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(trace=traces(), world=worlds())
 def test_every_request_has_one_end_and_no_gpu_is_made_up(
     trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]
@@ -135,7 +136,7 @@ def test_every_request_has_one_end_and_no_gpu_is_made_up(
         assert twin.shape.prefill == 0 or point.prefill.ready >= 1
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(trace=traces(), world=worlds())
 def test_the_same_run_twice_is_the_same(
     trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]

@@ -43,7 +43,7 @@ from dynamo_local.gpus.locks import GpuLocks
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.state import State
 from tests.fakes.arbiter.memory_store import MemoryStore
-from tests.simulation.flip_commands import FlipCommands
+from tests.simulation.successor import Successor
 from tests.simulation.watched_shell import WatchedShell
 from tests.simulation.world import (
     NAMESPACE,
@@ -61,7 +61,7 @@ HEALTH_EVERY_S = 2.0
 LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
 
 
-class Arbiter(FlipCommands):
+class Arbiter(Successor):
     """One arbiter's life. `crash_at` is the write, counted from 1, before or after which it dies."""
 
     failure: BaseException | None = None
@@ -161,9 +161,7 @@ class Arbiter(FlipCommands):
         self.wanted = set(workers)
         self._feed(StartAll(stimulus_id="serve"))
         self._background(self.registrations.follow())
-        self._background(self.sampling.run())
-        self._background(self._heal())
-        self._background(self._beat())
+        self._watch()
 
     async def _heal(self) -> None:
         while True:
@@ -395,6 +393,6 @@ class Arbiter(FlipCommands):
 
     def _left(self, worker: Worker, event: ProcessExited) -> None:
         """A lease revoked from outside is an order to leave, however it ends then, unless its course says otherwise."""
-        pid = int(event.stimulus_id.partition(":")[2])
-        if pid in self.world.revoked_outside and worker.course is Course.STEADY:
+        pid = event.stimulus_id.removeprefix("exit:")
+        if pid in map(str, self.world.revoked_outside) and worker.course is Course.STEADY:
             self.wanted.discard(worker.name)

@@ -106,6 +106,7 @@ class SimProcess(RoleChanges):
         self._becomes = ""
         self._past = False
         self._lease_gone = self._registered = False
+        self._follows = True
         self.drain = Drain(self)
         self.standby = SimStandby(self)
         self._ending: asyncio.Future[None] | None = None
@@ -261,7 +262,8 @@ class SimProcess(RoleChanges):
             waiting.cancel()
             if self._lease is not lease or not lease.revoked.is_set():
                 continue
-            self.drain.begin("its lease was revoked")
+            if self._follows:
+                self.drain.begin("its lease was revoked")
             while self._lease.revoked.is_set():
                 await asyncio.sleep(0.05)
 
@@ -289,6 +291,10 @@ class SimProcess(RoleChanges):
         )
 
     # --- draining (worker.drain.DrainSteps) -------------------------------------------------------------
+
+    def unfollow_lease(self) -> None:
+        """See `Steps`."""
+        self._follows = False
 
     async def deregister(self) -> None:
         """See `DrainSteps`."""
@@ -320,6 +326,7 @@ class SimProcess(RoleChanges):
         assert self._lease is not None
         await self._give_back(1.0)
         await self._lease.reinstate(1.0)
+        self._follows = True
         self._lease_gone, self._registered = False, True
         self._entry.touch(resumed=True)
 

@@ -11,9 +11,14 @@ from tests.simulation.world import SimLoop
 
 
 def run_seed(
-    seed: int, *, crash_at: int | None = None, crash_when: str = "before", steps: int | None = None
+    seed: int,
+    *,
+    crash_at: int | None = None,
+    crash_when: str = "before",
+    steps: int | None = None,
+    adopts: bool = False,
 ) -> RunOutcome:
-    """One whole run. Raises `Broken` whose notes are the story."""
+    """One whole run. Raises `Broken` whose notes are the story. `adopts`: what comes after a crash."""
     rng = random.Random(seed)
     made: list[Scenario] = []
     with asyncio.Runner(loop_factory=lambda: SimLoop(rng)) as runner:
@@ -21,7 +26,7 @@ def run_seed(
         assert isinstance(loop, SimLoop)
 
         async def main() -> None:
-            scenario = Scenario(rng, loop, ACTIONS)
+            scenario = Scenario(rng, loop, ACTIONS, adopts=adopts)
             made.append(scenario)
             try:
                 await scenario.run(crash_at=crash_at, crash_when=crash_when, steps=steps)

@@ -37,8 +37,9 @@ Actions = Mapping[Callable[["Scenario"], None], int]
 class Scenario:
     """One seed's script on one world."""
 
-    def __init__(self, rng: random.Random, loop: SimLoop, actions: Actions) -> None:
+    def __init__(self, rng: random.Random, loop: SimLoop, actions: Actions, *, adopts: bool = False) -> None:
         self.actions = actions
+        self.adopts = adopts
         self.rng = rng
         self.loop = loop
         big = rng.random() < 0.25
@@ -82,10 +83,20 @@ class Scenario:
             check(self.arbiter)
 
     async def _start_anew(self) -> None:
-        """The guardian's default after a crash: all workers are ended, their leases revoked; then `serve` again."""
-        if not self.world.file.edited and not self.world.file.full and not self.arbiter.statefile.unwritten:
+        """The guardian's default after a crash: all workers are ended, their leases revoked; then `serve` again.
+
+        With `adopts` they are kept, and `serve --adopt` takes them over where there is something to take over.
+        """
+        file = self.world.file
+        intact = not file.edited and not file.full and not self.arbiter.statefile.unwritten
+        if intact:
             check_sufficient(self.world)  # else the marks in the processes' environment are all there is
-        self.world.file.edited = False
+        file.edited = False
+        if self.adopts and intact and file.text is not None and self.world.living():
+            self.calm()
+            self.world.note("another arbiter takes over")
+            before, self.arbiter = self.arbiter, Arbiter(self.world, self.graph, f"run-{self.runs}")
+            return await self.arbiter.foreground(self.arbiter.adopt(before))
         for process in self.world.living():
             self.world.exits(process, -signal.SIGKILL)
             if process.lease_id:

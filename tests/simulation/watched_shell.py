@@ -38,6 +38,10 @@ class WatchedShell(Shell):
 
     on_apply: Callable[[Fleet], None] = staticmethod(lambda before: None)
 
+    def check(self, fleets: bool) -> None:
+        """Whether every fleet is validated. One that a successor is still putting together cannot be."""
+        self._validates = fleets
+
     def feed(self, stimulus: Stimulus, *, committed: Callable[[], None] | None = None) -> tuple[Instruction, ...]:
         before = self.fleet
         with contextlib.suppress(DynamoError):  # refused: the step says so

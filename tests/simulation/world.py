@@ -106,6 +106,7 @@ class NoLocks:
 
     def acquire(self, uuids: Any, holder: Any) -> None: ...
     def try_acquire(self, uuids: Any, holder: Any) -> None: ...
+    def take_free(self, uuids: Any, holder: Any) -> None: ...
     def release(self, uuids: Any) -> None: ...
     def close(self) -> None: ...
 
@@ -263,6 +264,12 @@ class SimHost:
     def rename(self, was: str, name: str, pid: int) -> None:
         """See `ProcessHost`."""
         self.called[pid] = name
+
+    def adopt_process(self, spec: ProcessSpec, pid: int) -> None:
+        """See `AdoptingHost`."""
+        if not self.world.processes[pid].alive:
+            raise ProcessLookupError(pid)
+        self.called[pid] = spec.name
 
     async def start_process(self, spec: ProcessSpec) -> int:
         """See `ProcessHost`."""

@@ -6,6 +6,8 @@ It answers `/health`, `/metrics` (vLLM's names), `/v1/models`, `/v1/completions`
 `/v1/embeddings`. Token n of an answer is the text `n `. With `kv_transfer_params` it hands prompts over as vLLM's
 NIXL connector does: who prefills keeps the prompt until who decodes has fetched it, and who cannot fetch it answers
 500. SIGTERM cuts what still streams, as vLLM does. `--record` gets a line of JSON for each request and each end.
+With `--role` it takes requests of that role alone, and `POST /pd_role_switch` changes it as SGLang 0.5.21 does: while
+nothing runs or is kept.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ KV_BLOCKS = 1000
 @dataclass
 class Server:
     """What the server is doing, and how it is to behave. Without a `model` it lists none. `refuse` answers everything
-    with that status; a `forgetful` one keeps no prompt that it has prefilled, as one that died in between."""
+    with that status; a `forgetful` one keeps no prompt that it has prefilled, as one that died in between. `role` is
+    None for one that takes all; `stuck` says why it never changes."""
 
     model: str = "tiny"
     port: int = 0
@@ -47,6 +50,10 @@ class Server:
     refuse: int | None = None
     silent_metrics: bool = False
     forgetful: bool = False
+    role: str | None = None
+    stuck: str | None = None
+    switch_s: float = 0.0
+    switching: bool = False
     running: int = 0
     tokens: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -100,6 +107,11 @@ def make_app(server: Server) -> Starlette:
     async def generate(request: Request) -> Response:
         return await _generate(server, request)
 
+    async def switch(request: Request) -> Response:
+        status, told = await _switched(server, (await request.json()).get("new_role"))
+        server.note(switch=told)
+        return JSONResponse(told, status)
+
     return Starlette(
         routes=[
             Route("/health", health),
@@ -109,6 +121,7 @@ def make_app(server: Server) -> Starlette:
             Route("/v1/chat/completions", generate, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/kv/{key}", fetch, methods=["POST"]),
+            Route("/pd_role_switch", switch, methods=["POST"]),
         ]
     )
 
@@ -126,6 +139,27 @@ def exposition(server: Server) -> str:
     )
 
 
+async def _switched(server: Server, role: str | None) -> tuple[int, dict[str, Any]]:
+    """Status and answer, in SGLang's words where somebody reads them."""
+    old, refusal, lost = server.role, "", False
+    if server.switching:
+        refusal, lost = "another role switch is already in progress", True
+    elif old is None or role not in ("prefill", "decode"):
+        refusal = f"invalid new_role={role!r}"
+    elif role == old:
+        return 200, {"success": True, "message": "already in target role", "old_role": old, "new_role": role}
+    elif server.stuck is not None:
+        refusal, lost = server.stuck, True
+    elif server.running or server.kept:
+        refusal = "instance is not idle"
+    if refusal:
+        return 400, {"success": False, "message": refusal, "safe_to_restore": not lost}
+    server.switching = True
+    await asyncio.sleep(server.switch_s)
+    server.switching, server.role = False, role
+    return 200, {"success": True, "message": "ok", "old_role": old, "new_role": role}
+
+
 async def _generate(server: Server, request: Request) -> Response:
     body = await request.json()
     server.note(path=request.url.path, body=body, headers=_tell_observers(request))
@@ -138,6 +172,10 @@ async def _generate(server: Server, request: Request) -> Response:
     chat = request.url.path.endswith("chat/completions")
     count = int(body.get("max_completion_tokens") or body.get("max_tokens") or DEFAULT_TOKENS)
     params = body.get("kv_transfer_params") or {}
+    asked_of = "prefill" if params.get("do_remote_decode") else "decode"
+    if server.switching or server.role not in (None, asked_of):
+        server.note(wrong_role=server.role)
+        return JSONResponse({"error": {"message": f"this server is {server.role}", "code": 400}}, 400)
     if params.get("do_remote_prefill"):
         if not await _fetched(params):
             return JSONResponse({"error": {"message": "the KV could not be loaded", "code": 500}}, 500)
@@ -252,6 +290,9 @@ def main() -> None:
     parser.add_argument("--prefill-s", type=float, default=0.0)
     parser.add_argument("--start-up-s", type=float, default=0.0)
     parser.add_argument("--forgetful", action="store_true")
+    parser.add_argument("--role", choices=("prefill", "decode"))
+    parser.add_argument("--stuck", help="why it never changes its role")
+    parser.add_argument("--switch-s", type=float, default=0.0)
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
     server = Server(
@@ -260,6 +301,9 @@ def main() -> None:
         token_s=given.token_s,
         prefill_s=given.prefill_s,
         forgetful=given.forgetful,
+        role=given.role,
+        stuck=given.stuck,
+        switch_s=given.switch_s,
         record_file=given.record,
     )
     asyncio.run(_run(server, given.start_up_s))

@@ -27,7 +27,6 @@ AT_ONCE_S = 15.0
 START_S = 590.0
 ANSWER_TOKENS = 24
 LONG_TOKENS = 600
-FLIPS = 30
 
 
 @pytest.fixture(scope="session")
@@ -129,49 +128,6 @@ class Disaggregated:
         assert decoded["external_kv_transfer"] > 0
         assert decoded.get("local_compute", 0) == 0, decoded
         assert decoded["external_kv_transfer"] == prefilled["local_compute"], (decoded, prefilled)
-
-
-class Flipping:
-    """Workers change their role: engines that give KV and take it."""
-
-    async def test_thirty_flips_under_load_change_no_answer(
-        self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
-    ) -> None:
-        """Greedy answers token for token as the aggregated graph's; the processes are the same; every prompt token of
-        all engines was computed once, or came by transfer."""
-        expected = await reference(vllm_host, tmp_path, answers)
-        chosen = asked()[:10]
-        with vllm_host.disaggregated(tmp_path, workers=2) as served:
-            served.start()
-            pids = served.pids()
-            workers = sorted(pids[name] for name in pids if "Worker" in name)
-            texts: list[list[str]] = []
-            stop = asyncio.Event()
-
-            async def loaded() -> None:
-                while not stop.is_set():
-                    texts.append(await complete_all(served, chosen, ANSWER_TOKENS))
-
-            loading = asyncio.create_task(loaded())
-            try:
-                for turn in range(FLIPS):
-                    gives = "VllmWorker" if turn % 2 else "PrefillWorker"
-                    done = await asyncio.to_thread(served.cli, "flip", names(served, gives)[-1], "--wait")
-                    assert done.returncode == 0, done.stderr
-            finally:
-                stop.set()
-            await loading
-            assert len(texts) > 1
-            wrong = [n for answer in texts for n, text in enumerate(answer) if text != expected[chosen[n]]]
-            assert wrong == []
-            assert sorted(pid for name, pid in served.pids().items() if "Worker" in name) == workers
-            files = {row["log_file"] for row in served.status()["workers"] if "Worker" in row["component"]}
-            served.down()
-        told = [prompt_tokens_by_source(Path(file).read_text()) for file in files]
-        moved = sum(each.get("external_kv_transfer", 0) for each in told)
-        computed = sum(each.get("local_compute", 0) for each in told)
-        assert moved > 0
-        assert moved <= computed, told  # every token that came from elsewhere had been computed there
 
 
 class Routed:

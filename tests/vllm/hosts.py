@@ -45,10 +45,19 @@ class VllmHost:
         planned = {} if planner is None else {"Planner": dict(planner)}
         return self._served(folder, "agg", {"VllmWorker": self._worker(decode), **planned}, router, words)
 
-    def disaggregated(self, folder: Path, *, router: str | None = None, workers: int = 1, **decode: Any) -> Served:
-        """`graphs.disagg`, so many `workers` of each role, every prefill remote unless `decode` says otherwise."""
-        count = {"ServiceArgs": {"workers": workers}}
-        decoding, prefilling = {"remote-prefill": True, **count, **decode}, dict(count)
+    def disaggregated(
+        self,
+        folder: Path,
+        *,
+        router: str | None = None,
+        workers: int = 1,
+        prefill_workers: int | None = None,
+        **decode: Any,
+    ) -> Served:
+        """`graphs.disagg`, so many `workers` of each role (and so many `prefill_workers`, if given), every prefill
+        remote unless `decode` says otherwise."""
+        decoding = {"remote-prefill": True, "ServiceArgs": {"workers": workers}, **decode}
+        prefilling = {"ServiceArgs": {"workers": workers if prefill_workers is None else prefill_workers}}
         sections = {"VllmWorker": self._worker(decoding), "PrefillWorker": self._worker(prefilling)}
         return self._served(folder, "disagg", sections, router)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm import cases
+from tests.vllm import cases, flip_cases, spare_cases
 
 pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
 
@@ -18,8 +18,13 @@ class TestDisaggregated(cases.Disaggregated):
 
 
 @pytest.mark.full
-class TestFlipping(cases.Flipping):
+class TestFlipping(flip_cases.Flipping):
     """Prefill workers become decode workers, and back."""
+
+
+@pytest.mark.full
+class TestSpared(spare_cases.Spared):
+    """Workers that were spares."""
 
 
 @pytest.mark.full

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -60,6 +61,7 @@ def render(graph: Mapping[str, Any], *, colour: bool = False) -> str:
     if graph.get("metrics_url"):
         head.append(f"metrics   {graph['metrics_url']}")
     head += _queue(graph.get("prefill_queue"))
+    head += _dispatch(graph["workers"])
     if line := status_line(graph.get("planner")):
         head.append(f"planner   {line}")
     if graph.get("follow"):
@@ -154,6 +156,25 @@ def _queue(queue: Mapping[str, Any] | None) -> list[str]:
     shown = {name: "-" if value is None else value for name, value in queue.items()}
     dead = f", {shown['dead_letters']} given up (dead letters)" if queue["dead_letters"] else ""
     return [f"prefill   {shown['pending']} waiting, {shown['outstanding']} outstanding{dead}"]
+
+
+def _dispatch(workers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """`dispatch  12 prefills here, 30 in prefill workers; first token after 213 ms, estimated 198 ms; 2 refused`: of
+    all workers together. Nothing where none has decided anything yet."""
+    sums: Counter[str] = Counter()
+    for worker in workers:
+        for name, value in (worker.get("dispatch") or {}).items():
+            head, _, rest = name.partition(".")
+            sums[head] += value
+            sums[f"{head}.{rest.partition('.')[0]}"] += value
+    here, there = int(sums["prefills.local"]), int(sums["prefills.remote"])
+    parts = [f"{here} prefills here, {there} in prefill workers"] if here or there else []
+    if count := sums["first_tokens"]:
+        seen_ms, thought_ms = (1000 * sums[f"first_token_{what}_s"] / count for what in ("seen", "estimated"))
+        parts.append(f"first token after {seen_ms:.0f} ms, estimated {thought_ms:.0f} ms")
+    for name, words in (("fallbacks", "by the seed's rule"), ("deferred", "deferred"), ("refused", "refused")):
+        parts += [f"{int(sums[name])} {words}"] if sums[name] else []
+    return [f"dispatch  {'; '.join(parts)}"] if parts else []
 
 
 def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from dynamo_local.commands.metrics_text import Metrics
-from dynamo_local.core.traffic import ENDED, HISTOGRAMS, HIT_RATE, HIT_RATE_METRIC, REQUESTS, STARTED
+from dynamo_local.core.traffic import (
+    ACCEPT_LENGTH,
+    ACCEPT_LENGTH_METRICS,
+    ENDED,
+    HISTOGRAMS,
+    HIT_RATE,
+    HIT_RATE_METRIC,
+    REQUESTS,
+    STARTED,
+)
 
 FRONTEND = "dynamo_frontend_"
 SPECULATION = {
@@ -52,10 +62,20 @@ def frontend_counters(metrics: Metrics) -> dict[str, float]:
     return told
 
 
-def worker_counters(metrics: Metrics) -> dict[str, float]:
-    """Of Dynamo's worker: its engine's speculation, where it does that."""
+def worker_counters(metrics: Metrics, before: Mapping[str, float]) -> dict[str, float]:
+    """Of Dynamo's worker: its engine's speculation, where it does that. `before` is what this answered last.
+
+    vLLM counts it. SGLang and TRT-LLM tell a mean of just now: each look at it is one observation.
+    """
     found = {name: metrics.sum(metric) for name, metric in SPECULATION.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    told = {name: value for name, value in found.items() if value is not None}
+    mean = metrics.first(*ACCEPT_LENGTH_METRICS)
+    looks = (0.0, 0.0) if mean is None or mean < 1.0 else (mean, 1.0)  # 0: nothing was speculated yet
+    for part, more in zip(("sum", "count"), looks, strict=True):
+        name = f"{ACCEPT_LENGTH}_{part}"
+        if more or name in before:
+            told[name] = before.get(name, 0.0) + more
+    return told
 
 
 def _count(value: Any) -> int | None:

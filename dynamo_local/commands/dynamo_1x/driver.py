@@ -190,6 +190,7 @@ class WorkerDriver:
         self._context = context
         self._passes: ForwardPasses | None = None
         self._limits: Mapping[str, int | None] = {}
+        self._counted: Mapping[str, float] = {}
         self._registered: Registered | None = None
         self._value: bytes | None = None
 
@@ -229,7 +230,8 @@ class WorkerDriver:
         if self._registered is not None:
             card = await self._kv.get(card_key(self._registered.key))
             self._limits = {} if card is None else limits_of(card.value)
-        return worker_counters(_parsed(await self._metrics()))
+        self._counted = worker_counters(_parsed(await self._metrics()), self._counted)
+        return self._counted
 
     async def _metrics(self) -> str:
         return await get_ok(f"{self._system}/metrics")

@@ -6,6 +6,7 @@ registration is the server's place in the routing, and a drain takes both out of
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -20,6 +21,7 @@ from pydantic import Field, model_validator
 from dynamo_local.commands.base import ChildSilent, Sample, UnroutedDriver
 from dynamo_local.commands.child import Child
 from dynamo_local.commands.config import CommandConfig
+from dynamo_local.commands.http_server.role_switch import DEFAULT_BODY, switch_role
 from dynamo_local.commands.http_server.sleeping import ServerSleep, probe, why_not
 from dynamo_local.commands.launching import HTTP
 from dynamo_local.commands.probing import get, get_ok, wait_ok
@@ -27,7 +29,7 @@ from dynamo_local.commands.runner import CommandWorker
 from dynamo_local.commands.sleeping import HookCommands, SleepHooks
 from dynamo_local.components.proxy.ask import Ask
 from dynamo_local.core.types import Missing, Role
-from dynamo_local.errors import ConfigError
+from dynamo_local.errors import ConfigError, FlipFailed
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown
 from dynamo_local.sdk.context import Work, WorkerContext
 
@@ -52,13 +54,17 @@ class HttpConfig(CommandConfig):
     """Path of its Prometheus metrics; null: it has none. Then its load is not known, and nothing scales by it."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model's name in the API, for a server without `/v1/models`."""
+    role_switch: str | None = None
+    """Path whose POST gives the server its other role, so that its worker can flip; SGLang's is /pd_role_switch."""
+    role_switch_body: dict[str, Any] = Field(default_factory=lambda: dict(DEFAULT_BODY))
+    """What is posted there, as JSON, with {role} for the new role; as it is here SGLang's."""
 
     def why_no_standby(self) -> str | None:
         return None if self.sleep_hook is not None else why_not(self.words)
 
     @model_validator(mode="after")
     def _paths(self) -> Self:
-        for name in ("health", "metrics"):
+        for name in ("health", "metrics", "role_switch"):
             path = getattr(self, name)
             if path is not None and not path.startswith("/"):
                 raise ValueError(f"{name} must be a path such as /{name}, not {path!r}")
@@ -220,6 +226,35 @@ class HttpWorker(CommandWorker):
         own = self.driver.calls.streams.own().streams
         held = 0 if isinstance(self.sampled, Missing) else self.sampled.in_flight
         return Work(unnamed=max(0, held - own))
+
+    # --- changing its role (sdk.flipping.FlipsIdle) ----------------------------------------------
+
+    def hand_over(self) -> Mapping[str, Any]:
+        """The server stays, and is found by its port."""
+        return {}
+
+    async def until_idle(self) -> None:
+        """As a drain's end: SGLang changes its role only then."""
+        await self.drain()
+
+    async def try_out(self) -> None:
+        """Give the server its new role. Raises `FlipFailed`."""
+        await self._switch()
+
+    async def go_back(self) -> None:
+        """Give it this role again; it takes the one that it has for a success. Else the worker ends."""
+        back = self.context.vital(self._switch(), "giving the server its role back")
+        await asyncio.wait({back})
+        back.result()
+
+    async def settle(self) -> None:
+        """It had nothing in hand any more before the flip."""
+
+    async def _switch(self) -> None:
+        path = self.config.role_switch
+        if path is None:
+            raise FlipFailed("its section names no call that changes the server's role (`role-switch`)")
+        await switch_role(self.driver.base_url + path, self.config.role_switch_body, self.config.role)
 
     @on_shutdown
     async def close(self) -> None:

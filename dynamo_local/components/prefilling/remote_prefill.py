@@ -15,7 +15,9 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
 from dynamo_local.components.prefilling.counts import DispatchCounts
 from dynamo_local.core.disagg import DisaggSettings, QueueView, SampledDepth, decide_prefill
-from dynamo_local.core.dispatch.prefilling import Ask, Choice, DecodeSide
+from dynamo_local.core.dispatch.asking import Ask, Choice
+from dynamo_local.core.dispatch.prefilling import DecodeSide
+from dynamo_local.core.dispatch.tally import Why
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.ports import EngineRequest, PrefillQueue
@@ -100,6 +102,7 @@ class RemotePrefill:
     ) -> None:
         self.side = side
         self.counts = counts or DispatchCounts()
+        self.counts.side = side
         self._queue = queue
         self._replies = replies
         self._settings = settings
@@ -131,12 +134,12 @@ class RemotePrefill:
             return params
         except DynamoError as error:
             log.warning("request %s is prefilled locally: %s", request.request_id, error)
+            self.came_to_nothing(request)
             return None
         finally:
             self.waiting -= 1
             if not settled:  # also when the client went away
                 self.abandon(request.request_id)
-                self.came_to_nothing(request)
 
     async def _by_thresholds(self, request: EngineRequest, prefix_hit_rate: float) -> bool:
         decision = decide_prefill(
@@ -148,7 +151,7 @@ class RemotePrefill:
             conditional=self._conditional,
         )
         log.info("request %s: %s", request.request_id, decision.reason)
-        self.counts.decided(remote=decision.remote)
+        self.counts.decided(remote=decision.remote, why=Why.THRESHOLD)
         return decision.remote
 
     async def _by_costs(self, side: DecodeSide, request: EngineRequest, prefix_hit_rate: float) -> Choice:
@@ -157,12 +160,8 @@ class RemotePrefill:
         ask = Ask(length, int(length * prefix_hit_rate), side.waited_s(request.request_id, now_s))
         choice = side.decide(ask, now_s, queue=queue, prefill_workers=self._prefill_workers())
         log.info("request %s: Remote prefill: %s (%s)", request.request_id, choice.remote, choice.reason)
-        self.counts.decided(remote=choice.remote, fallback=choice.fallback)
-        estimated_s = side.estimates(choice)
-        if choice.remote:
-            side.went_remote(request.request_id, choice.work_s, now_s, estimated_s)
-        else:
-            side.went_local(request.request_id, length - ask.cached_tokens, now_s, estimated_s)
+        self.counts.decided(remote=choice.remote, why=choice.why, fallback=choice.fallback)
+        side.follow(request.request_id, ask, choice, now_s)
         return choice
 
     async def _away(self, request: EngineRequest, choice: Choice | None) -> Mapping[str, Any]:
@@ -184,6 +183,7 @@ class RemotePrefill:
 
     def came_to_nothing(self, request: EngineRequest) -> None:
         """It is prefilled here after all."""
+        self.counts.came_back()
         if self.side is not None:
             self.side.went_local(request.request_id, len(request.prompt_token_ids), self._clock.now_s())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Callable, Sequence
 
 LENGTHS_KEPT = 512
 """Answers whose lengths are remembered."""
@@ -16,6 +17,12 @@ CORRECTION_MAX = 2.0
 the profile but something that it does not know."""
 CORRECTION_WEIGHT = 0.05
 """Of one observation against all before it."""
+
+
+RISK_BELIEF = 10.0
+"""What is believed of a risk counts as much as so many estimates."""
+RISK_KEEPS = 0.98
+"""How much what was seen before counts when one more is seen: some fifty count."""
 
 
 class AnswerLengths:
@@ -78,6 +85,52 @@ class Correction:
         self._log += (ratio - self._log) * CORRECTION_WEIGHT
 
 
+class Risk:
+    """How probably what is estimated as some share of a bound turns out above it: at first what is believed, then what
+    was seen of estimates that came as near to theirs. It never falls as the share rises."""
+
+    STEP = 0.1
+    CENTRES = tuple(0.35 + 0.1 * number for number in range(10))
+
+    def __init__(self, believed: Callable[[float], float]) -> None:
+        self._believed = [believed(centre) for centre in self.CENTRES]
+        self._seen = [0.0] * len(self.CENTRES)
+        self._missed = [0.0] * len(self.CENTRES)
+        self._curve = _never_falling([(believed, 1.0) for believed in self._believed])
+
+    def seen(self, share: float, *, missed: bool) -> None:
+        """An estimate of that share of its bound was missed, or kept."""
+        place = min(len(self.CENTRES) - 1, max(0, round((share - self.CENTRES[0]) / self.STEP)))
+        self._seen[place] = self._seen[place] * RISK_KEEPS + 1.0
+        self._missed[place] = self._missed[place] * RISK_KEEPS + missed
+        rows = zip(self._believed, self._missed, self._seen, strict=True)
+        self._curve = _never_falling(
+            [(believed * RISK_BELIEF + missed, RISK_BELIEF + seen) for believed, missed, seen in rows]
+        )
+
+    def of(self, share: float) -> float:
+        """0..1, evenly between the centres of what is counted together."""
+        place = (share - self.CENTRES[0]) / self.STEP
+        if place <= 0:
+            return self._curve[0] * max(0.0, share / self.CENTRES[0])
+        if place >= len(self._curve) - 1:
+            return self._curve[-1]
+        low = int(place)
+        return self._curve[low] + (self._curve[low + 1] - self._curve[low]) * (place - low)
+
+
+def _never_falling(parts: Sequence[tuple[float, float]]) -> list[float]:
+    """The quotient of each part; those that would fall become that of both together (isotonic regression)."""
+    pools: list[tuple[float, float, int]] = []
+    for above, below in parts:
+        pool = (above, below, 1)
+        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
+            last = pools.pop()
+            pool = (last[0] + pool[0], last[1] + pool[1], last[2] + pool[2])
+        pools.append(pool)
+    return [above / below for above, below, count in pools for _ in range(count)]
+
+
 class Mean:
     """A mean that forgets: the newest value counts `weight`. None before the first."""
 
@@ -88,3 +141,24 @@ class Mean:
     def seen(self, value: float) -> None:
         """One more."""
         self.value = value if self.value is None else self.value + (value - self.value) * self._weight
+
+
+class Share:
+    """Which share of the time lately went into something: what is `over_s` seconds old counts a third as much."""
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._sum_s = 0.0
+        self._at_s = -math.inf
+
+    def add(self, took_s: float, now_s: float) -> None:
+        """It took so long, until now."""
+        self._sum_s = self._left_s(now_s) + took_s
+        self._at_s = max(self._at_s, now_s)
+
+    def value(self, now_s: float) -> float:
+        """0..1."""
+        return min(1.0, self._left_s(now_s) / self._over_s)
+
+    def _left_s(self, now_s: float) -> float:
+        return self._sum_s * math.exp(-max(0.0, now_s - self._at_s) / self._over_s) if self._sum_s else 0.0

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dynamo_local.core.dispatch.learning import AnswerLengths
+from dynamo_local.core.dispatch.learning import AnswerLengths, Risk
 
 SURE_BELOW, SURE_ABOVE = 0.4, 1.2
-"""An estimate below the first share of a bound keeps it, one above the second breaks it."""
+"""An estimate of a wait below the first share of a bound keeps it, one above the second breaks it."""
+GAP_BELOW, GAP_ABOVE = 0.6, 1.2
+"""The same for a gap between tokens, which is the mean of many."""
 
 
 class Stream(NamedTuple):
@@ -18,23 +20,32 @@ class Stream(NamedTuple):
     first_s: float
 
 
-def misses_first_token(estimated_s: float, left_s: float | None) -> float:
+def misses_first_token(estimated_s: float, left_s: float | None, risk: Risk) -> float:
     """How probably (0..1) a first token that is estimated to come in `estimated_s` comes later than in `left_s`.
 
     None: there is no target to miss.
     """
     if left_s is None:
         return 0.0
-    return 1.0 if left_s <= 0.0 else likely_above(estimated_s, left_s)
+    return 1.0 if left_s <= 0.0 else risk.of(estimated_s / left_s)
 
 
 def likely_above(estimated_s: float, bound_s: float) -> float:
-    """How probably (0..1) what is estimated so turns out above a bound (above 0).
+    """How probably (0..1) what is estimated so turns out above a bound (above 0), before anything was seen of it.
 
     It rises slowly at first, and begins early: what waits in a queue is late more often than its mean says, because
     others join it at the same moment, and seldom early.
     """
-    return min(1.0, max(0.0, (estimated_s / bound_s - SURE_BELOW) / (SURE_ABOVE - SURE_BELOW))) ** 2
+    return _rising(estimated_s / bound_s, SURE_BELOW, SURE_ABOVE)
+
+
+def gap_above(estimated_s: float, bound_s: float) -> float:
+    """How probably (0..1) a stream whose gap is estimated so has a mean gap above a bound (above 0)."""
+    return _rising(estimated_s / bound_s, GAP_BELOW, GAP_ABOVE)
+
+
+def _rising(share: float, none: float, sure: float) -> float:
+    return min(1.0, max(0.0, (share - none) / (sure - none))) ** 2
 
 
 def misses_gap(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from dynamo_local.core.dispatch.learning import Correction
-from dynamo_local.core.dispatch.misses import likely_above
+from dynamo_local.core.dispatch.misses import gap_above
 from dynamo_local.core.dispatch.prefilling import WAIT_COST
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.routing import NO_HITS, RoundRobin, Sample, SentRequests
@@ -129,12 +129,15 @@ class SloPicker:
             self._corrected_at_s.pop(instance_id, None)
 
     def cost(self, busy: Busy, prompt_tokens: int, prefill_s: float) -> float:
-        """Expected misses of a request of so many tokens at that worker, and a little for the time that it takes there:
-        `prefill_s`, and its tokens."""
+        """Expected misses that a request of so many tokens brings to that worker, its own and those of the streams
+        there, and a little for the time that it takes there: `prefill_s`, and its tokens."""
         requests, kv_tokens = busy.requests + 1, busy.kv_tokens + prompt_tokens
         itl_s = self._gap.itl_s(requests, kv_tokens) * self.correction.factor
         target_s = self._targets.itl_s
-        misses = 0.0 if target_s is None else likely_above(itl_s, target_s)
+        misses = 0.0
+        if target_s is not None and (misses := gap_above(itl_s, target_s)):
+            before_s = self._gap.itl_s(busy.requests, busy.kv_tokens) * self.correction.factor
+            misses += busy.requests * (misses - gap_above(before_s, target_s))
         if kv_tokens > self._timing.perf.max_kv_tokens:
             misses += FULL_COST
         misses += FULL_COST * busy.overflow

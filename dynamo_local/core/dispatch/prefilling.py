@@ -8,12 +8,15 @@ both cost the same, what makes people wait less.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 from dynamo_local.core.disagg import QueueView
-from dynamo_local.core.dispatch.learning import AnswerLengths, Correction, Mean
+from dynamo_local.core.dispatch.asking import Ask, Choice, Promise, Request, Way
+from dynamo_local.core.dispatch.learning import AnswerLengths, Correction, Mean, Risk, Share
 from dynamo_local.core.dispatch.line import LATE_EVERY
-from dynamo_local.core.dispatch.misses import Stream, harm, misses_first_token
+from dynamo_local.core.dispatch.misses import Stream, gap_above, harm, likely_above, misses_first_token, misses_gap
+from dynamo_local.core.dispatch.tally import FirstTokens, Why
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.types import Missing
 
@@ -22,53 +25,23 @@ WAIT_COST = 0.02
 KEEP_WORK_WEIGHT = 0.05
 """How much one prompt counts in the mean work of all."""
 DEFAULT_PASS_TOKENS = 8192
+PAUSES_OVER_S = 5.0
+"""Over so long a time it is remembered which share of it the prompts here took from the streams."""
+PAUSED_MAX = 0.9
+"""More than this share is not believed: something is decoded all the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One prompt. `waited_s` is since the request came."""
+class Here(NamedTuple):
+    """A prompt that is computed here: seconds to its first token, for how long streams pause anyway, and for how long
+    because of it."""
 
-    prompt_tokens: int
-    cached_tokens: int = 0
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What is done, and why: estimates in seconds from now to the first token, costs in expected misses.
-
-    `start_by_s` is when (same clock as `decide`'s) a prefill worker has to begin for the target to be kept; None: there
-    is no target. `remote_s` and `local_s` are None where that way is closed.
-    """
-
-    remote: bool
-    reason: str
-    local_s: float | None = None
-    remote_s: float | None = None
-    harmed: float = 0.0
-    work_s: float = 0.0
-    start_by_s: float | None = None
-    fallback: bool = False
+    first_token_s: float
+    before_s: float
+    pause_s: float
 
 
-@dataclass(slots=True)
-class _Request:
-    prompt_tokens: int
-    began_s: float
-    first_s: float | None = None
-    generated: int = 0
-    local_tokens: int | None = None
-    """Uncached tokens of a prompt that is to be computed here."""
-    away_work_s: float | None = None
-    """What its prefill elsewhere takes, while it is awaited."""
-    estimated_s: float | None = None
-    asked_s: float = 0.0
-    handed_s: float | None = None
-
-    @property
-    def cached_tokens(self) -> int:
-        """Of a prompt that is to be computed here."""
-        return self.prompt_tokens - (self.local_tokens or 0)
+def _believed(share: float) -> float:
+    return likely_above(share, 1.0)
 
 
 class DecodeSide:
@@ -90,10 +63,11 @@ class DecodeSide:
         self._targets = targets
         self._max_kv_tokens = max_kv_tokens or timing.perf.max_kv_tokens
         self._pass_tokens = max_pass_tokens or DEFAULT_PASS_TOKENS
-        self._requests: dict[str, _Request] = {}
-        self._running: dict[str, _Request] = {}
-        self._prompts: dict[str, _Request] = {}
-        self._away: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}
+        self._prompts: dict[str, Request] = {}
+        self._away: dict[str, Request] = {}
+        self._coming: dict[str, Request] = {}
         self._kv_tokens = 0
         self._held_tokens = 0
         self._head_since_s = 0.0
@@ -103,12 +77,17 @@ class DecodeSide:
         self.itl_correction = Correction()
         self._work_s = Mean(KEEP_WORK_WEIGHT)
         self._handover_s = Mean(KEEP_WORK_WEIGHT)
+        self._paused = Share(PAUSES_OVER_S)
+        self._paused_until_s = -math.inf
+        self._risks: dict[Way, Risk] = {"local": Risk(_believed), "remote": Risk(_believed)}
+        self.first_tokens: dict[Way, FirstTokens] = {"local": FirstTokens(), "remote": FirstTokens()}
+        """What came of the estimates; of prompts that went where it was chosen."""
 
     # --- what it is told -----------------------------------------------------------------------
 
     def began(self, request_id: str, prompt_tokens: int, now_s: float) -> None:
         """A request has come."""
-        self._requests[request_id] = _Request(prompt_tokens, now_s)
+        self._requests[request_id] = Request(prompt_tokens, now_s)
 
     def went_local(self, request_id: str, uncached_tokens: int, now_s: float, estimated_s: float | None = None) -> None:
         """Its prompt is computed here from now on, also one that was away before. `estimated_s` (uncorrected) is what
@@ -117,21 +96,37 @@ class DecodeSide:
         if request is None:
             return
         self._away.pop(request_id, None)
+        self._coming.pop(request_id, None)
         self._hold(request_id, request)
         request.away_work_s, request.handed_s = None, None
         request.local_tokens = max(1, uncached_tokens)
-        request.estimated_s, request.asked_s = estimated_s, now_s
+        request.estimated_s, request.asked_s, request.promised = estimated_s, now_s, None
         if not self._prompts:
             self._head_since_s = now_s
         self._prompts[request_id] = request
 
-    def went_remote(self, request_id: str, work_s: float, now_s: float, estimated_s: float | None = None) -> None:
-        """Its entry is in the prefill queue. `estimated_s` (uncorrected) is to the end of its prefill."""
+    def went_remote(
+        self, request_id: str, work_s: float, now_s: float, estimated_s: float | None = None, behind_s: float = 0.0
+    ) -> None:
+        """Its entry is in the prefill queue. `estimated_s` (uncorrected) is to the end of its prefill, `behind_s` what
+        it is thought to wait here after that."""
         request = self._requests.get(request_id)
         if request is None:
             return
         request.away_work_s, request.estimated_s, request.asked_s = work_s, estimated_s, now_s
-        self._away[request_id] = request
+        request.behind_s = behind_s
+        self._away[request_id] = self._coming[request_id] = request
+
+    def follow(self, request_id: str, ask: Ask, choice: Choice, now_s: float) -> None:
+        """What was chosen is done: `went_remote` or `went_local`, with the estimates behind it."""
+        if choice.remote:
+            self.went_remote(request_id, choice.work_s, now_s, choice.estimated_s, choice.behind_s)
+        else:
+            self.went_local(request_id, ask.prompt_tokens - ask.cached_tokens, now_s, choice.estimated_s)
+        request = self._requests.get(request_id)
+        if request is not None and choice.first_token_s is not None:
+            way: Way = "remote" if choice.remote else "local"
+            request.promised = Promise(way, choice.first_token_s, now_s, self._left_s(ask))
 
     def handed_over(self, request_id: str, now_s: float) -> None:
         """Its KV is there to be pulled."""
@@ -159,6 +154,7 @@ class DecodeSide:
         if request is None:
             return
         self._away.pop(request_id, None)
+        self._coming.pop(request_id, None)
         self._prompts.pop(request_id, None)
         if self._running.pop(request_id, None) is not None:
             self._kv_tokens -= request.prompt_tokens + request.generated
@@ -167,18 +163,25 @@ class DecodeSide:
         if completed and request.generated:
             self.lengths.ended(request.generated)
 
-    def _hold(self, request_id: str, request: _Request) -> None:
+    def _hold(self, request_id: str, request: Request) -> None:
         if request.handed_s is None and request.local_tokens is None:
             self._held_tokens += request.prompt_tokens
 
-    def _first(self, request_id: str, request: _Request, now_s: float) -> None:
+    def _first(self, request_id: str, request: Request, now_s: float) -> None:
         request.first_s = now_s
+        self._coming.pop(request_id, None)
         if self._prompts.pop(request_id, None) is not None:
-            self._head_since_s = now_s
+            self._head_since_s = self._paused_until_s = now_s
+            self._paused.add(self._timing.prefill_s(request.prompt_tokens, request.cached_tokens), now_s)
             if request.estimated_s is not None:
                 self.local_correction.seen(now_s - request.asked_s, request.estimated_s)
         if request.handed_s is not None:
-            self._handover_s.seen(now_s - request.handed_s)
+            self._handover_s.seen(max(0.0, now_s - request.handed_s - request.behind_s))
+        if request.promised is not None:
+            way, estimated_s, at_s, left_s = request.promised
+            self.first_tokens[way].came(estimated_s, now_s - at_s)
+            if left_s is not None and left_s > 0:
+                self._risks[way].seen(estimated_s / left_s, missed=now_s - at_s > left_s)
         self._running[request_id] = request
         self._kv_tokens += request.prompt_tokens
 
@@ -208,71 +211,135 @@ class DecodeSide:
         away_s = math.fsum(each.away_work_s or 0.0 for each in self._away.values())
         return max(self._before_s(now_s), away_s)
 
-    def itl_seen(self, itl_s: float) -> None:
-        """The engine's last pass that only decoded took so long."""
-        if self._running:
+    def itl_seen(self, itl_s: float, now_s: float) -> None:
+        """The engine's last pass that decoded took so long. One that also computed a prompt says nothing of a token's
+        time, and is left out."""
+        if self._running and not self._prompts and now_s - itl_s > self._paused_until_s:
             self.itl_correction.seen(itl_s, self._timing.itl_s(len(self._running), max(1, self._kv_tokens)))
 
     def start_by_s(self, ask: Ask, now_s: float) -> float | None:
         """When a prefill worker has to begin this prompt; None: there is no target."""
         if self._targets.ttft_s is None:
             return None
-        return now_s + self._targets.ttft_s - ask.waited_s - self._timing.prefill_s(ask.prompt_tokens) - self._after_s()
+        work_s = self._timing.prefill_s(ask.prompt_tokens)
+        return now_s + self._targets.ttft_s - ask.waited_s - work_s - self._takeover_s()
 
     def decide(self, ask: Ask, now_s: float, *, queue: QueueView | Missing, prefill_workers: int) -> Choice:
         """Here or there. A queue of unknown length is not an empty one: then nothing goes there, and `fallback` says
         that it was no choice."""
         work_s = self._timing.prefill_s(ask.prompt_tokens)
         self._work_s.seen(work_s)
-        local_s, pause_before_s, pause_s = self._local(ask, now_s)
-        start_by_s = self.start_by_s(ask, now_s)
+        here = self._local(ask, now_s)
+        only = Choice(
+            False,
+            "no prefill worker is registered",
+            here.first_token_s,
+            work_s=work_s,
+            start_by_s=self.start_by_s(ask, now_s),
+            estimated_s=here.first_token_s / self.local_correction.factor,
+            why=Why.NO_PREFILL_WORKER,
+        )
         if prefill_workers < 1:
-            return Choice(False, "no prefill worker is registered", local_s, work_s=work_s, start_by_s=start_by_s)
+            return only
         if isinstance(queue, Missing):
             why = f"prefill queue size unknown: {queue.reason}"
-            return Choice(False, why, local_s, work_s=work_s, start_by_s=start_by_s, fallback=True)
-        left_s = None if self._targets.ttft_s is None else self._targets.ttft_s - ask.waited_s
-        remote_s = self._remote_s(work_s, queue, prefill_workers)
-        harmed = harm(
+            return replace(only, reason=why, fallback=True, why=Why.QUEUE_UNKNOWN)
+        prefilled_s = self._prefilled_s(work_s, queue, prefill_workers)
+        behind_s = max(0.0, here.before_s - prefilled_s)
+        remote_s = prefilled_s + behind_s + self._takeover_s()
+        gap_s = self._paused_itl_s(now_s)
+        harmed = self._harmed(ask, now_s, here, gap_s)
+        local_cost, remote_cost = self._misses(ask, here.first_token_s, remote_s, gap_s)
+        local_cost += harmed
+        local_total = local_cost + WAIT_COST * (here.first_token_s + here.pause_s * len(self._running))
+        remote = remote_cost + WAIT_COST * remote_s <= local_total
+        better = (remote_cost < local_cost) if remote else (local_cost < remote_cost)
+        return replace(
+            only,
+            remote=remote,
+            reason=f"first token in {here.first_token_s * 1000:.0f} ms here, {remote_s * 1000:.0f} ms there; "
+            f"expected misses {local_cost:.2f} here ({harmed:.2f} of {len(self._running)} streams), "
+            f"{remote_cost:.2f} there",
+            remote_s=remote_s,
+            harmed=harmed,
+            estimated_s=prefilled_s / self.remote_correction.factor if remote else only.estimated_s,
+            behind_s=behind_s,
+            why=Why.FEWER_MISSES if better else Why.SOONER,
+        )
+
+    # --- what it costs -------------------------------------------------------------------------
+
+    def _misses(self, ask: Ask, local_s: float, remote_s: float, gap_s: float) -> tuple[float, float]:
+        """How probably this request misses its first token here and there, as far as it has its gap to lose."""
+        left_s = self._left_s(ask)
+        fits = self._held_tokens + self._away_tokens() + ask.prompt_tokens <= self._max_kv_tokens
+        at_stake = 1.0 if self._targets.itl_s is None else 1.0 - gap_above(gap_s, self._targets.itl_s)
+        here = misses_first_token(local_s, left_s, self._risks["local"]) if fits or left_s is None else 1.0
+        return at_stake * here, at_stake * misses_first_token(remote_s, left_s, self._risks["remote"])
+
+    def _harmed(self, ask: Ask, now_s: float, here: Here, gap_s: float) -> float:
+        """How many others miss a target because this prompt is computed here (expected): of the streams that run, of
+        those that will when its turn comes, and of the KV that comes just then."""
+        streams = harm(
             self._streams(),
             now_s,
-            before_s=pause_before_s,
-            more_s=pause_s,
-            itl_s=self.itl_s(),
+            before_s=here.before_s,
+            more_s=here.pause_s,
+            itl_s=gap_s,
             target_s=self._targets.itl_s,
             lengths=self.lengths,
         )
-        fits = self._held_tokens + self._away_tokens() + ask.prompt_tokens <= self._max_kv_tokens
-        local_cost = (misses_first_token(local_s, left_s) if fits or left_s is None else 1.0) + harmed
-        remote_cost = misses_first_token(remote_s, left_s)
-        local_total = local_cost + WAIT_COST * (local_s + pause_s * len(self._running))
-        remote_total = remote_cost + WAIT_COST * remote_s
-        remote = remote_total <= local_total
-        reason = (
-            f"first token in {local_s * 1000:.0f} ms here, {remote_s * 1000:.0f} ms there; "
-            f"expected misses {local_cost:.2f} here ({harmed:.2f} of {len(self._running)} streams), "
-            f"{remote_cost:.2f} there"
-        )
-        return Choice(remote, reason, local_s, remote_s, harmed, work_s, start_by_s)
-
-    def estimates(self, choice: Choice) -> float | None:
-        """The uncorrected estimate behind a choice, for `went_local` or `went_remote`."""
-        if choice.remote:
-            if choice.remote_s is None:
-                return None
-            return max(1e-6, choice.remote_s - self._after_s()) / self.remote_correction.factor
-        return None if choice.local_s is None else choice.local_s / self.local_correction.factor
+        return streams + self._delayed(now_s, here) + self._interrupted(ask, now_s, here, gap_s)
 
     # --- estimates -----------------------------------------------------------------------------
+
+    def _left_s(self, ask: Ask) -> float | None:
+        """Until its first token has to come; None: there is no target."""
+        return None if self._targets.ttft_s is None else self._targets.ttft_s - ask.waited_s
 
     def _streams(self) -> list[Stream]:
         return [Stream(each.generated, each.first_s) for each in self._running.values() if each.first_s is not None]
 
+    def _delayed(self, now_s: float, here: Here) -> float:
+        """How many of those whose KV comes from elsewhere miss their first token because this prompt is computed just
+        when it comes (expected)."""
+        if self._targets.ttft_s is None:
+            return 0.0
+        total, risk = 0.0, self._risks["remote"]
+        for request in self._coming.values():
+            if request.promised is None:
+                continue
+            comes_s = max(0.0, request.promised.at_s + request.promised.estimated_s - now_s)
+            delay_s = min(here.pause_s, here.before_s + here.pause_s - comes_s)
+            if delay_s > 0:
+                left_s = request.began_s + self._targets.ttft_s - now_s
+                late, now = (misses_first_token(each, left_s, risk) for each in (comes_s + delay_s, comes_s))
+                total += late - now
+        return total
+
+    def _interrupted(self, ask: Ask, now_s: float, here: Here, itl_s: float) -> float:
+        """How many of those that have no token yet, but will when this prompt's turn comes, miss their gap by its
+        pause (expected). A prompt that is computed in one pass with it has its first token no sooner."""
+        if self._targets.itl_s is None:
+            return 0.0
+        room = self._pass_tokens - len(self._running) - (ask.prompt_tokens - ask.cached_tokens)
+        count = len(self._prompts)
+        for request in reversed(self._prompts.values()):
+            room -= request.local_tokens or 0
+            if room < 0 or (count == 1 and now_s > self._head_since_s):  # the first is being computed already
+                break
+            count -= 1
+        for request in self._coming.values():
+            promised = request.promised
+            count += promised is not None and promised.at_s + promised.estimated_s < now_s + here.before_s
+        if not count:
+            return 0.0
+        return count * misses_gap(Stream(1, now_s), now_s, here.pause_s, itl_s, self._targets.itl_s, self.lengths)
+
     def _away_tokens(self) -> int:
         return sum(each.prompt_tokens for each in self._away.values())
 
-    def _local(self, ask: Ask, now_s: float) -> tuple[float, float, float]:
-        """Seconds to the first token here; for how long streams pause anyway; and for how long because of this one."""
+    def _local(self, ask: Ask, now_s: float) -> Here:
         factor, timing = self.local_correction.factor, self._timing
         before_s = self._before_s(now_s)
         uncached = ask.prompt_tokens - ask.cached_tokens
@@ -281,7 +348,7 @@ class DecodeSide:
         room = max(1, self._pass_tokens - len(self._running))
         passes = math.ceil(tokens / room) + (0.5 if self._running else 0.0)
         decoding_s = self.itl_s() * passes if self._running else 0.0
-        return (before_s + own_s) * factor + decoding_s, before_s * factor, own_s * factor
+        return Here((before_s + own_s) * factor + decoding_s, before_s * factor, own_s * factor)
 
     def _before_s(self, now_s: float) -> float:
         """What is left to compute of the prompts that are here (uncorrected)."""
@@ -291,12 +358,17 @@ class DecodeSide:
             before_s -= min(works_s[0], max(0.0, now_s - self._head_since_s))
         return before_s
 
-    def _after_s(self) -> float:
-        """From the end of a remote prefill to the first token here."""
+    def _paused_itl_s(self, now_s: float) -> float:
+        """A token's time, with the pauses that prompts bring as often as they did lately."""
+        return self.itl_s() / (1.0 - min(PAUSED_MAX, self._paused.value(now_s)))
+
+    def _takeover_s(self) -> float:
+        """From the end of a remote prefill to the first token here, where no prompt is before it."""
         seen = self._handover_s.value
         return 1.5 * self.itl_s() if seen is None else seen
 
-    def _remote_s(self, work_s: float, queue: QueueView, workers: int) -> float:
+    def _prefilled_s(self, work_s: float, queue: QueueView, workers: int) -> float:
+        """Until it would be prefilled elsewhere."""
         own = len(self._away)
         outstanding = max(queue.outstanding, queue.pending, own)
         mean_s = self._work_s.value or work_s
@@ -310,4 +382,4 @@ class DecodeSide:
             wait_s = (first + min(queue.late, first / (LATE_EVERY - 1))) * each_s / workers
             if computing >= workers:
                 wait_s += each_s / (workers + 1)
-        return (wait_s + work_s) * self.remote_correction.factor + self._after_s()
+        return (wait_s + work_s) * self.remote_correction.factor

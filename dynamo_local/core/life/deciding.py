@@ -251,6 +251,9 @@ def _take_back(draft: Draft, worker: Worker, move: TakeBack) -> None:
     worker = draft.worker(worker.name)
     if worker.state is S.EXITED and not worker.sweeping:
         starting.remove(draft, worker.name)
+    elif worker.runs and worker.state is S.DRAINING and worker.asked_s is None:
+        # Its lease was revoked by somebody else. Now it is our order, too: written down, and with a deadline.
+        leaving.ask(draft, worker.name)
 
 
 def _record_intent(draft: Draft, worker: Worker, move: BeginDrain | TakeBack, **with_event: Any) -> None:
@@ -268,6 +271,8 @@ def _record_intent(draft: Draft, worker: Worker, move: BeginDrain | TakeBack, **
 
 def resume(draft: Draft, order: Resume) -> None:
     """Go on with every worker where the killed arbiter stood. The registry has been looked through."""
+    for worker in draft.workers():
+        observing.left_unseen(draft, worker)
     for name in order.gone:
         starting.ended_unseen(draft, name)
     for worker in draft.workers():
@@ -295,7 +300,8 @@ def _resume_running(draft: Draft, worker: Worker) -> None:
         draft.change(worker.name, write=False, due_s=draft.now_s + draft.template(worker.name).drain_deadline_s)
         _call_back(draft, worker, asked_by=None)
     elif worker.state is S.DRAINING:
-        leaving.ask(draft, worker.name)
+        if not worker.lease_gone:  # else it leaves by itself, and takes the time that it needs
+            leaving.ask(draft, worker.name)
     elif worker.state is S.FLIPPING:
         flipping.ask(draft, worker)
     elif TRAITS[worker.state].standby:

@@ -278,11 +278,11 @@ class Fleet:
 
     `restarts` are the sequences under way. `infra_ok`: etcd and NATS answered when last seen. `sampled_s`: when the
     workers were last asked for their loads. `look_s`: when the GPUs are looked at next, because somebody waits for
-    some; `looking`: that is under way. `unseen` are devices in quarantine only because nobody could look whether their
-    memory came back. `health_bound_s`: who answers nothing for so long is hung. `restart_revoked`: a worker whose lease
-    somebody else has revoked is started again once it has left; `revoked` are those that were not, by name with their
-    component, until a command decides anew about that component. `no_standby` are components of which no more workers
-    are started to sleep, and why. `host_free_bytes` is the main memory that was free when last seen.
+    some; `looking`: that is under way. `health_bound_s`: who answers nothing for so long is hung. `restart_revoked`: a
+    worker whose lease somebody else has revoked is started again once it has left; `revoked` are those that were not,
+    by name with their component, until a command decides anew about that component. `no_standby` are components of
+    which no more workers are started to sleep, and why. `host_free_bytes` is the main memory that was free when last
+    seen.
     """
 
     namespace: str
@@ -298,7 +298,6 @@ class Fleet:
     sampled_s: float | None = None
     look_s: float | None = None
     looking: bool = False
-    unseen: frozenset[str] = frozenset()
     leaving: Leaving | None = None
     no_standby: Mapping[str, str] = field(default_factory=dict)
     host_free_bytes: int | Missing = Missing("not sampled")  # noqa: RUF009 - frozen

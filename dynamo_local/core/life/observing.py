@@ -101,10 +101,22 @@ def unregistered(draft: Draft, worker: Worker, lease: str, why: str) -> None:
         return
     ours = worker.state is S.DRAINING
     guess: dict[str, Any] = {} if ours else {"due_s": None, "lapsed": _unheard(worker)}
-    if not ours and draft.fleet.restart_revoked and worker.course is Course.STEADY and draft.fleet.leaving is None:
+    if not ours and _comes_back(draft, worker):
         guess["course"] = Course.RESTARTING
         why += STARTED_AGAIN
     draft.apply(worker.name, event, **gone, **guess, lease_gone=not ours, reason=worker.reason or why)
+
+
+def _comes_back(draft: Draft, worker: Worker) -> bool:
+    """Whether one whose lease somebody else has revoked is started again once it has left."""
+    return draft.fleet.restart_revoked and worker.course is Course.STEADY and draft.fleet.leaving is None
+
+
+def left_unseen(draft: Draft, worker: Worker) -> None:
+    """It has written itself that it drains because its lease is gone; no arbiter has decided what follows that."""
+    if worker.lease_gone and worker.asked_s is None and worker.state is S.DRAINING and _comes_back(draft, worker):
+        reason = (worker.reason or "its lease was revoked, or has expired, while nobody watched") + STARTED_AGAIN
+        draft.change(worker.name, course=Course.RESTARTING, reason=reason)
 
 
 def registry_listed(draft: Draft, seen: RegistryListed) -> None:

@@ -339,14 +339,15 @@ def gpus_seen(draft: Draft, seen: GpusSeen) -> None:
 
 
 def _end_quarantines(draft: Draft) -> None:
-    """Of devices of which it is seen only now that they are empty."""
+    """Of devices that are seen to be empty after all: whoever held them has ended, or could not be looked at before."""
     ledger = draft.fleet.gpus
-    empty = {uuid for uuid in draft.fleet.unseen if ledger.occupant(uuid) is None}
-    for uuid in empty:
+    for uuid in draft.fleet.gpus.quarantined:
+        if uuid in ledger.vanished or ledger.occupant(uuid) is not None:
+            continue
         ledger = ledger.restore(uuid)
         told = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is seen to be empty: its quarantine ends"
         draft.do(Tell(told, Elsewhere()))
-    draft.set(gpus=ledger, unseen=draft.fleet.unseen - empty)
+    draft.set(gpus=ledger)
 
 
 def _returned(draft: Draft, worker: Worker, returning: GpuReturn, stale: str | None) -> None:
@@ -363,8 +364,6 @@ def _returned(draft: Draft, worker: Worker, returning: GpuReturn, stale: str | N
         unseen = f"nobody could see whether {worker.name} left its memory empty: {stale}"
         reasons = {uuid: unseen if stale is not None else f"{who[uuid]} still holds it {late}" for uuid in busy}
         draft.free_gpus(worker.name, reasons)
-        if stale is not None:
-            draft.set(unseen=draft.fleet.unseen | set(busy))
     if worker.state is S.EXITED:
         if not worker.sweeping:  # else it goes when that is done
             _removed(draft, worker.name)

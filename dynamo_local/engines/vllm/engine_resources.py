@@ -24,8 +24,8 @@ PORTS = range(20_000, 28_000)
 """Below 32768, where the kernel takes ports for outgoing connections: a port that is free now stays free."""
 PORTS_PER_ENGINE = 16
 """NIXL listens on the first plus the rank."""
-MODEL_INFOS = "modelinfos"
-"""vLLM's name for the folder, in its cache, of what it knows of models' classes."""
+SHARED = ("modelinfos/*.json", "torch_compile_cache/torch_aot_compile/*/rank_*/model")
+"""In a cache of vLLM's: what it knows of models' classes, and the graphs that it has compiled."""
 IPC_PATH_MAX = 107
 _IPC_NAME_BYTES = 40
 """Room for the names of vLLM's sockets (UUIDs), which are in the folder that we give."""
@@ -103,24 +103,27 @@ def _cache_folder(name: str, environ: Mapping[str, str], leases: list[socket.soc
         if held is not None:
             leases.append(held)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _share_model_infos(root, folder / MODEL_INFOS)
+            _share(root, folder)
             return folder
         n += 1
 
 
-def _share_model_infos(root: Path, own: Path) -> None:
-    """What vLLM found out about a model's class for another worker. It imports itself once more to find that out, in a
-    process of its own, which was half of a start of a worker whose name was new. Each file has a hash of the class's
-    source in it, so that one that is out of date is not used."""
+def _share(root: Path, own: Path) -> None:
+    """What vLLM found out, or compiled, for other workers. To look at a model's class it imports itself once more, in a
+    process of its own, which was half of a start of a worker whose name was new; to compile takes a minute.
+
+    Each file's name has a hash of what it was made of, and vLLM compares the sources again when it reads one; it writes
+    each under another name first. So a file is whole, and one that does not fit is made anew.
+    """
     try:
-        found = {file.name: file for file in sorted(root.glob(f"*/{MODEL_INFOS}/*.json"), key=os.path.getmtime)}
-        own.mkdir(mode=0o700, exist_ok=True)
-        for name, file in found.items():
-            if not (own / name).exists():
-                shutil.copyfile(file, own / f".{name}")
-                (own / f".{name}").replace(own / name)
+        for pattern in SHARED:
+            for file in sorted(root.glob(f"*/{pattern}"), key=os.path.getmtime, reverse=True):
+                mine = own / file.relative_to(root / file.relative_to(root).parts[0])
+                if not mine.exists():
+                    mine.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    os.link(file, mine)
     except OSError as error:  # another worker's folder was just removed: vLLM looks by itself
-        log.info("what vLLM knows of models was not shared: %s", error)
+        log.info("what vLLM has in the caches of other workers was not shared: %s", error)
 
 
 def _socket_folder(environ: Mapping[str, str]) -> Path:

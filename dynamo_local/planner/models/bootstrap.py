@@ -1,8 +1,5 @@
-"""A first model before there is traffic: from the workers' own benchmark, else from a profile. Pure: plain numbers in.
-
-The order is Dynamo's: what the workers measured themselves, then `profile-results-dir`, then live passes, which each
-model goes on learning from in any case.
-"""
+"""A first model before there is traffic, from a profile. Pure: plain numbers in. Each model goes on learning from live
+passes in any case."""
 
 from __future__ import annotations
 
@@ -16,15 +13,10 @@ from dynamo_local.planner.values.passes import EngineId, ForwardPass, Requests
 _PROFILED = EngineId("profile")
 
 
-def bootstrapped(
-    model: PassModel, *, worker: Sequence[ForwardPass] = (), profile: Sequence[ForwardPass] = ()
-) -> PassModel:
-    """The model trained with the first of both that makes it ready; as it is where neither does."""
-    for source, passes in (("worker", worker), ("profile", profile)):
-        known = model.trained(passes, source)
-        if known.ready:
-            return known
-    return model
+def bootstrapped(model: PassModel, profile: Sequence[ForwardPass]) -> PassModel:
+    """The model trained with a profile's passes; as it is where they do not make it ready."""
+    known = model.trained(profile, "profile")
+    return known if known.ready else model
 
 
 def prefill_passes(isl: Sequence[float], ttft_ms: Sequence[float]) -> tuple[ForwardPass, ...]:

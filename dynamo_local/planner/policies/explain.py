@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 
 from dynamo_local.planner.policies.throughput_load.explaining import NAMES
 from dynamo_local.planner.values.decisions import Counterfactual, Decision, Reason, Rule
@@ -125,8 +127,11 @@ def _otherwise(other: Counterfactual) -> str:
 
 
 def _rounded(other: Counterfactual) -> str:
-    """The needed value, rounded for a person; `above 0.9` for the float just beyond 0.9."""
+    """For a person: `above 0.9` for the float just beyond 0.9, else six digits, rounded away from what there was."""
     text = f"{other.needed:.6g}"
     if float(text) == other.needed:
         return text
-    return f"{'above' if other.needed > float(text) else 'below'} {text}"
+    if math.isclose(float(text), other.needed, rel_tol=1e-9):
+        return f"{'above' if other.needed > float(text) else 'below'} {text}"
+    away = ROUND_CEILING if other.needed > other.value else ROUND_FLOOR
+    return f"{Context(6, away).create_decimal_from_float(other.needed):g}"

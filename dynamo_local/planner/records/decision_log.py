@@ -95,7 +95,7 @@ def _window(logged: Record) -> Iterator[str]:
 
 def _became(component: str, step: StepOutcome) -> str:
     if step.outcome is Outcome.COMMITTED:
-        return f"{component}: carried out on {', '.join(step.workers) or 'no worker'}"
+        return f"{component}: carried out{' on ' if step.workers else ''}{', '.join(step.workers)}"
     if step.outcome is Outcome.REFUSED:
         return f"{component}: refused ({step.reason}); it is decided again by the next interval"
     if step.outcome is Outcome.NO_OPERATION:

@@ -1,11 +1,10 @@
 """What a replay needs of a planner's ticks: the policy's options, all that it was shown, and what it decided then.
 
 `decisions.jsonl` sums a decision up for people. This log, beside it, has the pulls whole, also those that decided
-nothing: a policy remembers them. A pull is written as short lists, packed (zlib, base64): measured with
-values by chance, a tick of `throughput-load` with 64 engines of 64 passes each takes 225 kB, one of `load` with 64
-workers 2.5 kB. The file is bounded and
-rotated as the decision log is; the options are written again now and then, so that a log whose beginning has gone can
-still be read.
+nothing: a policy remembers them. A pull is written packed (zlib, base64), its passes as columns (`columns`): values by
+chance, which pack worst, 73 kB for 64 new passes of each of 64 engines. The file is rotated as the decision log is,
+and bounded so that an hour of that, at a tick every five seconds, is always in it; the options are written again now
+and then, so that a log whose beginning has gone can still be read.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, fields
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, na
 from dynamo_local.planner.policies.sla.options import SlaOptions
 from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
+from dynamo_local.planner.records import columns
 from dynamo_local.planner.values.decisions import Decision
 from dynamo_local.planner.values.passes import Capabilities, EngineId, Engines, EngineSeen, ForwardPass, Requests
 from dynamo_local.planner.values.pools import Pool, WorkerPools
@@ -37,9 +39,11 @@ from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.system.logs import jsonl
 from dynamo_local.system.logs.jsonl import JsonLog, Record
 
-VERSION = 1
-"""Of the records' form. A reader refuses a newer one."""
+VERSION = 2
+"""Of the records' form. Another one is refused."""
 FILE_NAME = "ticks.jsonl"
+MAX_BYTES = 20 * 1024 * 1024
+"""Of each of its four files; three of them are always full, once the oldest had to go."""
 BEGAN, GOES_ON, CHANGED, MANUAL, TICK = "began", "goes_on", "changed", "manual", "tick"
 KINDS: jsonl.Kinds = (("seq", int), ("version", int), ("kind", str), ("at_s", (int, float)))
 
@@ -56,6 +60,9 @@ class TickLog(JsonLog):
 
     what = "tick"
     kinds = KINDS
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, kept: int = jsonl.KEPT) -> None:
+        super().__init__(path, max_bytes=max_bytes, kept=kept)
 
 
 class Recorder(Protocol):
@@ -92,12 +99,12 @@ def tick_log_path(logs: Path) -> Path:
 
 
 def oldest_first(path: Path) -> Iterator[Record]:
-    """All records in order, rotated files included, one at a time. Raises `BadInput` for one of a newer version."""
+    """All records in order, rotated files included, one at a time. Raises `BadInput` for one of another version."""
     for record in jsonl.oldest_first(path, KINDS):
-        if record["version"] > VERSION:
+        if record["version"] != VERSION:
             raise BadInput(
-                f"{path}: record {record['seq']} has version {record['version']}, this dynamo-local reads up to "
-                f"{VERSION}: replay it with the one that wrote it, or a newer one"
+                f"{path}: record {record['seq']} has version {record['version']}, this dynamo-local reads {VERSION}: "
+                f"replay it with the one that wrote it"
             )
         yield record
 
@@ -128,22 +135,12 @@ def tick_record(pull: Pull, decision: Decision | None) -> dict[str, Any]:
     """A line of the log: a tick, with all of its pull. Some milliseconds for thousands of passes: not on the loop."""
     found = decided(decision)
     told = None if found is None else found._asdict()
-    return {**_head(TICK, pull.at_s), "decided": told, "pull": base64.b64encode(_packed(pull)).decode()}
+    small = zlib.compress(json.dumps(_pull_out(pull), separators=(",", ":")).encode())
+    return {**_head(TICK, pull.at_s), "decided": told, "pull": _text(small), "passes": _text(_passes_out(pull.engines))}
 
 
-def _packed(pull: Pull) -> bytes:
-    """Engine by engine. `json.dumps` of thousands of passes at once takes 8 ms, in which no other thread has the
-    interpreter: the arbiter's loop would stand still for a record that is made beside it."""
-    packer = zlib.compressobj(6)
-    told = _dumped(_pull_out(pull))
-    packed = [packer.compress(f'{told[:-1]},"engines":['.encode())]
-    for n, (engine, seen) in enumerate(pull.engines.items()):
-        packed.append(packer.compress(f"{',' if n else ''}{_dumped(_engine_out(engine, seen))}".encode()))
-    return b"".join([*packed, packer.compress(b"]}"), packer.flush()])
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def options_in(record: Record) -> PolicyOptions:
@@ -160,8 +157,9 @@ def tick_in(record: Record) -> tuple[Pull, Decided | None]:
     try:
         told = record["decided"]
         raw = zlib.decompress(base64.b64decode(record["pull"], validate=True))
-        return _pull_in(json.loads(raw)), None if told is None else Decided(**told)
-    except (KeyError, TypeError, ValueError, IndexError, zlib.error) as error:
+        passes = _passes_in(base64.b64decode(record["passes"], validate=True))
+        return _pull_in(json.loads(raw), passes), None if told is None else Decided(**told)
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration, zlib.error) as error:
         raise _bad(record, error) from None
 
 
@@ -175,8 +173,6 @@ def _head(kind: str, at_s: float) -> dict[str, Any]:
 
 
 # --- a pull as lists ---------------------------------------------------------------------------------
-
-_REQUESTS = tuple(field.name for field in fields(Requests))
 
 
 def _out(value: Any) -> Any:
@@ -201,22 +197,25 @@ def _pull_out(pull: Pull) -> dict[str, Any]:
         else _out(traffic),
         "capabilities": {name: asdict(told) for name, told in pull.capabilities.items()},
         "blind": pull.blind,
+        "engines": [_engine_out(engine, seen) for engine, seen in pull.engines.items()],
         **({} if pull.requests is None else {"requests": _clients_out(pull.requests)}),
     }
 
 
-def _engine_out(engine: EngineId, seen: EngineSeen) -> list[Any]:
-    return [engine.worker_id, engine.dp_rank, seen.component, _pass_out(seen.last), [*map(_pass_out, seen.passes)]]
-
-
-def _pull_in(told: Mapping[str, Any]) -> Pull:
+def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Pull:
+    """`passes` are those of all its engines, one after the other."""
     pools, traffic = told["pools"], told["traffic"]
     prefill = None if pools["prefill"] is None else Pool(**pools["prefill"])
     engines: dict[EngineId, EngineSeen] = {}
-    for worker, rank, component, last, passes in told["engines"]:
+    for worker, rank, component, count, last in told["engines"]:
         engine = EngineId(worker, rank)
-        known = tuple(_pass_in(engine, one) for one in passes)
-        engines[engine] = EngineSeen(component, known, _in(last) if isinstance(last, dict) else _pass_in(engine, last))
+        known = tuple(_pass_in(engine, row) for row in islice(passes, count))
+        if isinstance(last, dict):
+            engines[engine] = EngineSeen(component, known, _in(last))
+        else:
+            engines[engine] = EngineSeen(
+                component, known, known[-1] if last == _IN_THEM else _pass_in(engine, next(passes))
+            )
     seen: Engines = engines
     return Pull(
         Reading(told["at_s"], _in(told["queue"]), {name: _load_in(load) for name, load in told["loads"].items()}),
@@ -252,20 +251,40 @@ def _load_in(told: Mapping[str, Any]) -> Load | Missing:
     return Load(**{name: _in(value) for name, value in told["load"].items()})
 
 
-def _pass_out(one: ForwardPass | Missing) -> Any:
-    if isinstance(one, Missing):
-        return {"missing": one.reason}
-    return [one.counter_id, one.wall_time_s, one.at_s, _requests_out(one.scheduled), _requests_out(one.queued)]
+# --- passes as columns -------------------------------------------------------------------------------
+
+_Row = tuple[Any, ...]
+_IN_THEM, _BEHIND_THEM = "in them", "behind them"
+"""Where an engine's last pass is: the last of those that came, or (a heartbeat) the next one in the columns."""
+_COUNTS = attrgetter(*(field.name for field in fields(Requests)))
+_WIDTH = len(fields(Requests))
 
 
-def _pass_in(engine: EngineId, told: list[Any]) -> ForwardPass:
-    counter_id, wall_time_s, at_s, scheduled, queued = told
-    return ForwardPass(engine, counter_id, wall_time_s, Requests(*scheduled), Requests(*queued), at_s)
+def _engine_out(engine: EngineId, seen: EngineSeen) -> list[Any]:
+    """What is not in the columns: whose passes, how many, and which was the last."""
+    last = _out(seen.last) if isinstance(seen.last, Missing) else _BEHIND_THEM if _behind(seen) else _IN_THEM
+    return [engine.worker_id, engine.dp_rank, seen.component, len(seen.passes), last]
 
 
-def _requests_out(requests: Requests) -> list[float]:
-    """Its numbers, without the zeros at the end: most are."""
-    values = [getattr(requests, name) for name in _REQUESTS]
-    while values and not values[-1]:
-        values.pop()
-    return values
+def _behind(seen: EngineSeen) -> bool:
+    return not seen.passes or seen.passes[-1] != seen.last
+
+
+def _passes_out(engines: Engines) -> bytes:
+    rows = [
+        (one.counter_id, one.wall_time_s, one.at_s, *_COUNTS(one.scheduled), *_COUNTS(one.queued))
+        for seen in engines.values()
+        for one in ((*seen.passes, seen.last) if _behind(seen) else seen.passes)
+        if not isinstance(one, Missing)
+    ]
+    return columns.packed([*zip(*rows, strict=True)])
+
+
+def _passes_in(data: bytes) -> Iterator[_Row]:
+    return zip(*columns.unpacked(data), strict=True)
+
+
+def _pass_in(engine: EngineId, row: _Row) -> ForwardPass:
+    counter_id, wall_time_s, at_s, *counts = row
+    scheduled, queued = Requests(*counts[:_WIDTH]), Requests(*counts[_WIDTH:])
+    return ForwardPass(engine, counter_id, wall_time_s, scheduled, queued, at_s)

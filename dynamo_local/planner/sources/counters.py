@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dynamo_local.core.traffic import HIT_RATE, REQUESTS
+from dynamo_local.core.traffic import ACCEPT_LENGTH, HIT_RATE, REQUESTS
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.values.traffic import UNKNOWN, Traffic
 
@@ -171,6 +171,9 @@ def _accept_length(engines: Counters, told: bool) -> float | Missing:
     """Tokens per decode pass: 1 where the engines that were counted (`told`: there were some) do not speculate."""
     if not told:
         return UNKNOWN
+    told_by_engines = _mean(engines, ACCEPT_LENGTH)
+    if not isinstance(told_by_engines, Missing):
+        return max(1.0, told_by_engines)
     if "drafts" not in engines:
         return 1.0
     drafted = engines["drafts"]

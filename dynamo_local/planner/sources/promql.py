@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo_local.core.traffic import ENDED, HISTOGRAMS, HIT_RATE_METRIC, STARTED
+from dynamo_local.core.traffic import ACCEPT_LENGTH_METRICS, ENDED, HISTOGRAMS, HIT_RATE_METRIC, STARTED
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.values.traffic import Traffic
 
@@ -21,7 +21,6 @@ BY = "sum by (model,dynamo_namespace)"
 NOW = "vector(time())"
 """The server's time: all other questions are asked about that moment, or means of sums and counts would not fit."""
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_drafts_total"
-ACCEPT_LENGTHS = ("sglang:spec_accept_length", "trtllm_spec_decode_acceptance_length")
 MEANS = ("ttft_s", "itl_s", "duration_s", "isl", "osl")
 
 
@@ -53,7 +52,7 @@ def queries(metrics: Metrics, window_s: float) -> dict[str, str]:
     for name in MEANS:
         for part in ("sum", "count"):
             asked[f"{name}_{part}"] = f"{BY}(increase({prefix}{HISTOGRAMS[name]}_{part}{window}))"
-    for metric in ACCEPT_LENGTHS:
+    for metric in ACCEPT_LENGTH_METRICS:
         asked[metric] = f"avg by (model,dynamo_namespace)(avg_over_time({metric}{window}))"
     return asked
 
@@ -100,7 +99,7 @@ def _accept_length(answers: Answers, model: str | None, namespace: str) -> float
     accepted, drafts = (_total(answers.get(name, ()), model, namespace) for name in ("accepted", "drafts"))
     if accepted is not None and drafts:
         return 1.0 + accepted / drafts
-    for metric in ACCEPT_LENGTHS:
+    for metric in ACCEPT_LENGTH_METRICS:
         told = [one.value for one in _chosen(answers.get(metric, ()), model, namespace)]
         if told:
             return sum(told) / len(told)

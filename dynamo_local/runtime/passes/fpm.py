@@ -19,6 +19,9 @@ VERSION = 1
 MAX_BYTES = 16 * 1024
 """A pass has some three hundred."""
 
+SHORTEST_S = 1e-6
+"""A pass that took less is still a pass: 0 would be a heartbeat."""
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _WorkerId = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,20}$")]
 
@@ -90,8 +93,12 @@ def encode_pass(passed: ForwardPass, worker_id: str | None = None) -> bytes:
     )
 
 
-def decode_pass(data: bytes, at_s: float = 0.0) -> ForwardPass | None:
-    """The pass, with `at_s`; None for what is none, whatever it is."""
+def decode_pass(data: bytes, at_s: float = 0.0, *, exact: bool = True) -> ForwardPass | None:
+    """The pass, with `at_s`; None for what is none, whatever it is.
+
+    Without `exact` its time is in whole microseconds and its variances are whole: digits that nobody measured would be
+    most of a log of passes.
+    """
     if len(data) > MAX_BYTES:
         return None
     try:
@@ -99,7 +106,7 @@ def decode_pass(data: bytes, at_s: float = 0.0) -> ForwardPass | None:
     except UNREADABLE:
         return None
     scheduled, queued = found.scheduled_requests, found.queued_requests
-    floats = (
+    wall_time_s, *variances = floats = (
         found.wall_time,
         scheduled.var_prefill_length,
         scheduled.var_decode_kv_tokens,
@@ -108,26 +115,30 @@ def decode_pass(data: bytes, at_s: float = 0.0) -> ForwardPass | None:
     )
     if found.version != VERSION or not all(0.0 <= value < math.inf for value in floats):
         return None
+    if not exact:
+        wall_time_s = max(round(wall_time_s, 6), SHORTEST_S) if wall_time_s else 0.0
+        variances = [round(value, 0) for value in variances]
+    prefills_vary, decodes_vary, queued_prefills_vary, queued_decodes_vary = variances
     return ForwardPass(
         EngineId(found.worker_id, found.dp_rank),
         found.counter_id,
-        found.wall_time,
+        wall_time_s,
         Requests(
             scheduled.num_prefill_requests,
             scheduled.sum_prefill_tokens,
-            scheduled.var_prefill_length,
+            prefills_vary,
             scheduled.sum_prefill_kv_tokens,
             scheduled.num_decode_requests,
             scheduled.sum_decode_kv_tokens,
-            scheduled.var_decode_kv_tokens,
+            decodes_vary,
         ),
         Requests(
             num_prefill_requests=queued.num_prefill_requests,
             sum_prefill_tokens=queued.sum_prefill_tokens,
-            var_prefill_length=queued.var_prefill_length,
+            var_prefill_length=queued_prefills_vary,
             num_decode_requests=queued.num_decode_requests,
             sum_decode_kv_tokens=queued.sum_decode_kv_tokens,
-            var_decode_kv_tokens=queued.var_decode_kv_tokens,
+            var_decode_kv_tokens=queued_decodes_vary,
         ),
         at_s,
     )

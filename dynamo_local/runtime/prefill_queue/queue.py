@@ -103,6 +103,7 @@ class JetStreamPrefillQueue:
         self._inbox = PullInbox(nats, f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{CONSUMER}")
         self._late_inbox = PullInbox(nats, f"$JS.API.CONSUMER.MSG.NEXT.{self._late_stream}.{CONSUMER}")
         self._turns = Turns()
+        self.deferred = self.late_pulled = 0
 
     async def start(self, *, purge_stale: bool = False) -> None:
         """Create what is missing. `purge_stale` (the arbiter's start) drops the entries and dead letters
@@ -271,6 +272,7 @@ class JetStreamPrefillQueue:
             await self._bury(msg, attempt, error.message)
             return None
         self._turns.pulled(late=late)
+        self.late_pulled += late
         return JetStreamPulledTask(self._nats, msg, PrefillTask(request_id, payload, attempt, x_request_id()))
 
     async def _drop(self, msg: Msg, why: str) -> None:
@@ -285,6 +287,7 @@ class JetStreamPrefillQueue:
         with nats_call(self._nats, f"move a prefill entry to {self._late_stream}"):
             await self._js.publish(subject, msg.data, timeout=CALL_TIMEOUT_S, headers=headers)
             await msg.ack_sync(CALL_TIMEOUT_S)
+        self.deferred += 1
 
     async def _bury(self, msg: Msg, attempts: int, reason: str) -> None:
         """Move the entry to the dead letters: copy, then remove. If we die in between, the next copy has the same

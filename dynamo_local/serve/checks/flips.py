@@ -1,7 +1,8 @@
 """Which components' workers can change their role with each other: those whose engines are the same.
 
 A flip keeps the process and its engine, so whatever an engine was started with must be the same in both sections: the
-model, GPUs per worker, the engine and all of its arguments. What only a role reads may differ.
+model, GPUs per worker, the engine and all of its arguments. What only a role reads may differ. The same goes for two
+commands that are servers with a call that changes their role: their words may differ in the role's own name.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from dynamo_local.commands.http_server.driver import HttpConfig
+from dynamo_local.commands.launching import HTTP
 from dynamo_local.components.engine_options import EngineConfig
 from dynamo_local.config import Config
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
@@ -20,8 +23,10 @@ ONLY_TOLD = frozenset({"forward_passes", "fpm_events", "served_model_name"})
 """Fields of both sections that the engine does not read; `name`, which the second makes, is compared."""
 NO_PARTNER = "no other component has an engine like its own"
 NOT_WANTED = "flippable is false in its ServiceArgs"
+ONLY_OURS = frozenset({"role", "runtime", "command", "stop_timeout_s", "health_bound_s"})
+"""Fields of both sections of servers that the server does not read; its command is compared apart."""
 NOT_OURS = {
-    "http": "runtime: http has a server of its own that takes its role when it starts, and no call to change it",
+    HTTP: "runtime: http has a server of its own, and its section names no call that changes its role (`role-switch`)",
     "dynamo-1x": "workers of Dynamo 1.x take their role when they start, and register it themselves",
 }
 
@@ -53,7 +58,7 @@ def _saying(spec: GraphSpec, said: dict[str, tuple[str | None, str]]) -> GraphSp
 
 def _own(spec: ServiceSpec) -> str | None:
     """Why workers of that service cannot flip, whatever the others are."""
-    if spec.runtime is not None:
+    if spec.runtime is not None and not (spec.runtime == HTTP and spec.config.get("role_switch")):
         return NOT_OURS.get(spec.runtime, f"runtime: {spec.runtime}: what its command does is not ours to change")
     return None if spec.flippable else NOT_WANTED
 
@@ -61,12 +66,15 @@ def _own(spec: ServiceSpec) -> str | None:
 def _class(graph: LoadedGraph, spec: ServiceSpec) -> str | None:
     service = graph.services[spec.name]
     model = service.config_model
-    if model is None or not issubclass(model, EngineConfig) or not hasattr(service.inner, "hand_over"):
+    if model is None or not issubclass(model, EngineConfig | HttpConfig) or not hasattr(service.inner, "hand_over"):
         return "its class cannot hand its engine over (`sdk.flipping.Flippable`)"
     return None
 
 
 def _differences(graph: LoadedGraph, config: Config, one: ServiceSpec, other: ServiceSpec) -> Iterator[str]:
+    if one.runtime != other.runtime:
+        yield f"runtime: {one.runtime or 'none'} in {one.name}, {other.runtime or 'none'} in {other.name}"
+        return
     first, second = (_settings(graph, config, each) for each in (one, other))
     if not getattr(second, "remote_prefill", True):
         yield f"{other.name}: remote-prefill is off, so that no prefill worker would have work"
@@ -88,6 +96,9 @@ def _settings(graph: LoadedGraph, config: Config, spec: ServiceSpec) -> Any:
 
 def _engine_of(settings: Any) -> dict[str, Any]:
     """What its engine is started with."""
+    if isinstance(settings, HttpConfig):
+        words = tuple("{role}" if word == settings.role else word for word in settings.words)
+        return {**settings.model_dump(exclude=set(ONLY_OURS)), "command": words}
     fields = {key: getattr(settings, key) for key in EngineConfig.model_fields if key not in ONLY_TOLD}
     given = {str(key).replace("-", "_"): value for key, value in (settings.model_extra or {}).items()}
     return {**fields, **given, "engine": settings.engine_name, "name": settings.name}

@@ -62,7 +62,9 @@ def run_status(parts: Parts, state: str, following: Following | None) -> dict[st
         "tasks": parts.tasks.status(),
         "notes": parts.notes.as_json(fleet),
         "workers": [
-            worker_status(each, fleet, log_file(each.born_as), now_s, waits_for(each.name))
+            worker_status(
+                each, fleet, log_file(each.born_as), now_s, waits_for(each.name), parts.sampling.dispatch.get(each.name)
+            )
             for each in fleet.workers.values()
         ],
     }

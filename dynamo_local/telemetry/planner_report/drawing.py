@@ -19,6 +19,7 @@ HEADROOM = 1.08
 """So much of the highest value is shown: a line at the upper edge would be half hidden."""
 TIMES = 6
 """Labels below a chart."""
+DAY_S = 86_400
 _ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -86,7 +87,7 @@ def y_ticks(highest: float) -> list[float]:
 
 
 def _y_axis(ticks: Sequence[float], unit: str) -> str:
-    found = [f'<text x="8" y="{TOP + 4}" fill="#666666">{escape(unit)}</text>']
+    found = [f'<text x="8" y="{TOP - 10}" fill="#666666">{escape(unit)}</text>']
     for tick in ticks:
         at = TOP + HIGH * (1 - tick / ticks[-1])
         found.append(
@@ -99,12 +100,13 @@ def _y_axis(ticks: Sequence[float], unit: str) -> str:
 def times_svg(points: Sequence[Point]) -> str:
     """Labels of the time, UTC."""
     began_s, ended_s = points[0].wall_s, points[-1].wall_s
+    inner = "%H:%M:%S" if ended_s - began_s < DAY_S else "%m-%d %H:%M"
     found = []
     for n in range(TIMES):
         share = n / (TIMES - 1)
         at = datetime.fromtimestamp(began_s + share * (ended_s - began_s), UTC)
         anchor = "start" if n == 0 else "end" if n == TIMES - 1 else "middle"
-        label = f"{at:%m-%d %H:%M:%S}" if n in (0, TIMES - 1) else f"{at:%H:%M:%S}"
+        label = f"{at:%m-%d %H:%M:%S}" if n in (0, TIMES - 1) else f"{at:{inner}}"
         found.append(
             f'<text class="time" x="{LEFT + share * WIDE:.1f}" y="{TOP + HIGH + 16}" '
             f'text-anchor="{anchor}" fill="#444444">{label}</text>'

@@ -34,6 +34,8 @@ ROWS_MAX = 100
 """Of the table of changes; the timeline has more of them."""
 LANE = 40
 """Pixels of a component in the timeline."""
+LABEL, LABEL_MAX = 9, 14
+"""Letters of its name that fit before the lane; and that do so narrower."""
 
 
 def page(found: Gathered, title: str) -> str:
@@ -48,7 +50,7 @@ def page(found: Gathered, title: str) -> str:
         per_point=found.per_point,
         facts=list(facts(found)),
         charts=[svg.replace("<svg ", f'<svg data-chart="{n}" ', 1) for n, svg in drawn],
-        timeline=timeline(inside, found.points) if inside else None,
+        timeline=timeline(inside, found.points, found.changed) if inside else None,
         rules=sorted(found.rules.items(), key=lambda item: (item[0][0], -item[1])),
         decisions=found.decisions,
         rows=changes[-ROWS_MAX:][::-1],
@@ -117,14 +119,17 @@ def _change(line: Line) -> dict[str, Any]:
     }
 
 
-def timeline(changes: Sequence[dict[str, Any]], points: Sequence[Point]) -> str:
-    """A lane for each component: up and down, carried out or not."""
+def timeline(changes: Sequence[dict[str, Any]], points: Sequence[Point], changed: int) -> str:
+    """A lane for each component: up and down, carried out or not. `changed`: so many decisions had a step."""
+    told = f" (the last {len(changes)} of {changed:,})" if len(changes) < changed else ""
     components = sorted({component for change in changes for component in change["steps"]})
     high = LANE * len(components)
     lanes = []
     for n, component in enumerate(components):
         middle = TOP + LANE * n + LANE // 2
-        lanes.append(f'<text x="{LEFT - 6}" y="{middle + 4}" text-anchor="end">{_short(component)}</text>')
+        name = _short(component)
+        narrow = "" if len(name) <= LABEL else f' textLength="{LEFT - 10}" lengthAdjust="spacingAndGlyphs"'
+        lanes.append(f'<text x="{LEFT - 6}" y="{middle + 4}" text-anchor="end"{narrow}>{name}</text>')
         lanes.append(f'<line x1="{LEFT}" x2="{LEFT + WIDE}" y1="{middle}" y2="{middle}" stroke="#e4e4e4"/>')
     marks = []
     for change in changes:
@@ -143,7 +148,7 @@ def timeline(changes: Sequence[dict[str, Any]], points: Sequence[Point]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" data-chart="changes" class="chart" '
         f'viewBox="0 0 {CHART_WIDTH} {TOP + high + 30}" font-family="sans-serif" font-size="11">'
         f'<text x="{LEFT}" y="14" font-size="13" font-weight="bold">Decisions with a step</text>'
-        f'<text x="{LEFT + 170}" y="14">up: more workers; down: fewer; red: refused; blue: waits for a GPU</text>'
+        f'<text x="{LEFT + 170}" y="14">up: more workers; down: fewer; red: refused; blue: waits for a GPU{told}</text>'
         f"{''.join(lanes)}{times}"
         f'<svg class="curves" x="{LEFT}" y="{TOP}" width="{WIDE}" height="{high}" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'preserveAspectRatio="none">{"".join(marks)}</svg>'
@@ -155,7 +160,7 @@ def timeline(changes: Sequence[dict[str, Any]], points: Sequence[Point]) -> str:
 def _short(component: str) -> str:
     """A name that fits before the lane, without what a markup could begin with."""
     kept = "".join(letter for letter in component if letter.isalnum() or letter in "_-")
-    return kept if len(kept) <= 11 else f"{kept[:10]}…"
+    return kept if len(kept) <= LABEL_MAX else f"{kept[: LABEL_MAX - 1]}…"
 
 
 # --- what the script reads -----------------------------------------------------------------------

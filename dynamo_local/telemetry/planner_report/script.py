@@ -34,9 +34,10 @@ function show() {
     const height = curves.viewBox.baseVal.height;
     curves.setAttribute('viewBox', `${view[0]} 0 ${view[1] - view[0]} ${height}`);
     const labels = [...chart.querySelectorAll('text.time')];
+    const days = timeAt(view[1]) - timeAt(view[0]) >= 86400;
     labels.forEach((label, n) => {
       const time = told(timeAt(view[0] + (view[1] - view[0]) * n / (labels.length - 1)));
-      label.textContent = n === 0 || n === labels.length - 1 ? time : time.slice(6);
+      label.textContent = n === 0 || n === labels.length - 1 ? time : days ? time.slice(0, 11) : time.slice(6);
     });
   }
 }

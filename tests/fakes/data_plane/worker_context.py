@@ -111,6 +111,7 @@ class FakeWorkerContext:
         self.replies = FakePrefillReplies(cluster.switchboard, f"replies.{lease_id}")
         self._cluster = cluster
         self.work_source: Callable[[], Work] = Work
+        self.dispatch_source: Callable[[], Mapping[str, float]] | None = None
         self.vital_tasks: list[asyncio.Task[None]] = []
         self._drain_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._resume_callbacks: list[Callable[[], Awaitable[None]]] = []
@@ -126,6 +127,9 @@ class FakeWorkerContext:
 
     def on_resume(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._resume_callbacks.append(callback)
+
+    def set_dispatch_source(self, source: Callable[[], Mapping[str, float]]) -> None:
+        self.dispatch_source = source
 
     def set_sleeper(self, sleeper: EngineSleeper) -> None:
         """See `WorkerContext`."""

@@ -98,6 +98,7 @@ class FakePrefillQueue:
         self.max_deliver = max_deliver
         self.clock = clock or AsyncioClock()
         self._turns = Turns()
+        self.deferred = self.late_pulled = 0
 
     async def start(self, *, purge_stale: bool = False) -> None:
         self.server.check()
@@ -141,6 +142,7 @@ class FakePrefillQueue:
             for entry in self._in_turn([e for e in self.server.entries.values() if e.visible_at_s <= now_s]):
                 if (pulled := self._deliver(entry)) is not None:
                     self._turns.pulled(late=entry.late)
+                    self.late_pulled += entry.late
                     return pulled
             if now_s >= deadline_s:
                 return None
@@ -170,6 +172,7 @@ class FakePrefillQueue:
             others = any(e.deliveries == 0 and e is not entry and not e.late for e in self.server.entries.values())
             if others and is_late(entry.start_by_s, self.clock.wall_s()):
                 entry.late = True
+                self.deferred += 1
                 late.append(entry)
                 continue
             yield entry

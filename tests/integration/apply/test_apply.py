@@ -16,7 +16,7 @@ from tests.drivers.served import AGG, EXAMPLE, Served, auntil, until
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 APPLY_TIMEOUT_S = 120.0
-REQUESTS = 500
+REQUESTS = 200
 BASE: dict[str, Any] = yaml.safe_load((EXAMPLE / "configs" / "agg.yaml").read_text())
 
 
@@ -76,7 +76,7 @@ async def graph(shared: Served) -> Served:
 
 
 async def test_options_counts_and_the_planner_change_under_load_and_nothing_is_dropped(graph: Served) -> None:
-    """Of 500 requests: the workers get new processes one by one, one more comes, the rest keep theirs."""
+    """Of 200 requests: the workers get new processes one by one, one more comes, the rest keep theirs."""
     before = graph.pids()
     planner = {"Planner": {"enabled": False, "max-gpu-budget": 4}}
     wanted = config(VllmWorker={"sim": {"speed": 2.0}, "ServiceArgs": {"workers": 3}}, **planner)
@@ -138,6 +138,7 @@ def test_what_cannot_be_applied_is_refused_before_anything_happens(shared: Serve
     assert (shared.pids(), shared.statefile()["environment"]) == (pids, before["environment"])
 
 
+@pytest.mark.full
 async def test_a_configuration_that_does_not_start_stops_at_the_first_worker_and_the_old_file_undoes_it(
     graph: Served,
 ) -> None:
@@ -161,6 +162,7 @@ async def test_a_configuration_that_does_not_start_stops_at_the_first_worker_and
     assert {name for name, pid in graph.pids().items() if before[name] == pid} == before.keys() - {"VllmWorker_1"}
 
 
+@pytest.mark.full
 async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
     """So does a killed arbiter its successor: with the new file `--adopt` goes on, with the old one it is refused."""
     with folder_with_config() as served:
@@ -189,6 +191,7 @@ async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
         assert not any(row["outdated"] for row in served.status()["workers"])
 
 
+@pytest.mark.full
 def test_commands_come_and_go_with_the_file() -> None:
     """A graph of commands: one section more, one less; what stays keeps its process."""
 

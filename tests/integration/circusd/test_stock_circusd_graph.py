@@ -322,6 +322,7 @@ def test_a_deployment_that_cannot_run_is_said_once() -> None:
         assert under.watchers() == {}
 
 
+@pytest.mark.full
 def test_the_shipped_circus_ini_runs() -> None:
     """As its own comment says."""
     with Served() as served:

@@ -50,6 +50,7 @@ async def ask_long(http: AsyncOpenAI, number: int, turn: int) -> str | None:
     return None if right else f"client {number}, turn {turn}: wrong answer, {answer[1]}"
 
 
+@pytest.mark.full
 async def test_drains_under_load_lose_nothing_and_each_prompt_goes_where_it_costs_less(graph: Served) -> None:
     """Prefills queue up and streams run on both sides: some prompts go here and some there, as the estimates say, while
     a prefill worker and a decode worker leave and come back."""
@@ -72,6 +73,7 @@ async def test_drains_under_load_lose_nothing_and_each_prompt_goes_where_it_cost
     assert [each for each in clear if each[0] is not (each[2] < each[1])] == []
 
 
+@pytest.mark.full
 async def test_nothing_is_left_in_either_line_of_the_queue(graph: Served) -> None:
     """Both lines are empty once the load has ended."""
     async with load(graph, 4, ask_long) as found:
@@ -80,6 +82,7 @@ async def test_nothing_is_left_in_either_line_of_the_queue(graph: Served) -> Non
     await auntil(lambda: graph.status()["prefill_queue"]["outstanding"] == 0, what=graph.status)
 
 
+@pytest.mark.full
 async def test_without_prefill_workers_all_is_local(graph: Served) -> None:
     """The decision says why, and nothing waits for a queue that nobody pulls from."""
     await ascale(graph, "PrefillWorker", "=0", force=True)

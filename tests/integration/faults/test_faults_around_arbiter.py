@@ -220,6 +220,7 @@ def test_the_workers_are_known_by_their_marks(echo: Served) -> None:
 # --- descriptors ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_worker_that_is_started_while_the_arbiter_may_open_few_files_may_open_more() -> None:
     """It inherits the arbiter's limit: a frontend of that time would later reset its clients' connections."""
     with alone() as served:

@@ -38,6 +38,7 @@ def test_a_worker_that_is_added_is_shown_in_the_foreground() -> None:
             until(lambda line=line: line in served.foreground_output(), 30.0, what=served.foreground_output)
 
 
+@pytest.mark.full
 def test_a_terminal_that_is_closed_ends_nothing() -> None:
     """The run goes on, with what watches over its logs: their rotation died at the first line that nobody could see."""
     with Served(target=("talks:Talks",), files={"talks.py": TALKS}, frontend=False) as served:
@@ -54,6 +55,7 @@ def test_a_terminal_that_is_closed_ends_nothing() -> None:
         assert process.wait(30.0) == 0
 
 
+@pytest.mark.full
 def test_the_foreground_shows_workers_and_no_servers() -> None:
     """etcd's warnings stood between the lines of the graph; its file has them."""
     with Served(target=("talks:Talks",), files={"talks.py": TALKS}, frontend=False) as served:

@@ -45,6 +45,7 @@ def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline()
         assert served.states() == {"Echo": "ready", "Echo_1": "ready"}
 
 
+@pytest.mark.full
 def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_in_vain_is_not_forgotten() -> None:
     """A drain's clock goes on from when it was asked for; a hung worker that was to stay is started anew."""
     with _served(*KEEP, "--Host.health-bound-s=12") as served:
@@ -68,6 +69,7 @@ def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_i
         assert served.pids()["Echo_2"] != pids["Echo_2"]
 
 
+@pytest.mark.full
 def test_failures_before_the_arbiters_death_count_after_it() -> None:
     """A worker that dies again and again is faulted at the policy's number, whoever saw the first of them."""
     with _served(*KEEP, "--Host.restart.first-s=0.2", "--Host.restart.failures-max=3") as served:

@@ -61,8 +61,8 @@ def served() -> Iterator[Served]:
 
 
 def _task(served: Served, name: str) -> dict[str, Any]:
-    """`dynamo status --json` of one task."""
-    tasks: list[dict[str, Any]] = served.cli_status()["tasks"]
+    """The status of one task."""
+    tasks: list[dict[str, Any]] = served.status()["tasks"]
     return next(task for task in tasks if task["task"] == name)
 
 
@@ -95,6 +95,7 @@ def test_sampling_that_dies_is_started_again_and_no_worker_is_held_to_be_silent(
     assert "HealthFailed" not in kinds(events(served))
 
 
+@pytest.mark.full
 def test_a_registry_watch_that_dies_is_started_again_and_sees_who_came_meanwhile(served: Served) -> None:
     """What it did not see is in the snapshot with which it begins anew."""
     bug, pids = Path(served.cwd, "watching"), served.pids()

@@ -111,6 +111,7 @@ def _spawned(served: Served) -> list[dict[str, object]]:
 # --- leases that are revoked while nobody watches --------------------------------------------------
 
 
+@pytest.mark.full
 async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_workers_lease(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
@@ -140,7 +141,10 @@ async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_
         assert kinds(events(served, name))[-2:] == ["LeaseRevoked", "ProcessExited"]
 
 
-@pytest.mark.parametrize("watch_breaks", [False, True], ids=["watch_lives", "watch_breaks"])
+@pytest.mark.parametrize(
+    "watch_breaks",
+    [pytest.param(False, marks=pytest.mark.full, id="watch_lives"), pytest.param(True, id="watch_breaks")],
+)
 async def test_a_worker_that_left_by_its_lease_while_nobody_watched_has_not_crashed(
     own_etcd: RealEtcd, nats_server: RealNats, watch_breaks: bool
 ) -> None:

@@ -41,7 +41,7 @@ async def _stopped_under_load(served: Served, for_s: float, *, judged_within_s: 
     """
     served.start()
     pids, arbiter = served.pids(), served.status()["arbiter_pid"]
-    async with load(served) as found:
+    async with load(served, streams=4) as found:
         before = found.right
         await _stands_still(arbiter, for_s)
         during = found.right - before
@@ -63,9 +63,9 @@ async def _stopped_under_load(served: Served, for_s: float, *, judged_within_s: 
 
 @pytest.mark.timeout(150)
 async def test_an_arbiter_that_was_stopped_for_longer_than_the_bound_of_health_blames_nobody() -> None:
-    """The short form: a bound of two seconds, and eight in which nobody was asked anything."""
+    """The short form: a bound of two seconds, and five in which nobody was asked anything."""
     with Served("--Host.health-bound-s=2") as served:
-        await _stopped_under_load(served, 8.0, judged_within_s=5.0)
+        await _stopped_under_load(served, 5.0, judged_within_s=4.0)
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ from tests.drivers.hostile import (
     watching,
 )
 from tests.drivers.served import AGG, MODEL, Served, auntil, until
+from tests.tools.examples import examples
 
 pytestmark = [pytest.mark.infra, pytest.mark.alone, pytest.mark.timing, pytest.mark.timeout(540)]
 
@@ -35,7 +36,7 @@ LAG_S = 0.25
 ANSWER_S = 120.0
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SETTINGS = settings(
-    max_examples=12,
+    max_examples=examples(12),
     # In the place of the profile's in `tests/conftest.py`, not beside them.
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     phases=(

@@ -91,6 +91,7 @@ async def test_scaling_up_and_down_under_load_fails_no_request(graph: Served) ->
     assert len(seen(graph, sigterm_with=0)) >= 3
 
 
+@pytest.mark.full
 async def test_a_drain_taken_back_leaves_the_server_as_it_was(graph: Served) -> None:
     before = server_of(graph, "Server_1").pid
     gone = len(seen(graph, sigterm_with=None))
@@ -133,6 +134,7 @@ async def test_a_killed_server_cuts_only_what_it_had_begun_and_comes_back(graph:
     assert "ProcessExited" in kinds(event_log(graph, "Server"))
 
 
+@pytest.mark.full
 async def test_requests_that_a_killed_server_had_not_answered_are_answered_by_another(graph: Served) -> None:
     """Whole answers: nothing of them has reached the client."""
     async with graph.client() as client:

@@ -38,6 +38,7 @@ async def test_both_servers_see_the_same_hand_over(graph: Served) -> None:
         assert first["headers"]["x-request-id"] == second["headers"]["x-request-id"]
 
 
+@pytest.mark.full
 async def test_prefill_servers_come_and_go_under_load_and_no_request_fails(graph: Served) -> None:
     async with loaded(graph) as found:
         for target, count in (("=3", 3), ("=1", 1), ("=2", 2)):
@@ -48,6 +49,7 @@ async def test_prefill_servers_come_and_go_under_load_and_no_request_fails(graph
     assert list(cut(graph)) == []
 
 
+@pytest.mark.full
 async def test_a_killed_prefill_server_costs_no_request(graph: Served) -> None:
     await settled(graph, 60.0)
     async with loaded(graph) as found:
@@ -58,6 +60,7 @@ async def test_a_killed_prefill_server_costs_no_request(graph: Served) -> None:
     found.check()
 
 
+@pytest.mark.full
 async def test_decode_servers_come_and_go_under_load_and_no_request_fails(graph: Served) -> None:
     await settled(graph, 60.0)
     async with loaded(graph) as found:
@@ -69,6 +72,7 @@ async def test_decode_servers_come_and_go_under_load_and_no_request_fails(graph:
     assert list(cut(graph)) == []
 
 
+@pytest.mark.full
 async def test_kv_that_is_gone_when_it_is_fetched_costs_a_second_prefill() -> None:
     """As when the prefill server dies between its answer and the decode server's fetching: the client sees nothing."""
     sections = {"Decode": section("decode", 1), "Prefill": section("prefill", 1, "--forgetful")}

@@ -53,15 +53,20 @@ def test_his_etcdctl_works_where_nothing_is_guarded(stranger: Stranger, own_etcd
     "words",
     [
         "get --prefix dynamo/",
-        "put dynamo/models/evil {}",
-        'put dynamo/disagg_router/sim-tiny {"max_local_prefill_length":1}',
         'put v1/instances/dynamo/backend/generate/1 {"transport":{"tcp":"127.0.0.1:1/x"}}',
-        "del --prefix dynamo/",
-        "lease grant 60",
         "lease revoke LEASE",
-        "auth enable",
-        "member list",
-        "endpoint health",
+        *(
+            pytest.param(words, marks=pytest.mark.full)
+            for words in (
+                "put dynamo/models/evil {}",
+                'put dynamo/disagg_router/sim-tiny {"max_local_prefill_length":1}',
+                "del --prefix dynamo/",
+                "lease grant 60",
+                "auth enable",
+                "member list",
+                "endpoint health",
+            )
+        ),
     ],
 )
 def test_etcd_refuses_him(graph: Served, stranger: Stranger, words: str) -> None:

@@ -27,6 +27,7 @@ def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
         server.stop_now()
 
 
+@pytest.mark.full
 async def test_a_graph_lives_on_servers_that_demand_certificates(
     with_certificates: tuple[RealEtcd, RealNats],
 ) -> None:
@@ -56,6 +57,7 @@ def _etcdctl(etcd: RealEtcd, *words: str) -> str:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_killed_arbiters_leases_are_revoked_where_a_password_is_demanded(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:

@@ -32,6 +32,7 @@ async def _scraped(served: Served) -> Samples:
     return samples(page.text)
 
 
+@pytest.mark.full
 async def test_gauges_the_control_api_and_the_report_of_the_end() -> None:
     with Served(*WORDS) as served:
         served.start()

@@ -35,6 +35,7 @@ LIBRARIES = ("statsforecast", "prophet", "scipy", "sklearn", "pandas", "statsmod
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.full
 async def test_a_log_of_a_real_arbiter_decides_the_same(policy: str) -> None:
     words = ("--planner", "--Planner.metric-pulling-interval=0.5", *POLICIES[policy])
     with Served(*words) as served:

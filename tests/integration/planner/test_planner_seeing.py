@@ -147,6 +147,7 @@ def _steps(decisions: list[dict[str, Any]], component: str) -> list[float]:
     return [reason["step"] for reason in reasons if reason["component"] == component]
 
 
+@pytest.mark.full
 async def test_a_planner_s_actions_are_the_same_in_its_log_in_tensorboard_and_in_metrics(graph: Served) -> None:
     """Idle, with two decode workers, it takes one: at first under --no-operation, where only the records say so."""
     await ascale(graph, "VllmWorker", "=2")

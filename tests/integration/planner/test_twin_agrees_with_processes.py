@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from httpx import HTTPError
 from openai import APIError, AsyncOpenAI
 
 from dynamo_local.engines.sim.options import SimOptions
@@ -90,7 +91,7 @@ async def play(served: Served, trace: Sequence[TraceRequest], *, planned: bool =
             asked_s = time.monotonic()
             try:
                 first_s, last_s, tokens = await ask(client, prompt, request.output_length)
-            except (APIError, AssertionError) as error:
+            except (APIError, HTTPError, AssertionError) as error:  # in a stream the client lets httpx's errors through
                 cause = f" ({error.__cause__!r})" if error.__cause__ is not None else ""
                 watched.failed.append(f"at {request.at_s:.1f} s: {type(error).__name__}: {error}{cause}")
                 return

@@ -11,22 +11,22 @@ from tests.drivers.served import AGG, Served, asking, auntil
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(300)]
 
-STREAMS = 500
 PATIENCE_S = 120.0
 SLOW = "--Common.sim.speed=0.02"
 """No stream ends before all of them have begun, and few tokens are on the way meanwhile."""
 
 
-async def test_500_streams_go_half_and_half_to_two_workers() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.full)])
+async def test_streams_go_half_and_half_to_two_workers(count: int) -> None:
     """Each has a slot: none waits in a worker while its sibling has a free one."""
     with Served("--VllmWorker.ServiceArgs.workers=2", SLOW, target=AGG) as served:
         served.start()
         unlimited = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=served.url, limits=unlimited, timeout=PATIENCE_S) as client:
-            streams = [asyncio.create_task(_stream(client, n)) for n in range(STREAMS)]
+            streams = [asyncio.create_task(_stream(client, n)) for n in range(count)]
             try:
-                await auntil(lambda: sum(_requests(served)) >= STREAMS, PATIENCE_S, what=lambda: _requests(served))
-                assert _requests(served) == [STREAMS // 2, STREAMS // 2]
+                await auntil(lambda: sum(_requests(served)) >= count, PATIENCE_S, what=lambda: _requests(served))
+                assert _requests(served) == [count // 2, count // 2]
                 assert [stream for stream in streams if stream.done()] == []
             finally:
                 for stream in streams:

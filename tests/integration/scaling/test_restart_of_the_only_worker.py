@@ -35,6 +35,7 @@ async def test_the_only_workers_are_replaced_under_load_and_no_request_is_lost()
         assert names(served, "VllmWorker") == ["VllmWorker"], "the lowest free name"
 
 
+@pytest.mark.full
 async def test_without_a_spare_gpu_or_port_it_is_refused_with_the_reason() -> None:
     """Nothing has changed; `--force` takes the gap."""
     with Served("--gpus", "sim:1", target=AGG) as served:

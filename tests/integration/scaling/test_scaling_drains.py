@@ -26,6 +26,7 @@ LONG_PROMPT = "word " * 400
 
 @pytest.mark.alone
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_drained_worker_is_out_of_routing_at_once(graph: Served) -> None:
     """From the command to the key's disappearance, as a client of etcd sees it: 50 ms (the best of five: others share
     the machine; `benchmarks.drain` measures p99)."""
@@ -106,6 +107,7 @@ async def test_a_processor_drains_while_everything_streams_through_it() -> None:
 # --- prefill workers -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_a_prefill_worker_drains_with_entries_in_the_queue_and_comes_back() -> None:
     """It finishes what it has pulled and pulls no more; the rest is the other one's. Taken back, it pulls again."""
     words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.03}')
@@ -144,6 +146,7 @@ def _idle_queue(served: Served) -> dict[str, int] | None:
 # --- deadlines -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_a_drain_deadline_cuts_what_is_left_and_says_what() -> None:
     """The session is ended, the cut requests are counted in the event log and named in the notes; then it is gone."""
     words = ("--VllmWorker.ServiceArgs.workers=2", "--VllmWorker.ServiceArgs.drain-deadline-s=1")

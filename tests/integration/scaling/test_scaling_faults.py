@@ -128,6 +128,7 @@ async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Served) -> None:
     """Its lease is revoked, not left to its TTL of ten seconds; the next process follows the back-off within a
     moment (`benchmarks.drain` measures it: 20 ms); siblings live on."""
@@ -155,6 +156,7 @@ def _of_flaky_1(flaky: Served) -> list[dict[str, Any]]:
     return [note for note in flaky.status()["notes"] if "Flaky_1" in note["text"]]
 
 
+@pytest.mark.full
 async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(flaky: Served) -> None:
     """After the policy's number of failures it holds no GPU and says what it last wrote; `dynamo restart` clears it."""
     sibling = flaky.pids()["Flaky"]

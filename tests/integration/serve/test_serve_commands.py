@@ -223,6 +223,7 @@ def test_commands_without_a_graph_say_so(disagg: Served) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_statefile_of_a_stranger_is_left_alone() -> None:
     """lesson 10: leaving removes our own statefile, and only that: not the folder, not another namespace's.
 

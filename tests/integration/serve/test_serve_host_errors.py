@@ -30,10 +30,18 @@ NO_FOLDER: Mapping[str, str] = {
     "DYN_LOCAL_STATE_DIR": "/sys/dynamo-local cannot be used for statefiles",
     "XDG_RUNTIME_DIR": "a folder of ours cannot be made: /sys/dynamo-local",
 }
+TRIED = (("DYN_LOCAL_LOG_DIR", False), ("XDG_RUNTIME_DIR", True))
+"""At each run; `tox -m full` tries all."""
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("variable", NO_FOLDER)
+@pytest.mark.parametrize(
+    ("variable", "detached"),
+    [
+        pytest.param(variable, detached, marks=() if (variable, detached) in TRIED else pytest.mark.full)
+        for variable in NO_FOLDER
+        for detached in (False, True)
+    ],
+)
 def test_a_folder_that_cannot_be_made(variable: str, detached: bool) -> None:
     """Runtime, state and log folder: named, with what to set instead."""
     with _echo(env={variable: REFUSING}) as served:
@@ -51,7 +59,7 @@ def test_no_descriptors() -> None:
         assert "ulimit -n" in line
 
 
-@pytest.mark.parametrize("size", [0, 20])
+@pytest.mark.parametrize("size", [0, pytest.param(20, marks=pytest.mark.full)])
 def test_a_disk_that_takes_nothing_more(size: int) -> None:
     """A limit of file sizes looks like a full disk to every write: of the lock's owner, or the first later file."""
     with _echo() as served:
@@ -84,8 +92,15 @@ def tiny() -> Iterator[Path]:
             subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("variable", ["DYN_LOCAL_STATE_DIR", "XDG_RUNTIME_DIR"])
+@pytest.mark.parametrize(
+    ("variable", "detached"),
+    [
+        ("DYN_LOCAL_STATE_DIR", False),
+        pytest.param("DYN_LOCAL_STATE_DIR", True, marks=pytest.mark.full),
+        pytest.param("XDG_RUNTIME_DIR", False, marks=pytest.mark.full),
+        ("XDG_RUNTIME_DIR", True),
+    ],
+)
 def test_a_folder_without_room(variable: str, detached: bool, tiny: Path) -> None:
     """Also where `--detach` would have told it in that very folder: it said "exit code 1", and no more."""
     (tiny / "full").write_bytes(b"x" * 4096)

@@ -66,6 +66,7 @@ def _keys_or_none(served: Served) -> list[str] | None:
         return None
 
 
+@pytest.mark.full
 async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, nats_server: RealNats) -> None:
     """A lease that was lost with etcd is granted anew and everything registered again; requests work throughout."""
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(nats_server), "DYN_LEASE_TTL_S": "3"}
@@ -141,6 +142,7 @@ async def _until_served(served: Served, timeout_s: float = 10.0) -> None:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
     etcd_server: RealEtcd, own_nats: RealNats
 ) -> None:
@@ -165,6 +167,7 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_down_works_while_nats_and_etcd_are_away(own_etcd: RealEtcd, own_nats: RealNats) -> None:
     """lesson 12: leaving waits for nobody who is not there; all is gone within seconds."""
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(own_nats)}

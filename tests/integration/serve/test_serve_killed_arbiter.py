@@ -31,6 +31,7 @@ class Parent:
 # --- the arbiter ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_killed_arbiter_takes_its_workers_along_and_the_next_start_is_clean() -> None:
     """lesson 3, lesson 10: no orphan keeps a GPU; `status` says so; `serve` clears what was left and starts anew."""
     with Served() as served:
@@ -53,6 +54,7 @@ def test_a_killed_arbiter_takes_its_workers_along_and_the_next_start_is_clean() 
         assert {key.rpartition(":")[2] for key in served.keys("dynamo/components/")} <= leases
 
 
+@pytest.mark.full
 def test_children_of_a_dead_worker_die_with_it() -> None:
     """lesson 3: what an engine started in its session does not outlive its worker (it would keep VRAM)."""
     with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False) as served:
@@ -65,6 +67,7 @@ def test_children_of_a_dead_worker_die_with_it() -> None:
         assert _child(served) != child
 
 
+@pytest.mark.full
 def test_orphans_of_a_killed_arbiter_are_swept_at_the_next_start() -> None:
     """lesson 3: a worker's own child survives `kill -9` of the arbiter; the environment marks it as ours."""
     with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False) as served:

@@ -21,7 +21,6 @@ import pytest
 from dynamo_local.errors import EXIT_OK, EXIT_TIMED_OUT
 from tests.drivers.scaled import streaming
 from tests.drivers.served import AGG, Served, asking, auntil, expected, until
-from tests.tools.alone import alone
 
 pytestmark = pytest.mark.infra
 
@@ -55,10 +54,16 @@ async def _until_refused(client: openai.AsyncOpenAI) -> None:
 # --- in the foreground ---------------------------------------------------------------------------
 
 
-async def test_ctrl_c_lets_a_stream_finish() -> None:
-    """SIGINT: nothing new is taken, the stream in flight completes with its right text, exit 0."""
+async def test_sighup_is_refused_and_ctrl_c_lets_a_stream_finish() -> None:
+    """lesson 20: no reload, no second copy of a GPU worker; the reason is shown, all pids stay. SIGINT: nothing new is
+    taken, the stream in flight completes with its right text, exit 0."""
     with Served() as served:
         process = served.start_foreground()
+        before = served.pids(), served.server_pid("etcd"), served.server_pid("nats")
+        process.send_signal(signal.SIGHUP)
+        until(lambda: "SIGHUP is refused" in served.foreground_output(), what=served.foreground_output)
+        assert (served.pids(), served.server_pid("etcd"), served.server_pid("nats")) == before
+        assert set(served.states().values()) == {"ready"}
         async with served.client() as late, streaming(served, "Finish your sentence.", tokens=300) as (stream,):
             process.send_signal(signal.SIGINT)
             await auntil(lambda: served.states()["Frontend"] == "draining", what=served.foreground_output)
@@ -73,6 +78,7 @@ async def test_ctrl_c_lets_a_stream_finish() -> None:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_second_ctrl_c_ends_at_once() -> None:
     """The stream would go on for minutes; the second SIGINT cuts it, and all is gone within moments."""
     with Served() as served:
@@ -90,6 +96,7 @@ async def test_a_second_ctrl_c_ends_at_once() -> None:
         assert time.monotonic() - began_s < 15.0
 
 
+@pytest.mark.full
 async def test_sigterm_under_a_service_manager(notify_socket: tuple[str, socket.socket]) -> None:
     """SIGTERM like Ctrl-C; `Type=notify` sees READY=1 once requests are served, then STOPPING=1 (sd_notify(3))."""
     address, manager = notify_socket
@@ -114,21 +121,6 @@ def notify_socket(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
         yield address.replace("\0", "@"), manager
 
 
-def test_sighup_is_refused_and_hurts_nobody() -> None:
-    """lesson 20: no reload, no second copy of a GPU worker; the reason is shown, all pids stay."""
-    with alone() as served:
-        process = served.start_foreground()
-        before = served.pids(), served.server_pid("etcd"), served.server_pid("nats")
-
-        process.send_signal(signal.SIGHUP)
-
-        until(lambda: "SIGHUP is refused" in served.foreground_output(), what=served.foreground_output)
-        assert (served.pids(), served.server_pid("etcd"), served.server_pid("nats")) == before
-        assert set(served.states().values()) == {"ready"}
-        process.send_signal(signal.SIGINT)
-        assert served.reap_foreground() == EXIT_OK
-
-
 def test_ctrl_c_during_the_start_leaves_nothing() -> None:
     """A worker whose start hook never ends: SIGINT ends the start with 130."""
     with Served(target=("app:Slow",), files={"app.py": SLOW_START}, frontend=False) as served:
@@ -149,7 +141,7 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
     """lesson 13: while workers drain, `status` and `ctl` answer at once; `down` returns when all is gone."""
     with Served() as served:
         served.start()
-        async with streaming(served, "Down, but not out.", tokens=4000) as (stream,):
+        async with streaming(served, "Down, but not out.", tokens=2500) as (stream,):
             down = asyncio.create_task(asyncio.to_thread(served.down))
             await auntil(lambda: served.states()["Frontend"] == "draining")
             began_s = time.monotonic()
@@ -157,7 +149,7 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
             listed = await asyncio.to_thread(served.cli, "ctl", "list")
             took_s = time.monotonic() - began_s
             assert not stream.done(), "the stream was to outlast the commands"
-            assert await stream == expected("Down, but not out.", 4000, ignore_eos=True)
+            assert await stream == expected("Down, but not out.", 2500, ignore_eos=True)
             done = await down
             assert served.leftovers() == []
 
@@ -168,6 +160,7 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
     """`--timeout` gives up waiting (exit 5) and cuts nothing; nor does asking again; `--now` ends at once."""
     with Served() as served:

@@ -69,6 +69,7 @@ async def test_all_leases_revoked_by_somebody_else_make_the_graph_degraded_never
     assert 'dynamo_arbiter_state{state="ready"} 0.0' in metrics
 
 
+@pytest.mark.full
 async def test_with_restart_a_worker_that_was_revoked_comes_back_and_cuts_nothing() -> None:
     """`on-foreign-revoke: restart`: what it streams ends first; the graph is degraded until it serves again."""
     with Served("--Host.on-foreign-revoke=restart", target=AGG) as served:
@@ -97,6 +98,7 @@ def _streaming_worker(served: Served) -> str | None:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_worker_that_was_stopped_past_its_lease_comes_back() -> None:
     """SIGSTOP (a suspended laptop, a debugger): its lease expires, and once it goes on it registers again."""
     with Served(env={"DYN_LEASE_TTL_S": "2"}) as served:

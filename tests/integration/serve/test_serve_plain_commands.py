@@ -52,6 +52,7 @@ def test_processes_are_served_scaled_and_started_again() -> None:
         assert "the command has ended with exit code 0" in log
 
 
+@pytest.mark.full
 def test_processes_outlive_a_killed_arbiter_and_are_taken_back() -> None:
     """As for any worker: the same runners, the same commands, and then they leave in order."""
     with Served(

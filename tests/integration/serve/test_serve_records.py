@@ -238,6 +238,7 @@ def _listening(pid: int) -> Iterator[str]:
 # --- servers that are not ours -------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_external_servers_are_used_and_left_without_a_key(etcd_server: RealEtcd, nats_server: RealNats) -> None:
     """With ETCD_ENDPOINTS and NATS_SERVER nothing is embedded, credentials stay hidden, and no key is left."""
     where = nats_server.url.removeprefix("nats://")

@@ -14,6 +14,8 @@ from tests.drivers.served import MODEL, Served, asking, auntil, expected, messag
 pytestmark = pytest.mark.infra
 
 STREAMS = 200
+LOGGING = ("Frontend", "Processor", "VllmWorker", "PrefillWorker")
+"""Those that a request passes whose prefill is done elsewhere."""
 
 
 async def test_chat_of_the_disaggregated_graph(disagg: Served) -> None:
@@ -33,6 +35,7 @@ async def test_streamed_chat_of_the_disaggregated_graph(disagg: Served) -> None:
         assert await stream_chat(client, "Sing me a song.", 48) == expected("Sing me a song.", 48)
 
 
+@pytest.mark.full
 async def test_chat_of_the_aggregated_graph(agg: Served) -> None:
     """Without prefill workers, streaming and not."""
     async with agg.client() as client:
@@ -80,6 +83,7 @@ async def test_200_concurrent_streams_are_all_right(disagg: Served) -> None:
     await _many_streams(disagg)
 
 
+@pytest.mark.full
 async def test_200_concurrent_streams_over_two_prefill_and_two_decode_workers(two_by_two: Served) -> None:
     """The same with four engines: identities of handed-over KV are not mixed up, and all workers take part."""
     await _many_streams(two_by_two)
@@ -135,3 +139,41 @@ async def test_frontend_metrics_count_the_requests(disagg: Served) -> None:
     assert re.search(r"dynamo_frontend_requests_total\{.*\} [1-9]", metrics)
     assert "dynamo_frontend_time_to_first_token_seconds_count" in metrics
     assert (health.status_code, health.json()["status"]) == (200, "ready")
+
+
+# --- a client's `x-request-id` in the logs (issue 11, fault 7 of section 3) ------------------------
+
+
+def _about(served: Served, watcher: str, x_request_id: str) -> list[str]:
+    """The lines of that worker's log that carry the id."""
+    return [line for line in served.log(watcher).splitlines() if f"[{x_request_id}]" in line]
+
+
+async def _ask(served: Served, prompt: str, **headers: str) -> httpx.Response:
+    """One chat, not streamed, with these headers."""
+    body = {"model": MODEL, "messages": messages(prompt), "max_tokens": 8}
+    async with httpx.AsyncClient(base_url=served.url, timeout=30.0) as client:
+        return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def test_the_clients_request_id_is_in_the_logs_of_every_worker(disagg: Served) -> None:
+    """docs/api.md promised it, and it was in none: whoever looks for a slow request had nothing to go by."""
+    x_request_id = "order/4711:a%20b"
+    prompt = "a prompt above the threshold of ten tokens, so that it is certainly prefilled by the other worker"
+    answer = await _ask(disagg, prompt, **{"x-request-id": x_request_id})
+
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, x_request_id)
+    for watcher in LOGGING:
+        await auntil(lambda watcher=watcher: _about(disagg, watcher, x_request_id), what=lambda: disagg.log("Frontend"))
+    # Also the lines that say something of a request without naming it (here: why it was prefilled elsewhere).
+    assert any("Remote prefill" in line for line in _about(disagg, "VllmWorker", x_request_id))
+
+
+async def test_an_id_that_a_log_cannot_carry_is_replaced(disagg: Served) -> None:
+    """One that would break lines, or fill the disk, is not taken: the answer names the one that the logs have."""
+    answer = await _ask(disagg, "hello there", **{"x-request-id": "x" * 5000})
+
+    made = answer.headers["x-request-id"]
+    assert len(made) == 32
+    await auntil(lambda: _about(disagg, "Frontend", made), what=lambda: disagg.log("Frontend"))
+    assert "x" * 129 not in disagg.log("Frontend")

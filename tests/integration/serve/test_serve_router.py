@@ -72,6 +72,7 @@ async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_
             assert decisions(served)[-1][2] > 0.9
 
 
+@pytest.mark.full
 async def test_disagg_router_feeds_the_prefill_rule_and_forgets_a_drained_worker() -> None:
     """What the Router knows to be cached is not prefilled elsewhere; a drained worker leaves the index, and its prompts
     go to the one that is left."""
@@ -104,6 +105,7 @@ async def test_disagg_router_feeds_the_prefill_rule_and_forgets_a_drained_worker
             await asyncio.gather(*(ask(client, story(n)) for n in range(4)))
 
 
+@pytest.mark.full
 async def test_two_routers_share_the_work_and_one_can_be_drained() -> None:
     """Each knows of all workers; a drained one is asked no more, and no request notices."""
     with Served(*SMALL, "--Router.ServiceArgs.workers=2", target=AGG_ROUTER) as served:

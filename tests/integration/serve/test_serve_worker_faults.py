@@ -63,6 +63,7 @@ async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> No
     assert {name for name in before if before[name] != after[name]} == {"VllmWorker"}
 
 
+@pytest.mark.full
 async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
     """lesson 2: with two workers no later request fails, whichever of them was killed."""
     before = two_by_two.pids()
@@ -78,6 +79,7 @@ async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
     """lesson 17: the queue delivers an unacknowledged entry again; the client sees a pause of `ack_wait`, no error."""
     words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.02}')
@@ -98,6 +100,7 @@ async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
 
 
 @pytest.mark.timing
+@pytest.mark.full
 async def test_without_any_prefill_worker_left_the_decode_worker_does_it_itself() -> None:
     """lesson 17: the only prefill worker is killed in mid-prefill; past its deadline the request is done locally."""
     words = ('--PrefillWorker.sim={"speed": 0.001}', "--VllmWorker.prefill-timeout-s=3")

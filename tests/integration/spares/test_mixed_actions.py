@@ -23,6 +23,7 @@ async def check(seed: int, actions: int, requests: int) -> None:
         assert (expected if actions >= 200 else {"spare", "cold"}) <= rungs, rungs
 
 
+@pytest.mark.full
 async def test_a_score_of_mixed_actions_drops_no_request() -> None:
     await check(seed=1, actions=20, requests=200)
 

@@ -110,6 +110,7 @@ async def test_a_spare_that_dies_is_replaced_after_a_delay_and_said(served: Serv
     assert warm(served)["pid"] != spare["pid"]
 
 
+@pytest.mark.full
 async def test_no_spare_outlives_a_killed_arbiter() -> None:
     """The guardian ends spares as it ends workers, those that were spares among them."""
     with Served(*SPARES, target=AGG) as own:
@@ -122,6 +123,7 @@ async def test_no_spare_outlives_a_killed_arbiter() -> None:
         until(lambda: not own.leftovers(), what=own.leftovers)
 
 
+@pytest.mark.full
 async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> None:
     with Served(*SPARES, "--on-arbiter-death", "keep", target=AGG) as own:
         own.start()
@@ -136,6 +138,7 @@ async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> N
         assert own.status()["state"] == "ready"
 
 
+@pytest.mark.full
 async def test_without_spares_nothing_is_said_of_them() -> None:
     with Served(target=AGG) as own:
         own.start()

@@ -18,7 +18,8 @@ from tests.drivers.served import Served, auntil, until
 from tests.drivers.sleepers import asleep, awake, sleep, until_state, wake
 from tests.integration.standby.conftest import WAKE_S
 
-CYCLES = 8
+CYCLES = 4
+"""Each level of sleep twice."""
 LATE_MAX_S = 0.05
 
 
@@ -62,7 +63,9 @@ async def test_woken_while_its_streams_end_it_goes_on_serving(graph: Served) -> 
         assert [reason for _, reason in await asyncio.gather(*tasks)] == ["length"] * 4
 
 
+@pytest.mark.alone
 @pytest.mark.timing
+@pytest.mark.full
 async def test_a_wake_takes_what_is_configured_and_at_most_fifty_milliseconds(graph: Served) -> None:
     """From the command to the worker's registration, by the event log's own times; the median of five."""
     took_s = []
@@ -134,6 +137,7 @@ async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> 
     assert graph.states()["VllmWorker_1"] == "ready"
 
 
+@pytest.mark.full
 async def test_a_sleeper_that_is_drained_leaves_and_one_that_dies_sleeps_again(graph: Served) -> None:
     """A drain has nothing to finish; a crash is restarted, and put to sleep as it was."""
     await ascale(graph, "VllmWorker", "+1")
@@ -149,7 +153,14 @@ async def test_a_sleeper_that_is_drained_leaves_and_one_that_dies_sleeps_again(g
     assert "VllmWorker_2" not in graph.states()
 
 
-@pytest.mark.parametrize("state", ["falling_asleep", "sleeping", "waking"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param("falling_asleep", marks=pytest.mark.full),
+        "sleeping",
+        pytest.param("waking", marks=pytest.mark.full),
+    ],
+)
 async def test_an_arbiter_that_dies_meanwhile_is_succeeded_by_one_that_goes_on(graph: Served, state: str) -> None:
     """SIGKILL in mid sleep and mid wake: the successor finds the worker, and brings it where it was to go."""
     async with load(graph, 4) as streams:

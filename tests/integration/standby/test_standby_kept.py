@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.drivers.scaled import ascale, events, load
 from tests.drivers.served import AGG, Served, auntil
 from tests.drivers.sleepers import asleep, until_state, wake
@@ -16,6 +18,7 @@ WORDS = (
 )
 
 
+@pytest.mark.full
 async def test_so_many_are_kept_asleep() -> None:
     """Started and put to sleep; woken ones are replaced while there are GPUs; a dry run says so."""
     with Served(*WORDS, "--VllmWorker.ServiceArgs.standby=1", target=AGG) as served:
@@ -37,6 +40,7 @@ async def test_so_many_are_kept_asleep() -> None:
         await until_state(served, "VllmWorker_1", "sleeping")
 
 
+@pytest.mark.full
 async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> None:
     """Its process ends before it is in routing again, with the reason shown, and another one serves."""
     with Served(
@@ -58,6 +62,7 @@ async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> 
         assert "after wake 2 the engine answers otherwise than at its start" in str(events(served, "VllmWorker_1"))
 
 
+@pytest.mark.full
 async def test_a_process_whose_memory_grows_is_replaced() -> None:
     """Asleep it is started anew, and sleeps again."""
     with Served(

@@ -17,6 +17,7 @@ PATIENCE_S = 15.0
 TOKENS = 2500
 
 
+@pytest.mark.full
 async def test_a_drain_goes_on_after_the_adoption() -> None:
     """Committed by the old arbiter, finished under the new one: the stream is whole, the worker is removed."""
     with Served(*KEEP) as served:
@@ -34,6 +35,30 @@ async def test_a_drain_goes_on_after_the_adoption() -> None:
         assert served.states()["VllmWorker"] == "ready"
 
 
+@pytest.mark.full
+async def test_a_worker_that_somebody_revoked_goes_on_leaving_and_its_return_is_counted() -> None:
+    """`on-foreign-revoke: restart`, and the arbiter dies while it drains: its successor cuts nothing, and starts it
+    again by the restart policy, as the first would have."""
+    with Served("--Host.on-foreign-revoke=restart", "--VllmWorker.ServiceArgs.workers=2", *KEEP) as served:
+        served.start()
+        before = served.pids()
+        async with streaming(served, *(f"Revoked {n}." for n in range(4)), tokens=TOKENS) as streams:
+            served.etcdctl("lease", "revoke", served.worker("VllmWorker_1")["lease"])
+            await auntil(lambda: served.states()["VllmWorker_1"] == "draining", PATIENCE_S, what=served.status)
+            await asyncio.to_thread(served.kill_arbiter)
+            assert is_alive(before["VllmWorker_1"]), "its streams were to outlast the arbiter"
+            await asyncio.to_thread(served.adopt)
+            answers = await asyncio.gather(*streams)
+        assert answers == [expected(f"Revoked {n}.", TOKENS, ignore_eos=True) for n in range(4)]
+        await auntil(lambda: served.pids().get("VllmWorker_1") not in (None, before["VllmWorker_1"]), 40.0,
+                     what=served.status)  # fmt: skip
+        await auntil(lambda: set(served.states().values()) == {"ready"}, 40.0, what=served.status)
+        failures = {name: entry.get("failures_s") for name, entry in served.statefile()["components"].items()}
+        assert {name: len(found) for name, found in failures.items() if found} == {"dynamo_VllmWorker_1": 1}
+        assert served.status()["state"] == "ready"
+
+
+@pytest.mark.full
 async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
     """The arbiter dies while the first of two workers drains: its successor restarts that one, and then the other."""
     with Served("--VllmWorker.ServiceArgs.workers=2", *KEEP) as served:
@@ -55,6 +80,7 @@ async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
         assert changed == {"VllmWorker", "VllmWorker_1"}
 
 
+@pytest.mark.full
 async def test_down_without_an_arbiter_lets_streams_finish() -> None:
     """The same three stages, by the command itself; then nothing is left."""
     with Served(*KEEP) as served:

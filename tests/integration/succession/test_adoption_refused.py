@@ -17,6 +17,7 @@ KEEP = ("--on-arbiter-death", "keep")
 PATIENCE_S = 15.0
 
 
+@pytest.mark.full
 def test_an_adoption_that_fails_leaves_everything_serving() -> None:
     """Another command line: refused, nothing is ended, and the right words still work, also where a file has gone
     meanwhile: the guardian writes it again.
@@ -38,6 +39,7 @@ def test_an_adoption_that_fails_leaves_everything_serving() -> None:
         assert token.exists()
 
 
+@pytest.mark.full
 def test_the_policy_stays_unless_said_otherwise() -> None:
     """An adopted run keeps `keep`; `--adopt --on-arbiter-death end` changes it, and then the guardian ends it."""
     with alone(*KEEP, name="Alone") as served:
@@ -81,6 +83,7 @@ def test_serve_beside_live_workers_refuses_and_replace_ends_them() -> None:
         assert len(served.pids_of("circus_plugins.guardian")) == 1
 
 
+@pytest.mark.full
 def test_a_statefile_that_somebody_broke_cannot_be_adopted_but_ended() -> None:
     """Nobody can tell what the workers are for: refused, then `dynamo down` finds them by their marks."""
     with alone(*KEEP, name="Alone") as served:

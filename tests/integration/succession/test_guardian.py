@@ -91,6 +91,7 @@ def test_a_killed_arbiter_leaves_nothing_within_two_seconds() -> None:
         assert served.cli("down").returncode == EXIT_NOT_RUNNING
 
 
+@pytest.mark.full
 async def test_the_leases_are_revoked_in_an_etcd_that_stays(own_etcd: RealEtcd) -> None:
     """Nobody is routed to the dead: their keys go at once, not with the lease's 60 seconds."""
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "DYN_LEASE_TTL_S": "60"}
@@ -108,6 +109,7 @@ async def test_the_leases_are_revoked_in_an_etcd_that_stays(own_etcd: RealEtcd) 
             await kv.close()
 
 
+@pytest.mark.full
 def test_a_guardian_that_dies_is_started_again_and_does_its_work() -> None:
     """The arbiter notices; the new one knows the same arbiter and policy."""
     with parent() as served:
@@ -121,6 +123,7 @@ def test_a_guardian_that_dies_is_started_again_and_does_its_work() -> None:
         until(lambda: nothing_left(served), PATIENCE_S, what=served.leftovers)
 
 
+@pytest.mark.full
 def test_in_an_orderly_down_the_guardian_does_nothing() -> None:
     """It is ended by the arbiter, before that ends; and it was given neither a secret nor the worker's environment."""
     with Served(
@@ -141,6 +144,7 @@ def test_in_an_orderly_down_the_guardian_does_nothing() -> None:
     assert "dynamo_guardian" in listed
 
 
+@pytest.mark.full
 def test_killed_in_the_middle_of_its_start_it_leaves_nothing_either() -> None:
     """The guardian comes first: even while it starts itself, it will find the arbiter gone."""
     with parent() as served:
@@ -152,6 +156,7 @@ def test_killed_in_the_middle_of_its_start_it_leaves_nothing_either() -> None:
         until(lambda: nothing_left(served), PATIENCE_S, what=served.leftovers)
 
 
+@pytest.mark.full
 def test_a_new_serve_right_after_the_kill_starts_anew() -> None:
     """It waits for a guardian at work, or does the work itself and ends the guardian: never both, never half."""
     with parent() as served:
@@ -189,6 +194,7 @@ def test_arbiter_and_guardian_killed_the_next_serve_sweeps_and_says_so() -> None
         assert alive(old) == []
 
 
+@pytest.mark.full
 def test_down_ends_what_arbiter_and_guardian_left() -> None:
     """`dynamo down` needs no arbiter."""
     with parent() as served:
@@ -205,6 +211,7 @@ def test_down_ends_what_arbiter_and_guardian_left() -> None:
         assert nothing_left(served)
 
 
+@pytest.mark.full
 def test_strangers_of_the_same_namespace_elsewhere_are_left_alone() -> None:
     """A mark is namespace *and* statefile: another user's, or another folder's, run of `dynamo` is not ours."""
     stranger = subprocess.Popen(

@@ -59,6 +59,8 @@ SHELLS: Mapping[str, Shell] = {
     "DYN_LOCAL_STATE_DIR": _state_said,
     "a home that is a link": _linked_home,
 }
+EACH_SHELL = [pytest.param(shell, marks=() if shell == "cron" else pytest.mark.full) for shell in SHELLS]
+"""The one that differs in all things each time, the others in `tox -m full`."""
 
 
 def _echo(*words: str, env: Mapping[str, str] | None = None, files: Mapping[str, str] | None = None) -> Served:
@@ -81,7 +83,7 @@ def running() -> Iterator[Served]:
         yield served.start()
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", EACH_SHELL)
 def test_the_run_is_found_and_nothing_of_it_is_ended(running: Served, shell: str) -> None:
     """8 of 8 streams were cut by a `serve` of cron's, which took the workers for leftovers."""
     env, before = SHELLS[shell](running), running.status()
@@ -124,7 +126,7 @@ def test_two_runs_never_share_a_runtime_folder(running: Served) -> None:
     assert running.states() == {"Echo": "ready"}
 
 
-@pytest.mark.parametrize("lost", ["runtime folder", "control socket"])
+@pytest.mark.parametrize("lost", ["runtime folder", pytest.param("control socket", marks=pytest.mark.full)])
 def test_what_is_removed_under_a_live_run_is_made_again(running: Served, lost: str) -> None:
     """`status` said that nothing runs, and a new worker could not read NATS's token."""
     before = running.status()
@@ -140,6 +142,7 @@ def test_what_is_removed_under_a_live_run_is_made_again(running: Served, lost: s
         assert done.returncode == EXIT_OK, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_servers_that_die_after_their_folder_was_removed_come_back(running: Served) -> None:
     """With the same ports and token, and without their data: workers register again."""
     shutil.rmtree(running.paths.runtime)
@@ -154,7 +157,7 @@ def test_servers_that_die_after_their_folder_was_removed_come_back(running: Serv
     assert running.cli("scale", "Echo", "=1", "--wait").returncode == EXIT_OK
 
 
-@pytest.mark.parametrize("shell", ["cron", "DYN_LOCAL_STATE_DIR"])
+@pytest.mark.parametrize("shell", ["cron", pytest.param("DYN_LOCAL_STATE_DIR", marks=pytest.mark.full)])
 def test_down_of_another_shell_leaves_nothing(shell: str) -> None:
     """It ended a live graph as a dead one, or returned 0 and left it."""
     with _echo() as served:
@@ -168,6 +171,7 @@ def test_down_of_another_shell_leaves_nothing(shell: str) -> None:
         assert served.leftovers() == []
 
 
+@pytest.mark.full
 def test_down_reaches_an_arbiter_that_cannot_have_a_socket_any_more() -> None:
     """Where no folder can be made: by a signal. `status` says what is wrong."""
     with _echo() as served:
@@ -181,7 +185,7 @@ def test_down_reaches_an_arbiter_that_cannot_have_a_socket_any_more() -> None:
         assert served.leftovers() == []
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", EACH_SHELL)
 def test_a_killed_arbiters_run_is_adopted_by_another_shell(shell: str) -> None:
     """Its sockets stay where the first one had put them, and either shell finds them."""
     with _echo(*KEEP) as served:
@@ -199,6 +203,7 @@ def test_a_killed_arbiters_run_is_adopted_by_another_shell(shell: str) -> None:
         assert served.leftovers() == []
 
 
+@pytest.mark.full
 def test_a_run_whose_runtime_folder_went_with_its_arbiter_is_adopted() -> None:
     """The certificates and the token were in it alone; its guardian, which outlives the arbiter, knows them too."""
     with _echo(*KEEP) as served:
@@ -214,6 +219,7 @@ def test_a_run_whose_runtime_folder_went_with_its_arbiter_is_adopted() -> None:
         assert scaled.returncode == EXIT_OK, "what is new reads the same certificates and the same token"
 
 
+@pytest.mark.full
 def test_a_run_whose_runtime_folder_and_guardian_are_gone_is_not_adopted_and_not_ended() -> None:
     """Nobody knows any more by what its servers are reached: that is said, with what can be done."""
     with _echo(*KEEP) as served:
@@ -247,6 +253,7 @@ def test_a_run_of_an_earlier_release_is_adopted() -> None:
         assert "adopt" in served.log("arbiter") or served.paths.log_file("dynamo_arbiter").exists()
 
 
+@pytest.mark.full
 async def test_streams_go_on_while_the_runtime_folder_is_removed() -> None:
     """Of a whole graph: those under way, and new ones, with remote prefills over NATS."""
     with Served() as served:
@@ -282,7 +289,7 @@ def test_two_runs_never_hold_one_gpu_because_their_shells_differ() -> None:
                 (lock_folders({})[0] / f"{name}.lock").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("name", ["gpus", "-x", "v1"])
+@pytest.mark.parametrize("name", ["gpus", *(pytest.param(name, marks=pytest.mark.full) for name in ("-x", "v1"))])
 def test_a_name_that_cannot_be_a_namespace_is_refused(running: Served, name: str) -> None:
     """The `down` of a namespace `gpus` removed the locks of every namespace's GPUs."""
     for words in (("down",), ("status",), running.serve_words()):

@@ -167,6 +167,7 @@ async def test_a_planner_here_is_refused_while_it_follows_another(shared: Served
 # --- graphs of their own ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 async def test_a_graph_without_prefill_takes_the_decode_number_under_the_old_layout_too() -> None:
     with alone("--follow", "virtual", "--follow-keys", "v0") as served:
         served.start()
@@ -181,6 +182,7 @@ async def test_a_graph_without_prefill_takes_the_decode_number_under_the_old_lay
         await store.close()
 
 
+@pytest.mark.full
 async def test_an_adopted_run_goes_on_following() -> None:
     """What was decided while nobody was there included, without saying --follow again; --planner ends it."""
     with alone("--on-arbiter-death", "keep") as served:
@@ -207,9 +209,17 @@ async def test_an_adopted_run_goes_on_following() -> None:
     ("words", "told"),
     [
         (("--follow", "virtual", "--planner"), "--follow virtual carries out another planner's decisions"),
-        (("--follow", "virtual", "-f", "planned.yaml"), "Planner section starts one here: say --no-planner"),
-        (("--follow-keys", "v0"), "--follow-keys says where the keys of --follow are: say --follow virtual, too"),
-        (("--follow", "kubernetes"), "'kubernetes' is not 'virtual'"),
+        pytest.param(
+            ("--follow", "virtual", "-f", "planned.yaml"),
+            "Planner section starts one here: say --no-planner",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("--follow-keys", "v0"),
+            "--follow-keys says where the keys of --follow are: say --follow virtual, too",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(("--follow", "kubernetes"), "'kubernetes' is not 'virtual'", marks=pytest.mark.full),
     ],
 )
 def test_what_cannot_be_followed_is_refused_before_anything_starts(words: tuple[str, ...], told: str) -> None:

@@ -173,6 +173,7 @@ async def test_no_request_is_lost_while_every_role_drains_and_comes_back(graph: 
     assert (len(answers) > 20, taken_back > 4) == (True, True)
 
 
+@pytest.mark.full
 async def test_the_example_that_revokes_a_lease_drains_a_worker_of_a_served_graph() -> None:
     """`examples/llm/revoke_lease.py`: draining at once, the stream completes, the worker is gone and stays gone."""
     with Served("--VllmWorker.ServiceArgs.workers=2") as served:

@@ -32,6 +32,11 @@ pytestmark = pytest.mark.infra
 WAYS = ["SIGTERM", "revoked lease", "message"]
 
 
+def each_time(*ways: str) -> list[Any]:
+    """All of them, of which those that are not named are left to `tox -m full`."""
+    return [pytest.param(way, marks=() if way in ways else pytest.mark.full) for way in WAYS]
+
+
 @pytest.fixture
 async def host(
     etcd_server: RealEtcd, nats_server: RealNats, namespace: str, tmp_path: Path
@@ -56,7 +61,7 @@ async def ask_to_leave(worker: WorkerUnderTest, way: str) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", each_time("SIGTERM"))
 async def test_a_worker_that_still_starts_leaves_at_once(host: WorkerHost, way: str) -> None:
     """Its start hook is cancelled, its engine closed, its lease revoked; exit 0, long before any deadline."""
     worker = await host.spawn("Sleeper")
@@ -159,7 +164,7 @@ async def test_a_component_without_a_load_source_answers_the_probe_also_while_dr
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", each_time("SIGTERM", "revoked lease"))
 async def test_a_drain_finishes_its_streams_and_takes_nothing_new(host: WorkerHost, way: str) -> None:
     """Lesson 1. Out of the registry at once, the statefile says why, the stream completes, then exit 0."""
     worker = await host.start("Counter")
@@ -188,7 +193,7 @@ async def test_a_drain_finishes_its_streams_and_takes_nothing_new(host: WorkerHo
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", each_time("message"))
 async def test_a_drain_is_taken_back_within_a_second(host: WorkerHost, way: str) -> None:
     """Same process, new lease, used again; its stream never noticed."""
     worker = await host.start("Counter")
@@ -215,6 +220,7 @@ async def test_a_drain_is_taken_back_within_a_second(host: WorkerHost, way: str)
     assert (await worker.status())["state"] == "ready"
 
 
+@pytest.mark.full
 async def test_a_second_request_to_drain_changes_nothing(host: WorkerHost) -> None:
     """Whoever sends SIGTERM twice means it, but not more than a drain; the first reason stays."""
     worker = await host.start("Counter")
@@ -247,6 +253,7 @@ async def test_taking_back_what_does_not_drain_is_no_error(host: WorkerHost) -> 
     assert await host.count(2) == [0, 1]
 
 
+@pytest.mark.full
 async def test_a_drain_may_be_begun_again(host: WorkerHost) -> None:
     """Drain, back, drain, each in another way; the revoke of the new lease is seen as well."""
     worker = await host.start("Counter")

@@ -63,6 +63,7 @@ async def test_a_drain_without_etcd_sends_requests_on_and_finishes(host: WorkerH
     assert "the keys stay" in worker.log
 
 
+@pytest.mark.full
 async def test_a_drain_that_began_without_etcd_deregisters_when_it_is_back(
     host: WorkerHost, own_etcd: RealEtcd
 ) -> None:
@@ -102,7 +103,7 @@ async def test_a_drain_is_taken_back_before_etcd_has_answered(host: WorkerHost, 
     assert await worker.exit_code() == 0
 
 
-@pytest.mark.parametrize("lose_data", [False, True])
+@pytest.mark.parametrize("lose_data", [pytest.param(False, marks=pytest.mark.full), True])
 async def test_a_worker_survives_a_long_outage_of_etcd(host: WorkerHost, own_etcd: RealEtcd, lose_data: bool) -> None:
     """Longer than the lease's TTL: it serves what it has, and registers again by itself. Same process, same stream."""
     worker = await host.start("Counter", DYN_LEASE_TTL_S="1")

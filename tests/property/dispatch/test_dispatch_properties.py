@@ -6,15 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_local.core.disagg import QueueView
-from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction
+from dynamo_local.core.dispatch.asking import Ask
+from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction, Risk
 from dynamo_local.core.dispatch.line import LATE_EVERY, PrefillLine, Turns
 from dynamo_local.core.dispatch.misses import Stream, likely_above, misses_gap
 from dynamo_local.core.dispatch.picking import Busy, SloPicker
-from dynamo_local.core.dispatch.prefilling import Ask, DecodeSide
+from dynamo_local.core.dispatch.prefilling import DecodeSide
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.routing import Sample
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.profiles import DEFAULT_PROFILE, ProfileModel
+from tests.tools.examples import examples
 
 TIMING = Timing(ProfileModel.load(DEFAULT_PROFILE))
 TARGETS = st.builds(
@@ -95,6 +97,21 @@ def test_corrections_stay_within_their_bound(seen: list[tuple[float, float]]) ->
         assert 1 / CORRECTION_MAX - 1e-9 <= correction.factor <= CORRECTION_MAX + 1e-9
 
 
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=60),
+    st.floats(0, 3),
+    st.floats(0, 3),
+)
+def test_whatever_was_seen_a_nearer_estimate_is_never_a_smaller_risk(
+    seen: list[tuple[float, bool]], share: float, more: float
+) -> None:
+    """A probability that never falls: more before a prompt must not make a way look safer."""
+    risk = Risk(lambda each: likely_above(each, 1.0))
+    for each, missed in seen:
+        risk.seen(each, missed=missed)
+    assert 0.0 <= risk.of(share) <= risk.of(share + more) + 1e-12 <= 1.0 + 2e-12
+
+
 Request = st.tuples(
     st.sampled_from(["local", "remote", "handed", "failed"]),
     st.integers(1, 100_000),
@@ -103,7 +120,7 @@ Request = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(Request, max_size=20),
     TARGETS,
@@ -179,7 +196,7 @@ def test_a_busier_worker_never_costs_less(
     assert cost < picker.cost(Busy(requests, kv_tokens, 1), prompt, 0.1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 300), st.floats(0, 1)), min_size=1, max_size=8), TARGETS)
 def test_a_pick_is_a_candidate_and_never_one_of_unknown_load_before_an_idle_one(
     workers: list[tuple[bool, int, float]], targets: Targets

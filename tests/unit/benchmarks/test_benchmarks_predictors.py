@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.measured_pages import END, write_measured
 from benchmarks.predictors.cases import Case
-from benchmarks.predictors.measure import Cost, Error, Facts, compare
+from benchmarks.predictors.measure import Cost, Error, Facts, compare, continued
 from benchmarks.predictors.page import section
 from dynamo_local.planner.predictors.options import PredictorOptions
 
@@ -24,7 +24,7 @@ def facts(**given: object) -> Facts:
 def test_an_error_is_measured_against_what_came_and_against_constant_s() -> None:
     """On a ramp of 10 a window `constant` is 10 off after one window and 30 after three, and a trend is right."""
     found = facts()
-    compare(found, RISING, "num_req", RISING.columns["num_req"], OURS)
+    compare(found, RISING, "num_req", RISING.columns["num_req"], OURS, lambda tasks: map(continued, tasks))
     errors = {(error.predictor, error.ahead): error for error in found.errors}
     assert [errors["constant", ahead].mae for ahead in (1, 3)] == pytest.approx([10, 30])
     assert [errors["constant", ahead].scaled for ahead in (1, 3)] == [1.0, 1.0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.total import main
+from tests.tools.ci.total import main
 
 REPORT = '<testsuites><testsuite tests="{0}" failures="{1}" errors="{2}" skipped="{3}" time="1.5"/></testsuites>'
 

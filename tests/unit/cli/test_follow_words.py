@@ -59,7 +59,7 @@ def test_it_stands_in_the_status_only_where_somebody_is_followed() -> None:
     assert "follow " not in render(graph)
     assert f"follow    {HEAD}waits: no decision yet" in render({**graph, "follow": FOLLOW})
     assert f"follow    {HEAD}waits: no decision yet" in "\n".join(
-        status_lines({**PLANNER, "state": "stopped", "follow": FOLLOW}, options=False)
+        status_lines({**PLANNER, "state": "stopped", "follow": FOLLOW})
     )
 
 
@@ -73,5 +73,19 @@ def test_it_stands_in_the_status_only_where_somebody_is_followed() -> None:
     ],
 )
 def test_what_our_own_planner_waits_for_is_one_line(changed: dict[str, Any], line: str) -> None:
-    shown = list(status_lines({**PLANNER, "virtual": {**VIRTUAL, **changed}}, options=False))
+    shown = list(status_lines({**PLANNER, "virtual": {**VIRTUAL, **changed}}))
     assert f"virtual   v1/dynamo/planner/: {line}" in shown
+
+
+def test_only_options_that_were_set_are_shown() -> None:
+    """There are fifty. The policy is always said, and what has no value any more is said to have none."""
+    options = {"policy": "load", "max_gpu_budget": 6, "min_gpu_budget": 1, "no_operation": True, "log_dir": None}
+    defaults = {"policy": "load", "max_gpu_budget": 8, "min_gpu_budget": 1, "no_operation": False, "log_dir": "here"}
+    shown = list(status_lines({**PLANNER, "options": options}, defaults=defaults))
+    assert shown[shown.index("") + 1 :] == [
+        "policy          load",
+        "max-gpu-budget  6",
+        "no-operation    true",
+        "log-dir         -",
+        "(1 other options have their defaults: --json shows them)",
+    ]

@@ -59,6 +59,7 @@ def test_a_context_with_one_point_is_told_and_left_out(show: Command, tmp_path: 
     assert "note: context 90000 has one point only, and is left out" in out
 
 
+@pytest.mark.full
 def test_the_page_is_self_contained_and_the_same_every_time(show: Command, tmp_path: Path) -> None:
     """Curves, hatched where they are extrapolated; below 1 MB."""
     pytest.importorskip("matplotlib")

@@ -220,3 +220,28 @@ def test_what_an_apply_has_still_to_come_to_is_shown() -> None:
     lines = render({**GRAPH, "workers": [worker], "changes": [change]}).splitlines()
     assert "change    apply:1 is under way, and has still to come to dynamo_VllmWorker" in lines
     assert lines[-1].endswith("its old configuration")
+
+
+def test_dispatch_is_one_line_over_all_workers() -> None:
+    """Where prompts went, how well estimates held, what overload did; nothing where nothing was decided."""
+    decode = {
+        "prefills.local.sooner": 10,
+        "prefills.local.came_back": 2,
+        "prefills.remote.fewer_misses": 30,
+        "first_tokens.local": 10,
+        "first_tokens.remote": 10,
+        "first_token_seen_s.local": 3.0,
+        "first_token_seen_s.remote": 1.0,
+        "first_token_estimated_s.local": 2.0,
+        "first_token_estimated_s.remote": 1.0,
+        "correction.local": 1.2,
+        "fallbacks": 0,
+        "refused": 1,
+    }
+    told = ({**GRAPH["workers"][0], "dispatch": decode}, {**GRAPH["workers"][1], "dispatch": {"deferred": 4}})
+    assert (
+        "dispatch  12 prefills here, 30 in prefill workers; first token after 200 ms, estimated 150 ms; 4 deferred; "
+        "1 refused"
+    ) in render({**GRAPH, "workers": told}).splitlines()
+    idle = {**GRAPH["workers"][0], "dispatch": {"refused": 0.0, "correction.itl": 1.0}}
+    assert "dispatch" not in render({**GRAPH, "workers": [idle]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -128,6 +129,25 @@ async def test_a_look_that_failed_takes_no_device_away() -> None:
     house = House(one_ready(), Looks(GpuSample(stale="the GPU driver did not answer within 5 s")))
     await house.one_more()
     assert spawned(house.effects) == [name(1)]
+
+
+async def test_a_restart_that_needs_a_device_for_the_substitute_looks_for_one_first() -> None:
+    """A stranger was on it when the devices were last looked at, and has gone since."""
+    view = one_ready()
+    taken = view.gpus.reserved_elsewhere(FREE, "namespace other")
+    house = House(replace(view, gpus=taken))
+    answer = await house.orders.restart(name(), stimulus_id="restart:1")
+    assert (answer["workers"], answer["substitutes"]) == ([name()], {name(): name(1)})
+    assert (house.looks.count, spawned(house.effects)) == (1, [name(1)])
+
+
+async def test_a_device_whose_quarantine_may_have_ended_is_looked_at_before_a_refusal() -> None:
+    """Somebody has ended what was on it: the next command has it."""
+    view = one_ready()
+    house = House(replace(view, gpus=view.gpus.quarantine(FREE, "pid 7 still holds it")))
+    await house.one_more()
+    assert (house.looks.count, spawned(house.effects)) == (1, [name(1)])
+    assert house.shell.fleet.gpus.quarantined == {}
 
 
 # --- several components -----------------------------------------------------------------------------

@@ -214,6 +214,40 @@ async def test_a_failing_source_is_missing_not_zero(
     assert len(nats.published) == before + 1
 
 
+async def test_counters_go_to_those_who_ask_alone(nats: RecordingNats, clock: ManualClock) -> None:
+    """Pickers hear a load ten times a second and have no use for them; strangers' ones are not believed."""
+    worker = Worker()
+    publisher = LoadPublisher(
+        nats,
+        "ns",
+        "W",
+        "ns_W",
+        lambda: 7,
+        worker.source,
+        worker.changed,
+        clock,  # type: ignore[arg-type]
+        dispatch=lambda: {"refused": 2.0},
+    )
+    await publisher.start()
+    await settle()
+    assert nats.published[-1][2]["dispatch"] is None
+    await nats.callbacks["ns.load"](SimpleNamespace(reply="inbox"))
+    await publisher.close()
+    message = nats.published[-1][2]
+    view = LoadView(nats, "ns", "W", clock)  # type: ignore[arg-type]
+    await view.start()
+    for told, believed in (
+        ({"refused": 2.0}, True),
+        ({"Rm -rf": 1.0}, False),
+        ({"a" * n: 0 for n in range(70)}, False),
+    ):
+        view.forget(7)
+        data = json.dumps({**message, "dispatch": told}).encode()
+        await nats.callbacks["ns.load.W"](SimpleNamespace(data=data, subject="s"))
+        assert isinstance(view.get(7), Missing) is not believed
+    await view.close()
+
+
 async def test_a_broken_change_signal_leaves_one_load_a_second(
     nats: RecordingNats, clock: ManualClock, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,7 +91,7 @@ def test_an_aggregated_graph_has_nothing_to_become(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"runtime": "http", "command": ["python", "-V", "--port", "{port:http}"], "model": "m"}, "http has a server"),
+        ({"runtime": "http", "command": ["python", "-V", "--port", "{port:http}"], "model": "m"}, "names no call that"),
         ({"runtime": "none", "command": ["python", "-V"]}, "what its command does is not ours to change"),
     ],
 )
@@ -99,6 +99,36 @@ def test_commands_cannot_and_it_is_said_why(tmp_path: Path, section: dict[str, o
     """Their processes take their role when they start."""
     sections = {"Common": {}, "VllmWorker": {**section, "role": "decode"}, "Pre": {**section, "role": "prefill"}}
     assert words in why(served(tmp_path, None, **sections))
+
+
+SGLANG = ["python", "-V", "--port", "{port:http}", "--disaggregation-mode"]
+SWITCHED = {"runtime": "http", "model": "m", "role-switch": "/pd_role_switch"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "words"),
+    [
+        ({}, None),
+        ({"stop-timeout-s": 3.0}, None),
+        ({"command": [*SGLANG, "prefill", "--tp", "2"]}, "command: "),
+        ({"role-switch-body": {"mode": "{role}"}}, "role_switch_body: {'mode': '{role}'} in Pre"),
+        ({"role-switch": None}, "Pre: runtime: http has a server of its own"),
+        ({"ServiceArgs": {"envs": {"A": "b"}}}, "envs: A"),
+    ],
+)
+def test_servers_that_change_their_role_when_asked_flip(
+    tmp_path: Path, prefill: dict[str, object], words: str | None
+) -> None:
+    """Where their commands differ in the role's own name alone."""
+    sections: dict[str, object] = {
+        "Dec": {**SWITCHED, "command": [*SGLANG, "decode"], "role": "decode"},
+        "Pre": {**SWITCHED, "command": [*SGLANG, "prefill"], "role": "prefill", **prefill},
+    }
+    graph = served(tmp_path, None, Common={}, VllmWorker={"command": ["python", "-V"]}, **sections)
+    if words is None:
+        assert (graph.service("Dec").flips_to, graph.service("Pre").flips_to) == ("Pre", "Dec")
+    else:
+        assert words in why(graph, "Dec")
 
 
 def test_workers_of_dynamo_1x_cannot() -> None:

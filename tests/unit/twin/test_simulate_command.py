@@ -107,7 +107,9 @@ def test_runs_at_once_give_what_runs_in_turn_give(command: Any) -> None:
     assert elsewhere(*words, "--jobs", "2") == in_turn
 
 
-@pytest.mark.parametrize("more", [("--json",), (), ("--router", "random", "--json")])
+@pytest.mark.parametrize(
+    "more", [("--json",), *(pytest.param(m, marks=pytest.mark.full) for m in ((), ("--router", "random", "--json")))]
+)
 def test_the_same_command_prints_the_same_bytes(more: tuple[str, ...], command: Any) -> None:
     """Here, and in another process with other hashes."""
     words = (*SMALL, "--static", "2,2", "--seed", "7", *more)
@@ -121,6 +123,7 @@ def test_another_seed_gives_the_random_router_other_choices(command: Any) -> Non
     assert command(*words, "--seed", "1") != command(*words, "--seed", "2")
 
 
+@pytest.mark.full
 def test_the_page_is_self_contained_and_the_same_every_time(command: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pages = []
@@ -255,6 +258,7 @@ def test_no_operation_decides_and_changes_nothing(command: Any) -> None:
     assert json.loads(looks)["gpus_mean"] == 4.0
 
 
+@pytest.mark.full
 def test_several_policies_stand_side_by_side(command: Any) -> None:
     """Options go to those policies that have them; targets and profile are the run's."""
     words = (

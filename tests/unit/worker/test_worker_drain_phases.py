@@ -20,6 +20,10 @@ class HandSteps:
         self.deregistering.set()
         self.resuming.set()
         self.error: Exception | None = None
+        self.unfollowed = 0
+
+    def unfollow_lease(self) -> None:
+        self.unfollowed += 1
 
     async def deregister(self) -> None:
         await self.deregistering.wait()
@@ -62,6 +66,7 @@ async def settle() -> None:
 async def test_a_drain_deregisters_then_refuses_then_finishes_then_leaves(steps: HandSteps, drain: Drain) -> None:
     """In this order; `left` only after the last stream."""
     drain.begin("asked")
+    assert steps.unfollowed == 1
     await settle()
     assert steps.done == ["deregistered", f"refusing after {LINGER_S:g}"]
     assert (drain.phase, drain.reason, drain.left.done()) == (Phase.DRAINING, "asked", False)

@@ -58,6 +58,9 @@ class Worker:
             raise EngineError("it fails")
         self.did.append("engine wakes")
 
+    def unfollow_lease(self) -> None:
+        self.did.append("unfollow")
+
     async def end_standby(self) -> None:
         await self.sleeping.close()
 

@@ -179,5 +179,14 @@ def test_a_frontend_without_a_request_yet_has_counted_none() -> None:
 
 def test_a_worker_tells_its_speculation_where_it_has_some() -> None:
     text = "vllm:spec_decode_num_drafts_total 10\nvllm:spec_decode_num_accepted_tokens_total 15\n"
-    assert worker_counters(Metrics(text)) == {"drafts": 10.0, "accepted": 15.0}
-    assert worker_counters(Metrics("")) == {}
+    assert worker_counters(Metrics(text), {}) == {"drafts": 10.0, "accepted": 15.0}
+    assert worker_counters(Metrics(""), {}) == {}
+
+
+@pytest.mark.parametrize("metric", ["sglang:spec_accept_length", "trtllm_spec_decode_acceptance_length"])
+def test_each_look_at_a_mean_accept_length_is_one_observation(metric: str) -> None:
+    """Before anything was speculated it is 0, which is none; and what was counted stays where it is gone."""
+    counted: dict[str, float] = {}
+    for mean in (0.0, 2.0, 3.5):
+        counted = worker_counters(Metrics(f"{metric} {mean}\n"), counted)
+    assert counted == worker_counters(Metrics(""), counted) == {"accept_length_sum": 5.5, "accept_length_count": 2.0}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction
+from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction, Risk, Share
 
 
 def test_lengths_that_were_seen_replace_what_was_believed() -> None:
@@ -51,3 +51,26 @@ def test_what_is_no_duration_corrects_nothing(observed: float, estimated: float)
     correction = Correction()
     correction.seen(observed, estimated)
     assert correction.factor == 1.0
+
+
+def test_a_share_of_time_is_reached_and_forgotten() -> None:
+    """What takes 30 % of the time is told as 30 % before long, and as nothing when it is over for long."""
+    share = Share(over_s=5.0)
+    assert share.value(0.0) == 0.0
+    for second in range(60):
+        share.add(0.3, float(second))
+    assert share.value(60.0) == pytest.approx(0.3, abs=0.06)
+    assert share.value(120.0) < 0.001
+
+
+def test_a_risk_is_learned_from_estimates_that_came_as_near() -> None:
+    """At first what is believed; estimates at 60 % of their bound that were kept say nothing of those at 110 %."""
+    risk = Risk(lambda share: min(1.0, max(0.0, share)))
+    assert risk.of(0.65) == pytest.approx(0.65)
+    for _ in range(300):
+        risk.seen(0.65, missed=False)
+    assert risk.of(0.65) < 0.25
+    assert risk.of(1.15) == 1.0
+    for _ in range(300):
+        risk.seen(0.65, missed=True)
+    assert risk.of(0.65) > 0.9

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dynamo_local.core.dispatch.learning import AnswerLengths
-from dynamo_local.core.dispatch.misses import Stream, harm, misses_first_token, misses_gap
+from dynamo_local.core.dispatch.learning import AnswerLengths, Risk
+from dynamo_local.core.dispatch.misses import Stream, harm, likely_above, misses_first_token, misses_gap
+
+RISK = Risk(lambda share: likely_above(share, 1.0))
 
 
 def all_of(tokens: int) -> AnswerLengths:
@@ -16,11 +18,11 @@ def all_of(tokens: int) -> AnswerLengths:
 
 def test_a_first_token_far_below_its_target_is_safe_and_far_above_lost() -> None:
     """Between them it is a matter of probability; where no time is left, of none."""
-    assert misses_first_token(0.5, 2.0) == 0.0
-    assert 0.0 < misses_first_token(1.5, 2.0) < misses_first_token(2.0, 2.0) < 1.0
-    assert misses_first_token(3.0, 2.0) == 1.0
-    assert misses_first_token(0.1, 0.0) == 1.0
-    assert misses_first_token(100.0, None) == 0.0
+    assert misses_first_token(0.5, 2.0, RISK) == 0.0
+    assert 0.0 < misses_first_token(1.5, 2.0, RISK) < misses_first_token(2.0, 2.0, RISK) < 1.0
+    assert misses_first_token(3.0, 2.0, RISK) == 1.0
+    assert misses_first_token(0.1, 0.0, RISK) == 1.0
+    assert misses_first_token(100.0, None, RISK) == 0.0
 
 
 def test_a_stream_that_has_saved_time_bears_a_pause() -> None:

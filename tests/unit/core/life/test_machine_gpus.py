@@ -54,8 +54,9 @@ def test_memory_that_returns_late_is_waited_for() -> None:
     assert (life.states(), life.free()) == (["ready"], [1])
 
 
-def test_memory_that_never_returns_is_quarantined_and_told() -> None:
-    """lesson 4: somebody has to look at it; the worker's entry does not wait for ever."""
+def test_memory_that_does_not_return_is_quarantined_until_it_has_and_both_is_told() -> None:
+    """lesson 4: somebody has to look at it; the worker's entry does not wait for ever. Whoever has ended the stranger
+    has the device back without another `serve`."""
     life = leaving()
     life.now_s += 30.1
     life.gpus(devices=busy(life, 1))
@@ -64,8 +65,14 @@ def test_memory_that_never_returns_is_quarantined_and_told() -> None:
     assert life.told[-1].startswith(f"GPU 1 ({uuid}) is quarantined: 64.0 GiB in use")
     assert life.told[-1].endswith(f"still holds it 30 s after {name(1)} ended")
     assert life.states() == ["ready"]
+    life.gpus(devices=busy(life, 1))
+    life.gpus(stale="the driver hangs")
+    assert (list(life.fleet.gpus.quarantined), life.free()) == ([uuid], []), "nobody has seen it empty"
+    life.gpus(devices=busy(life)[:1])
+    assert list(life.fleet.gpus.quarantined) == [uuid], "it is not seen at all"
     life.gpus(devices=busy(life))
-    assert life.free() == [], "memory that was seen to stay is not trusted again"
+    assert life.told[-1] == f"GPU 1 ({uuid}) is seen to be empty: its quarantine ends"
+    assert (life.fleet.gpus.quarantined, life.free()) == ({}, [1])
 
 
 def test_a_device_that_nobody_could_look_at_is_quarantined_until_it_is_seen_empty() -> None:
@@ -82,7 +89,7 @@ def test_a_device_that_nobody_could_look_at_is_quarantined_until_it_is_seen_empt
     assert list(life.fleet.gpus.quarantined) == [uuid], "it is seen not to be empty"
     life.gpus(devices=busy(life))
     assert life.told[-1] == f"GPU 1 ({uuid}) is seen to be empty: its quarantine ends"
-    assert (life.free(), life.fleet.unseen) == ([1], frozenset())
+    assert (life.free(), life.fleet.gpus.quarantined) == ([1], {})
 
 
 def test_a_restart_on_memory_that_never_returns_looks_for_another_device() -> None:

@@ -15,6 +15,7 @@ from dynamo_local.engines.sim import FixedModel, InMemoryTransport, SimEngine, S
 from dynamo_local.engines.sim.scheduling.blocks import BlockPool
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import EngineRequest, SamplingParams
+from tests.tools.examples import examples
 
 
 class Listener:
@@ -90,7 +91,7 @@ def test_what_is_evicted_is_said_to_be_removed_and_a_busy_cache_is_not_reset() -
     prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 8)), min_size=1, max_size=12),
     apart_ms=st.integers(0, 40),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_an_index_that_listens_matches_what_the_engine_matches(
     prompts: list[tuple[int, int, int]], apart_ms: int
 ) -> None:

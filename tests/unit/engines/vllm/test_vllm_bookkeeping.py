@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -180,3 +181,27 @@ def test_outside_of_a_worker_the_plugin_does_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(plugin.WORKER_PID, str(os.getpid()))
     plugin.register()
     assert "parent watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_one_worker_compiled_the_next_finds(short_folder: Path) -> None:
+    """Whole files alone, as vLLM names them; what it writes anew in one folder is not seen in the other."""
+    environ = {"HOME": str(short_folder)}
+    graph, infos = Path("torch_compile_cache/torch_aot_compile/abc/rank_0_0"), Path("modelinfos")
+    with contextlib.ExitStack() as stack:
+        first = engine_resources.take("VllmWorker", environ)
+        stack.callback(first.close)
+        cache = Path(first.environment["VLLM_CACHE_ROOT"])
+        for folder in (graph, infos):
+            (cache / folder).mkdir(parents=True, exist_ok=True)
+        (cache / graph / "model").write_text("compiled")
+        (cache / graph / "model.77.tmp").write_text("half of it")
+        (cache / infos / "llama.json").write_text("{}")
+        second = engine_resources.take("PrefillWorker_1", environ)
+        stack.callback(second.close)
+        other = Path(second.environment["VLLM_CACHE_ROOT"])
+        assert other != cache
+        found = {file.relative_to(other).as_posix() for file in other.rglob("*") if file.is_file()}
+        assert found == {f"{graph}/model", f"{infos}/llama.json"}
+        (other / "new").write_text("compiled again")
+        (other / "new").replace(other / graph / "model")
+        assert (cache / graph / "model").read_text() == "compiled"

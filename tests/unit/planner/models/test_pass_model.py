@@ -117,16 +117,16 @@ def test_rows_that_are_no_measurement_are_left_out_and_crooked_columns_refused()
 
 
 def test_the_first_source_that_makes_a_model_is_taken() -> None:
-    """The workers' own benchmark, a profile, live passes: in this order."""
+    """A profile, else live passes."""
     empty = PassModel(Kind.PREFILL)
-    assert bootstrapped(empty, worker=PREFILL_PASSES, profile=PROFILE).source == "worker"
-    assert bootstrapped(empty, worker=PREFILL_PASSES[:2], profile=PROFILE).source == "profile"
-    assert bootstrapped(empty, worker=PREFILL_PASSES[:2]) == empty
+    assert bootstrapped(empty, PROFILE).source == "profile"
+    assert bootstrapped(empty, PROFILE[:2]) == empty
+    assert bootstrapped(empty, PROFILE[:2]).observed(PREFILL_PASSES).source == "live"
 
 
 def test_a_trained_model_knows_times_and_not_the_traffic() -> None:
     """It goes on learning from live passes."""
-    model = bootstrapped(PassModel(Kind.PREFILL), profile=PROFILE)
+    model = bootstrapped(PassModel(Kind.PREFILL), PROFILE)
     assert model.ready
     assert model.isl.mean is None
     live = model.observed([prefill_pass(3000)])

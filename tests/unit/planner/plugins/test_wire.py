@@ -19,6 +19,7 @@ from dynamo_local.planner.values.passes import EngineId, ForwardPass, Requests
 from dynamo_local.planner.values.proposals import Accept, ComponentTarget, Override, OverrideType, Proposal, Reject
 from dynamo_local.planner.values.traffic import Traffic
 from tests.tools.compile_proto import COMPILED, compiled
+from tests.tools.examples import examples
 
 ENGINE = EngineId("7587", 1)
 CONTEXT = PipelineContext(
@@ -76,7 +77,7 @@ def test_answers_come_back_as_they_were_given(stage: Stage, answer: Answer) -> N
     assert codec.answer(stage, reading.response(stage, answer)) == answer
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(list(Stage)), st.binary(max_size=200))
 def test_any_bytes_are_an_answer_or_unusable(stage: Stage, raw: bytes) -> None:
     """Never another error."""

@@ -24,6 +24,7 @@ from dynamo_local.planner.values.decisions import Decision, Observation, Reason,
 from tests.fakes.planner.load_cases import BOUNDARIES, CASES, WORKED
 from tests.fakes.planner.observations import DECODE, PREFILL, observe
 from tests.fakes.planner.planner_worlds import observations, options
+from tests.tools.examples import examples
 
 
 def words(name: str) -> str:
@@ -102,7 +103,7 @@ def record(seen: Observation, given_options: LoadOptions) -> DecisionRecord:
     return DecisionRecord(1.7e9, "planner:7", inputs_of(seen, given_options), decision, outcomes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(observations(adjusting=True), options())
 def test_a_record_is_one_line_and_comes_back_the_same(seen: Observation, given_options: LoadOptions) -> None:
     before = record(seen, given_options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from dynamo_local.planner.values.pull import Pull
 from dynamo_local.planner.values.readings import Reading
 from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
 from dynamo_local.system.logs.jsonl import Record
 from dynamo_local.twin.options import FleetShape, TwinOptions
 from dynamo_local.twin.simulation import Simulation
@@ -96,7 +98,10 @@ def numbered(records: list[dict[str, Any]]) -> list[Record]:
     return [{"seq": n, **record} for n, record in enumerate(records, 1)]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, marks=pytest.mark.full if name_of(o) == "slo" else (), id=name_of(o)) for o in OPTIONS],
+)
 def test_a_log_of_the_twin_decides_the_same_tick_for_tick(options: PolicyOptions, tmp_path: Path) -> None:
     log = written(tmp_path / "ticks.jsonl", of_the_twin(options))
     again = Replay()
@@ -170,15 +175,18 @@ def test_a_pull_is_the_same_after_it_was_written_and_read() -> None:
 
 
 def test_what_is_no_tick_of_ours_is_refused_by_its_number(tmp_path: Path) -> None:
-    newer = written(tmp_path / "newer.jsonl", [{"version": 2, "kind": "tick", "at_s": 0.0}])
-    with pytest.raises(BadInput, match="record 1 has version 2"):
-        list(ticks.oldest_first(newer))
+    for version in (ticks.VERSION - 1, ticks.VERSION + 1):
+        other = written(tmp_path / f"{version}.jsonl", [{"version": version, "kind": "tick", "at_s": 0.0}])
+        with pytest.raises(BadInput, match=f"record 1 has version {version}"):
+            list(ticks.oldest_first(other))
     began = ticks.options_record(ticks.BEGAN, OPTIONS[0], 0.0)
-    for spoilt in ({"pull": "AAAA", "decided": None}, {"pull": 3, "decided": None}, {}):
+    tick = ticks.tick_record(Pull(Reading(1.0, 0, {}), worker_pools(1, 1)), None)
+    for spoilt in ({"pull": "AAAA"}, {"pull": 3}, {"passes": "AAAA"}, {"passes": None}, {"decided": 7}):
+        spoilt = {**tick, **spoilt}
         with pytest.raises(BadInput, match="record 2 of the log of ticks cannot be read"):
-            list(Replay().run(numbered([began, {"version": 1, "kind": "tick", "at_s": 1.0, **spoilt}])))
+            list(Replay().run(numbered([began, {"kind": "tick", "at_s": 1.0, **spoilt}])))
     with pytest.raises(BadInput, match="not known here"):
-        list(Replay().run(numbered([{"version": 1, "kind": "other", "at_s": 1.0}])))
+        list(Replay().run(numbered([{"kind": "other", "at_s": 1.0}])))
 
 
 def test_the_log_is_bounded(tmp_path: Path) -> None:
@@ -188,6 +196,39 @@ def test_the_log_is_bounded(tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     assert len(files) == 3
     assert all(file.stat().st_size <= 25_000 for file in files)
+
+
+def test_the_last_hour_of_64_busy_engines_is_in_the_log() -> None:
+    """At each tick of five seconds 64 passes of each, as an arbiter reads them. A full file goes, three are left."""
+    chance = random.Random(1)
+    engines = {}
+    for number in range(64):
+        engine, at_s = EngineId(str(chance.getrandbits(63))), 5e4
+        passes = []
+        for count in range(64):
+            wall_s = chance.gauss(0.03, 0.003)
+            at_s += max(0.0781, wall_s)
+            if number % 4:
+                running = 60 + chance.randrange(-9, 9)
+                scheduled = Requests(
+                    0, 0, 0.0, 0, running, running * 3000 + chance.randrange(9000), chance.random() * 1e7
+                )
+                queued = Requests(0, 0, 0.0, 0, chance.randrange(4), chance.randrange(9000), chance.random() * 1e7)
+            else:
+                scheduled = Requests(1, chance.randrange(8192), 0.0, 16 * chance.randrange(99), 0, 0, 0.0)
+                queued = Requests(chance.randrange(9), chance.randrange(30_000), chance.random() * 1e7)
+            read = decode_pass(
+                encode_pass(ForwardPass(engine, 10**6 + 3 * count, wall_s, scheduled, queued)),
+                round(at_s, 4),
+                exact=False,
+            )
+            assert read is not None
+            passes.append(read)
+        engines[engine] = EngineSeen(DECODE if number % 4 else PREFILL, tuple(passes), passes[-1])
+    pull = Pull(Reading(5e4, 0, {}), worker_pools(16, 48), engines=engines)
+    record = ticks.tick_record(pull, None)
+    assert ticks.tick_in({"seq": 1, **record}) == (pull, None)
+    assert len(json.dumps(record)) * 3600 / 5 <= 3 * ticks.MAX_BYTES
 
 
 def test_the_command_tells_what_differs(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class World:
         return sum(bool(decision.acts) for decision in self.decisions)
 
 
+@pytest.mark.full
 def test_a_constant_load_is_acted_on_at_most_twice_an_hour() -> None:
     world = World(OPTIONS, (2, 2))
     world.run(300, lambda at_s: 20.0)  # it may find its size first
@@ -69,7 +70,7 @@ def test_a_constant_load_is_acted_on_at_most_twice_an_hour() -> None:
     assert world.steps - before <= 2
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.0, 20.0, 400.0])
+@pytest.mark.parametrize("rate", [*(pytest.param(rate, marks=pytest.mark.full) for rate in (0.0, 20.0, 400.0)), 1.0])
 def test_it_is_never_above_the_budget_and_never_below_the_floors(rate: float) -> None:
     options = SloOptions(DEFAULT_PROFILE, ttft_ms=200, itl_ms=10, max_gpu_budget=6, min_endpoint=2)
     world = World(options, (2, 2))
@@ -88,6 +89,7 @@ def test_what_is_missing_changes_nothing() -> None:
     assert {reason.why for reason in world.decisions[-1].reasons} == {"nobody told"}
 
 
+@pytest.mark.full
 def test_silence_shrinks_to_the_floor_and_a_cold_start_holds() -> None:
     world = World(OPTIONS, (3, 3))
     world.run(120, lambda at_s: 0.0)
@@ -97,6 +99,7 @@ def test_silence_shrinks_to_the_floor_and_a_cold_start_holds() -> None:
     assert world.fleet == (1, 1)
 
 
+@pytest.mark.full
 def test_a_step_of_five_times_the_load_is_answered_within_a_lead() -> None:
     world = World(OPTIONS, (1, 1))
     world.run(600, lambda at_s: 8.0)
@@ -105,7 +108,7 @@ def test_a_step_of_five_times_the_load_is_answered_within_a_lead() -> None:
     assert sum(world.fleet) > 4
 
 
-@pytest.mark.parametrize("slower", [0.7, 1.3])
+@pytest.mark.parametrize("slower", [pytest.param(0.7, marks=pytest.mark.full), 1.3])
 def test_a_wrong_profile_is_corrected_within_ten_minutes(slower: float) -> None:
     world = World(OPTIONS, (4, 4), slower)
     world.run(600, lambda at_s: 20.0)

@@ -147,7 +147,11 @@ def test_the_hit_rate_is_the_engines_own_where_they_tell(
 
 @pytest.mark.parametrize(
     ("counted", "expected"),
-    [({}, 1.0), ({"drafts": 100, "accepted": 150}, 2.5)],
+    [
+        ({}, 1.0),
+        ({"drafts": 100, "accepted": 150}, 2.5),
+        ({"accept_length_sum": 5.5, "accept_length_count": 2}, 2.75),  # SGLang's and TRT-LLM's
+    ],
 )
 def test_the_accept_length_is_that_of_all_engines(counted: dict[str, float], expected: float) -> None:
     history = scraped(QUIET, (60.0, [frontend(), engine("p"), engine("d", prefills=False, **counted)]))

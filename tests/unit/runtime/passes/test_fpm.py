@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -56,6 +57,21 @@ def wire(**changed: Any) -> bytes:
 def test_a_pass_is_written_as_dynamo_writes_it() -> None:
     assert encode_pass(PASS) == GOLDEN == wire()
     assert decode_pass(GOLDEN, at_s=5.0) == ForwardPass(PASS.engine, 4711, 0.0125, PREFILLING, DECODING, 5.0)
+
+
+def test_digits_that_nobody_measured_may_be_left_out() -> None:
+    """And a pass of no time at all stays one."""
+    short = wire(wall_time=1e-9, queued_requests={"num_decode_requests": 3, "var_decode_kv_tokens": 6.51})
+    told, rounded = decode_pass(short), decode_pass(short, exact=False)
+    assert told is not None
+    assert rounded == replace(
+        told,
+        wall_time_s=1e-6,
+        scheduled=replace(told.scheduled, var_prefill_length=2.0),
+        queued=replace(told.queued, var_decode_kv_tokens=7.0),
+    )
+    assert decode_pass(wire(wall_time=0.0123456789), exact=False).wall_time_s == 0.012346  # type: ignore[union-attr]
+    assert decode_pass(wire(wall_time=0.0), exact=False).heartbeat  # type: ignore[union-attr]
 
 
 def test_the_id_of_now_is_written_where_it_has_changed() -> None:

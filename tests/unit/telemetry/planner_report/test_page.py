@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -66,6 +67,16 @@ def test_after_fifty_thousand_decisions_it_is_below_a_megabyte() -> None:
         figures = dict.fromkeys(names, 1000 / 7 + number % 97)
         found.add(Point(BEGAN_S + 3.6 * number, 1, figures, counts, number / 100))
     assert len(page(found, "T").encode()) < MEGABYTE
+
+
+def test_the_timeline_has_whole_names_and_says_what_it_leaves_out() -> None:
+    """Of a log of days only the last steps are told; a lane without marks must not look like days without steps."""
+    both = tuple(replace(reason, step=1) for reason in reasons(1))
+    few = page(gathered([line(n, told=both) for n in range(1, 9)]), "T")
+    many = page(gathered([line(n, step=1) for n in range(1, CHANGES_MAX + 10)]), "T")
+    assert f"(the last {CHANGES_MAX} of {CHANGES_MAX + 9:,})" in many
+    assert "(the last" not in few
+    assert "PrefillWorker</text>" in few
 
 
 def test_a_hostile_reason_stays_text() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from dynamo_local.planner.policies.explain import explain
+from dynamo_local.planner.policies.explain import explain, explain_reason
+from dynamo_local.planner.values.decisions import Counterfactual
 from dynamo_local.planner.values.proposals import ComponentTarget
 from tests.fakes.planner.observations import DECODE, PREFILL
 from tests.fakes.planner.sla_worlds import decided, policy, pull, reason_of, traffic
@@ -62,6 +65,19 @@ def test_the_number_of_requests_that_would_decide_otherwise() -> None:
     edges = [engines * engine * 180 / 300 for engines in (2, 3)]
     assert min(abs(other.needed / edge - 1) for edge in edges) < 1e-6
     assert reason_of(decided(policy(), pull(traffic(other.needed))), DECODE).step == other.step
+
+
+def test_more_requests_are_not_said_to_be_below_a_number() -> None:
+    """Rounded to the nearest, 979.6239 was told as `below 979.624 requests it would have gone +1`."""
+    reason = replace(reason_of(decided(policy(), pull(traffic())), PREFILL), otherwise=None)
+    for value, needed, told in (
+        (978.571, 979.6239, "979.624"),
+        (978.571, 979.6241, "979.625"),
+        (980.0, 979.6241, "979.624"),
+    ):
+        other = Counterfactual("next_num_req", value, needed, 1)
+        words = explain_reason(replace(reason, otherwise=other))
+        assert words.endswith(f"with {told} requests in the next interval it would have gone +1")
 
 
 def test_the_budget_that_would_decide_otherwise() -> None:

@@ -1,6 +1,7 @@
 """The sum of several pytest runs: `total.py FOLDER EXIT_CODE SECONDS`, where each run left a JUnit file in the folder.
 
-The last line is like pytest's own. An exit code that no failed test explains (of a lint, say) is an error in it.
+Beside them may lie what `side_by_side.py` wrote of its commands. The last line is like pytest's own. An exit code that
+no failed test explains (of a lint, say) is an error in it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         counts, took_s = counts_of(file)
         total += counts
         print(f"{file.stem}: {words(counts)} in {took_s:.0f} s")
+    for file in sorted(folder.glob("*.times")):
+        print(f"{file.stem}, command by command:\n{file.read_text(encoding='utf-8')}", end="")
     if code and not total["failed"] and not total["error"]:
         print(f"tox ended with exit code {code}; what failed is above, and is no test")
         total["error"] += 1

@@ -1,0 +1,158 @@
+"""`router: slo` (and `kv`) with `disagg-policy: slo` beside the seed's rule, on real processes: the same mixed load,
+the same fleet. Nothing fails under any of them, more requests keep their targets by `slo`, and the counters say why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from tests.drivers.served import MODEL, Served, auntil
+from tests.tools.scraped import by_label, samples
+
+pytestmark = [pytest.mark.infra, pytest.mark.timing, pytest.mark.timeout(240)]
+
+SPEED = 0.15
+TTFT_MS, ITL_MS = 1500, 70
+BURSTS, EVERY_S = 4, 1.0
+LONG, SHORT = (3000, 24), (300, 60)
+"""Tokens of prompts and answers: each burst has five of the first kind and three of the second."""
+CACHED = re.compile(r" by kv, prefix hit rate 0\.9")
+TARGET = ("graphs.disagg_router:Frontend", "-f", "configs/disagg_slo.yaml")
+WORDS = (
+    f"--Common.sim.speed={SPEED}",
+    f"--Common.ttft={TTFT_MS}",
+    f"--Common.itl={ITL_MS}",
+    "--VllmWorker.ServiceArgs.workers=1",
+)
+SEEDS_RULE = (
+    "--Router.router=least-loaded",
+    "--Processor.router=least-loaded",
+    "--VllmWorker.disagg-policy=threshold",
+    "--VllmWorker.conditional-disagg=true",
+    "--VllmWorker.max-local-prefill-length=10",
+)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Iterator[tuple[Served, Served]]:
+    """By targets, and by the seed's rule: two prefill workers and one decode worker each. They start side by side."""
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        slo = stack.enter_context(Served(*WORDS, target=TARGET))
+        seed = stack.enter_context(Served(*WORDS, *SEEDS_RULE, target=TARGET, namespace="seed"))
+        for started in [pool.submit(each.start) for each in (slo, seed)]:
+            started.result()
+        yield slo, seed
+
+
+@dataclass
+class Outcome:
+    """What clients saw: of all requests, how many kept both targets, and what went wrong with others."""
+
+    asked: int = 0
+    kept: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def attainment(self) -> float:
+        return self.kept / self.asked
+
+
+async def ask(client: AsyncOpenAI, found: Outcome, prompt: list[int], tokens: int) -> None:
+    """One request to its end, by the clock of its client."""
+    found.asked += 1
+    asked_s, times, count = time.monotonic(), [], None
+    try:
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].text:
+                times.append(time.monotonic())
+            count = chunk.usage.completion_tokens if chunk.usage is not None else count
+    except Exception as error:
+        found.failed.append(f"{type(error).__name__}: {error}")
+        return
+    if count != tokens:
+        found.failed.append(f"{count} of {tokens} tokens")
+        return
+    first_ms, gap_ms = (times[0] - asked_s) * 1000, (times[-1] - times[0]) / (tokens - 1) * 1000
+    found.kept += first_ms <= TTFT_MS and gap_ms <= ITL_MS
+
+
+async def play(served: Served, seed: int) -> Outcome:
+    """The bursts, whatever becomes of them: no client waits for another."""
+    found, rng = Outcome(), random.Random(seed)
+    async with served.client() as client, asyncio.TaskGroup() as group:
+        await ask(client, Outcome(), [300] * 50, 4)  # the first request pays for imports and connections
+        begin_s = time.monotonic()
+        for burst in range(BURSTS):
+            await asyncio.sleep(max(0.0, begin_s + burst * EVERY_S - time.monotonic()))
+            for length, tokens in (LONG, SHORT, LONG, SHORT, LONG, SHORT, LONG, LONG):
+                prompt = [rng.randrange(259, 2048) for _ in range(length)]
+                group.create_task(ask(client, found, prompt, tokens))
+    assert found.failed == []
+    return found
+
+
+def by_name(served: Served, component: str, prefix: str) -> float:
+    """The sum of those counters of the component's workers, as `dynamo status --json` shows them."""
+    workers = [worker for worker in served.status()["workers"] if worker["component"] == component]
+    told = (worker["dispatch"] or {} for worker in workers)
+    return sum(count for each in told for name, count in each.items() if name.startswith(prefix))
+
+
+async def test_slo_keeps_more_targets_than_the_seeds_rule_and_says_why(graphs: tuple[Served, Served]) -> None:
+    """The seed's rule sends prompts to the decode worker just when it is loaded. By `slo`, status and metrics tell
+    where prompts went, and estimates that were not far off."""
+    slo, seed = graphs
+    by_slo, by_seed = await play(slo, 1), await play(seed, 1)
+    told = f"slo {by_slo.attainment:.0%}, the seed's rule {by_seed.attainment:.0%} of {by_slo.asked}"
+    assert by_slo.attainment >= by_seed.attainment, told
+    assert by_slo.attainment > 0.3, told
+
+    await auntil(lambda: by_name(slo, "VllmWorker", "prefills.") >= by_slo.asked, what=slo.status)
+    shown = slo.cli("status").stdout
+    assert "\ndispatch  " in shown, shown
+    async with httpx.AsyncClient() as http:
+        page = samples((await http.get(slo.status()["metrics_url"])).text)
+    prefills = by_label(page, "dynamo_dispatch_prefills_total")
+    assert {labels[1] for labels in prefills} >= {"remote"}
+    assert not [labels for labels in prefills if labels[2] == "threshold"]
+    came = sum(by_label(page, "dynamo_dispatch_first_tokens_total").values())
+    seen, error = (
+        sum(by_label(page, f"dynamo_dispatch_first_token_{what}_seconds_total").values()) for what in ("seen", "error")
+    )
+    assert came >= by_slo.asked / 2
+    assert error <= seen, f"estimates are off by {error / came:.2f} s where {seen / came:.2f} s came of them"
+    assert by_name(seed, "VllmWorker", "prefills.local.threshold") > 0
+
+
+async def test_prefixes_first_and_prefills_by_targets(graphs: tuple[Served, Served]) -> None:
+    """`router: kv`, changed while the graph runs, with `disagg-policy: slo`: what the Router knows to be cached need
+    not be computed, so a prompt that is asked for again is prefilled where its prefix is."""
+    slo, _ = graphs
+    slo.etcdctl("put", f"dynamo/router/{MODEL}", json.dumps({"router": "kv"}))
+    again, found = [300 + number % 1000 for number in range(2000)], Outcome()
+    async with asyncio.timeout(30.0), slo.client() as client:
+        while not CACHED.search(slo.log("Router")):  # the policy, and what was cached, are heard of a little later
+            await ask(client, found, again, 4)
+    assert found.failed == []
+    assert found.asked > 1
+    await play(slo, 2)
+    assert by_name(slo, "VllmWorker", "prefills.local.") > 0
