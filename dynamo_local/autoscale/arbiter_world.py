@@ -10,6 +10,7 @@ from dynamo_local.commands.launching import DYNAMO_1X
 from dynamo_local.control.links import Links
 from dynamo_local.control.sampling import Sampling
 from dynamo_local.control.shell import Shell
+from dynamo_local.core.actuators import EVERY, Actuator
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import GraphSpec, Load, Missing, Role
 from dynamo_local.planner.policies.pools import pools_of
@@ -40,6 +41,8 @@ class ArbiterWorld:
         self._times = times
         self.pending: Callable[[], bool] = lambda: False
         """Whether another environment has yet to carry a decision out."""
+        self.actuators: Callable[[], frozenset[Actuator]] = lambda: EVERY
+        """By what the planner's decisions may be carried out."""
         self.waiting_in: Mapping[str, str] = {}
         """Where prefill workers are commands there is no queue of ours: component -> the field of its workers' loads
         that says what waits there for a prefill."""
@@ -48,7 +51,9 @@ class ArbiterWorld:
         """Counted now. A draining worker whose keys are still in etcd can be given requests yet."""
         workers = self._shell.fleet.workers.values()
         routed = {w.name for w in workers if TRAITS[w.state].drains and w.lease is not None}
-        pools = pools_of(self._shell.fleet, decode=self._decode, prefill=self._prefill, routed=routed)
+        pools = pools_of(
+            self._shell.fleet, decode=self._decode, prefill=self._prefill, routed=routed, actuators=self.actuators()
+        )
         return replace(self._times.told(pools), pending=self.pending())
 
     def ready(self) -> tuple[str, ...]:

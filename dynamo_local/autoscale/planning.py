@@ -15,7 +15,7 @@ from dynamo_local.autoscale.arbiter_world import ArbiterWorld, prefills_wait_in
 from dynamo_local.autoscale.connecting import connected_virtually
 from dynamo_local.autoscale.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.autoscale.observing import Observing
-from dynamo_local.autoscale.planner_options import changed_options, policy_options
+from dynamo_local.autoscale.planner_options import actuators, changed_options, policy_options
 from dynamo_local.autoscale.plugins import NOBODY, PlannerPlugins
 from dynamo_local.clock import Clock
 from dynamo_local.config import PlannerConfig, planned_components
@@ -305,7 +305,7 @@ class Planning:
         """What carries its decisions out. Raises `EtcdUnavailable`."""
         match options.environment:
             case "local":
-                return LocalConnector(self._orders)
+                return LocalConnector(self._orders, actuators=lambda: actuators(self.options))
             case "virtual":
                 self._virtual = await connected_virtually(
                     options, self._graph, world, links=self._links, clock=self._clock, tell=self._tell
@@ -337,6 +337,7 @@ class Planning:
         prefill, decode = planned_components(self._graph)
         world = ArbiterWorld(self._shell, self._sampling, self._links, prefill, decode, self._clock, self.times)
         world.waiting_in = prefills_wait_in(self._graph, prefill)
+        world.actuators = lambda: actuators(self.options)
         return world
 
     async def _made(self, world: ArbiterWorld) -> PlannerLoop:

@@ -27,9 +27,12 @@ SECONDS = FiniteRange(min=0, min_open=True, max=SECONDS_MAX)
 
 
 class Shape(click.ParamType):
-    """`P,D`: that many prefill and decode workers; `0,D`: aggregated ones."""
+    """`P,D`: that many prefill and decode workers; `0,D`: aggregated ones. At least `decode_min` decode."""
 
     name = "P,D"
+
+    def __init__(self, decode_min: int = 1) -> None:
+        self._decode_min = decode_min
 
     def convert(
         self, value: str | tuple[int, int], param: click.Parameter | None, ctx: click.Context | None
@@ -38,7 +41,7 @@ class Shape(click.ParamType):
         if isinstance(value, tuple):
             return value
         match = re.fullmatch(r"\s*([0-9]{1,3})\s*,\s*([0-9]{1,3})\s*", value, re.ASCII)
-        if match is None or int(match[2]) < 1:
+        if match is None or int(match[2]) < self._decode_min:
             self.fail(
                 f"{value!r} is no P,D, such as 2,2 (prefill, decode) or 0,4 (four aggregated workers)", param, ctx
             )

@@ -13,6 +13,8 @@ RUNG_WORDS = {
     "wake_2": "by a wake from level 2",
     "spare": "from a spare",
     "cold": "by a cold start",
+    "sleep_1": "to sleep at level 1",
+    "sleep_2": "to sleep at level 2",
 }
 FOLLOW_WORDS = {
     "waiting": "waits",

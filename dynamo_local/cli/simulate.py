@@ -14,6 +14,7 @@ from dynamo_local.cli.common import json_option
 from dynamo_local.cli.numbers import FiniteRange, Shape
 from dynamo_local.cli.simulated_leads import leads_of
 from dynamo_local.cli.simulated_requests import Source, source_of
+from dynamo_local.cli.views.simulated import print_tables
 from dynamo_local.core.admission import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
 from dynamo_local.core.durations import SECONDS_MAX
 from dynamo_local.errors import BadInput
@@ -50,7 +51,11 @@ DEFAULT_INITIAL = "1,1"
     "--start-up-s", type=FiniteRange(min=0, max=SECONDS_MAX), default=30.0, show_default=True, help="Of a new worker."
 )
 @click.option("--spares", type=click.IntRange(0, 64), default=0, show_default=True, help="As Host's: warm starts.")
-@click.option("--lead", metavar="flip=S,wake=S,spare=S,cold=S|measured", help="Times to one more worker.")
+@click.option(
+    "--lead", multiple=True, metavar="flip=S,wake=S,spare=S,cold=S|measured", help="Times to one more worker."
+)
+@click.option("--flips", is_flag=True, help="Workers can take over each other's role (ServiceArgs.flippable).")
+@click.option("--standby", type=Shape(decode_min=0), help="P,D: so many workers are kept asleep (ServiceArgs.standby).")
 @click.option(
     "--max-local-prefill-length", type=click.IntRange(min=0), default=10, show_default=True, help="As the worker's."
 )
@@ -111,7 +116,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
         found = [_json(name, metrics) for name, metrics in rows]
         click.echo(json.dumps(found if len(found) > 1 or words["sweeps"] else found[0], indent=2))
         return
-    _print_tables(_facts(source, words), rows, words)
+    print_tables(_facts(source, words), rows, words)
     if report is not None:
         click.echo(f"report: {report}")
 
@@ -176,9 +181,10 @@ def _case(
 ) -> Case:
     from functools import partial
 
-    from dynamo_local.autoscale.planner_options import policy_options
+    from dynamo_local.autoscale.planner_options import actuators, policy_options
     from dynamo_local.components.routing.pickers import sim_picker
     from dynamo_local.config import planner_section
+    from dynamo_local.core.actuators import Actuator
     from dynamo_local.core.disagg import DisaggSettings
     from dynamo_local.core.dispatch.targets import Targets
     from dynamo_local.engines.sim.options import SimOptions
@@ -188,6 +194,7 @@ def _case(
     config = planner_section("--planner", _with_targets(given, words))
     sim = SimOptions.from_mapping(given["sim"])
     targets = Targets.of_ms(words["ttft_ms"], words["itl_ms"])
+    allowed = actuators(config)
     options = TwinOptions(
         shape=FleetShape(*shape),
         sim=sim,
@@ -196,6 +203,8 @@ def _case(
         decode_gpus=config.decode_engine_num_gpu or 1,
         start_up_s=words["start_up_s"],
         spares=words["spares"],
+        flips=words["flips"] and Actuator.FLIP in allowed,
+        standby=FleetShape(*words["standby"]) if words["standby"] and Actuator.WAKE in allowed else None,
         leads=leads_of(words["lead"], words["start_up_s"]),
         disagg=DisaggSettings(words["max_local_prefill_length"], words["max_prefill_queue_size"]),
         conditional=not words["always_remote"],
@@ -328,60 +337,9 @@ def _facts(source: Source, words: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _host(words: Mapping[str, Any]) -> str:
     lead, spares = leads_of(words["lead"], words["start_up_s"]), words["spares"]
-    warm = f", {spares} spare{'s' * (spares != 1)} with {lead.spare_s:g} s" if spares else ""
-    return f"{words['gpus']}, start-up {lead.cold_s:g} s{warm}"
-
-
-def _explained(reason: str, words: Mapping[str, Any]) -> str:
-    """Why requests were dropped, and what changes it."""
-    from dynamo_local.twin.process import Dropped
-
-    explanations = {
-        Dropped.FRONTEND_FULL: f"the Frontend had {words['max_inflight']} requests already (429): more workers, or a "
-        "higher --max-inflight, with which they wait until their deadline",
-        Dropped.WORKERS_FULL: f"{words['max_num_waiting']} requests waited for each worker already (429): more "
-        "workers, or a higher --max-num-waiting, with which they wait until their deadline",
-        Dropped.DEADLINE: f"not done within {words['request_timeout_s']:g} s (504): more workers, or a longer "
-        "--request-timeout-s",
-        Dropped.TOO_LONG: "prompt and answer are longer than the model's context (400)",
-    }
-    return explanations.get(Dropped(reason), reason)
-
-
-def _print_tables(
-    facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Metrics]], words: Mapping[str, Any]
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    # A fixed width, so that the same command always prints the same bytes.
-    console = Console(width=120, highlight=False)
-    console.print("; ".join(f"{what}: {value}" for what, value in facts), markup=False)
-    worth = Table("run", box=box.SIMPLE)
-    for label in ("requests", "completed", "dropped", "attainment", "goodput/s", "GPU-hours", "GPUs", "scale actions"):
-        worth.add_column(label, justify="right")
-    times = Table("run", box=box.SIMPLE)
-    for label in ("mean", "p50", "p95", "p99"):
-        times.add_column(f"TTFT {label}", justify="right")
-    for label in ("mean", "p50", "p95", "p99"):
-        times.add_column(f"ITL {label}", justify="right")
-    for name, m in rows:
-        counts = (m.requests, m.completed, m.dropped)
-        worth.add_row(
-            name,
-            *(f"{count:,}" for count in counts),
-            f"{m.attainment:.2%}",
-            f"{m.goodput_rps:.2f}",
-            f"{m.gpu_hours:.3f}",
-            f"{m.gpus_mean:.2f}",
-            str(m.scale_actions),
-        )
-        values = [getattr(spread, part) for spread in (m.ttft_ms, m.itl_ms) for part in ("mean", "p50", "p95", "p99")]
-        times.add_row(name, *("–" if value is None else f"{value:.1f}" for value in values))
-    console.print(worth)
-    for name, m in rows:
-        for reason, count in m.dropped_by.items():
-            console.print(f"{name}: {count:,} dropped: {_explained(reason, words)}", markup=False)
-    console.print("milliseconds:")
-    console.print(times)
+    found = [f"start-up {lead.cold_s:g} s"]
+    found += [f"{spares} spare{'s' * (spares != 1)} with {lead.spare_s:g} s"] if spares else []
+    found += [f"flips with {lead.flip_s:g} s"] if words["flips"] else []
+    if words["standby"]:
+        found.append(f"{_shape(words['standby'])} on standby with {lead.wake_s:g} s")
+    return ", ".join([words["gpus"], *found])

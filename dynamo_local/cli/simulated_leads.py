@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from dynamo_local.errors import BadInput
 if TYPE_CHECKING:
     from dynamo_local.twin.options import LeadOptions
 
-NAMES = ("flip", "wake", "spare", "cold")
+NAMES = ("flip", "wake", "spare", "cold", "sleep")
 MEASURED = "measured"
 """`--lead measured`, or `--lead measured:NAMESPACE`."""
 NAMESPACE = "dynamo"
@@ -26,28 +26,29 @@ RUNGS: Mapping[str, tuple[Rung, ...]] = {
 }
 
 
-def leads_of(text: str | None, start_up_s: float) -> LeadOptions:
-    """The twin's leads; what is not said is the twin's default, and `cold` is `--start-up-s`. Raises `BadInput`."""
+def leads_of(words: Sequence[str], start_up_s: float) -> LeadOptions:
+    """The twin's leads; what is not said is the twin's default, and `cold` is `--start-up-s`. A number counts more than
+    what was measured, the last one most. Raises `BadInput`."""
     from dynamo_local.twin.options import LeadOptions
 
-    found = _measured(text) if text is not None and text.partition(":")[0] == MEASURED else _given(text)
+    parts = [part.strip() for word in words for part in word.split(",")]
+    measured = [_measured(part) for part in parts if part.partition(":")[0] == MEASURED]
+    given = dict(_given(part) for part in parts if part.partition(":")[0] != MEASURED)
+    found = {**(measured[-1] if measured else {}), **given}
     return LeadOptions(**{"cold_s": start_up_s, **{f"{name}_s": value for name, value in found.items()}})
 
 
-def _given(text: str | None) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in () if text is None else text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in NAMES:
-            raise BadInput(f"--lead {part!r}: there are {', '.join(NAMES)}, such as spare=8,cold=45; or {MEASURED}")
-        try:
-            seconds = float(value)
-        except ValueError:
-            raise BadInput(f"--lead {part!r}: {value!r} is no number of seconds") from None
-        if not 0 <= seconds <= SECONDS_MAX:
-            raise BadInput(f"--lead {part!r}: seconds, 0 to {SECONDS_MAX:g}")
-        found[name] = seconds
-    return found
+def _given(part: str) -> tuple[str, float]:
+    name, _, value = part.partition("=")
+    if name not in NAMES:
+        raise BadInput(f"--lead {part!r}: there are {', '.join(NAMES)}, such as spare=8,cold=45; or {MEASURED}")
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise BadInput(f"--lead {part!r}: {value!r} is no number of seconds") from None
+    if not 0 <= seconds <= SECONDS_MAX:
+        raise BadInput(f"--lead {part!r}: seconds, 0 to {SECONDS_MAX:g}")
+    return name, seconds
 
 
 def _measured(text: str) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from dynamo_local.control.shell import Shell
+from dynamo_local.core.actuators import WAKES, Actuator
 from dynamo_local.core.life.deciding import decide_scale, decide_scale_all, decide_sleep, decide_wake
 from dynamo_local.core.life.decisions import rolling, scaling
 from dynamo_local.core.life.decisions.moves import (
@@ -82,8 +83,10 @@ class Orders:
         by_person: bool = True,
         wait_for_gpus: bool = False,
         wake: bool = True,
+        sleep: bool = False,
     ) -> dict[str, Any]:
-        """Bring a component to a number of workers; `wake`: those on standby before new ones are started.
+        """Bring a component to a number of workers; `wake`: those on standby before new ones are started; `sleep`: who
+        goes is kept on standby, where the component wants more of those.
 
         Raises the refusals of `core.life.decisions.scaling.decide`.
         """
@@ -96,20 +99,28 @@ class Orders:
             by_person=by_person,
             wait_for_gpus=wait_for_gpus,
             wake=wake,
+            sleep=sleep,
         )
         moves = await self._on_a_fresh_look(order, lambda: decide_scale(self._shell.fleet, order))
         self.changed(moves, stimulus_id, by_person)
         return self._answer(component, moves)
 
     async def scale_all(
-        self, targets: Mapping[str, int], *, victim_policy: str | None = None, stimulus_id: str
+        self,
+        targets: Mapping[str, int],
+        *,
+        victim_policy: str | None = None,
+        actuators: frozenset[Actuator] = WAKES,
+        stimulus_id: str,
     ) -> dict[str, dict[str, Any]]:
         """Bring several components to their numbers of workers, in one commit, as a planner: it never forces, and an up
-        may wait for the GPUs of workers that leave. The answer of `scale` for each of them.
+        may wait for the GPUs of workers that leave. The answer of `scale` for each of them; a flip is in both.
 
         Raises the refusals of `core.life.decisions.scaling.decide`; then nothing is changed.
         """
-        order = ScaleAll(stimulus_id=stimulus_id, targets=targets, victim_policy=parse_policy(victim_policy))
+        order = ScaleAll(
+            stimulus_id=stimulus_id, targets=targets, victim_policy=parse_policy(victim_policy), actuators=actuators
+        )
         made = await self._on_a_fresh_look(order, lambda: decide_scale_all(self._shell.fleet, order))
         return {component: self._answer(component, moves) for component, moves in made.items()}
 

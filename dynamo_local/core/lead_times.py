@@ -1,7 +1,8 @@
 """How long each way of getting one more worker takes, as measured: values, and what is said of them. Pure.
 
 A *rung* is such a way, from the quickest to the slowest: a flip from one role to the other, a wake from each level of
-sleep, a start from a spare, a cold start. A *lead* is the time from the decision until the worker serves.
+sleep, a start from a spare, a cold start. A *lead* is the time from the decision until the worker serves. What it takes
+to put one to sleep, from the decision until its GPU is free, is kept beside them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class Rung(enum.StrEnum):
     WAKE_2 = "wake_2"
     SPARE = "spare"
     COLD = "cold"
+    SLEEP_1 = "sleep_1"
+    """No way to one more: until the streams of one have ended and it sleeps, so that its GPU may be another's."""
+    SLEEP_2 = "sleep_2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,11 @@ class LeadTimes:
     def of(self, rung: str, component: str) -> Lead | None:
         """By the latest of this host and this run; None where none was ever measured."""
         return Lead.of([*_found(self.host, rung, component), *_found(self.run, rung, component)][-KEPT:])
+
+    def medians(self, component: str) -> dict[str, float]:
+        """Seconds by rung, of those that were measured."""
+        leads = {str(rung): self.of(rung, component) for rung in Rung}
+        return {rung: lead.median_s for rung, lead in leads.items() if lead is not None}
 
     def rows(self) -> Iterable[tuple[str, str, Lead | None, Lead]]:
         """Component, rung, what this run says of it (None: nothing yet), and what this host does."""

@@ -21,27 +21,30 @@ KEPT = 5
 class ScalingTimes:
     """Watches a shell (`control.effects.Observer`). A drain that was taken back, or a start that failed, is none.
 
-    `noted` is called with each start that came to its end: the worker, and its seconds. Of which rung that was, whoever
-    started it knows.
+    `known` says what a start of that component has taken in earlier runs (None: nobody knows); it counts until this run
+    has seen one. `leads` says what each way to one more of it takes, by its rung.
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        self.noted: Callable[[Worker, float], None] = lambda worker, seconds: None
+        self.known: Callable[[str], float | None] = lambda component: None
+        self.leads: Callable[[str], Mapping[str, float]] = lambda component: {}
         self._now_s = now_s
         self._began: dict[str, float] = {}
         self._starts: dict[str, deque[float]] = {}
         self._drains: dict[str, deque[float]] = {}
 
     def told(self, pools: WorkerPools) -> WorkerPools:
-        """The pools with the times of their components; None where none was seen yet."""
+        """The pools with the times of their components; None where none is known."""
         prefill = None if pools.prefill is None else self._pool(pools.prefill)
         return replace(pools, prefill=prefill, decode=self._pool(pools.decode))
 
     def _pool(self, pool: Pool) -> Pool:
+        seen_s = _median(self._starts, pool.component)
         return replace(
             pool,
-            start_up_s=_median(self._starts, pool.component),
+            start_up_s=self.known(pool.component) if seen_s is None else seen_s,
             drain_s=_median(self._drains, pool.component),
+            leads=self.leads(pool.component),
         )
 
     def on_stimulus(self, stimulus: Stimulus) -> None:
@@ -60,7 +63,6 @@ class ScalingTimes:
             return
         elif before is WorkerState.STARTING and TRAITS[after].serves:
             self._starts.setdefault(component, deque(maxlen=KEPT)).append(now_s - began_s)
-            self.noted(worker, now_s - began_s)
         elif before is WorkerState.DRAINING and after is WorkerState.EXITED:
             self._drains.setdefault(component, deque(maxlen=KEPT)).append(now_s - began_s)
         elif after is WorkerState.DRAIN_TIMED_OUT:

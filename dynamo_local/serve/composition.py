@@ -31,14 +31,13 @@ from dynamo_local.control.start_watch import StartWatch
 from dynamo_local.control.statefile import Statefile
 from dynamo_local.control.tasks import Tasks
 from dynamo_local.control.waiting import Waiting
-from dynamo_local.core.lead_times import Rung
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.lacking import READY
 from dynamo_local.core.life.stimuli import InfraSeen
 from dynamo_local.errors import DynamoError
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.infra.embedded import EmbeddedServers
-from dynamo_local.serve.leads import Leads
+from dynamo_local.serve.leads import Leads, LeadWatch
 from dynamo_local.serve.runtime_folder import RuntimeFolder
 from dynamo_local.serve.spared import Spared
 from dynamo_local.state import LeadFile, StateStore
@@ -115,7 +114,7 @@ def compose(
     planning = _planning(deployment, orders, shell, statefile, sampling, links, clock, tasks, notes)
     exporter = _exporter(deployment, shell, sampling, clock, state, tasks)
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
-    leads = _leads(deployment, launcher, spared, planning, exporter, tasks)
+    leads = _leads(deployment, launcher, spared, shell, clock, planning, exporter, tasks)
     control_api = _control_api(deployment, planning, state, tasks)
     servers = _servers(deployment, host, clock, lambda record: tasks.run(events.record(record)))
     return Parts(
@@ -150,15 +149,19 @@ def compose(
 
 
 def _leads(
-    deployment: Deployment, launcher: Launcher, spared: Spared, planning: Planning, exporter: Exporter, tasks: Tasks
+    deployment: Deployment,
+    launcher: Launcher,
+    spared: Spared,
+    shell: Shell,
+    clock: Clock,
+    planning: Planning,
+    exporter: Exporter,
+    tasks: Tasks,
 ) -> Leads:
-    """What each start took, and of which rung it was."""
+    """What each way to a worker took, and who is told of it."""
     leads = Leads(launcher, LeadFile(deployment.paths.statefile.parent), tasks.run)
-
-    def started(worker: Worker, seconds: float) -> None:
-        leads.note(Rung.SPARE if spared.host.was_spare(worker.pid) else Rung.COLD, worker.component, seconds)
-
-    planning.times.noted = started
+    shell.observers.append(LeadWatch(clock.now_s, leads.note, spared.host.was_spare))
+    planning.times.known, planning.times.leads = leads.start_up_s, leads.medians
     said = planning.onlookers_say
     planning.onlookers_say = lambda: {**said(), "lead_times": leads.status()}
     LeadMetrics(exporter.metrics.registry, lambda: LeadsNow(leads.known, spared.counts()))

@@ -9,9 +9,14 @@ from typing import Any
 
 from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.control.deployment import Launcher
-from dynamo_local.core.lead_times import LeadTimes
+from dynamo_local.core.lead_times import LeadTimes, Rung
+from dynamo_local.core.life.fleet import Fleet, Worker
+from dynamo_local.core.life.instructions import Transition
+from dynamo_local.core.life.lifecycle import Event, Flipped
+from dynamo_local.core.life.stimuli import Stimulus
 from dynamo_local.core.spares import engine_of
-from dynamo_local.core.types import ServiceSpec
+from dynamo_local.core.types import Role, ServiceSpec
+from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import StateError
 from dynamo_local.state import LeadFile
 
@@ -40,8 +45,7 @@ class Leads:
             log.warning("the lead times of earlier runs are not known: %s", error)
 
     def note(self, rung: str, component: str, seconds: float) -> None:
-        """One more: from the decision until it serves. Whoever brings a worker into service by a way of its own (a
-        flip, a wake) calls this with its rung."""
+        """One more: from the decision until it serves (or sleeps). `LeadWatch` calls it."""
         self.known = self.known.noted(rung, component, seconds)
         self._background(self._keep(rung, component, seconds))
 
@@ -57,6 +61,73 @@ class Leads:
     def status(self) -> list[dict[str, Any]]:
         """For `dynamo status --json` and `dynamo planner status`."""
         return self.known.as_json()
+
+    def start_up_s(self, component: str) -> float | None:
+        """What a start of it takes on this host, in the median: from a spare where the host keeps some, else a cold
+        one. None where neither was measured."""
+        rungs = (Rung.SPARE, Rung.COLD) if self._launcher.factory.settings.spares else (Rung.COLD,)
+        found = self.medians(component)
+        return next((found[rung] for rung in rungs if rung in found), None)
+
+    def medians(self, component: str) -> dict[str, float]:
+        """What each rung of it takes on this host, as far as that was measured."""
+        return self.known.medians(component)
+
+
+UNDER_WAY = frozenset({S.STARTING, S.FLIPPING, S.WAKING, S.FALLING_ASLEEP})
+
+
+class LeadWatch:
+    """Notes what each way to a worker took: an observer of the shell (`control.effects.Observer`).
+
+    A start begins when its process is to be made, a flip, a wake and a sleep when they are ordered. What fails, is
+    taken back or is overtaken by another order (a wake of one that is still falling asleep) says nothing, nor does
+    what began under an earlier arbiter. `was_spare` says of a pid whether its process was one.
+    """
+
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        note: Callable[[str, str, float], None],
+        was_spare: Callable[[int | None], bool],
+    ) -> None:
+        self._now_s = now_s
+        self._note = note
+        self._was_spare = was_spare
+        self._began: dict[str, float] = {}
+
+    def on_stimulus(self, stimulus: Stimulus) -> None:
+        """See `Observer`."""
+
+    def on_transition(self, worker: Worker, transition: Transition) -> None:
+        """See `Observer`."""
+        before, after, event = transition.before, transition.after, transition.event
+        if before is after:
+            return
+        name = event.was if isinstance(event, Flipped) else transition.name
+        began_s, now_s = self._began.pop(name, None), self._now_s()
+        if after in UNDER_WAY:
+            if before not in UNDER_WAY:
+                self._began[name] = now_s
+        elif began_s is not None and (rung := self._rung(worker, before, after, event)) is not None:
+            self._note(rung, transition.component, now_s - began_s)
+
+    def _rung(self, worker: Worker, before: S, after: S, event: Event) -> Rung | None:
+        """What has come to its end; None where it has not come to the one that was meant."""
+        level_2 = worker.standby.level == 2
+        match before, after:
+            case S.STARTING, S.READY:
+                return Rung.SPARE if self._was_spare(worker.pid) else Rung.COLD
+            case S.FLIPPING, S.READY if isinstance(event, Flipped):
+                return Rung.FLIP_TO_PREFILL if worker.role is Role.PREFILL else Rung.FLIP_TO_DECODE
+            case S.WAKING, S.READY:
+                return Rung.WAKE_2 if level_2 else Rung.WAKE_1
+            case S.FALLING_ASLEEP, S.SLEEPING:
+                return Rung.SLEEP_2 if level_2 else Rung.SLEEP_1
+        return None
+
+    def on_fleet(self, fleet: Fleet) -> None:
+        """See `Observer`."""
 
 
 def what_it_runs(service: ServiceSpec) -> str:

@@ -19,13 +19,17 @@ class What(enum.IntEnum):
     """Something that the shell of the fleet waits for is due."""
     STARTED = 4
     """A process is ready to serve; `index` is the instance."""
-    PREFILL_DEADLINE = 5
+    FLIPPED = 5
+    """A process has registered in its new role; `index` is the instance."""
+    ORDERED = 6
+    """A process has carried out an order to sleep or to wake; `index` is the instance."""
+    PREFILL_DEADLINE = 7
     """A request has waited for its remote prefill long enough; `index` is the request."""
-    REQUEST_DEADLINE = 6
+    REQUEST_DEADLINE = 8
     """A client has waited long enough; `index` is the request."""
-    ROUND = 7
+    ROUND = 9
     """The planner looks."""
-    ARRIVAL = 8
+    ARRIVAL = 10
     """The next request comes."""
 
 

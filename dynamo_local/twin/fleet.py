@@ -5,6 +5,7 @@ What is not here: crashes, failed starts, processes that hang. Whatever is spawn
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -12,12 +13,12 @@ from typing import assert_never
 
 from dynamo_local.control.effects import Act, Done
 from dynamo_local.control.shell import Shell
-from dynamo_local.core.gpus import GpuDevice, GpuLedger
+from dynamo_local.core.actuators import Actuator
+from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life.deciding import decide_scale, decide_scale_all
 from dynamo_local.core.life.decisions.moves import Move
 from dynamo_local.core.life.decisions.scaling import Change
 from dynamo_local.core.life.fleet import Fleet, Template, Worker
-from dynamo_local.core.life.fleet import Process as WorkerProcess
 from dynamo_local.core.life.instructions import (
     CallBack,
     CallOffFlip,
@@ -41,7 +42,6 @@ from dynamo_local.core.life.instructions import (
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.life.stimuli import (
     CalledBack,
-    FlipAnswered,
     GpusSeen,
     KeyLookedUp,
     KeyPut,
@@ -57,12 +57,14 @@ from dynamo_local.core.life.stimuli import (
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import Role, WorkerState, lease_hex, watcher_name
 from dynamo_local.errors import DynamoError
+from dynamo_local.twin.actuators.beginning import devices_of, templates_of, with_ready, with_sleeping
+from dynamo_local.twin.actuators.done_by import done_by
+from dynamo_local.twin.actuators.flips import Flips
+from dynamo_local.twin.actuators.sleeps import Sleeps
+from dynamo_local.twin.actuators.spares import Spares
 from dynamo_local.twin.agenda import Agenda, What
 from dynamo_local.twin.options import DECODE, NAMESPACE, PREFILL, TwinOptions
 from dynamo_local.twin.process import Process
-
-LONG_AGO_S = -1e9
-"""Since when the workers of the beginning have been ready: no grace period protects them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,41 +119,41 @@ class VirtualFleet:
         self._numbers = count(1)
         self._clock = VirtualClock(now_s)
         self._names: dict[int, str] = {}
-        self._spares_warm_s = [LONG_AGO_S] * options.spares
+        self._spares = Spares(options)
+        self._flips = Flips(agenda, options.lead.flip_s)
+        self._sleeps = Sleeps(options, agenda)
+        self.done_by: Counter[str] = Counter()
+        """How often each actuator brought a worker where it was wanted."""
         self.processes: dict[str, Process] = {}
         """Those that have been ready, by watcher name."""
         self.points: list[FleetPoint] = []
         self.joined: Callable[[Process, float], None] = lambda process, now_s: None
         self.cut: Callable[[Process, float], None] = lambda process, now_s: None
-        devices = tuple(_device(index) for index in range(options.gpus))
+        devices = devices_of(options)
         self._seen = GpusSeen(stimulus_id="gpus", devices=devices)
-        fleet = Fleet(NAMESPACE, _templates(options), gpus=GpuLedger.of(devices))
+        fleet = Fleet(NAMESPACE, templates_of(options), gpus=GpuLedger.of(devices))
         for template in fleet.templates:
             workers = options.shape.prefill if template.role is Role.PREFILL else options.shape.decode
-            for n in range(workers):
-                fleet = self._with_ready(fleet, template, n)
+            for _ in range(workers):
+                fleet = self._begun(fleet, template, asleep=False)
+        for template in fleet.templates:
+            for _ in range(template.standby or 0):
+                fleet = self._begun(fleet, template, asleep=True)
         self.shell = Shell(fleet, self, self._clock, observers=[self])
         self.on_fleet(fleet)
 
-    def _with_ready(self, fleet: Fleet, template: Template, n: int) -> Fleet:
+    def _begun(self, fleet: Fleet, template: Template, *, asleep: bool) -> Fleet:
+        """One more that has been there before: it serves, or sleeps; none where no device is free for one to sleep."""
+        if asleep and len(fleet.gpus.free) < template.gpus_per_worker:
+            return fleet
+        n = len(fleet.of(template.component))
         name = watcher_name(NAMESPACE, template.component, n)
         number = self._number(name)
-        ledger = fleet.gpus.allocate(name, template.gpus_per_worker)
-        worker = Worker(
-            name,
-            template.component,
-            template.role,
-            n,
-            WorkerState.READY,
-            since_s=LONG_AGO_S,
-            gpus=ledger.held_uuids.get(name, ()),
-            served=True,
-            starts=1,
-            process=WorkerProcess(number, None, LONG_AGO_S, None),
-            lease=lease_hex(number),
-        )
-        self.processes[name] = self._make_process(number, name, template.role)
-        return Fleet(fleet.namespace, fleet.templates, {**fleet.workers, name: worker}, ledger)
+        process = self.processes[name] = self._make_process(number, name, template.role)
+        if not asleep:
+            return with_ready(fleet, template, n, number)
+        self._sleeps.begins_asleep(process)
+        return with_sleeping(fleet, template, n, number, self._options.sim)
 
     def _number(self, name: str) -> int:
         """A new process's number; it stands for its pid, too."""
@@ -180,8 +182,16 @@ class VirtualFleet:
     def scale(self, component: str, step: int, now_s: float, stimulus_id: str) -> Scaled:
         """One more or one less, as the planner's connector asks for it. A refusal is an answer."""
         self._clock.at_s = now_s
-        change = Change(step, relative=True)
-        order = Scale(stimulus_id=stimulus_id, component=component, change=change, by_person=False, wait_for_gpus=True)
+        standby = Actuator.WAKE in self._options.actuators
+        order = Scale(
+            stimulus_id=stimulus_id,
+            component=component,
+            change=Change(step, relative=True),
+            by_person=False,
+            wait_for_gpus=True,
+            wake=standby,
+            sleep=standby,
+        )
         try:
             moves = decide_scale(self.shell.fleet, order)
             self.shell.feed(order)
@@ -192,7 +202,7 @@ class VirtualFleet:
     def scale_all(self, targets: Mapping[str, int], now_s: float, stimulus_id: str) -> dict[str, Scaled]:
         """So many workers of each component, or a refusal of all."""
         self._clock.at_s = now_s
-        order = ScaleAll(stimulus_id=stimulus_id, targets=targets)
+        order = ScaleAll(stimulus_id=stimulus_id, targets=targets, actuators=self._options.actuators)
         try:
             made = decide_scale_all(self.shell.fleet, order)
             self.shell.feed(order)
@@ -212,7 +222,25 @@ class VirtualFleet:
         process = self.processes[name] = self._make_process(instance_id, name, worker.role)
         key = KeyPut(stimulus_id="registered", name=name, pid=instance_id, lease=lease_hex(instance_id))
         self.shell.feed(key)
-        self.joined(process, now_s)
+        if process.serves:  # else it was started to sleep
+            self.joined(process, now_s)
+
+    def flipped(self, instance_id: int, now_s: float) -> None:
+        """It has registered in its new role."""
+        self._clock.at_s = now_s
+        self._flips.over(instance_id)
+
+    def ordered(self, instance_id: int, now_s: float) -> None:
+        """It has carried out an order to sleep or to wake, if that was its last."""
+        self._clock.at_s = now_s
+        process = self.processes.get(self._names[instance_id])
+        if process is None or process.instance_id != instance_id:
+            return
+        key = self._sleeps.carried_out(process, now_s)
+        if key is not None:
+            self.shell.feed(key)
+            if process.serves:
+                self.joined(process, now_s)
 
     def check_exit(self, process: Process, now_s: float) -> None:
         """Look at a leaving process again when it may be done; nothing for one that does not leave."""
@@ -227,7 +255,9 @@ class VirtualFleet:
         if process is None or process.instance_id != instance_id:
             return
         wait_s = process.exit_in_s(now_s)
-        if wait_s == 0.0:
+        if wait_s == 0.0 and process.resting:
+            self._sleeps.rests(process, now_s)
+        elif wait_s == 0.0:
             self._exited(instance_id, 0)
         elif wait_s is not None:
             self._agenda.add(now_s + wait_s, What.EXIT, instance_id)
@@ -263,22 +293,26 @@ class VirtualFleet:
         match act:
             case Spawn(name=name, stimulus_id=cause):
                 number = self._number(name)
-                self._agenda.add(now_s + self._lead_s(now_s), What.STARTED, number)
+                self._agenda.add(now_s + self._spares.start_s(now_s), What.STARTED, number)
                 done(ProcessMade(stimulus_id=cause, name=name, pid=number, start_time=None, started_at=now_s))
             case Revoke(name=name, tells=True) | Signal(name=name):
                 self._asked_to_leave(name, now_s)
                 done(None)
             case CallBack(name=name, pid=pid, asked_by=asked_by):
                 process = self.processes[name]
-                process.deregistered_s = None
+                process.deregistered_s, process.asked_to_leave = None, False
                 done(CalledBack(stimulus_id="call-back", name=name, pid=pid, asked_by=asked_by))
                 self.joined(process, now_s)
             case CountRequests(name=name, pid=pid):
                 in_flight = self.processes[name].in_flight
                 done(RequestsCounted(stimulus_id="drain-deadline", name=name, pid=pid, in_flight=in_flight))
-            case OrderSleep(name=name, pid=pid, order=order) | OrderWake(name=name, pid=pid, order=order):
-                why = "the twin's workers do not sleep"  # its templates have no standby, so that none is told to
-                done(OrderAnswered(stimulus_id="order", name=name, pid=pid, order=order, refused=why))
+            case OrderSleep(name=name, pid=pid, order=order, level=level):
+                self._sleeps.sleep(self.processes[name], order, level, now_s)
+                done(OrderAnswered(stimulus_id="order", name=name, pid=pid, order=order))
+                self.check_exit(self.processes[name], now_s)
+            case OrderWake(name=name, pid=pid, order=order):
+                self._sleeps.wake(self.processes[name], order, now_s)
+                done(OrderAnswered(stimulus_id="order", name=name, pid=pid, order=order))
             case EndSession(name=name, pid=pid):
                 done(None)
                 ended = self.processes.get(name)
@@ -293,22 +327,23 @@ class VirtualFleet:
                 done(Swept(stimulus_id="sweep", name=name))
             case LookAtGpus():
                 done(self._seen)
-            case FlipRole(name=name, pid=pid, to=to):
-                unable = "the twin's workers keep their roles"
-                done(FlipAnswered(stimulus_id="flip", name=name, pid=pid, to=to, error=unable))
-            case Forget() | Revoke() | CallOffFlip() | Rename():
+            case FlipRole(name=name, to=to):
+                self._flips.begin(self.processes[name], to, now_s, done)
+                self.joined(self.processes[name], now_s)
+            case Rename(name=name, was=was):
+                self._renamed(was, name, now_s)
+                done(None)
+            case Forget() | Revoke() | CallOffFlip():
                 done(None)
             case _:
                 assert_never(act)
 
-    def _lead_s(self, now_s: float) -> float:
-        """Of a start now: from a spare, if one is warm. The next one is started when the worker is ready."""
-        lead = self._options.lead
-        for n, warm_at_s in enumerate(self._spares_warm_s):
-            if warm_at_s <= now_s:
-                self._spares_warm_s[n] = now_s + lead.spare_s + lead.cold_s
-                return lead.spare_s
-        return lead.cold_s
+    def _renamed(self, was: str, name: str, now_s: float) -> None:
+        """The same process in its new role."""
+        process = self.processes[name] = self.processes.pop(was)
+        process.name, process.role = name, self.shell.fleet.workers[name].role
+        self._names[process.instance_id] = name
+        self.joined(process, now_s)
 
     def _asked_to_leave(self, name: str, now_s: float) -> None:
         worker = self.shell.fleet.workers[name]
@@ -316,6 +351,7 @@ class VirtualFleet:
         if process is None:  # it was never ready: it has nothing to finish
             self._exited(worker.pid or 0, 0)
             return
+        process.resting, process.asked_to_leave = False, True
         if process.deregistered_s is None:
             process.deregistered_s = now_s
         self.check_exit(process, now_s)
@@ -336,7 +372,9 @@ class VirtualFleet:
         """See `control.effects.Observer`."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
-        """Counted by `on_fleet`."""
+        """Workers are counted by `on_fleet`; here what brought them there."""
+        if (how := done_by(transition)) is not None:
+            self.done_by[how] += 1
 
     def on_fleet(self, fleet: Fleet) -> None:
         """Note how many there are of each kind, where that has changed."""
@@ -357,15 +395,3 @@ def _count(workers: Sequence[Worker]) -> RoleCount:
         waiting=len(coming) - starting,
         draining=sum(TRAITS[worker.state].drains for worker in workers),
     )
-
-
-def _templates(options: TwinOptions) -> tuple[Template, ...]:
-    start_s, drain_s = 2 * options.lead.cold_s + 60.0, options.drain_deadline_s
-    decode = Template(DECODE, options.decode_role, options.decode_gpus, None, start_s, drain_s)
-    if not options.shape.prefill:
-        return (decode,)
-    return (Template(PREFILL, Role.PREFILL, options.prefill_gpus, None, start_s, drain_s), decode)
-
-
-def _device(index: int) -> GpuDevice:
-    return GpuDevice(index, f"GPU-twin-{index}", "twin", memory_total_bytes=0, memory_used_bytes=0)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import replace
 
 from dynamo_local.core.dispatch.line import PrefillLine
-from dynamo_local.core.routing import Picker, Sample
+from dynamo_local.core.routing import Picker
 from dynamo_local.core.types import Load, Role
 from dynamo_local.engines.sim.facts import load_of, shape_of
 from dynamo_local.engines.sim.scheduling.requests import (
@@ -29,7 +29,7 @@ from dynamo_local.twin.fleet import VirtualFleet
 from dynamo_local.twin.options import TwinOptions
 from dynamo_local.twin.passes_seen import PassesSeen
 from dynamo_local.twin.prefill_choice import PrefillChoices
-from dynamo_local.twin.process import Dropped, Job, Process
+from dynamo_local.twin.process import Dropped, Job, Process, entry_of, is_entry, samples_of
 from dynamo_local.twin.trace import block_keys
 from dynamo_local.twin.traffic_seen import TrafficSeen
 
@@ -72,7 +72,8 @@ class Flow:
         """A fresh engine: its cache is empty."""
         watch = None if self.passes_seen is None else self.passes_seen.watch(instance_id)
         scheduler = SimScheduler(self._config, self._perf, watch=watch)
-        process = Process(instance_id, name, role, scheduler, side=self._choices.side(role))
+        side, pulls = self._choices.side(role), role is Role.PREFILL
+        process = Process(instance_id, name, role, scheduler, side=side, pulls=pulls)
         self._processes[instance_id] = process
         self._all.append(process)
         return process
@@ -131,7 +132,7 @@ class Flow:
 
     def _on_event(self, process: Process, event: Event, now_s: float) -> None:
         if isinstance(event, Tokens):
-            if process.role is not Role.PREFILL:
+            if not is_entry(event.request_id):
                 job = process.streams[event.request_id]
                 if event.first == 0:
                     job.first_s = event.times_s[0]
@@ -140,7 +141,8 @@ class Flow:
                     process.side.tokens(str(job.number), len(event.times_s), event.times_s[0])
         elif isinstance(event, Finished):
             job = process.streams.pop(event.request_id)
-            if process.role is Role.PREFILL:
+            if is_entry(event.request_id):
+                process.prefilling -= 1
                 self._prefilled(process, job, now_s)
             else:
                 self._completed(process, job, event.at_s)
@@ -175,7 +177,9 @@ class Flow:
         candidates = {process.instance_id: process for process in self._fleet.serving(*DECODES)}
         refused, length = bool(candidates), job.request.input_length
         while candidates:
-            picked = self._picker.pick(list(candidates), self._samples(candidates, now_s), prompt_tokens=length)
+            picked = self._picker.pick(
+                list(candidates), samples_of(candidates, now_s, self._roll), prompt_tokens=length
+            )
             process = candidates.pop(picked)
             self._roll(process, now_s)
             if process.num_waiting < self._options.max_num_waiting:
@@ -183,16 +187,6 @@ class Flow:
                 self._take(process, job, now_s)
                 return
         self._drop(job, Dropped.WORKERS_FULL if refused else Dropped.NO_WORKER)
-
-    def _samples(self, candidates: dict[int, Process], now_s: float) -> dict[int, Sample]:
-        found = {}
-        for instance_id, process in candidates.items():
-            if process.sample_due(now_s):
-                self._roll(process, now_s)
-                process.publish(now_s)
-            if process.sample is not None:
-                found[instance_id] = process.sample
-        return found
 
     def _take(self, process: Process, job: Job, now_s: float) -> None:
         """The decode worker's decision: prefill here, or there."""
@@ -203,7 +197,7 @@ class Flow:
             self._submit(process, job, now_s)
             return
         prefillers = self._fleet.serving(Role.PREFILL)
-        computing = sum(len(each.streams) for each in prefillers)
+        computing = sum(each.prefilling for each in prefillers)
         remote, start_by_s = self._choices.decide(process, job, len(prefillers), computing, now_s)
         if not remote:
             self._submit(process, job, now_s)
@@ -237,8 +231,10 @@ class Flow:
     # --- prefill elsewhere ---------------------------------------------------------------------
 
     def _joined(self, process: Process, now_s: float) -> None:
-        """A prefill worker pulls; others are found by the picker."""
-        if process.role is Role.PREFILL and not process.streams and process not in self._idle:
+        """Who pulls is fed; others are found by the picker. It may have been somebody else's before (a flip)."""
+        if process.side is None:
+            process.side = self._choices.side(process.role)
+        if process.pulls and not process.prefilling and process not in self._idle:
             self._idle.append(process)
             self._feed(now_s)
 
@@ -246,13 +242,14 @@ class Flow:
         """Entries to the prefill workers whose pass is free; who has waited longest gets the first."""
         while self._queue and self._idle:
             process = self._idle.popleft()
-            if not process.serves:
+            if not (process.serves and process.pulls):
                 continue
             job = self._queue.popleft(process.turns, now_s)
             job.queued, job.source = False, process
             process.last_arrival_s = now_s
-            entry = f"{job.number}-{job.tries}"
+            entry = entry_of(job)
             process.streams[entry] = job
+            process.prefilling += 1
             self._roll(process, now_s)
             length = job.request.input_length
             request = SimRequest(entry, length, 1, max_output_tokens=1, block_keys=job.keys, hold_kv=True)
@@ -260,7 +257,7 @@ class Flow:
 
     def _prefilled(self, process: Process, job: Job, now_s: float) -> None:
         """The reply goes to the decode worker, if it still waits; else the KV's lease frees it."""
-        if process.serves:
+        if process.serves and process.pulls:
             self._idle.append(process)
             self._feed(now_s)
         if job.away and job.source is process and job.worker is not None:
@@ -293,7 +290,7 @@ class Flow:
             return
         self._roll(source, now_s)
         try:
-            source.scheduler.pin(_entry_of(job), now_s)
+            source.scheduler.pin(entry_of(job), now_s)
         except KeyError:  # its lease is over
             self._pull_failed(process, job, now_s)
             return
@@ -309,7 +306,7 @@ class Flow:
             self._pull_failed(process, job, now_s)
             return
         self._roll(source, now_s)
-        source.scheduler.release(_entry_of(job), now_s)
+        source.scheduler.release(entry_of(job), now_s)
         self._fleet.check_exit(source, now_s)
         job.source = None
         self._roll(process, now_s)
@@ -365,16 +362,17 @@ class Flow:
     def _cut(self, process: Process, now_s: float) -> None:
         """A process was killed with work in it. What has not produced a token goes elsewhere, the rest is lost."""
         self._roll(process, now_s)
-        jobs = [*process.streams.values(), *process.waiting.values()]
+        prefills = [job for engine_id, job in process.streams.items() if is_entry(engine_id)]
+        decodes = [job for engine_id, job in process.streams.items() if not is_entry(engine_id)]
+        decodes += process.waiting.values()
         process.streams.clear()
         process.waiting.clear()
         self._forget(process)
-        for job in sorted(jobs, key=lambda job: job.number):
-            if process.role is Role.PREFILL:
-                if job.away and job.source is process and job.worker is not None:
-                    self._abandon(job)
-                    self._submit(job.worker, job, now_s)
-                continue
+        for job in sorted(prefills, key=lambda job: job.number):
+            if job.away and job.source is process and job.worker not in (None, process):
+                self._abandon(job)
+                self._submit(job.worker, job, now_s)
+        for job in sorted(decodes, key=lambda job: job.number):
             self._left(process, job, now_s)
             self._release_source(job, now_s)
             self._abandon(job)
@@ -389,12 +387,8 @@ class Flow:
     def _release_source(self, job: Job, now_s: float) -> None:
         if job.source is not None and not job.away and job.source.instance_id in self._processes:
             self._roll(job.source, now_s)
-            job.source.scheduler.unpin(_entry_of(job), now_s)
+            job.source.scheduler.unpin(entry_of(job), now_s)
 
     def _forget(self, process: Process) -> None:
         self._dirty.discard(process.instance_id)
         self._processes.pop(process.instance_id, None)
-
-
-def _entry_of(job: Job) -> str:
-    return f"{job.number}-{job.tries}"

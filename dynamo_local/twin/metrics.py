@@ -46,6 +46,8 @@ class Metrics:
     gpus_mean: float
     dropped_by: dict[str, int]
     """Requests by the reason for which they were dropped."""
+    done_by: dict[str, int]
+    """Steps by the actuator: `flips`, `wakes`, `starts`, and `sleeps`."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines; numbers rounded to a millionth."""
@@ -81,6 +83,7 @@ def measure(run: Run, slo: Slo) -> Metrics:
         output_tokens=sum(job.request.output_length for job in completed),
         gpus_mean=hours * 3600 / seconds if seconds else 0.0,
         dropped_by=dict(Counter(sorted(job.dropped.value for job in run.jobs if job.dropped is not None))),
+        done_by=dict(sorted(run.done_by.items())),
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dynamo_local.core.actuators import Actuator
 from dynamo_local.core.admission import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.dispatch.targets import DisaggPolicy, Targets
+from dynamo_local.core.lead_times import Rung
 from dynamo_local.core.types import Role
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import ConfigError
@@ -20,6 +22,10 @@ DISAGG = DisaggSettings(max_local_prefill_length=10, max_prefill_queue_size=2)
 
 NO_TARGETS = Targets()
 
+LONG_AGO_S = -1e9
+"""Since when what there is at the beginning has been there: no grace period protects it."""
+GPU_MEMORY_BYTES = 80 * 1024**3
+"""Of each device. It matters for who fits beside a worker that sleeps."""
 START_UP_S = 30.0
 """From the decision to a worker that serves, unless said otherwise."""
 
@@ -51,6 +57,8 @@ class LeadOptions:
     wake_s: float = 3.0
     spare_s: float = 8.0
     cold_s: float = START_UP_S
+    sleep_s: float = 0.5
+    """What the engine takes to let go of its GPU, after its last stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,9 @@ class TwinOptions:
 
     `spares` are processes from which a start takes `leads.spare_s`; the next one is there a cold start later. Without
     `leads` a cold start takes `start_up_s`, and the others what `LeadOptions` says.
+    With `flips` prefill and decode workers can take over each other's role; `standby` of the prefill and of the decode
+    workers are kept asleep beside those that serve (None: none can sleep), and are so from the beginning, as far as
+    there are GPUs.
     `coalesce=False` runs every pass as an event of its own: the slow form that tests compare with.
     Raises `ConfigError` for a shape that cannot be.
     """
@@ -83,6 +94,8 @@ class TwinOptions:
     coalesce: bool = True
     spares: int = 0
     leads: LeadOptions | None = None
+    flips: bool = False
+    standby: FleetShape | None = None
 
     def __post_init__(self) -> None:
         needed = self.shape.prefill * self.prefill_gpus + self.shape.decode * self.decode_gpus
@@ -90,6 +103,10 @@ class TwinOptions:
             raise ConfigError(f"a fleet of {self.shape} cannot serve: it needs one decode worker or more")
         if needed > self.gpus:
             raise ConfigError(f"a fleet of {self.shape} needs {needed} GPUs, and there are {self.gpus}")
+        if self.flips and self.shape.prefill and self.prefill_gpus != self.decode_gpus:
+            raise ConfigError(
+                f"workers of {self.prefill_gpus} and of {self.decode_gpus} GPUs cannot take over each other's role"
+            )
         if HASH_BLOCK_TOKENS % self.sim.block_size:
             raise ConfigError(
                 f"block_size {self.sim.block_size} does not divide {HASH_BLOCK_TOKENS}, the tokens of one id in a trace"
@@ -99,6 +116,25 @@ class TwinOptions:
     def lead(self) -> LeadOptions:
         """The leads of this run."""
         return self.leads if self.leads is not None else LeadOptions(cold_s=self.start_up_s)
+
+    def start_up_known_s(self, component: str) -> float:
+        """What a start takes, as a host knows it that has seen some."""
+        return self.lead.spare_s if self.spares else self.lead.cold_s
+
+    def medians(self, component: str) -> dict[str, float]:
+        """The leads of the rungs that there are, as `LeadTimes.medians` has them."""
+        lead, actuators = self.lead, self.actuators
+        flip = Rung.FLIP_TO_PREFILL if component == PREFILL else Rung.FLIP_TO_DECODE
+        flips = {flip: lead.flip_s} if Actuator.FLIP in actuators else {}
+        wakes = {Rung.WAKE_1: lead.wake_s} if Actuator.WAKE in actuators else {}
+        spares = {Rung.SPARE: lead.spare_s} if self.spares else {}
+        return {str(rung): seconds for rung, seconds in {**flips, **wakes, **spares, Rung.COLD: lead.cold_s}.items()}
+
+    @property
+    def actuators(self) -> frozenset[Actuator]:
+        """By what a planner's numbers may be carried out."""
+        flips = {Actuator.FLIP} if self.flips and self.shape.prefill else set()
+        return frozenset(flips) if self.standby is None else frozenset({*flips, Actuator.WAKE})
 
     @property
     def decode_role(self) -> Role:

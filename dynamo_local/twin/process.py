@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo_local.core.disagg import SampledDepth
@@ -15,6 +15,8 @@ from dynamo_local.core.types import Role
 from dynamo_local.engines.sim.facts import load_of
 from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
 from dynamo_local.twin.trace import TraceRequest
+
+ENTRY = "-kv"
 
 
 class Dropped(enum.StrEnum):
@@ -72,7 +74,11 @@ class Job:
 @dataclass(slots=True, eq=False)
 class Process:
     """A process that has been ready. `streams` are its requests by their names in its engine; of a decode worker
-    `away` counts those that wait for a remote prefill; with `disagg-policy: slo` it has a `side`, which decides."""
+    `away` counts those that wait for a remote prefill; with `disagg-policy: slo` it has a `side`, which decides.
+
+    It `pulls` from the prefill queue, `prefilling` of its streams are entries of that. `resting`: it is to sleep, or
+    sleeps, and does not leave, unless it is `asked_to_leave`.
+    """
 
     instance_id: int
     name: str
@@ -87,6 +93,10 @@ class Process:
     depth: SampledDepth = field(default_factory=SampledDepth)
     turns: Turns = field(default_factory=Turns)
     side: DecodeSide | None = None
+    pulls: bool = False
+    prefilling: int = 0
+    resting: bool = False
+    asked_to_leave: bool = False
 
     @property
     def serves(self) -> bool:
@@ -127,3 +137,27 @@ class Process:
     def publish(self, now_s: float) -> None:
         """Its load of now; the schedule has been brought to it."""
         self.sample = Sample(load_of(self.scheduler), now_s)
+
+
+def entry_of(job: Job) -> str:
+    """The name of its prefill in the engine of its source, which may be its decode worker's, too."""
+    return f"{job.number}-{job.tries}{ENTRY}"
+
+
+def is_entry(engine_id: str) -> bool:
+    """Whether that request of an engine is a prefill for somebody."""
+    return engine_id.endswith(ENTRY)
+
+
+def samples_of(
+    candidates: Mapping[int, Process], now_s: float, bring: Callable[[Process, float], None]
+) -> dict[int, Sample]:
+    """Their loads as they are published, by instance; `bring` one to a time before it publishes again."""
+    found = {}
+    for instance_id, process in candidates.items():
+        if process.sample_due(now_s):
+            bring(process, now_s)
+            process.publish(now_s)
+        if process.sample is not None:
+            found[instance_id] = process.sample
+    return found

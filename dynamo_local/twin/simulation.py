@@ -62,6 +62,8 @@ class Run:
     end_s: float = 0.0
     passes: int = 0
     preemptions: int = 0
+    done_by: dict[str, int] = field(default_factory=dict)
+    """How many workers came by which actuator: `flips`, `wakes`, `starts`; and how many `sleeps` there were."""
 
 
 class Simulation:
@@ -90,6 +92,9 @@ class Simulation:
         self.flow.attach(self.fleet)
         self._times = ScalingTimes(self.fleet.now_s)
         self.fleet.shell.observers.append(self._times)
+        self._times.leads = options.medians
+        if options.leads is not None:  # as a host knows them from earlier runs
+            self._times.known = options.start_up_known_s
         self._run = Run([Job(number, request) for number, request in enumerate(trace)])
 
     def run(self) -> Run:
@@ -112,6 +117,7 @@ class Simulation:
                 progress_s, ended = at_s, self.flow.ended
         run.points = self.fleet.points
         run.end_s = max((job.last_s for job in run.jobs if job.last_s is not None), default=0.0)
+        run.done_by = dict(self.fleet.done_by)
         run.passes, run.preemptions = self.flow.passes, self.flow.preemptions
         return run
 
@@ -128,6 +134,10 @@ class Simulation:
             self.fleet.due(now_s)
         elif what == What.STARTED:
             self.fleet.started(index, now_s)
+        elif what == What.FLIPPED:
+            self.fleet.flipped(index, now_s)
+        elif what == What.ORDERED:
+            self.fleet.ordered(index, now_s)
         elif what == What.PREFILL_DEADLINE:
             self.flow.prefill_deadline(index, now_s)
         elif what == What.REQUEST_DEADLINE:
@@ -151,7 +161,8 @@ class Simulation:
         queue = self.flow.pending if disagg else None
         reading = Reading(now_s, queue, loads)
         self._run.sightings.append(Sighting(now_s, queue, mean_kv((reading,))))
-        pools = self._times.told(pools_of(self.fleet.view(), decode=DECODE, prefill=PREFILL if disagg else None))
+        prefill, actuators = PREFILL if disagg else None, self._options.actuators
+        pools = self._times.told(pools_of(self.fleet.view(), decode=DECODE, prefill=prefill, actuators=actuators))
         pull = observed(self.flow, self._planner.wants, Pull(reading, pools))
         decision = self._planner.tick_now(pull)
         if decision is not None:

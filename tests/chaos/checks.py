@@ -30,15 +30,29 @@ def statefile_faults(path: Path) -> list[str]:
 
 
 def process_faults(paths: Paths) -> list[str]:
-    """Two live processes of one worker, or on one GPU, whatever the statefile says."""
+    """Two live processes of one worker, or on one GPU, whatever the statefile says: but for those that sleep, whose
+    GPU may be another's."""
     by_name: dict[str, list[int]] = defaultdict(list)
     by_gpu: dict[str, list[int]] = defaultdict(list)
+    asleep = _asleep(paths.statefile)
     for found in marked(paths):
         if found.is_worker:
             by_name[found.name].append(found.pid)
             for uuid in _devices(found.pid):
                 by_gpu[uuid].append(found.pid)
+    asleep |= _asleep(paths.statefile)  # who has fallen asleep meanwhile, too
+    by_gpu = {uuid: [pid for pid in pids if pid not in asleep] for uuid, pids in by_gpu.items()}
     return [f"{what} has the processes {pids}" for what, pids in [*by_name.items(), *by_gpu.items()] if len(pids) > 1]
+
+
+def _asleep(statefile: Path) -> set[int]:
+    """Pids of workers that sleep."""
+    try:
+        entries = load(statefile).components.values()
+    except StateError:  # `statefile_faults` says so
+        return set()
+    sleepers = (entry for entry in entries if entry.standby is not None and entry.standby.gpu_uuids is not None)
+    return {entry.pid for entry in sleepers if entry.pid is not None}
 
 
 def _devices(pid: int) -> list[str]:
@@ -63,6 +77,13 @@ def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Ca
         name, event = record["watcher_name"], record["event"]
         if event == "Spawned":
             pids[name] = record["pid"]
+        elif event == "Flipped":
+            was = record["was"]
+            if was in pids:
+                pids[name] = pids.pop(was)
+            if was in ordered:
+                ordered.remove(was)
+                ordered.add(name)
         elif event == "DrainRequested":
             ordered.add(name)
         elif event == "DrainCancelled":

@@ -11,7 +11,10 @@ from typing import Any
 
 from tests.chaos.plan import Action, Kind
 
-WHOLE = ("ready", "draining", "exited")
+WHOLE = ("ready", "draining", "exited", "sleeping", "falling_asleep")
+COMMANDED = {Kind.FLIP: ("ready",), Kind.FLIP_CANCEL: ("ready",), Kind.SLEEP: ("ready",)}
+"""Whom a command is about that makes sense of these alone."""
+ASLEEP = ("sleeping", "falling_asleep")
 
 Status = Mapping[str, Any]
 
@@ -39,13 +42,19 @@ def chosen(action: Action, status: Status) -> Mapping[str, Any] | None:
     rows = [row for row in status["workers"] if row["component"] == action.component and row["pid"]]
     if action.kind is Kind.HANG:  # one that hangs while it starts has its start deadline: five minutes
         rows = [row for row in rows if row["state"] != "starting"]
+    if action.kind is Kind.WAKE:
+        rows = [row for row in status["workers"] if row["state"] in ASLEEP]
+    if action.kind in COMMANDED:
+        rows = [row for row in rows if row["state"] in COMMANDED[action.kind]]
     return rows[int(action.unit * len(rows))] if rows else None
 
 
 def replaced(status: Status, name: str, pid: int) -> bool:
-    """It is gone, and if it was to stay, another process is there."""
+    """It is gone, and if it was to stay, another process is there. It may have had another name by then."""
+    if any(row["pid"] == pid for row in status["workers"]):
+        return False
     row = next((row for row in status["workers"] if row["watcher_name"] == name), None)
-    return row is None or (row["pid"] != pid and row["state"] in WHOLE)
+    return row is None or row["state"] in WHOLE
 
 
 def ready(rows: list[Mapping[str, Any]], component: str) -> int:

@@ -43,6 +43,10 @@ class Kind(StrEnum):
     DRAIN_CANCEL = "drain, then --cancel"
     RESTART = "restart"
     ROLLING = "restart --rolling"
+    FLIP = "flip"
+    FLIP_CANCEL = "flip, then --cancel"
+    SLEEP = "sleep"
+    WAKE = "wake"
 
 
 FAULTS = {
@@ -57,7 +61,14 @@ FOR_S = {
     Kind.DESCRIPTORS: (0.5, 3.0),
 }
 """How long, from and to, seconds."""
-COMMANDS = {Kind.SCALE: 6, Kind.DRAIN: 3, Kind.DRAIN_CANCEL: 3, Kind.RESTART: 2, Kind.ROLLING: 1}
+COMMANDS = {
+    **{Kind.SCALE: 6, Kind.DRAIN: 3, Kind.DRAIN_CANCEL: 3, Kind.RESTART: 2, Kind.ROLLING: 1},
+    **{Kind.FLIP: 4, Kind.FLIP_CANCEL: 1, Kind.SLEEP: 3, Kind.WAKE: 3},
+}
+OF_ENGINES = (Kind.FLIP, Kind.FLIP_CANCEL, Kind.SLEEP, Kind.WAKE)
+"""A Processor has neither another role nor an engine that sleeps."""
+PAUSES_S = {Kind.DRAIN_CANCEL: 0.6, Kind.FLIP_CANCEL: 0.1}
+"""Until it is called back, at most: a flip takes a tenth of a second."""
 VICTIMS = {DECODE: 5, PREFILL: 4, PROCESSOR: 3, FRONTEND: 1}
 
 
@@ -88,7 +99,7 @@ def make_plan(seed: int, seconds: float) -> tuple[Action, ...]:
         storm = at_s % (STORM_S + CALM_S) < STORM_S
         kinds = {**FAULTS, **COMMANDS} if storm else COMMANDS
         due = [kind for kind in owed if kind in kinds]
-        kind = due[0] if due and rng.random() < 0.5 else _drawn(rng, kinds)
+        kind = due[0] if due and rng.random() < 0.75 else _drawn(rng, kinds)
         if kind in owed:
             owed.remove(kind)
         actions.append(_action(rng, at_s, kind))
@@ -111,9 +122,9 @@ def _action(rng: random.Random, at_s: float, kind: Kind) -> Action:
     if kind in (Kind.KILL, Kind.STOP, Kind.HANG):
         component = rng.choices(list(VICTIMS), list(VICTIMS.values()))[0]
         return Action(at_s, kind, component, unit, rng.uniform(0.3, 2.5) if kind is Kind.STOP else 0.0)
-    component = rng.choice(list(BASE))
+    component = rng.choice((DECODE, PREFILL) if kind in OF_ENGINES else list(BASE))
     if kind is Kind.SCALE:
         least, most = LIMITS[component]
         target = rng.choice(["+1", "-1", f"={rng.randint(least, most)}"])
         return Action(at_s, kind, component, unit, target=target)
-    return Action(at_s, kind, component, unit, rng.uniform(0.0, 0.6) if kind is Kind.DRAIN_CANCEL else 0.0)
+    return Action(at_s, kind, component, unit, rng.uniform(0.0, PAUSES_S[kind]) if kind in PAUSES_S else 0.0)

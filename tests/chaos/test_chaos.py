@@ -22,7 +22,7 @@ from benchmarks.traces import conversation
 from dynamo_local.succession.marks import marked
 from tests.chaos.checks import unexplained
 from tests.chaos.load import Clients, Tally
-from tests.chaos.plan import BASE, FRONTEND, Kind, make_plan
+from tests.chaos.plan import BASE, DECODE, FRONTEND, PREFILL, Kind, make_plan
 from tests.chaos.world import Chaos
 from tests.drivers.scaled import events
 from tests.drivers.served import Served
@@ -39,7 +39,8 @@ DISK_BYTES = 64 * 1024 * 1024
 """Of the disk with the statefile and the logs: more than an hour writes, little enough to be filled in a moment."""
 WORDS = (
     *(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items()),
-    "--VllmWorker.sim.speed=0.5",  # a token takes 12 ms and more: streams last for seconds
+    *(f"--{name}.ServiceArgs.standby=0" for name in (DECODE, PREFILL)),  # each may be put to sleep
+    "--Common.sim.speed=0.5",  # a token takes 12 ms and more: streams last for seconds
     "--Host.health-bound-s=8",
     "--Host.restart.first-s=0.3",
     "--Host.restart.max-s=1.5",

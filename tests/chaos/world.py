@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +230,20 @@ class Chaos:
         elif kind is Kind.RESTART:
             self.note(f"  {row['watcher_name']}")
             await self._ask("restart", name=row["watcher_name"])
+        elif kind in (Kind.SLEEP, Kind.WAKE):
+            self.note(f"  {row['watcher_name']}, pid {row['pid']}, {row['state']}")
+            await self._ask(kind.value, name=row["watcher_name"])
+        elif kind in (Kind.FLIP, Kind.FLIP_CANCEL):
+            await self._flip(action, row)
         else:
             await self._drain(action, row)
+
+    async def _flip(self, action: Action, row: Mapping[str, Any]) -> None:
+        reply = await self._ask("flip", name=row["watcher_name"])
+        self.note(f"  {row['watcher_name']}, pid {row['pid']}, becomes {reply['becomes']}")
+        if action.kind is Kind.FLIP_CANCEL:
+            await asyncio.sleep(action.seconds)
+            await self._ask("flip", name=row["watcher_name"], cancel=True)
 
     async def _ask(self, name: str, /, **properties: Any) -> dict[str, Any]:
         return await asyncio.to_thread(lambda: command(self.served, name, **properties))
@@ -328,6 +340,9 @@ class Chaos:
         while time.monotonic() < deadline_s:
             status = await self.status()
             rows = status["workers"]
+            for row in rows:
+                if row["state"] == "sleeping":
+                    await self._up(row["watcher_name"])
             if all(row["state"] in ("ready", "exited") for row in rows):
                 wanted = [name for name, count in BASE.items() if ready(rows, name) != count]
                 if not wanted:
@@ -337,6 +352,15 @@ class Chaos:
             await asyncio.sleep(LOOK_EVERY_S)
         states = {row["watcher_name"]: (row["state"], row["reason"]) for row in (await self.status())["workers"]}
         self._wrong([f"not settled within {SETTLE_TIMEOUT_S:g} s: {states}, notes {status['notes']}"])
+
+    async def _up(self, name: str) -> None:
+        """One that sleeps serves again; where somebody holds its GPU it leaves."""
+        try:
+            await self._ask("wake", name=name)
+        except ArbiterRefused as refusal:
+            self.note(f"  {name} is not woken: {refusal}")
+            with suppress(ArbiterRefused):  # it has gone meanwhile
+                await self._ask("drain", name=name)
 
     def last_events(self, count: int = 60) -> list[str]:
         """Of the event log, in short."""

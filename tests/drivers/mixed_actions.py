@@ -12,18 +12,24 @@ import json
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_local.errors import DynamoError
-from tests.drivers.scaled import PATIENCE_S, Load, command, load, names, settled
+from tests.drivers.scaled import PATIENCE_S, Load, command, events, load, names, settled
 from tests.drivers.served import DISAGG, Served, auntil
 
 COMPONENTS = {"VllmWorker": 3, "PrefillWorker": 2}
 """Those that are changed, each with its most workers: two cores run six processes that import at most."""
-WORDS = ("--Host.spares=1", "--Common.sim.speed=10")
+WORDS = (
+    "--Host.spares=1",
+    "--Common.sim.speed=10",
+    *(f"--{component}.ServiceArgs.standby=0" for component in COMPONENTS),  # each may be put to sleep by hand
+)
+COMING = ("ready", "starting", "pending", "flipping", "waking")
 CLIENTS = 8
 
 
@@ -60,7 +66,7 @@ async def scale_up(mixed: Mixed) -> bool:
     """One more worker, of a spare where one is warm."""
     component = await mixed.component()
     rows = (await asyncio.to_thread(mixed.served.status))["workers"]
-    there = sum(row["component"] == component and row["state"] in ("ready", "starting", "pending") for row in rows)
+    there = sum(row["component"] == component and row["state"] in COMING for row in rows)
     if there >= COMPONENTS[component]:
         return False
     await mixed.order("scale", component=component, target="+1")
@@ -119,6 +125,57 @@ async def kill_spare(mixed: Mixed) -> bool:
     return True
 
 
+async def flip(mixed: Mixed) -> bool:
+    """One worker takes over the other role."""
+    name = await mixed.worker()
+    if name is not None:
+        await mixed.order("flip", name=name)
+    return name is not None
+
+
+async def flip_and_cancel(mixed: Mixed) -> bool:
+    """One is told to, and called back; that may come too late, and is refused then."""
+    name = await mixed.worker()
+    if name is None:
+        return False
+    await mixed.order("flip", name=name)
+    await mixed.order("flip", name=name, cancel=True)
+    return True
+
+
+async def scale_flip(mixed: Mixed) -> bool:
+    """One component gives a worker to the other."""
+    gives = await mixed.component()
+    takes = next(component for component in COMPONENTS if component != gives)
+    if len(await asyncio.to_thread(names, mixed.served, gives)) < 2:
+        return False
+    await mixed.order("scale_flip", gives=gives, takes=takes, count=1)
+    return True
+
+
+async def sleep(mixed: Mixed) -> bool:
+    """One finishes its streams and sleeps."""
+    name = await mixed.worker()
+    if name is not None:
+        await mixed.order("sleep", name=name, level=mixed.rng.choice((1, 1, 1, 2)))
+    return name is not None
+
+
+async def wake(mixed: Mixed) -> bool:
+    """One that sleeps, or is falling asleep."""
+    asleep = await sleepers(mixed.served)
+    if not asleep:
+        return False
+    await mixed.order("wake", name=mixed.rng.choice(asleep))
+    return True
+
+
+async def sleepers(served: Served) -> list[str]:
+    """Watcher names of those that sleep, or will."""
+    rows = (await asyncio.to_thread(served.status))["workers"]
+    return [row["watcher_name"] for row in rows if row["state"] in ("sleeping", "falling_asleep")]
+
+
 ACTIONS: dict[str, tuple[int, Action]] = {
     "scale up": (6, scale_up),
     "scale down": (4, scale_down),
@@ -127,8 +184,28 @@ ACTIONS: dict[str, tuple[int, Action]] = {
     "restart": (3, restart),
     "rolling restart": (1, rolling_restart),
     "kill a spare": (1, kill_spare),
+    "flip": (5, flip),
+    "flip and cancel": (2, flip_and_cancel),
+    "scale with a flip": (2, scale_flip),
+    "sleep": (4, sleep),
+    "wake": (4, wake),
 }
-"""Name -> how often it comes, and what it does. A flip, a sleep or a wake is one more row."""
+"""Name -> how often it comes, and what it does."""
+
+
+async def all_up(served: Served) -> None:
+    """Nothing is under way any more, and nobody sleeps: who cannot have its GPU back leaves."""
+    deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+    while asleep := await sleepers(served):
+        if asyncio.get_running_loop().time() > deadline_s:
+            raise TimeoutError(f"these sleep on: {asleep}")
+        for name in asleep:
+            try:
+                await asyncio.to_thread(command, served, "wake", name=name)
+            except DynamoError:  # somebody holds its GPU, or there would be too many of it
+                await asyncio.to_thread(command, served, "drain", name=name)
+        await asyncio.sleep(0.2)  # orders take a moment to be seen
+    await settled(served, PATIENCE_S)
 
 
 async def run(served: Served, *, seed: int, actions: int, requests: int) -> tuple[Mixed, Load]:
@@ -145,15 +222,15 @@ async def run(served: Served, *, seed: int, actions: int, requests: int) -> tupl
                 happened = await ACTIONS[name][1](mixed)
             except DynamoError as refusal:
                 mixed.refused[name] += 1
-                mixed.story.append(f"{name}: refused, {refusal}")
+                mixed.story.append(f"{time.time():.2f} {name}: refused, {refusal}")
             else:
                 if happened:
                     mixed.done[name] += 1
-                    mixed.story.append(name)
+                    mixed.story.append(f"{time.time():.2f} {name}")
             await found.more(mixed.rng.choice((0, 1, 2, 4, 8, 16)))
         await auntil(lambda: found.failures or found.right >= requests, PATIENCE_S * 10, what=lambda: found.right)
     if not found.failures:
-        await settled(served, PATIENCE_S)
+        await all_up(served)
     return mixed, found
 
 
@@ -168,6 +245,9 @@ def main() -> int:
         served.start()
         mixed, found = asyncio.run(run(served, seed=words.seed, actions=words.actions, requests=words.requests))
         facts = served.status()["lead_times"]
+        last = [
+            f"{e['time']:.2f} {e['watcher_name']} {e['event']} {e['from']}->{e['to']}" for e in events(served)[-60:]
+        ]
     print(
         json.dumps(
             {
@@ -176,6 +256,7 @@ def main() -> int:
                 "refused": mixed.refused,
                 "right": found.right,
                 "dropped": found.failures,
+                **({"story": mixed.story, "events": last} if found.failures else {}),
                 "lead_times": facts,
             },
             indent=2,

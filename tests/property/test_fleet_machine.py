@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dynamo_local.core.actuators import EVERY, WAKES, Actuator
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.life import stimuli
 from dynamo_local.core.life.deciding import decide_scale
@@ -122,8 +123,9 @@ class Arbiter(RuleBasedStateMachine):
     @rule(
         wanted=st.dictionaries(st.sampled_from(COMPONENTS), st.integers(0, 4), min_size=1),
         policy=st.sampled_from(list(VictimPolicy)),
+        actuators=st.sampled_from([EVERY, WAKES, frozenset()]),
     )
-    def scale_all(self, wanted: dict[str, int], policy: VictimPolicy) -> None:
+    def scale_all(self, wanted: dict[str, int], policy: VictimPolicy, actuators: frozenset[Actuator]) -> None:
         """A planner's whole decision: every component that it names has its number then, or nothing has changed.
 
         One that it does not name may lose a worker that waited for the GPUs of a drain which is taken back, and one
@@ -131,7 +133,8 @@ class Arbiter(RuleBasedStateMachine):
         """
         kept = [each.component for each in self.fleet.templates if not each.retired]
         before = {component: self.fleet.capacity(component) for component in kept}
-        self.command(stimuli.ScaleAll(stimulus_id="planner:1", targets=wanted, victim_policy=policy), force=False)
+        order = stimuli.ScaleAll(stimulus_id="planner:1", targets=wanted, victim_policy=policy, actuators=actuators)
+        self.command(order, force=False)
         after = {component: self.fleet.capacity(component) for component in kept}
         assert after == before or all(
             count == wanted[component] if component in wanted else count <= before[component]

@@ -12,7 +12,7 @@ from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.policies.load import LoadOptions
 from dynamo_local.profiles import FixedModel
-from dynamo_local.twin.options import FleetShape, TwinOptions
+from dynamo_local.twin.options import FleetShape, LeadOptions, TwinOptions
 from dynamo_local.twin.simulation import Run, Simulation
 from dynamo_local.twin.trace import TraceRequest
 from tests.fakes.planner.twins import driven
@@ -58,7 +58,6 @@ def worlds(draw: st.DrawFn) -> tuple[TwinOptions, LoadOptions | None]:
         sim=SIM,
         gpus=8,
         decode_gpus=decode_gpus,
-        start_up_s=draw(st.sampled_from([0.0, 6.0, 30.0])) * TICK_S,
         disagg=DisaggSettings(draw(st.sampled_from([0, 10])), draw(st.sampled_from([1, 2, 9]))),
         conditional=draw(st.booleans()),
         prefill_timeout_s=draw(st.sampled_from([10.0, 90.0])) * TICK_S,
@@ -66,6 +65,16 @@ def worlds(draw: st.DrawFn) -> tuple[TwinOptions, LoadOptions | None]:
         max_num_waiting=draw(st.sampled_from([2, 50])),
         request_timeout_s=draw(st.sampled_from([30.5, 600.0])) * TICK_S,
         drain_deadline_s=draw(st.sampled_from([15.0, 1000.0])) * TICK_S,
+        leads=LeadOptions(
+            flip_s=draw(st.sampled_from([0.0, 2.0, 9.0])) * TICK_S,
+            wake_s=draw(st.sampled_from([0.0, 3.0])) * TICK_S,
+            spare_s=2 * TICK_S,
+            cold_s=draw(st.sampled_from([0.0, 6.0, 30.0])) * TICK_S,
+            sleep_s=draw(st.sampled_from([0.0, 1.0])) * TICK_S,
+        ),
+        spares=draw(st.sampled_from([0, 0, 1])),
+        flips=decode_gpus == 1 and draw(st.booleans()),
+        standby=draw(st.sampled_from([None, None, FleetShape(1, 1)])),
     )
     planner = LoadOptions(
         adjustment_interval_s=12 * TICK_S,
@@ -117,10 +126,12 @@ def test_every_request_has_one_end_and_no_gpu_is_made_up(
     held_at_first = run.points[0].gpus_held
     for point in run.points:
         assert 0 <= point.gpus_held <= twin.gpus
-        if planner is None:
+        if planner is None and twin.standby is None:
             assert point.gpus_held == held_at_first
+        if planner is None:
             continue
-        assert point.gpus_held <= max(planner.max_gpu_budget, held_at_first)
+        if twin.standby is None:  # who is started to sleep is not the planner's
+            assert point.gpus_held <= max(planner.max_gpu_budget, held_at_first)
         assert point.decode.ready >= 1
         assert twin.shape.prefill == 0 or point.prefill.ready >= 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+from dynamo_local.core.actuators import EVERY, WAKES
 from dynamo_local.core.types import Role, WorkerState
 from tests.simulation.process import Fate
 from tests.simulation.scenario import Scenario
@@ -17,6 +18,14 @@ def scale(it: Scenario) -> None:
     policy = rng.choice((None, "least-loaded", "coldest"))
     force = rng.random() < 0.2
     it.arbiter.run(it.arbiter.scale(it.some_component(), target, force=force, policy=policy, stimulus_id=it.stimulus()))
+
+
+def scale_all(it: Scenario) -> None:
+    """A planner's numbers for both components, by whatever there is."""
+    targets = {component: it.rng.choice((1, 1, 2, 3)) for component in ("VllmWorker", "PrefillWorker")}
+    actuators = it.rng.choice((EVERY, EVERY, WAKES, frozenset()))
+    work = it.arbiter.orders.scale_all(targets, actuators=actuators, stimulus_id=it.stimulus())
+    it.arbiter.run(it.arbiter.command(f"scale all {targets} by {sorted(actuators)}", work))
 
 
 def drain(it: Scenario) -> None:
@@ -223,6 +232,7 @@ def clock_jumps(it: Scenario) -> None:
 
 ACTIONS: dict[Callable[[Scenario], None], int] = {
     scale: 26,
+    scale_all: 10,
     drain: 12,
     cancel: 12,
     restart: 8,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from dynamo_local.config.planner.kinds import OPTIONS, Gpus, Hours, Seconds
 from dynamo_local.config.planner.plugins import PluginRegistrationConfig, SchedulingConfig
 
 ALIASES = {"model_name": "served_model_name", "advisory": "no_operation"}
 """Dynamo 1.x's names for them."""
+
+
+def _several(value: Any) -> Any:
+    """A list, or words with commas."""
+    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
 
 
 class SharedFields(BaseModel):
@@ -48,6 +53,12 @@ class SharedFields(BaseModel):
     """Seconds between samples."""
     max_gpu_budget: Gpus = 8
     """GPUs that prefill and decode hold together, at most."""
+    actuators: Annotated[
+        tuple[Literal["start", "wake", "flip"], ...] | None,
+        BeforeValidator(_several, json_schema_input_type=str | list[str] | None),
+    ] = None
+    """How it may get workers: `start`, `wake` (standby) and `flip` (another role), those that are left out not. By
+    default whatever the components are configured for ([faster than a start](actuators.md))."""
     min_gpu_budget: Annotated[int, Field(ge=-1)] = 1
     """GPUs below which neither prefill nor decode goes (`throughput-load`: both together; by default -1, none)."""
     decode_engine_num_gpu: Gpus | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamo_local.core.actuators import Actuator
 from dynamo_local.core.life import flipping, leaving, observing, sleeping, starting
-from dynamo_local.core.life.decisions import rolling, scaling, standby
+from dynamo_local.core.life.decisions import flips, rolling, scaling, standby
 from dynamo_local.core.life.decisions.moves import (
     BeginDrain,
     CallOffFlipOf,
@@ -50,6 +51,7 @@ def decide_scale(fleet: Fleet, order: Scale) -> tuple[Move, ...]:
         by_person=order.by_person,
         wait_for_gpus=order.wait_for_gpus,
         wake=order.wake,
+        sleep=order.sleep,
     ).or_raise()
 
 
@@ -64,17 +66,19 @@ def decide_scale_all(fleet: Fleet, order: ScaleAll) -> Mapping[str, tuple[Move, 
 
 
 def _to_targets(draft: Draft, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
-    """Fewer first: their devices may be needed, and an up that needs them waits until they are free. Then drains are
-    taken back, which keeps devices from whoever hoped for them.
+    """Flips first: nothing is quicker, and no device changes hands. Then fewer: their devices may be needed, and an up
+    that needs them waits until they are free. Then drains are taken back, which keeps devices from whoever hoped for
+    them.
     """
-    before = draft.fleet
+    flipped = _flipped(draft, order) if Actuator.FLIP in order.actuators else {}
+    before, sleeps = draft.fleet, Actuator.WAKE in order.actuators
 
     def turn(item: tuple[str, int]) -> tuple[bool, bool]:
         component, count = item
         more = count >= before.capacity(component)
         return more, more and not any(worker.cancellable for worker in before.of(component))
 
-    made = {}
+    made: dict[str, tuple[Move, ...]] = {}
     for component, count in sorted(order.targets.items(), key=turn):
         decision = scaling.decide(
             draft.fleet,
@@ -84,9 +88,12 @@ def _to_targets(draft: Draft, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
             victim_policy=order.victim_policy,
             by_person=False,
             wait_for_gpus=True,
+            wake=sleeps,
+            sleep=sleeps,
         )
-        made[component] = decision.or_raise()
-        carry_out(draft, made[component])
+        moves = decision.or_raise()
+        carry_out(draft, moves)
+        made[component] = (*flipped.get(component, ()), *moves)
         draft.decided_anew(component=component)
     for component, count in order.targets.items():
         if draft.fleet.capacity(component) != count:
@@ -95,6 +102,24 @@ def _to_targets(draft: Draft, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
                 "be taken back by the same order; nothing was changed"
             )
     return made
+
+
+def _flipped(draft: Draft, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
+    """As many workers as one component is to give up, and the other is to get, change their role; as far as they can.
+
+    The moves of either component: they are both's.
+    """
+    missing = {component: count - draft.fleet.capacity(component) for component, count in order.targets.items()}
+    for gives, surplus in missing.items():
+        takes = draft.fleet.template(gives).flips_to
+        if surplus >= 0 or takes not in missing:
+            continue
+        back = sum(worker.cancellable for worker in draft.fleet.of(takes))  # quicker still, and it keeps its devices
+        count = min(-surplus, missing[takes] - back)
+        moves = flips.most(draft.fleet, gives, count, victim_policy=order.victim_policy, reason="scale, with flips")
+        carry_out(draft, moves)
+        return dict.fromkeys((gives, takes), moves) if moves else {}
+    return {}
 
 
 def drain(draft: Draft, order: Drain) -> None:

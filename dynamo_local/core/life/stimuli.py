@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dynamo_local.core.actuators import WAKES, Actuator
 from dynamo_local.core.gpus import GpuDevice
 from dynamo_local.core.life.decisions.scaling import Change
 from dynamo_local.core.life.decisions.victims import VictimPolicy
@@ -43,14 +44,17 @@ class Scale(Stimulus):
     by_person: bool = True
     wait_for_gpus: bool = False
     wake: bool = True
+    sleep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleAll(Stimulus):
-    """A planner's numbers of workers for several components, all or nothing: see `deciding.scale_all`."""
+    """A planner's numbers of workers for several components, all or nothing: see `deciding.scale_all`. By what they may
+    be carried out beside starts and drains, `actuators` says."""
 
     targets: Mapping[str, int]
     victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX
+    actuators: frozenset[Actuator] = WAKES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

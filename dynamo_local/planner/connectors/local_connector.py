@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dynamo_local.core.actuators import WAKES, Actuator
 from dynamo_local.errors import DynamoError
 
 
@@ -23,10 +24,17 @@ class Scales(Protocol):
         stimulus_id: str,
         by_person: bool = True,
         wait_for_gpus: bool = False,
+        wake: bool = True,
+        sleep: bool = False,
     ) -> dict[str, Any]: ...
 
     async def scale_all(
-        self, targets: Mapping[str, int], *, victim_policy: str | None = None, stimulus_id: str
+        self,
+        targets: Mapping[str, int],
+        *,
+        victim_policy: str | None = None,
+        actuators: frozenset[Actuator] = WAKES,
+        stimulus_id: str,
     ) -> dict[str, dict[str, Any]]:
         """So many workers of each component, or none of it; the answer of `scale` for each."""
         ...
@@ -54,14 +62,23 @@ class LocalConnector:
     """One worker more, or one less; or so many of each component, together. Never forces: the last ready worker of a
     component stays.
 
+    By what that may be done beside starts and drains, `actuators` says at each step: the options may change.
+
     A refusal is a value, not an exception: a planner's tick goes on with it (lesson 15).
     """
 
     whole = False
     """Steps can also be taken one by one."""
 
-    def __init__(self, scaler: Scales, *, victim_policy: str | None = None) -> None:
+    def __init__(
+        self,
+        scaler: Scales,
+        *,
+        victim_policy: str | None = None,
+        actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES,
+    ) -> None:
         self._scaler = scaler
+        self._actuators = actuators
         self._victim_policy = victim_policy
         self._count = itertools.count(1)
 
@@ -85,6 +102,7 @@ class LocalConnector:
             answer = await self._scaler.scale_all(
                 targets,
                 victim_policy=self._victim_policy,
+                actuators=self._actuators(),
                 stimulus_id=stimulus_id or f"planner:{next(self._count)}",
             )
         except DynamoError as error:
@@ -93,9 +111,10 @@ class LocalConnector:
             component: tuple(item["watcher_name"] for item in told["instructions"])
             for component, told in answer.items()
         }
-        return Committed(tuple(name for names in found.values() for name in names), found)
+        return Committed(tuple(dict.fromkeys(name for names in found.values() for name in names)), found)
 
     async def _scale(self, component: str, target: str, stimulus_id: str | None) -> Committed | Refused:
+        standby = Actuator.WAKE in self._actuators()
         try:
             answer = await self._scaler.scale(
                 component,
@@ -104,6 +123,8 @@ class LocalConnector:
                 stimulus_id=stimulus_id or f"planner:{next(self._count)}",
                 by_person=False,
                 wait_for_gpus=True,
+                wake=standby,
+                sleep=standby,
             )
         except DynamoError as error:
             return Refused(str(error), error.code, error.retryable)

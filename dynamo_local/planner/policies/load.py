@@ -45,7 +45,7 @@ class LoadPolicy:
             targets=targets,
             reasons=_in_order(reasons),
             next_tick_at=next_tick_at(observation, self.options.adjustment_interval_s),
-            apart=True,
+            apart=not _swaps(facts, verdicts),
         )
 
     def _facts(self, observation: Observation) -> Facts:
@@ -81,6 +81,12 @@ class LoadPolicy:
             min_gpu_budget=options.min_gpu_budget,
             grace_s=NEW_DECODE_WORKER_GRACE_PERIOD * options.adjustment_interval_s,
         )
+
+
+def _swaps(facts: Facts, verdicts: Sequence[Verdict]) -> bool:
+    """One more here and one less there, which can be one flip: together, or not at all."""
+    acts = {verdict.step: side for side, verdict in zip(facts.sides, verdicts, strict=True) if not verdict.deferred}
+    return 1 in acts and -1 in acts and bool(acts[-1].flippable)
 
 
 def next_tick_at(observation: Observation, interval_s: float) -> float:
@@ -151,6 +157,7 @@ def _side(
         samples=samples,
         ends=ends,
         since_added_s=since_added_s,
+        flippable=pool.flippable,
     )
 
 

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from dynamo_local.core.actuators import WAKES, Actuator
+from dynamo_local.core.life.decisions import flips, standby
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.life.states import TRAITS, HasProcess
 from dynamo_local.planner.values.pools import Pool, WorkerPools
 
 
-def pools_of(fleet: Fleet, *, decode: str, prefill: str | None = None, routed: Collection[str] = ()) -> WorkerPools:
+def pools_of(
+    fleet: Fleet,
+    *,
+    decode: str,
+    prefill: str | None = None,
+    routed: Collection[str] = (),
+    actuators: frozenset[Actuator] = WAKES,
+) -> WorkerPools:
     """Count the workers of the decode (or aggregated) component and of the prefill one.
 
     `routed` names the draining workers that still can be given a request (their key is in etcd; a prefill worker
-    still pulls). Times are those of the fleet (`since_s`). Raises `UnknownWorker` for an unknown component.
+    still pulls). Times are those of the fleet (`since_s`). One that changes its role counts where it goes to. Raises
+    `UnknownWorker` for an unknown component.
     """
     return WorkerPools(
-        prefill=None if prefill is None else _pool(fleet, prefill, routed),
-        decode=_pool(fleet, decode, routed),
+        prefill=None if prefill is None else _pool(fleet, prefill, routed, actuators),
+        decode=_pool(fleet, decode, routed, actuators),
     )
 
 
-def _pool(fleet: Fleet, component: str, routed: Collection[str]) -> Pool:
+def _pool(fleet: Fleet, component: str, routed: Collection[str], actuators: frozenset[Actuator]) -> Pool:
     size = fleet.template(component).gpus_per_worker
-    workers = fleet.of(component)
+    workers = [worker for worker in fleet.workers.values() if worker.headed == component]
     ready = [worker for worker in workers if worker.ready]
     coming = [worker for worker in workers if worker.on_its_way]
     leaving = [w for w in workers if not (w.counts or w.stands_by) and TRAITS[w.state].process is not HasProcess.NO]
@@ -43,7 +53,20 @@ def _pool(fleet: Fleet, component: str, routed: Collection[str]) -> Pool:
         added_at_s=max((worker.since_s for worker in ready), default=None),
         coming_since_s=min((worker.since_s for worker in coming), default=None),
         leaving_since_s=min((worker.since_s for worker in leaving), default=None),
+        flippable=_flippable(fleet, component) if Actuator.FLIP in actuators else 0,
+        asleep=_asleep(fleet, component) if Actuator.WAKE in actuators else 0,
     )
+
+
+def _flippable(fleet: Fleet, component: str) -> int:
+    """One that serves stays."""
+    return min(len(flips.able_to_flip(fleet, component)), max(0, len(fleet.ready(component)) - 1))
+
+
+def _asleep(fleet: Fleet, component: str) -> int:
+    if not any(worker.stands_by for worker in fleet.workers.values()):
+        return 0
+    return len(standby.woken_first(fleet, component, len(fleet.workers), "counted"))
 
 
 def _waits(worker: Worker, size: int) -> bool:

@@ -11,7 +11,8 @@ In prose, for each component:
 * Up: above the upper threshold. Not while another one waits to start (it counts as capacity), not where the prefill
   queue is about to empty by itself, not above the budget. A worker that still drains is taken back first: its GPUs
   are counted already.
-* An up that only fits once the GPU of this same decision's down is free is planned now and carried out then.
+* An up that only fits once the GPU of this same decision's down is free is planned now and carried out then; at once
+  where the one that goes down can take over its role (a flip).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Side(NamedTuple):
     `mean` is over `samples` of them, None without one. `ends` are the first and the last of the prefill queue (None
     for decode, whose trend nobody asks for). `since_added_s` is from the moment that the last worker was added to the
     beginning of the interval (None: no grace to be had, as for prefill). `gpus_spoken_for` counts against the budget;
-    `gpus_lacking` of these are what the waiting ones will take.
+    `gpus_lacking` of these are what the waiting ones will take. `flippable` could take over the other side's role now.
     """
 
     component: str
@@ -49,6 +50,7 @@ class Side(NamedTuple):
     samples: int
     down: float
     up: float
+    flippable: int
     ends: tuple[float, float] | None = None
     since_added_s: float | None = None
 
@@ -90,15 +92,13 @@ def judge(facts: Facts) -> tuple[Verdict, ...]:
     if facts.adjusting:
         return tuple(Verdict(Rule.ADJUSTING, 0, False, counted) for _ in facts.sides)
     wishes = [_wish(side, facts) for side in facts.sides]
-    freed = sum(
-        side.gpus_per_worker
-        for side, (_, step, deferred) in zip(facts.sides, wishes, strict=True)
-        if step and not deferred
-    )
+    downs = [side for side, (_, step, deferred) in zip(facts.sides, wishes, strict=True) if step and not deferred]
+    freed = sum(side.gpus_per_worker for side in downs)
+    flips = any(side.flippable for side in downs)
     verdicts = []
     for side, answer in zip(facts.sides, wishes, strict=True):
         if answer[0] in _WISHES:
-            answer = _up(side, answer[0], counted, freed, facts.max_gpu_budget)
+            answer = _up(side, answer[0], counted, freed, flips, facts.max_gpu_budget)
         verdicts.append(Verdict(*answer, counted))
         if answer[0] in _WISHES:
             counted += side.gpus_per_worker
@@ -127,7 +127,7 @@ def _wish(side: Side, facts: Facts) -> _Answer:
     return Rule.SCALE_DOWN, -1, side.deferred > 0
 
 
-def _up(side: Side, wish: Rule, counted: int, freed: int, budget: int) -> _Answer:
+def _up(side: Side, wish: Rule, counted: int, freed: int, flips: bool, budget: int) -> _Answer:
     """Rules 4, 5 and 7."""
     if side.waiting > 0:
         return Rule.COMING, 0, False
@@ -140,5 +140,5 @@ def _up(side: Side, wish: Rule, counted: int, freed: int, budget: int) -> _Answe
     if needed <= budget:
         return wish, 1, False
     if needed - freed <= budget:
-        return wish, 1, True
+        return wish, 1, not flips
     return Rule.BUDGET, 0, False

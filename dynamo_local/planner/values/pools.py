@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,12 @@ class Pool:
     those that waiting workers (not the deferred one) have not got yet and will take. `added_at_s` is when the last of
     those that serve became ready or had its drain taken back (None: none serves). `coming_since_s` and
     `leaving_since_s` are when the first of those that are on their way, or leave, entered its present state (None: no
-    such worker). `start_up_s` and `drain_s` are what the last starts and drains really took, in the median (None: none
-    was seen yet).
+    such worker). `start_up_s` and `drain_s` are what the last starts and drains really took, in the median; before the
+    first of this run, what starts took in earlier ones on this host (None: nobody knows).
+
+    What is quicker than a start: `flippable` of its ready workers could take over the role of the other component now,
+    `asleep` could be woken; 0 also where the planner may not have that done. `leads` are what each way to one more
+    worker has taken, in the median, by its rung (`core.lead_times.Rung`); what was never measured is not in it.
     """
 
     component: str
@@ -39,6 +44,9 @@ class Pool:
     leaving_since_s: float | None = None
     start_up_s: float | None = None
     drain_s: float | None = None
+    flippable: int = 0
+    asleep: int = 0
+    leads: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def capacity(self) -> int:

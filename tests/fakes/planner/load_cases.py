@@ -30,6 +30,8 @@ class Case:
     decode: Expected
     options: LoadOptions = LoadOptions()  # noqa: RUF009 - frozen
     acts: tuple[tuple[str, int], ...] | None = None
+    apart: bool = True
+    """Its steps stand apart."""
     next_tick_at: float | None = None
     """None: two intervals after this one began."""
 
@@ -49,6 +51,7 @@ class Case:
         assert [reason.component for reason in decision.reasons] == order, self.name
         steps = tuple((c, expected[c][0]) for c in order if expected[c][0])
         assert decision.acts == (steps if self.acts is None else self.acts), self.name
+        assert decision.apart is self.apart, self.name
         due_s = self.observation.interval_began_s + 2 * self.options.adjustment_interval_s
         assert decision.next_tick_at == (due_s if self.next_tick_at is None else self.next_tick_at), self.name
         self._check_numbers(decision)
@@ -104,6 +107,23 @@ WORKED = (
     ),
     Case("15", observe(1, 3, queue=[0], kv=[0.95, 0.95], decode_gpus=2), (0, R.FLOOR), (0, R.BUDGET)),
     Case("16", observe(1, 2, queue=[0], kv=[0.95, 0.95], decode_gpus=2), (0, R.FLOOR), UP),
+)
+
+FLIPS = (
+    Case("a flip is done at once", observe(_prefill(4, flippable=1), 4, queue=QUIET, kv=FULL), DOWN, UP, apart=False),
+    Case("so is the other one", observe(1, _decode(3, flippable=1), queue=BUSY, kv=IDLE), UP, DOWN, apart=False),
+    Case(
+        "who could flip stays",
+        observe(4, _decode(4, flippable=3), queue=QUIET, kv=FULL),
+        DOWN,
+        UP,
+        acts=CHANGES_HANDS,
+    ),
+    Case(
+        "who could flip stays, within the budget", observe(2, _decode(2, flippable=1), queue=QUIET, kv=FULL), DOWN, UP
+    ),
+    Case("one less is no flip", observe(_prefill(2, flippable=1), 2, queue=QUIET, kv=CALM), DOWN, HOLD),
+    Case("one more is no flip", observe(_prefill(2, flippable=1), 2, queue=[2, 4, 6], kv=CALM), UP, HOLD),
 )
 
 _BACKING_OFF = {"coming": 1, "waiting": 1}
@@ -279,4 +299,4 @@ BOUNDARIES = (
     Case("early", replace(observe(1, 1, queue=[0.3], kv=CALM), now_s=329.0), HOLD, HOLD, next_tick_at=330.0),
 )
 
-CASES = (*WORKED, *BOUNDARIES)
+CASES = (*WORKED, *BOUNDARIES, *FLIPS)

@@ -38,14 +38,14 @@ def test_without_spares_a_start_takes_the_start_up() -> None:
 
 
 def test_leads_are_given_by_name() -> None:
-    assert leads_of("flip=0.2,cold=45", 30.0) == LeadOptions(flip_s=0.2, cold_s=45.0)
-    assert leads_of(None, 12.0) == LeadOptions(cold_s=12.0)
+    assert leads_of(["flip=0.2,cold=45"], 30.0) == LeadOptions(flip_s=0.2, cold_s=45.0)
+    assert leads_of([], 12.0) == LeadOptions(cold_s=12.0)
 
 
 @pytest.mark.parametrize("text", ["slow=1", "cold=x", "cold=-1", "cold=inf", "cold=nan", "cold"])
 def test_a_lead_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="--lead"):
-        leads_of(text, 30.0)
+        leads_of([text], 30.0)
 
 
 def test_measured_leads_are_the_medians_of_the_slowest_component(
@@ -54,12 +54,13 @@ def test_measured_leads_are_the_medians_of_the_slowest_component(
     monkeypatch.setenv("DYN_LOCAL_STATE_DIR", str(tmp_path))
     file = LeadFile(tmp_path)
     with pytest.raises(BadInput, match="nothing was measured"):
-        leads_of("measured", 30.0)
+        leads_of(["measured"], 30.0)
     for component, rung, *samples in (("VllmWorker", "cold", 20.0, 22.0, 90.0), ("PrefillWorker", "cold", 18.0)):
         for seconds in samples:
             file.add("dynamo", component, "vllm:/m:1", rung, seconds)
     file.add("dynamo", "VllmWorker", "vllm:/m:1", "spare", 2.5)
     file.add("dynamo", "Frontend", "sim:sim-tiny:0", "cold", 400.0)
-    assert leads_of("measured", 30.0) == LeadOptions(cold_s=22.0, spare_s=2.5)
+    assert leads_of(["measured"], 30.0) == LeadOptions(cold_s=22.0, spare_s=2.5)
+    assert leads_of(["cold=9", "measured", "wake=1"], 30.0) == LeadOptions(cold_s=9.0, spare_s=2.5, wake_s=1.0)
     with pytest.raises(BadInput, match="other"):
-        leads_of("measured:other", 30.0)
+        leads_of(["measured:other"], 30.0)

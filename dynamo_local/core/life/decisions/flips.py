@@ -64,6 +64,32 @@ def decide_scale(
         return ScalingDecision(stimulus_id, refused=refusal)
 
 
+def most(view: Fleet, gives: str, count: int, *, victim_policy: VictimPolicy, reason: str) -> tuple[Move, ...]:
+    """At most so many ready workers of that component go over to the one that it flips to: as many as can, unforced."""
+    able = victims(able_to_flip(view, gives), victim_policy)
+    for n in range(min(count, len(able)), 0, -1):
+        try:
+            return _flipped(view, able[:n], force=False, reason=reason)
+        except DynamoError:  # it would be the last that serves, or one too many over there
+            continue
+    return ()
+
+
+def able_to_flip(view: Fleet, component: str) -> list[Worker]:
+    """Its ready workers that may change their role now, each for itself."""
+    if view.template(component).flips_to is None:
+        return []
+
+    def may(worker: Worker) -> bool:
+        try:
+            _check_may_flip(view, worker)
+        except DynamoError:
+            return False
+        return True
+
+    return [worker for worker in view.ready(component) if may(worker)]
+
+
 def decide_cancel(view: Fleet, name: str, *, stimulus_id: str) -> ScalingDecision:
     """`dynamo flip --cancel NAME`. `refused` is `UnknownWorker` or `FlipNotCancellable`."""
     try:

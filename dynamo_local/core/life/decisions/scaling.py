@@ -11,7 +11,8 @@ The rules, in prose:
 * While a component's workers are restarted, nobody but a person takes one of them away.
 * A faulted worker is started again by a person's `+1`. An automatic decision (`by_person=False`) is refused instead:
   a planner would restart a broken worker for ever.
-* Fewer: what is on its way is taken back first (it serves nothing yet), then ready workers by the victim policy.
+* Fewer: what is on its way is taken back first (it serves nothing yet), then ready workers by the victim policy. With
+  `sleep` those are put to sleep where the component keeps some on standby and has too few.
 * Unforced, a component that has a ready worker keeps one, and one that has only workers on their way keeps one.
 * A worker is started on devices that are free and not kept for another worker on its way (one that backs off will
   need its devices again). With `wait_for_gpus`, devices of workers that leave count too: the new entry waits for them.
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from dynamo_local.core.gpus import GpuAsk, shortage
+from dynamo_local.core.life.decisions import standby
 from dynamo_local.core.life.decisions.moves import (
     BeginDrain,
     CancelDrain,
@@ -36,7 +38,6 @@ from dynamo_local.core.life.decisions.moves import (
     SpawnWorker,
     TakeBack,
 )
-from dynamo_local.core.life.decisions.standby import woken_first
 from dynamo_local.core.life.decisions.victims import VictimPolicy, arrivals, victims
 from dynamo_local.core.life.fleet import Course, Fleet, Template, Worker
 from dynamo_local.core.life.states import TRAITS
@@ -96,6 +97,7 @@ def decide(
     by_person: bool = True,
     wait_for_gpus: bool = False,
     wake: bool = True,
+    sleep: bool = False,
 ) -> ScalingDecision:
     """What brings the component there. `refused` is one of `UnknownWorker` (no such component, or more of one that is
     being removed), `BadTarget` (fewer than none), `LastReadyWorker`, `TooManyWorkers`, `NotEnoughGpus`,
@@ -108,7 +110,7 @@ def decide(
         if delta < 0:
             if not by_person:
                 _check_not_restarted(view, component)
-            return _fewer(view, template, -delta, force, victim_policy, f"scale {change}")
+            return _fewer(view, template, -delta, force, victim_policy, f"scale {change}", sleep=sleep)
         if delta > 0:
             if template.retired:
                 raise UnknownWorker(f"{component} is being removed by an apply, and gets no more workers")
@@ -206,7 +208,7 @@ def _more(
     _check_limit(template, view.capacity(component) + count)
     drains = sorted((w for w in view.of(component) if w.cancellable), key=lambda w: (-w.since_s, w.n))[:count]
     back = tuple(CancelDrain(worker.name, f"{reason}: its drain is taken back") for worker in drains)
-    woken = woken_first(view, component, count - len(back), reason) if wake else ()
+    woken = standby.woken_first(view, component, count - len(back), reason) if wake else ()
     missing = count - len(back) - len(woken)
     faulted = [worker for worker in view.of(component) if worker.state is WorkerState.FAULTED]
     if missing and faulted and not by_person:
@@ -300,7 +302,7 @@ def _waiting_in_vain(view: Fleet, returning: Sequence[Worker]) -> tuple[Move, ..
 
 
 def _fewer(
-    view: Fleet, template: Template, count: int, force: bool, policy: VictimPolicy, reason: str
+    view: Fleet, template: Template, count: int, force: bool, policy: VictimPolicy, reason: str, *, sleep: bool
 ) -> tuple[Move, ...]:
     component = template.component
     have = view.capacity(component)
@@ -315,7 +317,8 @@ def _fewer(
     if len(chosen) < count:
         raise flip_under_way(turning[0], f"`{reason}` of {component}")
     check_not_last(view, chosen, force, f"`{reason}` of {component}")
-    return tuple(_spared(worker, reason) for worker in chosen)
+    kept = standby.kept_asleep(view, template, then, reason) if sleep else {}
+    return tuple(kept.get(worker.name) or _spared(worker, reason) for worker in chosen)
 
 
 def _spared(worker: Worker, reason: str) -> BeginDrain | TakeBack | PutToSleep:

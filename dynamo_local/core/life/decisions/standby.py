@@ -11,11 +11,11 @@ The rules, in prose:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dynamo_local.core.gpu_residue import gib
 from dynamo_local.core.life.decisions.moves import PutToSleep, ScalingDecision, WakeUp
-from dynamo_local.core.life.fleet import Fleet, Worker
+from dynamo_local.core.life.fleet import Fleet, Template, Worker
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import Missing
 from dynamo_local.core.types import WorkerState as S
@@ -114,6 +114,19 @@ def _holders_leave(view: Fleet, worker: Worker) -> bool:
     uuids = view.gpus.sleepers[worker.name].uuids
     holders = [view.workers[who] for uuid in uuids if (who := view.gpus.holder_of.get(uuid)) is not None]
     return bool(holders) and not any(each.counts or each.stands_by for each in holders)
+
+
+def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason: str) -> dict[str, PutToSleep]:
+    """Of ready workers that are given up those that sleep instead, by name: as many as the component is to keep on
+    standby and does not have. `_keep` would start others for that."""
+    there = sum(worker.stands_by for worker in view.of(template.component))
+    moves: dict[str, PutToSleep] = {}
+    for worker in going:
+        if len(moves) + there >= (template.standby or 0):
+            break
+        if decide_sleep(view, worker.name, LEVELS[0], stimulus_id=reason).moves:
+            moves[worker.name] = PutToSleep(worker.name, LEVELS[0], reason)
+    return moves
 
 
 def woken_first(view: Fleet, component: str, count: int, reason: str) -> tuple[WakeUp, ...]:

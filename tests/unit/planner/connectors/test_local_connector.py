@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dynamo_local.core.actuators import EVERY, Actuator
 from dynamo_local.errors import LastReadyWorker, NotEnoughGpus
 from dynamo_local.planner.connectors.local_connector import Committed, LocalConnector, Refused
 
@@ -60,7 +61,20 @@ async def test_a_whole_decision_says_which_workers_of_which_component() -> None:
     scaler = FakeScaler({"instructions": [{"watcher_name": "dynamo_X"}]})
     connector = LocalConnector(scaler)
     outcome = await connector.set_component_replicas({"A": 3, "B": 1}, stimulus_id="planner:7")
-    assert outcome == Committed(("dynamo_X", "dynamo_X"), {"A": ("dynamo_X",), "B": ("dynamo_X",)})
+    assert outcome == Committed(("dynamo_X",), {"A": ("dynamo_X",), "B": ("dynamo_X",)})
     assert [(name, target) for name, target, _ in scaler.calls] == [("A", "=3"), ("B", "=1")]
     refused = await LocalConnector(FakeScaler(NotEnoughGpus("none free"))).set_component_replicas({"A": 3})
     assert refused == Refused("none free", "not_enough_gpus", retryable=True)
+
+
+async def test_by_what_it_may_be_done_is_asked_at_each_step() -> None:
+    """The planner's options may have changed since the last one."""
+    allowed, scaler = EVERY, FakeScaler({"instructions": []})
+    connector = LocalConnector(scaler, actuators=lambda: allowed)
+    await connector.set_component_replicas({"A": 1})
+    await connector.add_component("A")
+    allowed = frozenset[Actuator]()
+    await connector.set_component_replicas({"A": 1})
+    await connector.remove_component("A")
+    told = [options.get("actuators", (options.get("wake"), options.get("sleep"))) for _, _, options in scaler.calls]
+    assert told == [EVERY, (True, True), frozenset(), (False, False)]

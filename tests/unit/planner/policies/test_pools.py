@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from dynamo_local.autoscale.planner_options import load_options
 from dynamo_local.config import PlannerConfig
+from dynamo_local.core.actuators import EVERY
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import UnknownWorker
 from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.policies.pools import pools_of
 from dynamo_local.planner.values.pools import Pool
-from tests.fakes.arbiter.fleet_views import PREFILL, name, on_ledger, worker
+from tests.fakes.arbiter.fleet_views import DECODE, PREFILL, name, on_ledger, worker
 
 
 def decode(*states: str, **more: object) -> Pool:
@@ -83,3 +84,30 @@ def test_options_and_their_defaults_are_those_of_the_planner_section() -> None:
     spelled = {field.name.removesuffix("_s"): index + 1 for index, field in enumerate(fields(LoadOptions))}
     config = PlannerConfig.model_construct(**spelled)
     assert load_options(config) == LoadOptions(*range(1, len(fields(LoadOptions)) + 1))
+
+
+def test_one_that_changes_its_role_counts_where_it_goes_to() -> None:
+    """As `Fleet.capacity` counts it: a planner that took it for a decode worker would take one away too many."""
+    turning = worker(1, "flipping")
+    view = on_ledger([worker(0, "ready"), turning, worker(0, "ready", PREFILL)], 4)
+    pools = pools_of(view, decode="VllmWorker", prefill="PrefillWorker", actuators=EVERY)
+    assert pools.prefill is not None
+    assert (pools.decode.capacity, pools.prefill.capacity) == (1, 2)
+    assert (pools.decode.gpus_held, pools.prefill.gpus_held) == (1, 2)
+    assert pools.adjusting
+
+
+def test_who_could_flip_or_be_woken_is_counted_as_far_as_that_is_allowed() -> None:
+    """One of each component stays; a sleeper whose GPU somebody else holds cannot be woken."""
+    templates = (replace(DECODE, standby=0), PREFILL)
+    ready = [worker(n, "ready") for n in range(3)]
+    view = on_ledger([*ready, worker(3, "sleeping"), worker(0, "ready", PREFILL)], 8, templates)
+    pools = pools_of(view, decode="VllmWorker", prefill="PrefillWorker", actuators=EVERY)
+    assert pools.prefill is not None
+    assert (pools.decode.flippable, pools.prefill.flippable) == (2, 0)
+    assert (pools.decode.asleep, pools.prefill.asleep) == (1, 0)
+    nothing = pools_of(view, decode="VllmWorker", prefill="PrefillWorker", actuators=frozenset())
+    assert (nothing.decode.flippable, nothing.decode.asleep) == (0, 0)
+    (uuid,) = view.gpus.sleepers[name(3)].uuids
+    taken = replace(view, gpus=view.gpus.assign("somebody", [uuid]))
+    assert pools_of(taken, decode="VllmWorker", prefill="PrefillWorker", actuators=EVERY).decode.asleep == 0

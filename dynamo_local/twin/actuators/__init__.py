@@ -1,0 +1,1 @@
+"""What takes time when the twin's workers start, change their role, sleep or wake."""
