@@ -9,6 +9,7 @@ from tests.vllm import cases, flip_cases, spare_cases
 pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
 
 
+@pytest.mark.full
 class TestAggregated(cases.Aggregated):
     """One worker that does all."""
 
