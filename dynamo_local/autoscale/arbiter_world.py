@@ -10,7 +10,7 @@ from dynamo_local.commands.launching import DYNAMO_1X
 from dynamo_local.control.links import Links
 from dynamo_local.control.sampling import Sampling
 from dynamo_local.control.shell import Shell
-from dynamo_local.core.actuators import EVERY, Actuator
+from dynamo_local.core.actuators import WAKES, Actuator
 from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import GraphSpec, Load, Missing, Role
 from dynamo_local.planner.policies.pools import pools_of
@@ -41,7 +41,7 @@ class ArbiterWorld:
         self._times = times
         self.pending: Callable[[], bool] = lambda: False
         """Whether another environment has yet to carry a decision out."""
-        self.actuators: Callable[[], frozenset[Actuator]] = lambda: EVERY
+        self.actuators: Callable[[], frozenset[Actuator]] = lambda: WAKES
         """By what the planner's decisions may be carried out."""
         self.waiting_in: Mapping[str, str] = {}
         """Where prefill workers are commands there is no queue of ours: component -> the field of its workers' loads

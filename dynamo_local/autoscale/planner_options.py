@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo_local.config import PlannerConfig, check_planner, planned_components, planner_section
 from dynamo_local.config.planner.options import POLICIES, options_of, own_names
-from dynamo_local.core.actuators import EVERY, Actuator
+from dynamo_local.core.actuators import EVERY, WAKES, Actuator
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.planner.models.pass_model import Features
@@ -56,8 +56,8 @@ def policy_options(config: PlannerConfig) -> PolicyOptions:
 
 
 def actuators(config: PlannerConfig) -> frozenset[Actuator]:
-    """By what its decisions may be carried out; starts always are possible."""
-    return EVERY if config.actuators is None else frozenset(each for each in EVERY if each in config.actuators)
+    """By what its decisions may be carried out; starts always are possible. Flips only where they are asked for."""
+    return WAKES if config.actuators is None else frozenset(each for each in EVERY if each in config.actuators)
 
 
 def load_options(config: PlannerConfig) -> LoadOptions:

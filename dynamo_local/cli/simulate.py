@@ -203,7 +203,7 @@ def _case(
         decode_gpus=config.decode_engine_num_gpu or 1,
         start_up_s=words["start_up_s"],
         spares=words["spares"],
-        flips=words["flips"] and Actuator.FLIP in allowed,
+        flips=words["flips"] and (config.actuators is None or Actuator.FLIP in allowed),
         standby=FleetShape(*words["standby"]) if words["standby"] and Actuator.WAKE in allowed else None,
         leads=leads_of(words["lead"], words["start_up_s"]),
         disagg=DisaggSettings(words["max_local_prefill_length"], words["max_prefill_queue_size"]),

@@ -58,7 +58,7 @@ class SharedFields(BaseModel):
         BeforeValidator(_several, json_schema_input_type=str | list[str] | None),
     ] = None
     """How it may get workers: `start`, `wake` (standby) and `flip` (another role), those that are left out not. By
-    default whatever the components are configured for ([faster than a start](actuators.md))."""
+    default starts and wakes; flips must be asked for ([faster than a start](actuators.md))."""
     min_gpu_budget: Annotated[int, Field(ge=-1)] = 1
     """GPUs below which neither prefill nor decode goes (`throughput-load`: both together; by default -1, none)."""
     decode_engine_num_gpu: Gpus | None = None

@@ -117,6 +117,7 @@ def by_name(served: Served, component: str, prefix: str) -> float:
     return sum(count for each in told for name, count in each.items() if name.startswith(prefix))
 
 
+@pytest.mark.full
 async def test_slo_keeps_more_targets_than_the_seeds_rule_and_says_why(graphs: tuple[Served, Served]) -> None:
     """The seed's rule sends prompts to the decode worker just when it is loaded. By `slo`, status and metrics tell
     where prompts went, and estimates that were not far off."""
@@ -143,6 +144,7 @@ async def test_slo_keeps_more_targets_than_the_seeds_rule_and_says_why(graphs: t
     assert by_name(seed, "VllmWorker", "prefills.local.threshold") > 0
 
 
+@pytest.mark.full
 async def test_prefixes_first_and_prefills_by_targets(graphs: tuple[Served, Served]) -> None:
     """`router: kv`, changed while the graph runs, with `disagg-policy: slo`: what the Router knows to be cached need
     not be computed, so a prompt that is asked for again is prefilled where its prefix is."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
             name: pid for name, pid in pids.items() if name != "Echo_2"
         }
         assert served.status()["arbiter_pid"] == arbiter.pid
-        assert kinds(events(served, "Echo_2"))[-1] == "Registered", "what was not logged in time was logged later"
+        logged = partial(events, served, "Echo_2")
+        until(lambda: kinds(logged())[-1] == "Registered", PATIENCE_S, what=logged)  # a thread writes the log
         served.down()
 
 

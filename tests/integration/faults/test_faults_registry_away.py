@@ -174,6 +174,7 @@ def _busy(served: Served) -> str | None:
 # --- leases of what is behind a worker -------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_an_adoption_knows_the_leases_of_what_is_behind_a_worker(own_etcd: RealEtcd, nats_server: RealNats) -> None:
     """Requests are sent to what is behind them: of one that died meanwhile they are revoked at once, of others later.
 

@@ -48,6 +48,7 @@ async def flip_while_away(graph: Served, etcd: RealEtcd, delay_s: float, away_s:
     await each_in_one_role(graph)
 
 
+@pytest.mark.full
 async def test_a_flip_survives_an_etcd_that_is_away_for_a_moment(own_etcd: RealEtcd, nats_server: RealNats) -> None:
     """Stopped at two moments of a flip, under load: it goes on when etcd is back, the processes are the same."""
     with served(own_etcd, nats_server, "away") as graph:

@@ -25,6 +25,7 @@ def handed(served: Served, member: str) -> list[dict[str, object]]:
     return [note for note in asked if note["body"].get("kv_transfer_params", {}).get(member)]
 
 
+@pytest.mark.full
 async def test_both_servers_see_the_same_hand_over(graph: Served) -> None:
     async with graph.client() as client:
         assert await ask(client, 8, stream=True) == text_of(8)

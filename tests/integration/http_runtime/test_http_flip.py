@@ -55,6 +55,7 @@ def wrong(served: Served) -> list[dict[str, Any]]:
     return seen(served, wrong_role=None)
 
 
+@pytest.mark.full
 async def test_servers_flip_both_ways_under_load_and_no_request_fails(graph: Served) -> None:
     """Out of routing, idle, asked, in the other routing; the server and its worker are the same processes."""
     async with loaded(graph, 4) as found:
@@ -90,6 +91,7 @@ async def test_a_flip_waits_for_its_streams_and_is_taken_back(graph: Served) -> 
     assert wrong(graph) == []
 
 
+@pytest.mark.full
 async def test_a_server_that_does_not_change_stays_what_it_was() -> None:
     """It says so, and is routed to again in its old role; one that cannot have that either ends."""
     stuck = ("--stuck", "cannot rebuild")

@@ -68,6 +68,7 @@ async def _agree(http: httpx.AsyncClient, graph: Served) -> Samples:
     return found[0]
 
 
+@pytest.mark.full
 async def test_metrics_agree_with_the_status_at_every_step_of_a_scaling(graph: Served) -> None:
     async with httpx.AsyncClient() as http:
         first = await _agree(http, graph)

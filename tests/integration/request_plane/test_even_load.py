@@ -16,6 +16,7 @@ SLOW = "--Common.sim.speed=0.02"
 """No stream ends before all of them have begun, and few tokens are on the way meanwhile."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.full)])
 async def test_streams_go_half_and_half_to_two_workers(count: int) -> None:
     """Each has a slot: none waits in a worker while its sibling has a free one."""

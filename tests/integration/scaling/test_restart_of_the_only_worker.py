@@ -13,6 +13,7 @@ from tests.drivers.served import AGG, Served, auntil
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 
+@pytest.mark.full
 async def test_the_only_workers_are_replaced_under_load_and_no_request_is_lost() -> None:
     """A decode worker with a spare GPU, and a Processor, which needs none: the new one serves first."""
     with Served("--gpus", "sim:2", target=AGG) as served:

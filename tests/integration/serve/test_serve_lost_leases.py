@@ -47,6 +47,7 @@ async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back()
     assert len(workers) == 1, workers
 
 
+@pytest.mark.full
 async def test_all_leases_revoked_by_somebody_else_make_the_graph_degraded_never_ready() -> None:
     """Every worker leaves, none comes back: status, its table and the metrics say so, and what is missing."""
     with Served(target=AGG) as served:

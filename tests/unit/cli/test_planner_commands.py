@@ -59,6 +59,7 @@ VALUES = {
     "min_gpu_budget": "2",
     "decode_engine_num_gpu": "1",
     "prefill_engine_num_gpu": "1",
+    "actuators": "start,wake,flip",
 }
 
 
