@@ -118,18 +118,13 @@ class LeaseKeeper:
         return self.lease_id
 
     async def register(self, key: Callable[[int], str], value: Callable[[int], bytes], timeout_s: float = 10.0) -> None:
-        """Put `key(lease_id)` = `value(lease_id)`, now and under every later lease.
+        """Put `key(lease_id)` = `value(lease_id)`, now and, once etcd has taken it, under every later lease.
 
-        Raises `EtcdUnavailable` past the timeout and `LeaseNotFound` if the lease was revoked or given back; the key
-        is then not kept.
+        Raises `EtcdUnavailable` past the timeout: it may be there, as long as this lease is, and is not put again. And
+        `LeaseNotFound` if the lease was revoked or given back: it is not there, and will not be.
         """
         entry = _Entry(key, value)
-        self._entries.append(entry)
-        try:
-            await self._until(timeout_s, lambda: self._put_entry(entry))
-        except BaseException:
-            self._entries.remove(entry)
-            raise
+        await self._until(timeout_s, lambda: self._put_entry(entry))
 
     async def withdraw(self, keep: Collection[Callable[[int], str]], timeout_s: float = 5.0) -> None:
         """Remove all keys but those; they are not put again until `restore`. The lease lives on.
@@ -229,9 +224,11 @@ class LeaseKeeper:
         while True:
             try:
                 return await step()
-            except LeaseNotFound:
-                if self._state is not _State.HELD or self._clock.now_s() >= deadline_s:
+            except LeaseNotFound as error:
+                if self._state is not _State.HELD:
                     raise
+                if self._clock.now_s() >= deadline_s:  # not revoked: whoever asked may not take it for that
+                    raise EtcdUnavailable(f"the lease was lost, and no other was granted in time: {error}") from error
                 self._kick.set()
             except EtcdUnavailable:
                 if self._clock.now_s() + RETRY_S >= deadline_s:
@@ -267,13 +264,15 @@ class LeaseKeeper:
             if self._state is not _State.HELD:
                 raise LeaseNotFound(f"cannot register {entry.key(self.lease_id)}: the lease is {self._state.value}")
             await self._put(entry)
+            if entry not in self._entries:  # not before: what the keeper puts, `register` would hear of only later
+                self._entries.append(entry)
             if entry is self._entries[0]:
                 await self._watch_own_key()
 
     async def _put(self, entry: _Entry) -> None:
         key = entry.key(self.lease_id)
         revision = await self._kv.put(key, entry.value(self.lease_id), self.lease_id)
-        if entry is self._entries[0]:
+        if entry in self._entries[:1] or not self._entries:
             self._witness = (key, revision)
 
     async def _revoke_and_confirm(self) -> None:

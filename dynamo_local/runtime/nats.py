@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nats.aio.client import Client
+from nats.errors import ConnectionClosedError, FlushTimeoutError
 from nats.errors import Error as NatsError
 
 from dynamo_local.errors import NatsUnavailable
@@ -30,6 +31,10 @@ CANCEL_AGAIN_S = 0.1
 """Pause between cancellations of a call to nats-py that outlived its deadline: it can let one of them pass."""
 PING_INTERVAL_S = 5
 """With two pings outstanding a server that is silent is given up after 15 s (nats-py's default: six minutes)."""
+FLUSH_TIMEOUT_S = 10
+"""nats-py's own, for callers that name none."""
+PONG_WITHIN_S = 60
+"""Longer than a silent server is put up with: by then a ping's answer has come, or its connection has ended."""
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -147,11 +152,35 @@ def _reason(error: BaseException) -> str:
 
 
 class _Client(Client):
-    """Closes also while it begins to reconnect.
+    """Closes also while it begins to reconnect; and hears on when somebody gives up a flush.
 
-    Both wait for the end of one transport then, and who stops waiting cancels the other: nats-py's close ends there,
-    without its callback.
+    Both a close and a reconnect wait for the end of one transport, and who stops waiting cancels the other: nats-py's
+    close ends there, without its callback.
+
+    A flush is a ping. nats-py (2.16) sets the result of its future when the answer comes, also where that future was
+    cancelled meanwhile, by its timeout or with its caller: this raises, and ends the loop that reads. The client then
+    says that it is connected and hears nothing more, until its own pings are found to be unanswered, 15 s later.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flushes: set[asyncio.Task[None]] = set()
+
+    async def flush(self, timeout: int = FLUSH_TIMEOUT_S) -> None:
+        flushing = asyncio.create_task(super().flush(PONG_WITHIN_S), name="NATS flush")
+        self._flushes.add(flushing)
+        flushing.add_done_callback(self._flushed)
+        done, _ = await asyncio.wait({flushing}, timeout=timeout)
+        if not done:
+            raise FlushTimeoutError
+        if flushing.cancelled():  # by `_close`
+            raise ConnectionClosedError
+        flushing.result()
+
+    def _flushed(self, flushing: asyncio.Task[None]) -> None:
+        self._flushes.discard(flushing)
+        if not flushing.cancelled():
+            flushing.exception()  # told to who waits, if anybody does
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         try:
@@ -162,6 +191,9 @@ class _Client(Client):
                 raise
             if do_cbs and self._closed_cb is not None:
                 await self._closed_cb()
+        finally:
+            for flushing in self._flushes:
+                flushing.cancel()
 
 
 class _TlsClient(_Client):

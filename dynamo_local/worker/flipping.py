@@ -31,7 +31,6 @@ from dynamo_local.errors import (
     LeaseNotFound,
     NotFlippable,
 )
-from dynamo_local.sdk.context import set_current_context
 from dynamo_local.sdk.flipping import FORMER_INSTANCE, Flippable, FlipsIdle
 from dynamo_local.system.start_stages import Stages
 from dynamo_local.worker.context import Connections, run_all
@@ -205,7 +204,8 @@ class Flipping:
 
     async def _say_so(self, new: ServedRole) -> None:
         """Put the key by which the arbiter sees it. With etcd away it may have been put, and seen: there is no way back
-        any more, and it is tried until it is there. Raises `LeaseNotFound`: somebody has revoked the new lease."""
+        any more, and it is tried until it is there. Raises `LeaseNotFound`: somebody has revoked the new lease, and
+        the key is gone with it. An arbiter that has seen it revokes the old lease, too: the worker leaves then."""
         while True:
             try:
                 return await new.register_ready(lambda: self._flush(ENTRY_TIMEOUT_S))
@@ -225,8 +225,7 @@ class Flipping:
 
     async def _undo(self, old: ServedRole, new: ServedRole) -> None:
         """The old role goes on; of the new one nothing is left, and what it has pulled goes back to the queue."""
-        if old.context is not None:
-            set_current_context(old.context)
+        old.be_current()
         if new.registration.holds_lease:
             await self._bounded("giving the lease back", new.registration.give_back(UNDO_TIMEOUT_S), UNDO_TIMEOUT_S)
         await new.run_hooks(lambda what, work: self._bounded(what, work, UNDO_TIMEOUT_S))

@@ -108,7 +108,7 @@ class ServedRole:
         """Make the component and run its start hooks; the clients of what it depends on."""
         lease = self.registration.lease
         assert lease is not None
-        self.context = context = Context(
+        self.context = Context(
             self.identity,
             connections,
             lease,
@@ -121,14 +121,20 @@ class ServedRole:
             on_facts=self.host.on_change,
             on_wait=self.host.on_wait,
         )
-        set_current_context(context)
-        dynamo_context.update(dynamo_context_of(context, self.service, lease))
+        self.be_current()
         clients = dependency_clients(self.host.graph, self.service, self.identity, connections)
         self.component = self.service.create(clients)
         self.host.on_wait(f"{self.service.name}'s start hooks")
         for hook in self.service.on_start:
             await getattr(self.component, hook)()
         return clients
+
+    def be_current(self) -> None:
+        """What the process's code asks for its context is told this role's. Nothing before `begin`."""
+        lease = self.registration.lease
+        if self.context is not None and lease is not None:
+            set_current_context(self.context)
+            dynamo_context.update(dynamo_context_of(self.context, self.service, lease))
 
     async def serve(self) -> None:
         """Take requests on NATS before registering: whoever sees the key may send at once."""

@@ -73,10 +73,14 @@ def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Ca
     found = []
     ordered: set[str] = set()
     pids: dict[str, int] = {}
+    hung: dict[str, str] = {}
     for record in records:
         name, event = record["watcher_name"], record["event"]
         if event == "Spawned":
             pids[name] = record["pid"]
+            hung.pop(name, None)
+        elif event == "HealthFailed":
+            hung[name] = f": {record['reason']}"
         elif event == "Flipped":
             was = record["was"]
             if was in pids:
@@ -92,7 +96,8 @@ def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Ca
             failed_start = record["from"] == "starting" and outage(record["time"])
             pid = pids.get(name)
             if pid not in hurt and name not in ordered and not failed_start:
-                found.append(f"{name} (pid {pid}) ended unasked, exit code {record['exit_code']}, seq {record['seq']}")
+                why = f"exit code {record['exit_code']}, seq {record['seq']}{hung.get(name, '')}"
+                found.append(f"{name} (pid {pid}) ended unasked, {why}")
             ordered.discard(name)
         elif event == "SpawnFailed" and outage(record["time"]):
             continue

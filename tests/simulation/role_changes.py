@@ -91,10 +91,9 @@ class RoleChanges:
                 lease = await self._granted(to)
                 await asyncio.sleep(self.world.flip_s)
                 await self._go.wait()
-                self._past = True
-                await self._entry.flush(0.5)
-                self.component = component
-                await lease.register(self._keys_of(to)[1], self._ready_value)
+            self._past = True
+            self.component = component
+            await self._say_so(to, lease)
         except BaseException as error:
             self.component = before[1]
             for each in self._leases[kept:]:
@@ -107,6 +106,15 @@ class RoleChanges:
         self.world.note(f"{before[0]} ({self.pid}) is {to} now")
         self._entry.renamed(to)
         self._spawn(self._give_up(old_lease, old_control))
+
+    async def _say_so(self, to: str, lease: LeaseKeeper) -> None:
+        """There is no way back any more: the key may have been put, and seen, whatever is heard of it."""
+        while True:
+            await self._entry.flush(0.5)
+            try:
+                return await lease.register(self._keys_of(to)[1], self._ready_value)
+            except EtcdUnavailable:
+                continue
 
     async def _give_up(self, lease: LeaseKeeper | None, control: ControlServer | None) -> None:
         if control is not None:

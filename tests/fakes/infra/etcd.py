@@ -201,6 +201,10 @@ class FakeEtcd:
     def _list(self, prefix: str) -> list[KeyValue]:
         return [kv for key, kv in sorted(self._keys.items()) if key.startswith(prefix)]
 
+    def end_lease_now(self, lease_id: int) -> None:
+        """A revoke by somebody else, as `put_now`."""
+        self._end_lease(lease_id)
+
     def put_now(self, key: str, value: bytes, lease_id: int = 0) -> int:
         """A put by somebody else, without a turn of the event loop: nobody can come before it."""
         lease = self._lease(lease_id) if lease_id else None

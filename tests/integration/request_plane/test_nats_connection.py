@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from nats.aio.client import Client
+from nats.errors import ConnectionClosedError
 
 from dynamo_local.errors import ConfigError, NatsUnavailable
 from dynamo_local.infra.access import NatsAccess
 from dynamo_local.infra.port_lease import PortLease
 from dynamo_local.runtime.nats import close_quietly, connect_nats, show_url
+from dynamo_local.runtime.nats_errors import flush
 from tests.drivers.servers import RealNats
 
 pytestmark = pytest.mark.infra
@@ -114,6 +116,42 @@ async def test_closing_while_the_server_is_away_is_quick(own_nats: RealNats) -> 
     await asyncio.wait_for(close_quietly(client), 1.0)
     assert ended.is_set()
     assert client.is_closed
+
+
+async def test_a_close_ends_a_flush(own_nats: RealNats) -> None:
+    """Nobody waits for an answer that cannot come, and no task of it is left."""
+    before = asyncio.all_tasks()
+    client = await connect_nats(own_nats.url, own_nats.access)
+    own_nats.pause()
+    flushing = asyncio.ensure_future(client.flush())
+    await asyncio.sleep(0)
+    await close_quietly(client)
+    with pytest.raises(ConnectionClosedError):
+        await flushing
+    assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too late"])
+async def test_who_gives_up_a_flush_hears_on(own_nats: RealNats, how: str) -> None:
+    """chaos seed 1: a flip was taken back while it waited for a flush. At the answer that nobody waited for any more
+    nats-py's reading ended: the worker heard nothing more, and was killed as hung."""
+    client = await connect_nats(own_nats.url, own_nats.access)
+    own_nats.pause()
+    flushing = asyncio.ensure_future(flush(client))
+    if how == "cancelled":
+        for _ in range(10):  # until the ping is on its way
+            await asyncio.sleep(0)
+        flushing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await flushing
+    else:
+        with pytest.raises(TimeoutError):
+            await flushing
+    own_nats.resume()
+    for _ in range(2):  # what they take the answers of is in order, too
+        await flush(client)
+        assert await echo_roundtrip(client) == b"back"
+    await close_quietly(client)
 
 
 def test_urls_are_shown_without_credentials() -> None:

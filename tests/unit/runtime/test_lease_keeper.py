@@ -360,6 +360,30 @@ async def test_a_key_that_could_not_be_registered_is_not_kept(worker: Worker) ->
     assert await worker.keys() == worker.expected()
 
 
+async def test_a_later_lease_carries_only_what_etcd_has_taken(worker: Worker) -> None:
+    """seed 740000277: etcd lost its data while a key was being registered. The keeper put it with its other keys before
+    `register` had tried again: others saw the worker in a role which it did not know yet that it had."""
+    worker.etcd.available = False
+    registering = asyncio.create_task(worker.keeper.register(lambda lease: f"w/c:{lease:x}", lambda lease: b"c"))
+    await eventually(lambda: worker.etcd.calls.count("put") == 3, DEADLINE_S)
+    worker.etcd.restart(lose_data=True)
+    async with asyncio.timeout(DEADLINE_S):
+        while f"w/c:{worker.keeper.lease_id:x}" not in await worker.keys():
+            await asyncio.sleep(0.001)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert registering.done()
+    await registering
+    assert len(worker.regrants) == 1
+
+
+async def test_a_lease_that_was_lost_is_no_lease_that_was_revoked(worker: Worker) -> None:
+    """Past its timeout `register` says that etcd is unavailable: after a revoke the key is known not to be there."""
+    worker.etcd.restart(lose_data=True)
+    with pytest.raises(EtcdUnavailable, match="lost"):
+        await worker.keeper.register(lambda lease: f"w/c:{lease:x}", lambda lease: b"c", timeout_s=0.0)
+
+
 async def test_closing_gives_the_lease_back(worker: Worker) -> None:
     """Nothing of ours is left in etcd; twice is no error; without etcd it is quick."""
     await worker.keeper.close()

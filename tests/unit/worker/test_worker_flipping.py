@@ -1,0 +1,191 @@
+"""A process changes its role while etcd fails: what others see of it follows what it has become, at every moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from dynamo_local.clock import run_virtual
+from dynamo_local.errors import FlipFailed
+from dynamo_local.infra.access import EtcdAccess, NatsAccess
+from dynamo_local.ports import PutEvent
+from dynamo_local.runtime.requests import RequestPlane
+from dynamo_local.sdk import dynamo_context, service
+from dynamo_local.sdk.context import current_context
+from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.worker.context import Connections, Identity
+from dynamo_local.worker.flipping import Flipping
+from dynamo_local.worker.served_role import RoleHost, ServedRole
+from tests.fakes.infra.etcd import FakeEtcd
+from tests.fakes.infra.memory_nats import MemoryNats
+
+OLD, NEW = "dynamo_Prefill", "dynamo_Decode"
+READY_KEYS = "dynamo/workers/"
+AWAY_S = 25.0
+"""Longer than a flip may take, and than one attempt to register."""
+A_MOMENT = 20
+"""Turns of the event loop: what is heard of etcd is acted on within so many."""
+
+
+class Part:
+    """A component that has nothing to do."""
+
+    def hand_over(self) -> Mapping[str, Any]:
+        return {}
+
+    async def try_out(self) -> None: ...
+
+    async def settle(self) -> None: ...
+
+
+@service(dynamo={"namespace": "dynamo", "role": "prefill"})
+class Prefill(Part): ...
+
+
+@service(dynamo={"namespace": "dynamo", "role": "decode"})
+class Decode(Part): ...
+
+
+class Process:
+    """One that serves `Prefill` and may become `Decode`. `before_ready` is run before the new role's ready key."""
+
+    def __init__(self) -> None:
+        self.etcd = FakeEtcd()
+        self.before_ready: Callable[[], object] = lambda: None
+        self.seen: list[tuple[str, str]] = []
+        self._watching: asyncio.Task[None] | None = None
+        identity = Identity(
+            namespace="dynamo",
+            component="Prefill",
+            watcher_name=OLD,
+            run_id="01J",
+            statefile=Path("/nowhere"),
+            etcd_endpoints="",
+            nats_server="",
+            etcd_access=EtcdAccess.of({}),
+            nats_access=NatsAccess.of({}),
+            lease_ttl_s=10,
+            start_deadline_s=10.0,
+            flips_to="Decode",
+        )
+        graph = LoadedGraph(Prefill, {"Prefill": Prefill, "Decode": Decode}, "dynamo", "tests:Prefill")
+        host = RoleHost(
+            graph,
+            {},
+            contextlib.AsyncExitStack(),
+            facts=lambda role: {},
+            on_fatal=lambda what, error: None,
+            on_wait=lambda what: None,
+            on_change=lambda *, resumed=None: None,
+            on_revoked=lambda role: None,
+            serves=lambda role: role is self.flipping.role,
+            is_draining=self._is_draining,
+        )
+        self.flipping = Flipping(
+            host,
+            ServedRole(host, Prefill, identity, {}, {}),
+            on_switched=lambda role: None,
+            flush=self._flush,
+            refusal=lambda: None,
+            bounded=_bounded,
+        )
+
+    async def start(self) -> None:
+        nats = MemoryNats().client()
+        connections = Connections(self.etcd, nats, cast(RequestPlane, None))
+        role = self.flipping.role
+        self.flipping.connected(connections)
+        await role.answer(nats)
+        await role.take_lease(connections)
+        await role.begin(connections)
+        await role.serve()
+        await role.register()
+        await role.register_ready(lambda: asyncio.sleep(0))
+        self._watching = asyncio.create_task(self._watch())
+
+    async def flip(self) -> dict[str, Any]:
+        return await self.flipping.flip({"pid": os.getpid(), "to": NEW, "component": "Decode", "section": {}})
+
+    async def close(self) -> None:
+        assert self._watching is not None
+        self._watching.cancel()
+        await self.flipping.close()
+        await self.flipping.role.close()
+
+    async def ready_keys(self) -> list[str]:
+        """The names under which it is found."""
+        return [kv.key.removeprefix(READY_KEYS).partition(":")[0] for kv in (await self.etcd.get_prefix(READY_KEYS))[0]]
+
+    async def _watch(self) -> None:
+        """What an arbiter sees, and what the process calls itself a moment later."""
+        async for event in self.etcd.watch_prefix(READY_KEYS):
+            if isinstance(event, PutEvent):
+                for _ in range(A_MOMENT):
+                    await asyncio.sleep(0)
+                name = event.kv.key.removeprefix(READY_KEYS).partition(":")[0]
+                self.seen.append((name, self.flipping.role.identity.watcher_name))
+
+    async def _flush(self, _timeout_s: float) -> None:
+        self.before_ready()
+
+    async def _is_draining(self) -> bool:
+        return False
+
+
+async def _bounded(_what: str, work: Awaitable[None], _timeout_s: float) -> None:
+    await work
+
+
+@pytest.mark.parametrize("lose_data", [True, False])
+def test_an_etcd_that_fails_at_the_ready_key_ends_in_the_new_role(lose_data: bool) -> None:
+    """seed 740000277: whoever sees the new ready key sees a process that has the new role, and it never goes back."""
+
+    async def main() -> None:
+        process = Process()
+        await process.start()
+        away: list[float] = []
+
+        def goes_away() -> None:
+            if not away:
+                loop = asyncio.get_running_loop()
+                away.append(loop.time())
+                process.etcd.available = False
+                loop.call_later(AWAY_S, lambda: process.etcd.restart(lose_data=lose_data))
+
+        process.before_ready = goes_away
+        answer = await process.flip()
+        await asyncio.sleep(5.0)
+
+        assert away
+        assert (answer["watcher_name"], process.flipping.role.identity.watcher_name) == (NEW, NEW)
+        assert await process.ready_keys() == [NEW]
+        assert (NEW, NEW) in process.seen
+        assert (NEW, OLD) not in process.seen
+        await process.close()
+
+    run_virtual(main())
+
+
+def test_a_new_lease_that_is_revoked_ends_in_the_old_role() -> None:
+    """With the lease went every key of the new role: nobody can find it there."""
+
+    async def main() -> None:
+        process = Process()
+        await process.start()
+        process.before_ready = lambda: process.etcd.end_lease_now(max(process.etcd.lease_ids()))
+        with pytest.raises(FlipFailed, match="revoked"):
+            await process.flip()
+
+        assert process.flipping.role.identity.watcher_name == OLD
+        assert (current_context().component, dynamo_context["component"]) == ("Prefill", "Prefill")
+        assert await process.ready_keys() == [OLD]
+        assert process.seen == []
+        await process.close()
+
+    run_virtual(main())
