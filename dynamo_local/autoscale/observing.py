@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from dynamo_local.autoscale.planner_options import prometheus_options
@@ -53,6 +53,9 @@ class Observing:
         self._background = background
         self._history = CounterHistory()
         self._tracker = PassTracker()
+        self._measured: dict[str, dict[str, Any]] = {}
+        """By component, and by the configuration (`Worker.launched`) of a worker: its answer. The newest is last."""
+        self._learns = False
         self._observer: Any = None
         self._counting: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
@@ -62,6 +65,7 @@ class Observing:
 
     def follow(self, options: PlannerConfig) -> None:
         """Be ready for what a planner with these options will ask: a window can only be told of what was counted."""
+        self._learns = options.policy == "throughput-load" and options.optimization_target == "sla"
         prometheus = prometheus_options(options, self._graph().namespace)
         if self._elsewhere is not None and prometheus != self._elsewhere.options:
             self._leave_elsewhere()
@@ -122,9 +126,9 @@ class Observing:
 
     async def passes(self) -> Engines:
         """See `PassSource`."""
-        ready = [worker for worker in self._shell.fleet.workers.values() if worker.ready and self._has_engine(worker)]
-        await self._ask_passes(frozenset(worker.name for worker in ready))
-        serving = (ReadyWorker(worker.name, worker.component, _worker_id(worker)) for worker in ready)
+        ready = self._ready()
+        await self._ask_passes(ready)
+        serving = (ReadyWorker(name, worker.component, _worker_id(worker)) for name, worker in ready.items())
         return self._tracker.take(serving, self._clock.now_s())
 
     def capabilities(self) -> Mapping[str, Capabilities]:
@@ -139,6 +143,7 @@ class Observing:
             await self._clock.sleep_until(next_s)
             try:
                 await self._scrape()
+                await self._ask_benchmarks()
             except Exception:  # a bug must not end the counting in silence
                 log.exception("counting the requests failed; it is tried again")
             next_s = max(next_s + SCRAPE_EVERY_S, self._clock.now_s())
@@ -173,11 +178,36 @@ class Observing:
             counters=one.counters,
         )
 
-    async def _ask_passes(self, expected: frozenset[str]) -> None:
+    def _ready(self) -> dict[str, Worker]:
+        """The workers with an engine that serve, by name."""
+        workers = self._shell.fleet.workers
+        return {name: worker for name, worker in workers.items() if worker.ready and self._has_engine(worker)}
+
+    async def _ask_benchmarks(self) -> None:
+        """Before the first passes are wanted, so that a first decision minutes from now has them."""
         from dynamo_local.runtime.observation import Question
 
+        ready = self._ready()
+        names = self._unmeasured(ready.values()) if self._learns else []
         try:
-            heard = await self._ask(Question(passes=True, after=self._tracker.after()), expected)
+            heard = await self._ask(Question(benchmarks=names), frozenset(names))
+        except DynamoError as error:
+            log.debug("no benchmarks: %s", error)
+            return
+        for name in heard.keys() & frozenset(names):
+            self._measured_itself(ready[name], heard[name])
+
+    def _measured_itself(self, worker: Worker, one: Any) -> None:
+        if one.benchmark is not None:
+            self._measured.setdefault(worker.component, {})[worker.launched] = one.benchmark
+
+    async def _ask_passes(self, expected: Mapping[str, Worker]) -> None:
+        from dynamo_local.runtime.observation import Question
+
+        unmeasured = self._unmeasured(expected.values()) if self._learns else []
+        question = Question(passes=True, after=self._tracker.after(), benchmarks=unmeasured)
+        try:
+            heard = await self._ask(question, frozenset(expected))
         except DynamoError as error:
             log.debug("no passes: %s", error)
             return
@@ -186,9 +216,27 @@ class Observing:
             await turns.next()
             if name not in expected:
                 continue
-            can = Capabilities(**{limit: value for limit, value in one.limits.items() if value is not None})
+            self._measured_itself(expected[name], one)
+            known = self._measured.get(one.component, {})
+            limits = {limit: value for limit, value in one.limits.items() if value is not None}
+            can = Capabilities(**limits, benchmark=next(reversed(known.values()), None))
             self._tracker.can(one.component, can)
             self._tracker.heard(name, one.passes, ranks=can.dp_size, missed=one.missed)
+
+    def _unmeasured(self, ready: Iterable[Worker]) -> list[str]:
+        """One worker of each component and configuration that has not said yet what it measured of itself."""
+        by_component: dict[str, dict[str, str]] = {}
+        for worker in ready:
+            by_component.setdefault(worker.component, {}).setdefault(worker.launched, worker.name)
+        for component, current in by_component.items():
+            known = self._measured.get(component, {})
+            self._measured[component] = {launched: told for launched, told in known.items() if launched in current}
+        return [
+            name
+            for component, current in by_component.items()
+            for launched, name in current.items()
+            if launched not in self._measured[component]
+        ]
 
     async def _ask(self, question: Any, expected: frozenset[str]) -> Mapping[str, Any]:
         from dynamo_local.runtime.observation import Observer

@@ -268,6 +268,7 @@ class Planning:
             "adjusting": standing is not None and standing.adjusting,
             "next_decision_s": None if next_s is None else round(next_s - now_s, 3),
             "waiting_for_gpus": [] if standing is None else list(standing.deferred),
+            "models": {} if standing is None else dict(standing.models),
             **loop.counts.as_json(),
             "trouble": loop.trouble,
             "last_decision": None if loop.last is None else decisions.as_json(loop.last),

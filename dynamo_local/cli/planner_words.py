@@ -48,6 +48,8 @@ def status_lines(planner: Mapping[str, Any], *, defaults: Mapping[str, Any] | No
         yield f"next      in {max(0.0, planner['next_decision_s']):.1f} s"
     for component in planner.get("waiting_for_gpus", ()):
         yield f"waiting   {component} +1 for a GPU that is being freed"
+    for role, source in (planner.get("models") or {}).items():
+        yield f"model     {role}: {source}"
     if planner.get("last_decision"):
         yield f"last      {decision_line(planner['last_decision'])}"
     if virtual := planner.get("virtual"):

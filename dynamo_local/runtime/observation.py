@@ -24,6 +24,7 @@ from nats.aio.subscription import Subscription
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.passes import ForwardPass
 from dynamo_local.core.traffic import RECENT_MAX, Answered, Recent
+from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError
 from dynamo_local.runtime.decoding import UNREADABLE, decode
 from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
@@ -43,18 +44,29 @@ TIMES_DECIMALS = 4
 """Of seconds: how exactly a planner is told when a pass ended. What nobody measured would fill its log."""
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "max_kv_tokens", "context_length", "dp_size")
 
+Benchmarked = tuple[ForwardPass, ...] | Missing
+"""The passes of an engine's own benchmark, or why there are none."""
+
+
+def no_benchmark() -> Benchmarked:
+    """Of an engine that does not measure itself."""
+    return Missing("it does not measure itself")
+
+
 Counters = Mapping[str, float]
 """Numbers that only grow while a process lives, by name: `requests`, and `{isl, osl, ttft_s, …}_{sum, count}`."""
 
 
 class Question(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`requests_s`: the requests of the last so many seconds are wanted one by one. `after`: the numbers of the passes
-    that the asker has, by `worker id/rank`."""
+    that the asker has, by `worker id/rank`. `benchmarks`: the watchers that are to tell what they measured of
+    themselves at their start."""
 
     counters: bool = False
     passes: bool = False
     requests_s: float = 0.0
     after: dict[str, int] = {}
+    benchmarks: list[str] = []
 
 
 class _Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -68,6 +80,8 @@ class _Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
     limits: dict[str, int | None] = {}
     began: list[float] | None = None
     answered: list[tuple[float, int, int, float, float | None]] = []
+    benchmark: list[bytes] | None = None
+    no_benchmark: str | None = None
 
 
 _questions = msgspec.msgpack.Decoder(Question)
@@ -77,7 +91,8 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 @dataclass(frozen=True, slots=True)
 class Observed:
     """One worker's answer. `epoch` stands for its process, which is up since `up_since_s`; `counters` and `passes` are
-    None where it has none to tell (or was not asked), and so are `requests`. Times are on the asker's clock."""
+    None where it has none to tell (or was not asked), and so are `requests`. Times are on the asker's clock.
+    `benchmark`: its own, or why it has none; None: not asked for, or not known yet."""
 
     watcher: str
     component: str
@@ -89,6 +104,7 @@ class Observed:
     missed: Mapping[str, int]
     limits: Mapping[str, int | None]
     requests: Recent | None = None
+    benchmark: Benchmarked | None = None
 
 
 def observe_subject(namespace: str) -> str:
@@ -111,9 +127,11 @@ class ObservationServer:
         passes: PassRecorder | None = None,
         limits: Callable[[], Mapping[str, int | None]] = dict,
         requests: Callable[[float], Recent | None] | None = None,
+        benchmark: Callable[[], Benchmarked | None] = no_benchmark,
         clock: Clock | None = None,
     ) -> None:
         self._requests = requests
+        self._benchmark = benchmark
         self._nats = nats
         self._subject = observe_subject(namespace)
         self._watcher_name = watcher_name
@@ -172,6 +190,12 @@ class ObservationServer:
             if recent is not None:
                 answer.began = list(recent.began_s)
                 answer.answered = [astuple(each) for each in recent.answered]
+        if self._watcher_name in question.benchmarks:
+            match self._benchmark():
+                case Missing(reason):
+                    answer.no_benchmark = reason
+                case tuple() as measured:
+                    answer.benchmark = [encode_pass(passed) for passed in measured[:MAX_PASSES]]
         if recorder is not None:
             worker = recorder.worker_id or own
             prefix = f"{worker}/"
@@ -247,6 +271,7 @@ def parse_answer(data: bytes, now_s: float) -> Observed | None:
         missed=found.missed,
         limits={name: _count(found.limits.get(name)) for name in LIMITS},
         requests=_recent(found),
+        benchmark=_benchmark(found),
     )
 
 
@@ -254,6 +279,13 @@ def _recent(found: _Answer) -> Recent | None:
     if found.began is None or max(len(found.began), len(found.answered)) > RECENT_MAX:
         return None
     return Recent(tuple(found.began), tuple(Answered(*each) for each in found.answered))
+
+
+def _benchmark(found: _Answer) -> Benchmarked | None:
+    if found.benchmark is None:
+        return None if found.no_benchmark is None else Missing(found.no_benchmark)
+    read = (decode_pass(packed, exact=False) for packed in found.benchmark[:MAX_PASSES])
+    return tuple(passed for passed in read if passed is not None)
 
 
 def _count(value: int | None) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dynamo_local.core.kv.events import KvEvent
+from dynamo_local.core.passes import ForwardPass
 from dynamo_local.core.traffic import Recent
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.ports import EndpointClient, KeyValueStore, PassSink, PrefillQueue
@@ -220,10 +221,11 @@ class WorkerContext(Protocol):
         counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
         limits: Callable[[], Mapping[str, int | None]] = dict,
         requests: Callable[[float], Recent | None] | None = None,
+        benchmark: Callable[[], tuple[ForwardPass, ...] | Missing | None] | None = None,
     ) -> None:
         """What planners may ask this worker: `counters` are numbers that only grow, `limits` its engine's, `requests`
-        gives those of the last so many seconds; see `runtime.observation`. `counters` may raise a `DynamoError`: then
-        they are missing."""
+        gives those of the last so many seconds, `benchmark` the passes that it measured at its start (None: not known
+        yet); see `runtime.observation`. `counters` may raise a `DynamoError`: then they are missing."""
         ...
 
 

@@ -18,7 +18,7 @@ from dynamo_local.infra.access import EtcdAccess, NatsAccess
 from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
 from dynamo_local.runtime.kv_publisher import NatsKvEventPublisher
 from dynamo_local.runtime.lease import LeaseKeeper
-from dynamo_local.runtime.observation import ObservationServer
+from dynamo_local.runtime.observation import Benchmarked, ObservationServer, no_benchmark
 from dynamo_local.runtime.passes.events import PassEvents
 from dynamo_local.runtime.passes.recorder import PassRecorder
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
@@ -145,6 +145,7 @@ class Context:
         self._passes: PassRecorder | None = None
         self._pass_listeners: list[Callable[[ForwardPass], None]] = []
         self._observed = False
+        self._benchmark: Callable[[], Benchmarked | None] = no_benchmark
         self._plane = connections.plane
         self._lease = lease
         self._stack = stack
@@ -246,8 +247,10 @@ class Context:
         counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
         limits: Callable[[], Mapping[str, int | None]] = dict,
         requests: Callable[[float], Recent | None] | None = None,
+        benchmark: Callable[[], Benchmarked | None] | None = None,
     ) -> None:
         self._counters, self._limits, self._requests, self._observed = counters, limits, requests, True
+        self._benchmark = benchmark or no_benchmark
 
     def handed_on(self) -> dict[str, Any]:
         """What stays of this context itself, for the next role's."""
@@ -297,6 +300,7 @@ class Context:
             passes=self._passes,
             limits=self._limits,
             requests=self._requests,
+            benchmark=self._benchmark,
         )
         self._stack.push_async_callback(server.close)
         await server.start()

@@ -22,6 +22,7 @@ from typing import Any
 from dynamo_local.commands.base import ChildEnded, ChildSilent, Sample, UnroutedDriver
 from dynamo_local.commands.child import Child
 from dynamo_local.commands.config import CommandConfig
+from dynamo_local.commands.dynamo_1x.benchmark import Benchmark
 from dynamo_local.commands.dynamo_1x.cards import card_key, frontend_counters, limits_of, worker_counters
 from dynamo_local.commands.dynamo_1x.env import HTTP_PORT, OWNED, RPC_PORT, SYSTEM_PORT
 from dynamo_local.commands.dynamo_1x.events import ForwardPasses
@@ -185,6 +186,7 @@ class WorkerDriver:
 
     def __init__(self, context: WorkerContext, child: Child) -> None:
         self._kv = context.kv
+        self._launch = child.launch
         self._rpc_port = child.launch.ports[RPC_PORT]
         self._system = f"http://127.0.0.1:{child.launch.ports[SYSTEM_PORT]}"
         self._context = context
@@ -216,7 +218,12 @@ class WorkerDriver:
         )
         await self._passes.start()
         context.vital(self._passes.follow_zmq(), "the passes")
-        context.observe(self.counters, lambda: self._limits)
+        launch, role = self._launch, context.settings.role
+        benchmark = Benchmark(
+            self._kv, registered.key, f"{found['namespace']}.{found['component']}", role, launch.argv, launch.env
+        )
+        context.keep(benchmark.close)
+        context.observe(self.counters, lambda: self._limits, benchmark=benchmark.told)
 
     def facts(self) -> Mapping[str, str]:
         return {} if self._registered is None else {"leases": lease_hex(self._registered.lease_id)}

@@ -1,10 +1,11 @@
-"""A first model before there is traffic, from a profile. Pure: plain numbers in. Each model goes on learning from live
-passes in any case."""
+"""A first model before there is traffic, from a worker's own benchmark or from a profile. Pure: plain numbers in. Each
+model goes on learning from live passes in any case."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.models.pass_model import PassModel
@@ -13,9 +14,20 @@ from dynamo_local.planner.values.passes import EngineId, ForwardPass, Requests
 _PROFILED = EngineId("profile")
 
 
+WORKER, PROFILE = "worker", "profile"
+"""Where a model's first samples came from."""
+
+
 def bootstrapped(model: PassModel, profile: Sequence[ForwardPass]) -> PassModel:
     """The model trained with a profile's passes; as it is where they do not make it ready."""
-    known = model.trained(profile, "profile")
+    known = model.trained(profile, PROFILE)
+    return known if known.ready else model
+
+
+def begun_anew(model: PassModel, benchmark: Sequence[ForwardPass]) -> PassModel:
+    """A model of the passes that a worker measured of itself, which go before all that was learned; what is known of
+    the traffic stays. The model as it is where they do not make it ready."""
+    known = replace(model, samples=(), line=None).trained(benchmark, WORKER)
     return known if known.ready else model
 
 

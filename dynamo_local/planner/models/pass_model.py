@@ -73,7 +73,7 @@ NOTHING, USUAL = Recent(), Learning()
 class PassModel:
     """`line` is None while the model is not ready: fewer than `learning.least` samples, a load that never varied, or
     one that seemed to make passes shorter. (Prompts of one length will do: a longer one takes at most as much more.)
-    `source` says where its first samples came from: `profile`, `live` (or nowhere yet: "").
+    `source` says where its first samples came from: `worker`, `profile`, `live` (or nowhere yet: "").
 
     The means are of live passes alone, without heartbeats: `isl` and `decode_length` in tokens per request and pass,
     `prefill_tokens` per pass.

@@ -195,7 +195,7 @@ def _pull_out(pull: Pull) -> dict[str, Any]:
         "traffic": [_out(getattr(traffic, one.name)) for one in fields(Traffic)]
         if isinstance(traffic, Traffic)
         else _out(traffic),
-        "capabilities": {name: asdict(told) for name, told in pull.capabilities.items()},
+        "capabilities": {name: _can_out(told) for name, told in pull.capabilities.items()},
         "blind": pull.blind,
         "engines": [_engine_out(engine, seen) for engine, seen in pull.engines.items()],
         **({} if pull.requests is None else {"requests": _clients_out(pull.requests)}),
@@ -222,10 +222,30 @@ def _pull_in(told: Mapping[str, Any], passes: Iterator[_Row]) -> Pull:
         WorkerPools(prefill, Pool(**pools["decode"]), pools["pending"]),
         Traffic(*map(_in, traffic)) if isinstance(traffic, list) else _in(traffic),
         seen,
-        {name: Capabilities(**limits) for name, limits in told["capabilities"].items()},
+        {name: _can_in(limits) for name, limits in told["capabilities"].items()},
         told["blind"],
         _clients_in(told["requests"]) if "requests" in told else None,
     )
+
+
+_LIMITS = tuple(one.name for one in fields(Capabilities) if one.name != "benchmark")
+
+
+def _can_out(can: Capabilities) -> dict[str, Any]:
+    limits, told = {name: getattr(can, name) for name in _LIMITS}, can.benchmark
+    if told is None:
+        return limits
+    if isinstance(told, Missing):
+        return {**limits, "benchmark": _out(told)}
+    return {**limits, "benchmark": [[*one.engine, *_row(one)] for one in told]}
+
+
+def _can_in(told: Mapping[str, Any]) -> Capabilities:
+    benchmark = told.get("benchmark")
+    if isinstance(benchmark, list):
+        known = tuple(_pass_in(EngineId(worker, rank), tuple(row)) for worker, rank, *row in benchmark)
+        return Capabilities(**{**told, "benchmark": known})
+    return Capabilities(**{**told, "benchmark": _in(benchmark)})
 
 
 def _clients_out(seen: ClientRequests) -> list[Any]:
@@ -270,9 +290,13 @@ def _behind(seen: EngineSeen) -> bool:
     return not seen.passes or seen.passes[-1] != seen.last
 
 
+def _row(one: ForwardPass) -> _Row:
+    return one.counter_id, one.wall_time_s, one.at_s, *_COUNTS(one.scheduled), *_COUNTS(one.queued)
+
+
 def _passes_out(engines: Engines) -> bytes:
     rows = [
-        (one.counter_id, one.wall_time_s, one.at_s, *_COUNTS(one.scheduled), *_COUNTS(one.queued))
+        _row(one)
         for seen in engines.values()
         for one in ((*seen.passes, seen.last) if _behind(seen) else seen.passes)
         if not isinstance(one, Missing)

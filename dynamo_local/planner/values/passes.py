@@ -13,13 +13,15 @@ __all__ = ["NONE", "Capabilities", "EngineId", "EngineSeen", "Engines", "Forward
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Limits of a component's engines, from their registration; None: unknown."""
+    """Limits of a component's engines, from their registration; None: unknown. `benchmark` are the passes that one of
+    them measured of itself at its start, or why there are none."""
 
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_kv_tokens: int | None = None
     context_length: int | None = None
     dp_size: int = 1
+    benchmark: tuple[ForwardPass, ...] | Missing | None = None
 
 
 @dataclass(frozen=True, slots=True)

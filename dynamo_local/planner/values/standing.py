@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dynamo_local.planner.values.readings import Reading
 
@@ -13,7 +14,7 @@ class Standing:
 
     `next_tick_at` is when the next decision is due (None: not before the adjustment under way has ended), `deferred`
     are the components with an up that the policy holds back until a GPU is free. `interval_began_s` and `readings` are
-    what the last decision was made from.
+    what the last decision was made from. `models` says by component where its model comes from.
     """
 
     next_tick_at: float | None
@@ -21,3 +22,4 @@ class Standing:
     deferred: tuple[str, ...] = ()
     interval_began_s: float = 0.0
     readings: tuple[Reading, ...] = ()
+    models: Mapping[str, str] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,11 @@ class Graph:
         server = ObservationServer(client, "dynamo", name, component, lambda: str(int(lease, 16)), **tells)
         await server.start()
         return client
+
+    def changed(self, name: str, **fields: Any) -> None:
+        """That worker, with other values."""
+        worker = replace(self.fleet.workers[name], **fields)
+        self.fleet = Fleet("dynamo", (), {**self.fleet.workers, name: worker})
 
     def counting(self, **counters: float) -> tuple[dict[str, float], Callable[[], Any]]:
         """Counters that a test may change, and how they are told."""
@@ -191,6 +197,47 @@ def test_each_ready_engine_is_seen_and_one_that_stops_is_missing() -> None:
         found = await graph.observing.passes()
         assert [engine.worker_id for engine, seen in found.items() if isinstance(seen.last, Missing)] == ["3"]
         assert [one.counter_id for one in found[EngineId("2")].passes] == [2]
+
+    virtually(scenario)
+
+
+def test_one_worker_of_each_configuration_is_asked_for_its_benchmark() -> None:
+    async def scenario() -> None:
+        graph, asked = Graph(), []
+        answers: dict[str, Any] = {"Decode": None, "Decode_1": (passed(1),), "Decode_2": (passed(2), passed(3))}
+
+        def telling(name: str) -> Callable[[], Any]:
+            def told() -> Any:
+                asked.append(name)
+                return answers[name]
+
+            return told
+
+        async def known() -> Any:
+            await graph.observing.passes()
+            return graph.observing.capabilities()["Decode"].benchmark
+
+        for name in ("Decode", "Decode_1"):
+            await graph.add(name, benchmark=telling(name))
+        graph.observing.follow(THROUGHPUT)  # it goes by tables, and has no models
+        assert (await known(), asked) == (None, [])
+        graph.observing.follow(PlannerConfig(policy="throughput-load", optimization_target="sla"))
+        await asyncio.sleep(12.0)  # nobody has wanted passes yet: a first decision may be minutes away
+        assert (await known(), set(asked)) == (None, {"Decode"})
+        answers["Decode"] = Missing("it has none")
+        assert await known() == Missing("it has none")
+        asked.clear()
+        await asyncio.sleep(12.0)
+        assert (await known(), asked) == (Missing("it has none"), [])
+        await graph.add("Decode_2", benchmark=telling("Decode_2"))
+        graph.changed("Decode_2", launched="another configuration")
+        await asyncio.sleep(12.0)
+        assert [one.counter_id for one in await known()] == [2, 3]
+        assert asked == ["Decode_2"]
+        await graph.add("Prefill")
+        await graph.observing.passes()
+        assert graph.observing.capabilities()["Prefill"].benchmark == Missing("it does not measure itself")
+        graph.observing.close()
 
     virtually(scenario)
 

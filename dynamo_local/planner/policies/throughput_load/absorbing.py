@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 
 from dynamo_local.core.types import Missing
+from dynamo_local.planner.models.bootstrap import WORKER, begun_anew
 from dynamo_local.planner.models.pass_model import Features, Kind, PassModel
 from dynamo_local.planner.policies.throughput_load.engines import MAX_AGE_INTERVALS, spread, watched
 from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.state import Role, ScalingState, SharedQueue, roles_of
-from dynamo_local.planner.values.passes import Capabilities, Engines
+from dynamo_local.planner.values.passes import Capabilities, Engines, ForwardPass
 from dynamo_local.planner.values.pull import Pull
 from dynamo_local.planner.values.traffic import Traffic
 
@@ -40,7 +42,12 @@ def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) ->
     watches = watched(
         state.watches, pull.engines, now_s=now_s, max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_s
     )
-    learned = {role.kind: _learned(state.models[role.kind], role, pull.engines) for role in roles}
+    benchmarks = {**state.benchmarks, **_benchmarks(roles, told)}
+    begun = {
+        kind: begun_anew(model, benchmarks[kind]) if benchmarks.get(kind) != state.benchmarks.get(kind) else model
+        for kind, model in state.models.items()
+    }
+    learned = {role.kind: _learned(begun[role.kind], role, pull.engines) for role in roles}
     traffic = pull.traffic if isinstance(pull.traffic, Traffic) else None
     counts = options.predicts and due(state, now_s, options.throughput_adjustment_interval_s)
     series = state.series.after(traffic) if counts else state.series
@@ -51,7 +58,9 @@ def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) ->
         throughput_due=counts,
         told=told,
         watches=watches,
-        models={**state.models, **learned},
+        models={**begun, **learned},
+        benchmarks=benchmarks,
+        planned={role.kind: role.pool.component for role in roles},
         queue=absorbed_queue(state.queue, pull.reading.queue),
         series=series,
         kv_hit_rate=_last(traffic.kv_hit_rate if traffic else None, state.kv_hit_rate, 0.0, 1.0),
@@ -78,6 +87,25 @@ def _told(before: Capabilities | None, now: Capabilities) -> Capabilities:
         return now
     known = {f.name: value for f in fields(now) if (value := getattr(now, f.name)) is not None}
     return replace(before, **known)
+
+
+def _benchmarks(roles: Iterable[Role], told: Mapping[str, Capabilities]) -> dict[Kind, tuple[ForwardPass, ...]]:
+    """Of the roles whose workers have measured themselves."""
+    known = ((role.kind, told.get(role.pool.component)) for role in roles)
+    return {kind: can.benchmark for kind, can in known if can is not None and isinstance(can.benchmark, tuple)}
+
+
+def model_sources(state: ScalingState) -> dict[str, str]:
+    """By component, in words: where its model's first samples came from, and why not from the worker."""
+    told = {}
+    for kind, component in state.planned.items():
+        model, can = state.models[kind], state.told.get(component)
+        source = model.source if model.ready else f"{model.source}, not ready yet" if model.source else "none yet"
+        why = can.benchmark if can is not None else None
+        if isinstance(why, tuple) and model.source != WORKER:
+            why = Missing("its own benchmark makes no model")
+        told[component] = f"{source} ({why.reason})" if isinstance(why, Missing) else source
+    return told
 
 
 def _last(value: float | Missing | None, before: float | None, low: float, high: float) -> float | None:

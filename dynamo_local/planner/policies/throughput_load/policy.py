@@ -27,7 +27,7 @@ from typing import TypeGuard
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.models.pass_model import Kind, PassModel
 from dynamo_local.planner.policies.adapting import steps_ahead
-from dynamo_local.planner.policies.throughput_load.absorbing import absorbed, due, passed
+from dynamo_local.planner.policies.throughput_load.absorbing import absorbed, due, model_sources, passed
 from dynamo_local.planner.policies.throughput_load.budget import Fit, Granted, Wish, granted
 from dynamo_local.planner.policies.throughput_load.engines import begun_anew
 from dynamo_local.planner.policies.throughput_load.loading import loaded
@@ -75,7 +75,9 @@ class ThroughputLoadPolicy:
         longer = window_s / state.series.window_s
         windows = tuple(replace(window, num_req=window.num_req * longer) for window in state.series.windows)
         series = replace(state.series, window_s=window_s, windows=windows, windows_max=self.options.windows_max)
-        return replace(self.manual(state, state.seen_s), series=series, models=self._models(state.models))
+        models = self._models(state.models)
+        begun = {kind: one for kind, one in state.benchmarks.items() if models[kind] is state.models[kind]}
+        return replace(self.manual(state, state.seen_s), series=series, models=models, benchmarks=begun)
 
     def next_at_s(self, state: ScalingState) -> float:
         """The grid's next point; sooner where a decision waits for the end of a start."""
@@ -96,7 +98,10 @@ class ThroughputLoadPolicy:
     def standing(self, state: ScalingState) -> Standing:
         """It looks on while something starts; it is adjusting only where a decision waits for that."""
         began_s, readings = state.decided_from
-        return Standing(self.next_at_s(state), state.starved, interval_began_s=began_s, readings=readings)
+        models = model_sources(state) if self.options.optimization_target is Target.SLA else {}
+        return Standing(
+            self.next_at_s(state), state.starved, interval_began_s=began_s, readings=readings, models=models
+        )
 
     def forecasting(self, state: ScalingState, pull: Pull) -> ForecastTask | None:
         """Requests, ISL and OSL of the windows to come. Nothing before the first request."""

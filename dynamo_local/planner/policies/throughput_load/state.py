@@ -11,7 +11,7 @@ from dynamo_local.planner.policies.throughput_load.engines import EngineWatch
 from dynamo_local.planner.policies.throughput_load.options import Mode, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.signals import NO_SIGNALS, Signals
 from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.passes import Capabilities, EngineId
+from dynamo_local.planner.values.passes import Capabilities, EngineId, ForwardPass
 from dynamo_local.planner.values.pools import Pool, WorkerPools
 from dynamo_local.planner.values.readings import Reading
 from dynamo_local.planner.values.scaling import LoadScaling, ThroughputScaling
@@ -91,7 +91,9 @@ class ScalingState:
 
     `bounds` are the throughput loop's: lower bounds where the load loop runs, too, else targets; a role without one has
     only its floor. `starved`: a throughput decision could not be carried out while workers start. `asked`: what its own
-    proposals of this tick want, by role. `decided_from`: when the interval of the last decision began, and its reading.
+    proposals of this tick want, by role. `planned`: the
+    component of each kind. `benchmarks`: the workers' own that models have begun with, or could not.
+    `decided_from`: when the interval of the last decision began, and its reading.
     """
 
     began_s: float
@@ -100,6 +102,8 @@ class ScalingState:
     load_due: bool = False
     throughput_due: bool = False
     models: Mapping[Kind, PassModel] = field(default_factory=dict)
+    benchmarks: Mapping[Kind, tuple[ForwardPass, ...]] = field(default_factory=dict)
+    planned: Mapping[Kind, str] = field(default_factory=dict)
     watches: Mapping[EngineId, EngineWatch] = field(default_factory=dict)
     watched_since_s: float = 0.0
     queue: SharedQueue = NO_QUEUE

@@ -174,7 +174,12 @@ def test_a_pull_is_the_same_after_it_was_written_and_read() -> None:
     )
     record = json.loads(json.dumps({"seq": 1, **ticks.tick_record(pull, None)}))
     assert ticks.tick_in(record) == (pull, None)
-    for other in (replace(pull, traffic=Missing("away"), blind="etcd is away"), replace(pull, traffic=None)):
+    measured = {PREFILL: Capabilities(benchmark=Missing("it has none")), DECODE: Capabilities(benchmark=(seen, seen))}
+    for other in (
+        replace(pull, traffic=Missing("away"), blind="etcd is away"),
+        replace(pull, traffic=None),
+        replace(pull, capabilities=measured),
+    ):
         assert ticks.tick_in({"seq": 1, **ticks.tick_record(other, None)}) == (other, None)
 
 
