@@ -28,6 +28,7 @@ class Talks:
 """
 
 
+@pytest.mark.full
 def test_a_worker_that_is_added_is_shown_in_the_foreground() -> None:
     """Its file was registered nowhere, and so neither shown nor rotated."""
     with Served(target=("talks:Talks",), files={"talks.py": TALKS}, frontend=False) as served:

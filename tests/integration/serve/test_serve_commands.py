@@ -193,6 +193,7 @@ def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
     assert disagg.processes() == before
 
 
+@pytest.mark.full
 async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
     """lesson 10, lesson 19: a second namespace takes no port, socket, file or watcher of the first, nor removes any."""
     before = disagg.paths.statefile.read_text(), disagg.pids()

@@ -120,6 +120,7 @@ def test_a_worker_that_is_killed_while_it_starts_fails_the_start() -> None:
         assert served.leftovers() == []
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_a_start_deadline_ends_a_start_that_never_ends() -> None:
     """lesson 12, lesson 23: exit 5 past `--start-deadline`, naming who was waited for and what it wrote last."""

@@ -73,7 +73,13 @@ def yardstick_ms() -> float:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(each, marks=pytest.mark.full if isinstance(each, SloOptions) else (), id=name_of(each))
+        for each in OPTIONS
+    ],
+)
 def test_a_decision_takes_a_few_milliseconds(options: PolicyOptions) -> None:
     """The arbiter decides on its own loop, where everything else waits meanwhile."""
     driver = PolicyDriver(policy_of(options), 0.0, forecaster=Elsewhere())
