@@ -32,7 +32,7 @@ async def test_cycles_under_load_lose_nothing(graph: Served) -> None:
             row = graph.worker("VllmWorker_1")
             assert (row["gpus"], row["endpoints"], row["standby"]["gpus"]) == ([], [], ["1"])
             assert row["lease"]
-            assert row["load"] is not None
+            await auntil(lambda: graph.worker("VllmWorker_1")["load"] is not None)
             await streams.more(4)
             await awake(graph, "VllmWorker_1")
             await streams.more(4)
