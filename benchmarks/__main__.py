@@ -17,6 +17,7 @@ from benchmarks.harness import GROSS_FACTOR, Benchmark, Outcome, execute, machin
 NAMES = (
     "first_token",
     "frontend",
+    "colocated",
     "data_plane",
     "statefile",
     "sim_engine",

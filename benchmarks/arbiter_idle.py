@@ -23,8 +23,8 @@ from benchmarks.processes import ROOT, cpu_s, module_command, rss_mib
 WATCHERS = 64
 CPU_TARGET_PERCENT = 1.0
 MEMORY_TARGET_MIB = 96.0
-AGGREGATED = ("graphs.agg:Frontend", "-f", "configs/agg.yaml", f"--VllmWorker.ServiceArgs.workers={WATCHERS - 2}")
-"""With a Frontend and a Processor."""
+AGGREGATED = ("graphs.agg:Frontend", "-f", "configs/agg.yaml", f"--VllmWorker.ServiceArgs.workers={WATCHERS - 1}")
+"""With a Frontend, in whose process the Processor is."""
 SETTLE_S = 1.0
 """After the start: imports, garbage and buffers of the start are not idling."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.harness import Report, at_least, at_most
 from benchmarks.measured_pages import write_measured
-from benchmarks.traces import Requests, conversation, folder, generated
+from benchmarks.traces import Requests, conversation, generated, kept
 from dynamo_local.components.routing.pickers import sim_picker
 from dynamo_local.core.disagg import QueueView
 from dynamo_local.core.dispatch.asking import Ask
@@ -34,7 +33,7 @@ from dynamo_local.profiles import ProfileModel
 from dynamo_local.twin.cases import Case, run_case
 from dynamo_local.twin.metrics import measure
 from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
-from dynamo_local.twin.trace import TraceRequest, read_trace
+from dynamo_local.twin.trace import TraceRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "routing.md"
 COMMAND = "python -m benchmarks.dispatch --page"
@@ -57,14 +56,6 @@ class Trial:
     itl_ms: float
     speed: float
     fleets: tuple[tuple[int, int], ...]
-
-
-def kept(name: str, like: str, limit: int | None = None) -> Requests:
-    """The trace of that name where it is to be had, else requests that are generated like it."""
-    file = folder(os.environ) / name
-    if file.exists():
-        return Requests(f"recorded requests ({name})", read_trace(file, limit=limit), recorded=True)
-    return replace(generated(like, limit), missing=f"no recorded ones in {file.parent}")
 
 
 azure = partial(kept, AZURE, "chat,rate=5.5,isl=900,isl-sigma=0.9,osl=150,reuse=0,system=0")

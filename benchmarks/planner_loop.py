@@ -30,10 +30,10 @@ DISAGGREGATED = (
     "graphs.disagg:Frontend",
     "-f",
     "configs/disagg.yaml",
-    f"--VllmWorker.ServiceArgs.workers={WATCHERS - 2 - 8}",
+    f"--VllmWorker.ServiceArgs.workers={WATCHERS - 1 - 8}",
     "--PrefillWorker.ServiceArgs.workers=8",
 )
-"""With a Frontend and a Processor."""
+"""With a Frontend, in whose process the Processor is."""
 OVERHEAD_TARGET_PERCENT = 0.5
 HELD_WORKERS = {"PrefillWorker": 2, "VllmWorker": 6}
 """As many as two cores bear with all of them busy."""

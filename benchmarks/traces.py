@@ -44,11 +44,18 @@ def conversation(limit: int | None = None, env: Mapping[str, str] = os.environ) 
 
     `limit` takes the first so many requests.
     """
-    file = folder(env) / CONVERSATION
+    return kept(CONVERSATION, CHAT, limit, env, where=f" ({FOLDER} names another folder): {SOURCE}")
+
+
+def kept(
+    name: str, like: str, limit: int | None = None, env: Mapping[str, str] = os.environ, *, where: str = ""
+) -> Requests:
+    """The recorded trace of that name where it is to be had, else requests that are generated like it. `where` says
+    how else it may be had. Raises `BadInput`."""
+    file = folder(env) / name
     if file.exists():
-        return Requests(f"recorded requests ({CONVERSATION})", read_trace(file, limit=limit), recorded=True)
-    missing = f"no recorded ones in {file.parent} ({FOLDER} names another folder): {SOURCE}"
-    return replace(generated(CHAT, limit), missing=missing)
+        return Requests(f"recorded requests ({name})", read_trace(file, limit=limit), recorded=True)
+    return replace(generated(like, limit), missing=f"no recorded ones in {file.parent}{where}")
 
 
 def generated(word: str, limit: int | None = None) -> Requests:

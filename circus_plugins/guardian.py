@@ -28,7 +28,7 @@ from dynamo_local.succession.kept_files import KeptFiles
 from dynamo_local.succession.leftovers import Known
 from dynamo_local.succession.marks import marked
 from dynamo_local.succession.revoking import revoke
-from dynamo_local.system import living, lock
+from dynamo_local.system import collector, living, lock
 from dynamo_local.system.processes import is_alive
 
 log = logging.getLogger("dynamo_local.guardian")
@@ -44,7 +44,8 @@ class Guardian(CircusPlugin):  # type: ignore[misc]
     name = "dynamo-guardian"
 
     def __init__(self, *args: Any, **config: Any) -> None:
-        super().__init__(*args, **config)
+        with collector.keeping():  # all that it needs while it only watches is imported
+            super().__init__(*args, **config)
         self.guarded = GuardedRun.read(Path(config[OPTION]))
         self.files = KeptFiles(Path(file) for file in self.guarded.files)
         self.arbiter_died = False

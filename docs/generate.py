@@ -13,6 +13,7 @@ import enum
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 import types
@@ -270,15 +271,16 @@ def http_errors() -> str:
 def parameters() -> str:
     """What each endpoint takes, ignores and refuses."""
     from dynamo_local.components.openai import params, requests
+    from dynamo_local.components.openai.rich import extras
 
-    chat = set(requests.ChatRequest.__struct_fields__)
-    completion = set(requests.CompletionRequest.__struct_fields__)
+    chat = {*requests.ChatRequest.__struct_fields__, *extras.ChatExtras.__struct_fields__}
+    completion = {*requests.CompletionRequest.__struct_fields__, *extras.CompletionExtras.__struct_fields__}
     refused_chat, refused_completion = set(params.UNSUPPORTED_CHAT), set(params.UNSUPPORTED_COMPLETION)
     rows = (
         ("Taken by both", _names(chat & completion)),
         ("Taken by `/v1/chat/completions`", _names(chat - completion)),
         ("Taken by `/v1/completions`", _names(completion - chat)),
-        ("Accepted and ignored", _names(params.IGNORED)),
+        ("Accepted and ignored", _names(params.IGNORED - chat)),
         ("Refused by both, unless neutral", _names(refused_chat & refused_completion)),
         ("Refused by `/v1/chat/completions`", _names(refused_chat - refused_completion)),
         ("Refused by `/v1/completions`", _names(refused_completion - refused_chat)),
@@ -288,6 +290,22 @@ def parameters() -> str:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def vllm_oracle() -> str:
+    """What tests/vllm/test_vllm_oracle.py found: by path, which parameters were asked for, and what differs."""
+    told = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
+    graphs = told["graphs"]
+    paths = list(dict.fromkeys(path for found in graphs.values() for path in found))
+    rows = []
+    for path in paths:
+        every = [found[path] for found in graphs.values() if path in found]
+        asked = ", ".join(f"`{name}`" if " " not in name else name for name in every[0]["parameters"])
+        differs = {f"{name}: {how}" for row in every for name, how in row["differs"].items()}
+        count = f"{every[0]['requests']} ({every[0]['streamed']})"
+        rows.append((f"`{path}`", count, asked, "; ".join(sorted(differs)) or "nothing"))
+    made = f"Against `vllm serve` {told['vllm']}, graphs: {', '.join(graphs)}.\n\n"
+    return made + table(("Path", "Requests (streamed)", "About", "What differs"), rows)
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
@@ -318,6 +336,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "router-options": _section("Router"),
     "state-traits": state_traits,
     "stimuli": stimuli,
+    "vllm-oracle": vllm_oracle,
     "vllm-worker-options": _section("VllmWorker"),
 }
 

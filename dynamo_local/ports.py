@@ -107,6 +107,23 @@ class KeyValueStore(Protocol):
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+TokenLogprobs = tuple[tuple[int, float], ...]
+"""(token id, log probability): the token itself, then the likeliest others. In `prompt_logprobs` the first is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingExtras:
+    """What few requests ask for. `logprobs`, `prompt_logprobs`: how many alternatives are to be told, None: no numbers.
+    `script`: the tokens of the answer, where that is decided already (docs/sim-engine.md)."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    script: tuple[int, ...] = ()
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    bad_words: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -122,6 +139,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    extras: SamplingExtras | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +155,8 @@ class EngineRequest:
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     kv_transfer_params: Mapping[str, Any] | None = None
+    core: Sequence[bytes] | None = None
+    """The request in the engine's own words, which say more than `sampling`: then those count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +167,17 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    core: Sequence[bytes] | None = None
+    """The same in the engine's own words, where they say more; only for requests that have a `core`."""
+    logprobs: Sequence[TokenLogprobs] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    """Of each of these tokens, and of the prompt's in one of the outputs, where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, for model cards, status and validation.
-
-    `handoff_address` is (host, port) where other engines reach it for KV; None where it hands nothing over.
-    """
+    """What an engine is, for model cards, status and validation. `handoff_address` is (host, port) where other engines
+    reach it for KV; None where it hands nothing over."""
 
     engine: str
     engine_id: str

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.dispatch import azure
-from benchmarks.traces import Requests, conversation, folder, generated
+from benchmarks.traces import Requests, conversation, kept
 from dynamo_local.twin.options import Slo
-from dynamo_local.twin.trace import read_trace
 
 Fleet = tuple[int, int]
 """Prefill and decode workers."""
@@ -33,20 +31,12 @@ class Trial:
     clairvoyant: float | None = None
 
 
-def sine(file: str, word: str, limit: int | None = None, env: Mapping[str, str] = os.environ) -> Requests:
-    """A load that rises and falls: the recorded one where there is one, else generated."""
-    path = folder(env) / file
-    if path.exists():
-        return Requests(f"recorded requests ({file})", read_trace(path, limit=limit), recorded=True)
-    return replace(generated(word, limit), missing=f"no recorded ones in {path.parent}")
-
-
 SIN_20, SIN_45 = "sin_rr5-20_T150_d600_i3000o150.jsonl.gz", "sin_rr5-45_T600_d1800_i3000o300.jsonl.gz"
 
 TRIALS = (
     Trial(
         "sin 5–20",
-        partial(sine, SIN_20, "sin,rate=12.5,amplitude=0.6,period=150,duration=600,isl=3000,osl=150"),
+        partial(kept, SIN_20, "sin,rate=12.5,amplitude=0.6,period=150,duration=600,isl=3000,osl=150"),
         SIN_20,
         Slo(200, 10),
         30.0,
@@ -55,7 +45,7 @@ TRIALS = (
     ),
     Trial(
         "sin 5–45",
-        partial(sine, SIN_45, "sin,rate=25,amplitude=0.8,period=600,duration=1800,isl=3000,osl=300"),
+        partial(kept, SIN_45, "sin,rate=25,amplitude=0.8,period=600,duration=1800,isl=3000,osl=300"),
         SIN_45,
         Slo(200, 10),
         30.0,

@@ -17,7 +17,7 @@ from dynamo_local.components import Frontend, Processor, VllmWorker
 from dynamo_local.engines.sim import SimEngine
 from dynamo_local.ports import EngineOutput, EngineRequest
 
-Frontend.link(Processor).link(VllmWorker)  # type: ignore[attr-defined]
+Frontend.link(Processor, colocate=True).link(VllmWorker)  # type: ignore[attr-defined]
 
 _generate = SimEngine.generate
 STAMPS = Path(os.environ.get("BENCH_STAMPS", "."))

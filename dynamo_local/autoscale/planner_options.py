@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.autoscale.fitting_profile import check_profile
 from dynamo_local.config import PlannerConfig, check_planner, planned_components, planner_section
 from dynamo_local.config.planner.options import POLICIES, options_of, own_names
 from dynamo_local.core.actuators import EVERY, WAKES, Actuator
@@ -39,6 +40,7 @@ def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: Grap
     config = planner_section("Planner", {**now, **found})
     planned_components(graph)
     check_planner(config, graph)
+    check_profile(config, graph)
     return config
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 from dynamo_local.autoscale.arbiter_world import ArbiterWorld, prefills_wait_in
 from dynamo_local.autoscale.connecting import connected_virtually
@@ -18,7 +18,7 @@ from dynamo_local.autoscale.observing import Observing
 from dynamo_local.autoscale.planner_options import actuators, changed_options, policy_options
 from dynamo_local.autoscale.plugins import NOBODY, PlannerPlugins
 from dynamo_local.clock import Clock
-from dynamo_local.config import PlannerConfig, planned_components
+from dynamo_local.config import PlannerConfig, not_in_a_pod, planned_components
 from dynamo_local.control.links import Links
 from dynamo_local.control.orders import Orders
 from dynamo_local.control.sampling import Sampling
@@ -312,8 +312,8 @@ class Planning:
                     options, self._graph, world, links=self._links, clock=self._clock, tell=self._tell
                 )
                 return self._virtual
-            case other:
-                assert_never(other)
+            case "kubernetes":
+                raise not_in_a_pod()
 
     async def _stop(self, loop: PlannerLoop) -> None:
         if self._virtual is not None:

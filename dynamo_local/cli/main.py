@@ -10,6 +10,7 @@ import click
 
 from dynamo_local import __version__
 from dynamo_local.errors import EXIT_FAILED, DynamoError
+from dynamo_local.system import collector
 
 COMMANDS = {
     "serve": ("dynamo_local.cli.serve:serve", "Run a graph on this host."),
@@ -31,6 +32,10 @@ COMMANDS = {
         "dynamo_local.cli.simulate:simulate",
         "Try a load, recorded or made, on a virtual fleet.",
     ),
+    "profile": ("dynamo_local.cli.profile:profile", "Measure the engines of a configuration on this host."),
+    "plan": ("dynamo_local.cli.plan:plan", "Find the smallest fleet that keeps targets, by a profile."),
+    "export": ("dynamo_local.cli.manifests.exporting:export", "Write the graph as a manifest for Kubernetes."),
+    "import": ("dynamo_local.cli.manifests.importing:import_", "Make a configuration of a manifest for Kubernetes."),
     "ctl": ("dynamo_local.cli.ctl:ctl", "Run circusctl against the graph's arbiter."),
     "config": ("dynamo_local.cli.config:config", "Help with configuration files."),
 }
@@ -47,7 +52,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        with collector.paused():
+            command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
     def resolve_command(
@@ -76,9 +82,14 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point: typed errors, and what the host refuses, become one line on stderr and their exit code."""
+    """Entry point of `dynamo`."""
+    run(cli)
+
+
+def run(command: click.Command) -> None:
+    """A command: typed errors, and what the host refuses, become one line on stderr and their exit code."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = command.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:

@@ -73,13 +73,18 @@ def start(as_json: bool, namespace: str | None, **options: Any) -> None:
 
     With these options over those that it has.
     """
+    _change(namespace, as_json, "start", options=_here(given_options(options)))
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `planner_options` that were given, with their values."""
     from dynamo_local.config.planner_words import option_value
 
-    given: dict[str, Any] = {}
-    for name, value in options.items():
-        if value is not None:
-            given[name] = option_value(name, value) if isinstance(value, str) else value
-    _change(namespace, as_json, "start", options=_here(given))
+    return {
+        name: option_value(name, value) if isinstance(value, str) else value
+        for name, value in options.items()
+        if value is not None
+    }
 
 
 @planner.command()

@@ -17,6 +17,7 @@ import click
 
 from dynamo_local.cli.numbers import SECONDS
 from dynamo_local.errors import EXIT_FAILED, DynamoError
+from dynamo_local.system import collector
 from dynamo_local.system.host_errors import host_refused
 
 if TYPE_CHECKING:
@@ -80,9 +81,10 @@ def serve(
     """
     if detach:
         return _detach()
-    from dynamo_local.serve.launch import plan_deployment
-    from dynamo_local.serve.launch import serve as run
-    from dynamo_local.serve.request import ServeOptions, understand
+    with collector.keeping():
+        from dynamo_local.serve.launch import plan_deployment
+        from dynamo_local.serve.launch import serve as run
+        from dynamo_local.serve.request import ServeOptions, understand
 
     overrides = tuple(words["overrides"])
     if target is not None and target.startswith("-"):  # no graph was given: this is the first override

@@ -50,6 +50,11 @@ def port_names(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(match[2] for match in found if match[1] == "port" and match[2]))
 
 
+def named(words: Sequence[str]) -> tuple[str, ...]:
+    """What in the words is, or looks like, a placeholder: `{model}`."""
+    return tuple(match[0] for word in words for match in _PLACEHOLDER.finditer(word))
+
+
 def check(words: Sequence[str], *, model: str | None) -> None:
     """Raise `ValueError` that names the first placeholder that cannot be filled, and those that can."""
     for word in words:

@@ -14,6 +14,7 @@ from dynamo_local.components import messages
 from dynamo_local.components.prefilling.counts import DispatchCounts
 from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
 from dynamo_local.core.dispatch.prefilling import DecodeSide
+from dynamo_local.core.dispatch.tally import Why
 from dynamo_local.errors import KvTransferError, WorkerBusy
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
 
@@ -60,8 +61,8 @@ class DecodeService:
         yield {"token_ids": ()}
         # A client may send the same request id twice, and a retry does: the engine needs one of its own.
         request_id = f"{asked.request_id}-{secrets.token_hex(4)}"
-        request = EngineRequest(request_id, asked.token_ids, asked.sampling)
-        async with contextlib.aclosing(self._followed(request, asked.prefix_hit_rate)) as outputs:
+        request = EngineRequest(request_id, asked.token_ids, asked.sampling, core=asked.core)
+        async with contextlib.aclosing(self._followed(request, asked)) as outputs:
             async for output in outputs:
                 yield messages.generate_item(output)
 
@@ -71,7 +72,9 @@ class DecodeService:
             return RETRY_AFTER_S
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, self._side.backlog_s(self._clock.now_s())))
 
-    async def _followed(self, request: EngineRequest, hit_rate: float | None) -> AsyncGenerator[EngineOutput, None]:
+    async def _followed(
+        self, request: EngineRequest, asked: messages.GenerateRequest
+    ) -> AsyncGenerator[EngineOutput, None]:
         """The outputs; the side hears of them."""
         side, name, completed = self._side, request.request_id, False
         if side is not None:
@@ -80,7 +83,7 @@ class DecodeService:
             if (itl_ms := self._engine.load().itl_ms) is not None:
                 side.itl_seen(itl_ms / 1000, now_s)
         try:
-            async with contextlib.aclosing(self._outputs(request, hit_rate)) as outputs:
+            async with contextlib.aclosing(self._outputs(request, asked)) as outputs:
                 async for output in outputs:
                     if side is not None:
                         side.tokens(name, len(output.token_ids), self._clock.now_s())
@@ -90,9 +93,15 @@ class DecodeService:
             if side is not None:
                 side.ended(name, completed=completed)
 
-    async def _outputs(self, request: EngineRequest, hit_rate: float | None) -> AsyncGenerator[EngineOutput, None]:
+    async def _outputs(
+        self, request: EngineRequest, asked: messages.GenerateRequest
+    ) -> AsyncGenerator[EngineOutput, None]:
         params: Mapping[str, Any] | None = None
-        if self._remote is not None:
+        if self._remote is not None and asked.prefill_here is not None:
+            log.info("request %s is prefilled locally: %s", request.request_id, asked.prefill_here)
+            self._counts.decided(remote=False, why=Why.CANNOT_TRAVEL)
+        elif self._remote is not None:
+            hit_rate = asked.prefix_hit_rate
             if hit_rate is None:  # no Router was asked: use what the engine itself knows
                 hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
             params = await self._remote.prefill(request, hit_rate)

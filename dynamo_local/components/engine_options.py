@@ -60,6 +60,9 @@ class EngineConfig(BaseModel):
         description="With ServiceArgs.standby: a process whose memory has grown by more than this over its sleeps is "
         "replaced; see docs/actuators.md.",
     )
+    measurable: bool = Field(
+        default=False, description="Let the engine be measured from outside: `dynamo profile` sets it for its own runs."
+    )
     fpm_events: bool = Field(
         default=False, description="Publish each pass on Dynamo's event plane, too, for planners of Dynamo's."
     )
@@ -183,6 +186,13 @@ async def start_observed_engine(
             sleeper = EngineStandby(cast(CanSleep, engine), growth_max_bytes=config.standby_growth_max_bytes)
             await sleeper.rehearse()
             context.set_sleeper(sleeper)
+
+    if config.measurable:
+        from dynamo_local.components.measuring import MEASURE, Measurable, MeasureRequest
+        from dynamo_local.runtime.passes.recorder import PassRecorder
+
+        recorder = passes if isinstance(passes, PassRecorder) else None
+        context.serve_endpoint(MEASURE, Measurable(engine, recorder).measure, MeasureRequest)
 
     async def counters() -> Mapping[str, float]:
         return {**engine.counters(), **more()}

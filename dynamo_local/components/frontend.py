@@ -43,6 +43,8 @@ class Frontend:
         deps = FrontendDeps(
             chat=self.processor.endpoint("chat/completions"),
             completions=self.processor.endpoint("completions"),
+            api=self.processor.endpoint("api"),
+            texts=self.processor.endpoint("texts"),
             models=ModelsView(context.namespace, expected=settings.served_model_name),
             settings=settings,
             keys=keys,

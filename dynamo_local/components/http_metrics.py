@@ -11,6 +11,9 @@ invents must not become a label value.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Literal
 
 from prometheus_client import (
@@ -22,7 +25,9 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from dynamo_local.core.traffic import HISTOGRAMS, REQUESTS, RecentRequests
 
@@ -30,7 +35,7 @@ PREFIX = "dynamo_frontend"
 UNKNOWN_MODEL = "unknown"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-Endpoint = Literal["chat_completions", "completions", "embeddings"]
+Endpoint = Literal["chat_completions", "completions", "embeddings", "responses", "messages", "pooling", "tokenize"]
 RequestType = Literal["unary", "stream"]
 Status = Literal["success", "error"]
 
@@ -44,6 +49,43 @@ def log_buckets(low: float, high: float, count: int) -> list[float]:
     ratio = high / low
     bounds = [low * ratio ** (n / (count - 1)) for n in range(1, count)]
     return list(dict.fromkeys([0.0, *(float(f"{bound:.1e}") for bound in bounds)]))
+
+
+class Gaps:
+    """One model's times between tokens: counts by bucket, and their sum."""
+
+    __slots__ = ("_bounds", "counts", "sum_s")
+
+    def __init__(self, bounds: list[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, gap_s: float, count: int) -> None:
+        """So many tokens came after that time each."""
+        self.counts[bisect_left(self._bounds, gap_s)] += count
+        self.sum_s += gap_s * count
+
+
+class GapHistogram(Collector):
+    """The histogram of the times between tokens, by model. The library's own takes a lock and a walk through the
+    buckets for each token, which cost a microsecond; this adds up in the event loop's thread."""
+
+    def __init__(self, name: str, text: str, bounds: list[float]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._models: dict[str, Gaps] = {}
+
+    def labels(self, model: str) -> Gaps:
+        """Those of that model."""
+        return self._models.setdefault(model, Gaps(self._bounds))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model"])
+        for model, gaps in self._models.items():
+            bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+            family.add_metric([model], list(zip(bounds, accumulate(gaps.counts), strict=True)), gaps.sum_s)
+        yield family
 
 
 class _Series:
@@ -105,9 +147,7 @@ class RequestObserver:
             if self._prompt_tokens is not None:
                 series.isl.observe(self._prompt_tokens)
         else:
-            itl_s = (now_s - self._last_s) / count
-            for _ in range(count):
-                series.itl.observe(itl_s)
+            series.itl.observe((now_s - self._last_s) / count, count)
         self._last_s = now_s
 
     def on_cached(self, cached_tokens: int) -> None:
@@ -147,7 +187,7 @@ class HttpMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._series: dict[str, _Series] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._histograms: dict[str, Collector] = {}
         self.queued = 0
         """Requests of all models that still wait for their first token."""
         self.recent = RecentRequests()
@@ -174,9 +214,10 @@ class HttpMetrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Time to first token", 0.001, 480.0, 18
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between tokens after the first", 0.001, 2.0, 13
-        )
+        suffix, text = "inter_token_latency_seconds", "Time between tokens after the first"
+        self.inter_token_latency = GapHistogram(f"{PREFIX}_{suffix}", text, log_buckets(0.001, 2.0, 13))
+        self.registry.register(self.inter_token_latency)
+        self._histograms[suffix] = self.inter_token_latency
         self.input_sequence_tokens = self._histogram(
             "input_sequence_tokens", "Prompt length in tokens", 50.0, 128000.0, 12
         )
@@ -224,7 +265,7 @@ class HttpMetrics:
         return made
 
 
-def _sum(metric: MetricWrapperBase, suffix: str) -> float:
+def _sum(metric: Collector, suffix: str) -> float:
     """Over all samples whose name ends so."""
     samples = (sample for family in metric.collect() for sample in family.samples)
     return sum(sample.value for sample in samples if sample.name.endswith(suffix))

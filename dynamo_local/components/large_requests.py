@@ -25,6 +25,11 @@ _LARGE: Final = DaemonExecutor("large request", threads=1)
 _malloc_trim: Final = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # glibc's; others need none
 
 
+async def run_beside(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(...)` in the thread, whatever its size: for what costs more than is seen from that."""
+    return await asyncio.get_running_loop().run_in_executor(_LARGE, lambda: work(*args, **kwargs))
+
+
 async def run_by_size(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """`work(...)`: at once for what is small (bytes or characters), in the thread for what is not."""
     if size <= LARGE_BYTES:

@@ -23,6 +23,27 @@ MAX_STOP_BYTES: Final = 2**20
 MAX_FIELD_BYTES: Final = 64 * 1024
 """The JSON of any other field but the prompt itself."""
 
+MAX_CHOICES: Final = 128
+"""Generations of one request: `n` times its prompts."""
+
+MAX_LOGPROBS: Final = 20
+"""Alternatives at each token: vLLM's `max_logprobs`, and OpenAI's bound."""
+
+MAX_TOOLS: Final = 128
+"""Tools of one request, and calls in one message of the history."""
+
+MAX_TOOLS_BYTES: Final = 2**20
+"""The JSON of `tools`."""
+
+MAX_SCHEMA_BYTES: Final = 256 * 1024
+"""The JSON of `response_format` or `structured_outputs`."""
+
+MAX_PATTERN_LENGTH: Final = 4096
+"""Characters of a regular expression."""
+
+MAX_BAD_WORDS: Final = 1024
+"""Words of `bad_words`, tokens of `logit_bias`."""
+
 MAX_NAME_LENGTH: Final = 64
 """Characters of a client's own word (such as an unknown parameter) that an error or a log line repeats."""
 
@@ -32,6 +53,19 @@ bytes."""
 
 LARGE_BYTES: Final = 64 * 1024
 """A body or prompt above this is parsed and tokenised beside the event loop, one after the other."""
+
+
+MAX_NESTING: Final = 128
+"""Objects and lists within each other in schemas, tools and arguments."""
+
+
+def nested_deeper(value: object, most: int = MAX_NESTING) -> bool:
+    """Whether what was read of JSON is nested deeper."""
+    if isinstance(value, dict):
+        return not most or any(nested_deeper(each, most - 1) for each in value.values())
+    if isinstance(value, list):
+        return not most or any(nested_deeper(each, most - 1) for each in value)
+    return False
 
 
 def shortened(text: str, length: int = MAX_NAME_LENGTH) -> str:

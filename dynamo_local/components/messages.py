@@ -3,13 +3,16 @@
 Requests are checked by msgspec when they arrive (once per request); response items are built and read
 without it (once per frame of tokens, on the hot path).
 
-    generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}, "prefix_hit_rate"?: 0..1}
-    generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int}
+    generate request  {"request_id", "token_ids": [int], "sampling": {SamplingParams}, "prefix_hit_rate"?: 0..1,
+                       "core"?: [bytes], "prefill_here"?: str}
+    generate item     {"token_ids": [int], "finish_reason"?: str, "num_cached_tokens"?: int, "logprobs"?,
+                       "prompt_logprobs"?, "core"?: [bytes]}
     prefill entry     {"token_ids", "sampling", "reply_subject"}
     prefill reply     {"kv_transfer_params": {…}, "num_cached_tokens"?: int}; a failure travels as PrefillReplies' error
     route request     {"token_ids", "request_id", "max_tokens", "avoid": [instance ids], "lora_id"}, to the Router
     route answer      {"worker_id", "prefix_hit_rate": 0..1, "router": the policy}
-    response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend
+    response item     {"text", "num_tokens", "finish_reason", "usage"}, to the Frontend; of a request with extras also
+                      what `extras.choices` adds
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamo_local.components import limits
+from dynamo_local.components.extras.asked import Extras
 from dynamo_local.errors import InvalidRequest, KvTransferError
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
 from dynamo_local.runtime.requests.frames import RequestId, invalid_payload
@@ -35,6 +39,9 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     role: str
     content: str | None = None
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class TextRequest(msgspec.Struct, frozen=True):
@@ -58,6 +65,7 @@ class TextRequest(msgspec.Struct, frozen=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    extras: Extras | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -68,6 +76,10 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     prefix_hit_rate: float | None = None
     """The share of this prompt's blocks that the Router says this worker has cached; None: no Router was asked."""
+    core: list[bytes] | None = None
+    """The request in the engine's own words; see `ports.EngineRequest`."""
+    prefill_here: str | None = None
+    """Why no prefill worker can compute the prompt; None: one can."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
@@ -120,7 +132,10 @@ def parse_text_request(payload: Any) -> TextRequest:
 
 def size_of(request: TextRequest) -> int:
     """About how many characters are to be rendered and tokenised."""
-    return len(request.prompt or ()) + sum(len(message.content or "") + 16 for message in request.messages or ())
+    size = len(request.prompt or ()) + sum(len(message.content or "") + 16 for message in request.messages or ())
+    if request.extras is not None and request.extras.prompts is not None:
+        size += sum(map(len, request.extras.prompts))
+    return size
 
 
 def generate_request(request_id: str, token_ids: list[int], sampling: SamplingParams) -> dict[str, Any]:
@@ -151,6 +166,12 @@ def generate_item(output: EngineOutput) -> dict[str, Any]:
         item["finish_reason"] = output.finish_reason
     if output.num_cached_tokens is not None:
         item["num_cached_tokens"] = output.num_cached_tokens
+    if output.core is not None:
+        item["core"] = output.core
+    if output.logprobs is not None:
+        item["logprobs"] = output.logprobs
+    if output.prompt_logprobs is not None:
+        item["prompt_logprobs"] = output.prompt_logprobs
     return item
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo_local.errors import InfraUnavailable
-from dynamo_local.ports import DeleteEvent, KeyValue, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
+from dynamo_local.ports import DeleteEvent, EngineInfo, KeyValue, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,17 @@ def model_key_prefix(namespace: str, name: str) -> str:
     return models_prefix(namespace) + name
 
 
-class ModelCard(msgspec.Struct, frozen=True):
+class EngineApi(msgspec.Struct, frozen=True):
+    """An engine with an API of its own, which a Processor can host: vLLM. `words` are the engine's arguments, `tasks`
+    what it can do with this model."""
+
+    name: str
+    version: str
+    words: list[str]
+    tasks: list[str]
+
+
+class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """The value of a key. `max_model_len` is in tokens, None for an HTTP server that does not say; `created` is in
     seconds since the Unix epoch."""
 
@@ -48,21 +58,33 @@ class ModelCard(msgspec.Struct, frozen=True):
     endpoint: str
     max_model_len: int | None
     created: float
+    engine: EngineApi | None = None
+    """What the API of this model's engine is made from, where the engine has one of its own."""
 
     def encode(self) -> bytes:
         """The JSON to register."""
         return msgspec.json.encode(self)
 
 
+def engine_api(info: EngineInfo) -> EngineApi | None:
+    """What a worker's card says about its engine."""
+    said = info.options
+    if "tasks" not in said:
+        return None
+    return EngineApi(info.engine, said["version"], list(said["words"]), list(said["tasks"]))
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`, its `components` by name."""
+    """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`, its `components` by name;
+    `engine` is the first worker's, where it has an API of its own."""
 
     name: str
     created_s: int
     max_model_len: int | None
     instances: int
     components: tuple[str, ...] = ()
+    engine: EngineApi | None = None
 
 
 class Availability(enum.Enum):
@@ -161,6 +183,7 @@ class ModelsView:
                 max_model_len=min((n for card in cards if (n := card.max_model_len) is not None), default=None),
                 instances=len(cards),
                 components=tuple(sorted({card.component for card in cards})),
+                engine=next((card.engine for card in cards if card.engine is not None), None),
             )
             for name, cards in grouped.items()
         }

@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dynamo_local.components import messages
-from dynamo_local.components.large_requests import run_by_size
+from dynamo_local.components.large_requests import run_beside, run_by_size
 from dynamo_local.components.models_view import ModelsView
-from dynamo_local.components.routing.dispatch import Batch, Dispatcher
-from dynamo_local.components.text.detokenizer import Detokenizer
-from dynamo_local.components.text.prepare import Kind, Prepared, prepare
+from dynamo_local.components.routing.dispatch import Dispatcher
+from dynamo_local.components.text.answer import Answer
+from dynamo_local.components.text.prepare import Kind, prepare
 from dynamo_local.components.text.tokenizer import Tokenizer
 from dynamo_local.errors import EngineError, NoWorkers
 
@@ -40,10 +40,15 @@ class Pipeline:
         """
         asked = messages.parse_text_request(payload)
         max_model_len = await self._max_model_len(asked.model or self._model)
+        if asked.extras is not None:
+            async with contextlib.aclosing(self._with_extras(kind, asked, max_model_len, timeout_s)) as items:
+                async for item in items:
+                    yield item
+            return
         request = await run_by_size(messages.size_of(asked), prepare, kind, asked, self._tokenizer, max_model_len)
         request_id = request.request_id or uuid.uuid4().hex
         generate = messages.generate_request(request_id, request.token_ids, request.sampling)
-        answer = _Answer(request, self._tokenizer.detokenizer(request.stop, request.sampling.min_tokens))
+        answer = Answer(request, self._tokenizer.detokenizer(request.stop, request.sampling.min_tokens))
         batches = self._dispatcher.send(
             generate, request_id=request_id, tokens=request.sampling.max_tokens, timeout_s=timeout_s
         )
@@ -55,6 +60,33 @@ class Pipeline:
                     return  # a stop string: closing the batches aborts the request in the engine
         raise EngineError(f"the worker's answer to {request_id} ended without a finish reason")
 
+    async def _with_extras(
+        self, kind: Kind, asked: messages.TextRequest, max_model_len: int, timeout_s: float | None
+    ) -> AsyncGenerator[Any, None]:
+        from dynamo_local.components.extras.choices import Choices, prepare_choices
+
+        extras = asked.extras
+        assert extras is not None
+        work = (kind, asked, self._tokenizer, max_model_len)
+        if extras.form or extras.tools:  # what a schema costs is not seen from its size
+            choices = await run_beside(prepare_choices, *work)
+        else:
+            choices = await run_by_size(messages.size_of(asked), prepare_choices, *work)
+        request_id = asked.request_id or uuid.uuid4().hex
+        run = Choices(choices, extras, request_id, self._tokenizer, self._dispatcher, timeout_s).run()
+        async with contextlib.aclosing(run) as items:
+            async for item in items:
+                yield item
+
+    async def texts(self, payload: Any) -> dict[str, Any]:
+        """The answer to a `TextsRequest`. Raises `InvalidRequest` or `NoWorkers`."""
+        from dynamo_local.components.extras.texts import answer_texts, parse_texts_request
+
+        asked = parse_texts_request(payload)
+        max_model_len = await self._max_model_len(asked.request.model or self._model)
+        size = messages.size_of(asked.request) + len(asked.token_ids)
+        return await run_by_size(size, answer_texts, asked, self._tokenizer, max_model_len)
+
     async def _max_model_len(self, model: str) -> int:
         """The context length of the model's workers, in tokens. Raises `NoWorkers` while none serves it."""
         served = self._models.get(model)
@@ -64,66 +96,3 @@ class Pipeline:
             names = ", ".join(m.name for m in self._models.models()) or "none"
             raise NoWorkers(f"no ready worker serves the model {model!r} (served now: {names})")
         return served.max_model_len
-
-
-class _Answer:
-    """Accumulates one response: batches of worker items in, response items out."""
-
-    def __init__(self, request: Prepared, detokenizer: Detokenizer) -> None:
-        self._prompt_tokens = len(request.token_ids)
-        self._stop_ids = frozenset(request.sampling.stop_token_ids)
-        self._detokenizer = detokenizer
-        self._announced = False
-        self._completion_tokens = 0
-        self._cached_tokens = 0
-        self.finish_reason: str | None = None
-
-    def take(self, batch: Batch) -> list[dict[str, Any]]:
-        """Response items for what arrived in one frame: usually one."""
-        items: list[dict[str, Any]] = []
-        if not self._announced:
-            self._announced = True
-            items.append({**_item("", 0), "prompt_tokens": self._prompt_tokens})
-        token_ids, reason = self._merge(batch)
-        if not token_ids and reason is None:
-            return items
-        if reason in ("error", "abort"):
-            raise EngineError(f"the engine ended the request with {reason!r}; the worker's log has the reason")
-        silent = 0
-        if reason == "stop" and token_ids and token_ids[-1] in self._stop_ids:
-            token_ids, silent = token_ids[:-1], 1  # it counts as a token, but its text is not part of the answer
-        piece = self._detokenizer.feed(token_ids)
-        text, count = piece.text, piece.num_tokens + silent
-        if piece.stopped:
-            reason, count = "stop", piece.num_tokens
-        elif reason is not None:
-            rest = self._detokenizer.finish()
-            text += rest.text
-            reason = "stop" if rest.stopped else reason
-        self._completion_tokens += count
-        self.finish_reason = reason
-        items.append(_item(text, count, reason, self._usage() if reason is not None else None))
-        return items
-
-    def _merge(self, batch: Batch) -> tuple[list[int], str | None]:
-        token_ids: list[int] = []
-        reason: str | None = None
-        for item in batch:
-            token_ids += item["token_ids"]
-            reason = item.get("finish_reason")
-            self._cached_tokens = max(self._cached_tokens, item.get("num_cached_tokens") or 0)
-        return token_ids, reason
-
-    def _usage(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
-        }
-
-
-def _item(
-    text: str, num_tokens: int, finish_reason: str | None = None, usage: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    return {"text": text, "num_tokens": num_tokens, "finish_reason": finish_reason, "usage": usage}

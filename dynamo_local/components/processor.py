@@ -16,11 +16,13 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from dynamo_local.clock import AsyncioClock
+from dynamo_local.components.extras.texts import TextsRequest
 from dynamo_local.components.messages import TextRequest
 from dynamo_local.components.router import Router
 from dynamo_local.components.routing.pickers import make_picker
 from dynamo_local.components.targets import RoutingOptions, usable_costs
 from dynamo_local.components.text.model import TINY_MODEL
+from dynamo_local.components.vllm_api.messages import ApiRequest
 from dynamo_local.components.vllm_worker import VllmWorker
 from dynamo_local.core.routing import RouterPolicy
 from dynamo_local.runtime.requests.context import current_request
@@ -51,6 +53,11 @@ class ProcessorConfig(RoutingOptions):
     router_timeout_s: float = Field(
         default=0.5, gt=0, le=10, description="How long a request waits for the Router before it is routed without it."
     )
+    serve_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="With vLLM: options of `vllm serve` that its API reads, such as enable-auto-tool-choice, "
+        "tool-call-parser or chat-template (docs/vllm.md). The engine's own are in the workers' sections.",
+    )
     max_tries: int = Field(
         default=3, ge=1, le=16, description="Workers that may fail a request before its first token until it fails."
     )
@@ -75,6 +82,7 @@ class Processor:
         from dynamo_local.components.routing.pickers import samples
         from dynamo_local.components.routing.router_client import RouterClient
         from dynamo_local.components.text.tokenizer import load_tokenizer
+        from dynamo_local.components.vllm_api.hosting import ApiHost
         from dynamo_local.runtime.load import LoadView
 
         context = current_context()
@@ -104,6 +112,8 @@ class Processor:
             router=router,
         )
         self._pipeline = Pipeline(tokenizer, models, dispatcher, name)
+        self._api = ApiHost(dispatcher, models, name, config.serve_args)
+        self._stack.push_async_callback(self._api.close)
 
     @on_shutdown
     async def stop(self) -> None:
@@ -123,6 +133,18 @@ class Processor:
         async with contextlib.aclosing(self._pipeline.run("completion", request, _remaining_s())) as items:
             async for item in items:
                 yield item
+
+    @endpoint(name="api")
+    async def api(self, request: ApiRequest) -> AsyncGenerator[Any, None]:
+        """Any POST that the engine's own API answers, as the client made it; see `vllm_api.messages`."""
+        async with contextlib.aclosing(self._api.run(request)) as items:
+            async for item in items:
+                yield item
+
+    @endpoint(name="texts")
+    async def texts(self, request: TextsRequest) -> dict[str, Any]:
+        """`POST /tokenize`, `/detokenize`, `/v1/embeddings`: what needs no worker."""
+        return await self._pipeline.texts(request)
 
 
 def _remaining_s() -> float | None:

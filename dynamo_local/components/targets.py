@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
@@ -13,6 +14,7 @@ from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.core.dispatch.targets import Costs, Targets, Timing
 from dynamo_local.core.routing import RouterPolicy
 from dynamo_local.core.types import Missing
+from dynamo_local.profiles.reading import PROFILE_DOCUMENT
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,9 @@ def times_of(profile: str | None, sim: dict[str, Any] | None) -> EngineTimes | M
     name = profile or (None if options is None else options.profile)
     if name is None:
         return Missing("no profile-results-dir is given, and the engine's times are not known")
-    return EngineTimes(name, 1.0 if options is None else options.speed)
+    # A profile that `dynamo profile` measured has the speed of these engines in it.
+    measured = profile is not None and (Path(profile).expanduser() / PROFILE_DOCUMENT).is_file()
+    return EngineTimes(name, 1.0 if options is None or measured else options.speed)
 
 
 class RoutingOptions(TargetOptions):

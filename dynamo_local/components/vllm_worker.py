@@ -12,7 +12,7 @@ from pydantic import Field
 
 from dynamo_local.components.engine_options import ENGINE, EngineConfig, start_observed_engine
 from dynamo_local.components.messages import GenerateRequest
-from dynamo_local.components.models_view import ModelCard, model_key_prefix
+from dynamo_local.components.models_view import ModelCard, engine_api, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
 from dynamo_local.components.prefilling.counts import DispatchCounts
 from dynamo_local.components.targets import EngineTimes, TargetOptions, times_of
@@ -138,7 +138,8 @@ class VllmWorker:
         self._decoder = DecodeService(self._engine, self._remote, config.max_num_waiting, side, counts=self._counts)
         context.set_dispatch_source(self._counts.told)
         context.set_load_source(self._engine.load, self._engine.load_changed)
-        card = ModelCard(config.name, context.component, "generate", self._engine.info.max_model_len, time.time())
+        info = self._engine.info
+        card = ModelCard(config.name, context.component, "generate", info.max_model_len, time.time(), engine_api(info))
         await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())
 
     async def _make_remote(self, context: WorkerContext, config: VllmWorkerConfig) -> RemotePrefill:

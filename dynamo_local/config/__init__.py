@@ -13,6 +13,7 @@ from dynamo_local.config.overrides import parse_overrides
 from dynamo_local.config.planner import PlannerConfig, planner_section
 from dynamo_local.config.resolve import (
     check_planner,
+    not_in_a_pod,
     planned_components,
     planner_config,
     planner_starts,
@@ -27,6 +28,7 @@ __all__ = [
     "check_planner",
     "config_json_schema",
     "load_config",
+    "not_in_a_pod",
     "parse_overrides",
     "planned_components",
     "planner_config",

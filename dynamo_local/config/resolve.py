@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from dynamo_local.config.colocation import hosts_of
 from dynamo_local.config.loading import COMMON, HOST, PLANNER, Config
 from dynamo_local.config.merge import SERVICE_ARGS
 from dynamo_local.config.planner import PlannerConfig, planner_section
@@ -32,8 +34,7 @@ def resolve(graph: LoadedGraph, config: Config, *, namespace: str | None) -> Gra
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_sections(graph, config)
-    specs = tuple(_service_spec(service, graph, config) for service in graph.services.values())
-    spec = GraphSpec(namespace=name, target=graph.target, services=specs)
+    spec = GraphSpec(namespace=name, target=graph.target, services=_services(graph, config))
     _check_router(config.source, spec)
     if PLANNER in config.sections:
         planner = planner_config(graph, config)
@@ -87,6 +88,21 @@ def _check_sections(graph: LoadedGraph, config: Config) -> None:
         raise ConfigError(f"{config.source}: Planner: ServiceArgs has no effect, this graph has no Planner service")
 
 
+def _services(graph: LoadedGraph, config: Config) -> tuple[ServiceSpec, ...]:
+    """Those that have workers, each with its guests; a guest's variables are its host's."""
+    hosts = hosts_of(graph, config)
+    specs = [_service_spec(service, graph, config) for service in graph.services.values()]
+    return tuple(
+        replace(
+            spec,
+            guests=(guests := tuple(each for each in specs if hosts.get(each.name) == spec.name)),
+            envs={name: value for each in (*guests, spec) for name, value in each.envs.items()},
+        )
+        for spec in specs
+        if spec.name not in hosts
+    )
+
+
 def _service_spec(service: DynamoService[Any], graph: LoadedGraph, config: Config) -> ServiceSpec:
     where = f"{config.source}: {service.name}"
     values = config.service(service.name)
@@ -129,9 +145,9 @@ def _max_workers(service: DynamoService[Any]) -> int | None:
 
 def _check_router(source: str, graph: GraphSpec) -> None:
     """`router: kv` has an effect only where something knows what the workers have cached."""
-    if any(spec.name == ROUTER for spec in graph.services):
+    if any(spec.name == ROUTER for spec in graph.components):
         return
-    for spec in graph.services:
+    for spec in graph.components:
         if spec.config.get("router") == "kv":
             raise ConfigError(
                 f"{source}: {spec.name}: router is kv, but the graph has no {ROUTER} service: take "
@@ -140,11 +156,21 @@ def _check_router(source: str, graph: GraphSpec) -> None:
             )
 
 
+def not_in_a_pod() -> ConfigError:
+    """The arbiter carries nothing out on Kubernetes."""
+    return ConfigError(
+        "Planner: environment kubernetes is for a planner in a pod, whose graph Dynamo's operator runs: "
+        "`python -m dynamo_local.planner --environment kubernetes --config …` (docs/kubernetes-planner.md)"
+    )
+
+
 def check_planner(planner: PlannerConfig, graph: GraphSpec) -> None:
     """What the options say about engines and models against what the graph says (planner-rules).
 
     Raises `ConfigError` that names the option.
     """
+    if planner.environment == "kubernetes":
+        raise not_in_a_pod()
     _check_model_name(planner, graph)
     _check_mode(planner, graph)
     if planner.namespace not in (None, graph.namespace):

@@ -55,6 +55,16 @@ def _names(value: Any) -> Any:
     return tuple(items)
 
 
+def _services(value: Any) -> Any:
+    """`[Processor, Router]`, or `"Processor,Router"`; an empty list or text is none."""
+    items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+        raise ValueError("must be a list of names of services")
+    if len(set(items)) < len(items):
+        raise ValueError("names a service twice")
+    return tuple(items)
+
+
 class RestartConfig(BaseModel):
     """When a worker that died unasked is started again; the defaults are `core.life.restarts.RestartPolicy`'s."""
 
@@ -157,5 +167,10 @@ class ServiceArgs(BaseModel):
     """How many workers are kept asleep beside those that serve; 0: none is, but each may be put to sleep by hand."""
     start_deadline_s: Seconds | None = None
     drain_deadline_s: Seconds | None = None
+    colocate: Annotated[tuple[str, ...], BeforeValidator(_services, json_schema_input_type=str | list[str])] | None = (
+        None
+    )
+    """Services that run in this one's processes, without workers of their own. None: those that the graph's code links
+    so; an empty list: none (docs/configuration.md)."""
     flippable: bool = True
     """Its workers may change their role with those of the other side, where both have the same engine."""

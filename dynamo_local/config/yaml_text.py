@@ -48,23 +48,35 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOA
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """The sections of a configuration. `source` names the text in errors. Raises `ConfigError` with the line."""
+    loaded = parse_mapping(text, source, what="one section per service")
+    for name, section in loaded.items():
+        if section is not None and not isinstance(section, dict):
+            raise ConfigError(f"{source}: the section {name!r} must hold keys and values, not {_kind(section)}")
+    return {name: section or {} for name, section in loaded.items()}
+
+
+def parse_mapping(text: str, source: str, *, what: str) -> dict[str, Any]:
+    """Keys and values of JSON's types; `what` says in the error what they are. Raises `ConfigError` with the line."""
     try:
         loaded = _load(text)
         if not isinstance(loaded, dict):
-            raise ConfigError(f"must be one section per service, not {_kind(loaded)}")
-        for name, section in loaded.items():
-            if section is not None and not isinstance(section, dict):
-                raise ConfigError(f"the section {name!r} must hold keys and values, not {_kind(section)}")
-            _check_json(section, name)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{source}: {line}not YAML: {error.problem or error.context}") from None
+            raise ConfigError(f"must be {what}, not {_kind(loaded)}")
+        for name, value in loaded.items():
+            _check_json(value, name)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+        raise not_yaml(source, error) from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    return {name: section or {} for name, section in loaded.items()}
+    return loaded
+
+
+def not_yaml(source: str, error: yaml.YAMLError) -> ConfigError:
+    """What is wrong with the text, and where."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}")
+    mark = error.problem_mark or error.context_mark
+    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return ConfigError(f"{source}: {line}not YAML: {error.problem or error.context}")
 
 
 def _load(text: str) -> Any:

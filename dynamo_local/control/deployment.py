@@ -208,12 +208,15 @@ class WatcherFactory:
             cannot_flip=spec.cannot_flip,
             standby=spec.standby,
             vram_share=vram_share(spec),
+            guests=tuple(guest.name for guest in spec.guests),
         )
 
     def _fingerprint(self, spec: ServiceSpec) -> str:
         """Of all that a worker reads when it starts. It may hold secrets: the run's id keeps the same ones of two runs
         from having the same fingerprint."""
         read: list[Any] = [self.run_id, spec.runtime, spec.target, spec.config, spec.envs, asdict(spec.resources)]
+        if spec.guests:
+            read.append({guest.name: guest.config for guest in spec.guests})
         if spec.standby is not None:  # how many are kept asleep, no worker reads
             read.append("standby")
         return hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -247,7 +250,10 @@ class WatcherFactory:
                 "GRPC_ENABLE_FORK_SUPPORT": "0",
             }
         )
-        env.pop("DYN_STANDBY", None)
+        for name in ("DYN_STANDBY", "DYN_COLOCATED"):
+            env.pop(name, None)
+        if spec.guests:
+            env["DYN_COLOCATED"] = ",".join(guest.name for guest in spec.guests)
         if spec.standby is not None:
             env["DYN_STANDBY"] = "1"
         return env

@@ -6,7 +6,7 @@ The calls return once the intent is committed. The planner calls the same (`Loca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dynamo_local.control.shell import Shell
@@ -138,37 +138,34 @@ class Orders:
 
         `name` may be without the namespace; the answer has the whole one.
         """
-        found = self._shell.fleet.find(name)
-        name = name if found is None else found.name
+        name = self._whole(name)
         if cancel:
-            moves = await self._cancel(name, stimulus_id)
-        else:
-            order = Drain(stimulus_id=stimulus_id, name=name, force=force)
-            moves = scaling.decide_drain(self._shell.fleet, name, stimulus_id=stimulus_id, force=force).or_raise()
-            await self.committed(order)
-            self.changed(moves, stimulus_id, True)
-        worker = self._shell.fleet.workers.get(name)
-        state = "removed" if worker is None else str(worker.state)
-        return {"watcher_name": name, "state": state, "instructions": as_json(moves)}
+            return self._of_one(name, await self._cancel(name, stimulus_id))
+        order = Drain(stimulus_id=stimulus_id, name=name, force=force)
+        moves = scaling.decide_drain(self._shell.fleet, name, stimulus_id=stimulus_id, force=force).or_raise()
+        await self.committed(order)
+        self.changed(moves, stimulus_id, True)
+        return self._of_one(name, moves)
 
     async def sleep(self, name: str, *, level: int, force: bool, stimulus_id: str) -> dict[str, Any]:
         """Put a worker to sleep. Raises the refusals of `core.life.deciding.decide_sleep`."""
         order = Sleep(stimulus_id=stimulus_id, name=self._whole(name), level=level, force=force)
         moves = await self._on_a_fresh_look(order, lambda: decide_sleep(self._shell.fleet, order))
-        return self._of_one(order.name, moves, stimulus_id)
+        self.changed(moves, stimulus_id, True)
+        return self._of_one(order.name, moves)
 
     async def wake(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
         """Wake a worker. Raises the refusals of `core.life.deciding.decide_wake`."""
         order = Wake(stimulus_id=stimulus_id, name=self._whole(name))
         moves = await self._on_a_fresh_look(order, lambda: decide_wake(self._shell.fleet, order))
-        return self._of_one(order.name, moves, stimulus_id)
+        self.changed(moves, stimulus_id, True)
+        return self._of_one(order.name, moves)
 
     def _whole(self, name: str) -> str:
         found = self._shell.fleet.find(name)
         return name if found is None else found.name
 
-    def _of_one(self, name: str, moves: tuple[Move, ...], stimulus_id: str) -> dict[str, Any]:
-        self.changed(moves, stimulus_id, True)
+    def _of_one(self, name: str, moves: Sequence[Move]) -> dict[str, Any]:
         worker = self._shell.fleet.workers.get(name)
         state = "removed" if worker is None else str(worker.state)
         return {"watcher_name": name, "state": state, "instructions": as_json(moves)}

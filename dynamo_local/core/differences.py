@@ -139,6 +139,10 @@ def _of_process(old: ServiceSpec, new: ServiceSpec) -> Iterator[Difference]:
     name = new.name
     yield from _leaves((name,), old.config, new.config)
     yield from _leaves((name, "ServiceArgs", "envs"), old.envs, new.envs)
+    kept = {guest.name: guest for guest in old.guests}
+    for guest in new.guests:
+        if guest.name in kept:
+            yield from _leaves((guest.name,), kept[guest.name].config, guest.config)
     for key in ("gpu", "cpu", "memory"):
         yield from _leaf((name, "ServiceArgs", "resources", key), old.resources, new.resources, key)
 
@@ -213,7 +217,12 @@ def _refused_graph(
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
-            if (old or new).runtime is None:  # type: ignore[union-attr]  # one of them is there
+            if (host := _host_of(name, running if old is None else wanted)) is not None:
+                was, wish = f"runs in {host}'s processes", "workers of its own (colocate)"
+                if old is not None:
+                    was, wish = "has workers of its own", f"a place in {host}'s processes (colocate)"
+                yield f"{name}: it {was}, and the file gives it {wish}: that {AT_START}"
+            elif (old or new).runtime is None:  # type: ignore[union-attr]  # one of them is there
                 which = "no longer has this service" if new is None else "has this service now, and had not"
                 yield f"{name}: the graph's code {which}: that {AT_START}"
             continue
@@ -221,6 +230,11 @@ def _refused_graph(
             if getattr(old, key) != getattr(new, key):
                 was, is_to_be = _words(getattr(old, key)), _words(getattr(new, key))
                 yield f"{name}: its {key} is {was}, not {is_to_be}: that is another graph, which {AT_START}"
+
+
+def _host_of(name: str, graph: GraphSpec) -> str | None:
+    """The service in whose processes that one runs."""
+    return next((spec.name for spec in graph.services if any(guest.name == name for guest in spec.guests)), None)
 
 
 def _words(value: object) -> str:

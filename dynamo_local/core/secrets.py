@@ -76,6 +76,17 @@ def mask_text(value: str) -> str:
     return _USERINFO.sub(MASK, value)
 
 
+def holds_secret(value: str) -> bool:
+    """Whether `mask_text` finds something to mask in it."""
+    masked = mask_text(value)
+    if masked == value:
+        return False
+    try:
+        return bool(json.loads(masked) != json.loads(value))  # JSON that was only written anew
+    except ValueError:
+        return True
+
+
 def mask_config(config: Any) -> Any:
     """A copy of a configuration (JSON types) as it may be shown.
 

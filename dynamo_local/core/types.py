@@ -71,6 +71,7 @@ class ServiceSpec:
     class); `target` is where its class is, if that is not the graph's. `flips_to` is the
     component whose role its workers can take over (`flippable` false: they shall not); where that is None,
     `cannot_flip` says why. `standby` is how many workers are kept asleep (None: its workers are not made to sleep).
+    `guests` are the services that run in its workers' processes: they have no workers of their own.
     """
 
     name: str
@@ -90,18 +91,27 @@ class ServiceSpec:
     flips_to: str | None = None
     cannot_flip: str = "no other component has an engine like its own"
     standby: int | None = None
+    guests: tuple[ServiceSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """A graph that can run. `target` is `module:Service` as given to `dynamo serve`, or a file of commands."""
+    """A graph that can run. `target` is `module:Service` as given to `dynamo serve`, or a file of commands.
+
+    `services` have workers of their own.
+    """
 
     namespace: str
     target: str
     services: tuple[ServiceSpec, ...]
 
+    @property
+    def components(self) -> tuple[ServiceSpec, ...]:
+        """All that runs: each service, then those in its processes."""
+        return tuple(each for spec in self.services for each in (spec, *spec.guests))
+
     def service(self, name: str) -> ServiceSpec:
-        """The service of that exact name; KeyError if there is none."""
+        """The service of that exact name that has workers; KeyError if there is none."""
         for spec in self.services:
             if spec.name == name:
                 return spec

@@ -8,7 +8,7 @@ a load, and the load that it can take within a target.
     decode.find_best_throughput_per_gpu(10, 3150).value  # tokens/s/GPU with an ITL of at most 10 ms
 
 More load never takes less time: TTFT over the prompt's length and ITL over the KV in use are made non-decreasing where
-a measurement falls (`curves.isotonic`). Throughput is not interpolated by itself, but follows from latency: prompts
+a measurement falls (`core.isotonic`). Throughput is not interpolated by itself, but follows from latency: prompts
 one after the other, and for decode the requests that run, divided by ITL (Little's law).
 """
 

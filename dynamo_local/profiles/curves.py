@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+
+from dynamo_local.core.isotonic import isotonic
 
 CONTEXTS_BETWEEN = 8
 """Context lengths that `surface` adds between two measured ones: what is linear in 1 / context is curved over it."""
-
-
-def isotonic(values: Iterable[float]) -> list[float]:
-    """The non-decreasing values that are nearest to these in the sum of squares (pool adjacent violators).
-
-    Values that do not fall come back as they are, bit for bit.
-    """
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = float(value), 1
-        while pools and pools[-1][0] > mean:
-            before, more = pools.pop()
-            mean, count = (before * more + mean * count) / (more + count), more + count
-        pools.append((mean, count))
-    return [mean for mean, count in pools for _ in range(count)]
 
 
 class Line:

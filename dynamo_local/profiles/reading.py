@@ -29,6 +29,9 @@ DEFAULT_PROFILE = "dynamo_H200_TP1P_TP1D"
 BYTES_MAX = 16 << 20
 """Of one file, and of the arrays that it says it holds. A sweep is a few kB."""
 
+PROFILE_DOCUMENT = "profile.json"
+"""Beside Dynamo's files in a folder that `dynamo profile` wrote (`measuring.document`)."""
+
 POINTS_MAX = 100_000
 VALUE_MIN, VALUE_MAX = 1e-9, 1e12
 """Of any length, time or throughput: beyond, it is no measurement, and arithmetic with it may overflow."""

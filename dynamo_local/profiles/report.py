@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.profiles.capacity import DecodeInterpolator, PrefillInterpolator, interpolators
+from dynamo_local.profiles.measuring import summary
+from dynamo_local.profiles.measuring.document import Document
 from dynamo_local.profiles.reading import Profile
 from dynamo_local.system.pages import STYLE, page_template, svg, write_page
 
@@ -19,11 +21,15 @@ BEYOND = 1.5
 """Prompts are drawn to so many times the longest measured one."""
 
 
-def write_report(path: Path, profile: Profile, facts: Mapping[str, Any]) -> None:
-    """Write the page; `facts` are those of `showing.facts_of`. Raises `BadInput` without matplotlib, or where the file
-    cannot be written."""
+def write_report(path: Path, profile: Profile, facts: Mapping[str, Any], document: Document | None = None) -> None:
+    """Write the page; `facts` are those of `showing.facts_of`, `document` what was measured beside the files. Raises
+    `BadInput` without matplotlib, or where the file cannot be written."""
     title, told = f"Engine profile {facts['profile']}", list(_told(facts))
-    write_page(path, _PAGE.render(title=title, style=STYLE, plot=_plot(profile), **{**facts, "facts": told}))
+    measured = [] if document is None else sorted(document.points, key=lambda p: (p.kind, p.tokens, p.requests))
+    if document is not None:
+        told += [("date", document.date), *(("measured", line) for line in summary.lines_of(document))]
+    shown = {**facts, "facts": told, "repeated": measured}
+    write_page(path, _PAGE.render(title=title, style=STYLE, plot=_plot(profile), **shown))
 
 
 def _told(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -148,6 +154,19 @@ def _map(axis: Any, figure: Any, profile: Profile, model: DecodeInterpolator) ->
 _PAGE = page_template(
     """<p>Points were measured; lines are what planners go by, dotted where they are extrapolated.</p>
 {{ plot | safe }}
+{% if repeated %}
+<h2>How sure the points are</h2>
+<table>
+<tr><th>what</th><th>tokens</th><th>cached</th><th>requests</th><th>mean, ms</th><th>± (95 %)</th>
+<th>repetitions</th></tr>
+{% for point in repeated %}
+<tr><td>{{ point.kind }}</td><td>{{ point.tokens }}</td><td>{{ point.cached }}</td>
+<td>{{ "{:g}".format(point.requests) }}</td><td>{{ "{:.3f}".format(point.mean_ms) }}</td>
+<td>{{ "–" if point.half_width_ms is none else "{:.1%}".format(point.half_width_ms / point.mean_ms) }}</td>
+<td>{{ point.repetitions | length }}</td></tr>
+{% endfor %}
+</table>
+{% endif %}
 <h2>The most that a GPU decodes within an ITL</h2>
 <table>
 <tr><th>context</th><th>ITL target, ms</th><th>tokens/s/GPU</th><th>requests at once</th><th>ITL, ms</th><th></th></tr>

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from dynamo_local.core.isotonic import isotonic
 from dynamo_local.profiles.capacity import DecodeInterpolator, PrefillInterpolator, interpolators
-from dynamo_local.profiles.curves import isotonic
 from dynamo_local.profiles.reading import DecodePoints, PrefillPoints, Profile, lines_of
 
 _SAME = 0.005

@@ -137,9 +137,7 @@ class LeaseKeeper:
             async with self._lock:
                 if self._state is not _State.HELD:
                     raise LeaseNotFound(f"cannot withdraw keys: the lease is {self._state.value}")
-                going = [entry for entry in self._entries if entry.key not in keep]
-                self._entries = [entry for entry in self._entries if entry not in going]
-                self._withdrawn += going
+                self._withdrawn = [entry for entry in self._entries if entry.key not in keep]
                 for entry in self._withdrawn:
                     kv = await self._kv.get(entry.key(self.lease_id))
                     if kv is not None and kv.lease_id == self.lease_id:
@@ -154,8 +152,6 @@ class LeaseKeeper:
             async with self._lock:
                 if self._state is not _State.HELD:
                     raise LeaseNotFound(f"cannot restore keys: the lease is {self._state.value}")
-                # First: under a lease that is granted meanwhile they are put, too.
-                self._entries += [entry for entry in self._withdrawn if entry not in self._entries]
                 done = await asyncio.gather(*map(self._put, self._withdrawn), return_exceptions=True)
                 failed = [
                     (entry, error) for entry, error in zip(self._withdrawn, done, strict=True) if error is not None
@@ -168,7 +164,7 @@ class LeaseKeeper:
 
     async def put_again(self, key: Callable[[int], str], timeout_s: float = 5.0) -> None:
         """The value of that registered key has changed. Raises as `register`."""
-        for entry in [each for each in self._entries if each.key == key]:
+        for entry in [each for each in self._present() if each.key == key]:
             await self._until(timeout_s, lambda entry=entry: self._put_entry(entry))  # type: ignore[misc]
 
     async def revoke(self, timeout_s: float = 5.0) -> None:
@@ -254,10 +250,16 @@ class LeaseKeeper:
             await self._on_regrant(self.lease_id)
             self._to_tell = False
         if self._to_put:
-            for entry in list(self._entries):
+            for entry in self._present():
                 await self._put(entry)
             self._to_put = False
             await self._watch_own_key()
+
+    def _present(self) -> list[_Entry]:
+        """What is not withdrawn, in the order in which it was first put. That order holds for ever: the last key says
+        that the others are there. (Keys that came back behind it let the arbiter drain the last worker that could be
+        found, because it took the one that was just registering again for ready.)"""
+        return [entry for entry in self._entries if entry not in self._withdrawn]
 
     async def _put_entry(self, entry: _Entry) -> None:
         async with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -183,6 +184,10 @@ class WorkerContext(Protocol):
         """While the worker starts: say what it waits for now, in words that follow "waits for"."""
         ...
 
+    def serve_endpoint(self, name: str, handler: Callable[[Any], Any], model: type) -> None:
+        """Serve one more endpoint than the class declares, for requests of that model; before the start has ended."""
+        ...
+
     async def register_key(self, prefix: str, value: bytes) -> None:
         """Put `{prefix}:{lease hex}` under the worker's lease; put again whenever the lease is granted anew."""
         ...
@@ -231,9 +236,14 @@ class WorkerContext(Protocol):
 
 _current: WorkerContext | None = None
 
+GUEST: ContextVar[WorkerContext | None] = ContextVar("dynamo_guest", default=None)
+"""The context of the component whose code runs, where it runs in another component's process."""
+
 
 def current_context() -> WorkerContext:
-    """The process's context; RuntimeError outside a worker (a bug in the caller, hence no DynamoError)."""
+    """The component's context; RuntimeError outside a worker (a bug in the caller, hence no DynamoError)."""
+    if (guest := GUEST.get()) is not None:
+        return guest
     if _current is None:
         raise RuntimeError("no WorkerContext: this code runs outside a dynamo worker; tests call set_current_context()")
     return _current

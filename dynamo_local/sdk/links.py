@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`source.link(target)`, the line that said so, and the module if that was at its top level."""
+    """`source.link(target)`, the line that said so, and the module if that was at its top level. `colocate`: the target
+    runs in the source's processes, unless the configuration says otherwise."""
 
     source: DynamoService[Any]
     target: DynamoService[Any]
     module: str | None
     place: Place
+    colocate: bool = False
 
 
 _edges: list[Edge] = []

@@ -129,13 +129,16 @@ class DynamoService(Generic[T]):
         self.on_start = tuple(attr for attr, member in members.items() if hasattr(member, _START_MARK))
         self.on_shutdown = tuple(attr for attr, member in members.items() if hasattr(member, _SHUTDOWN_MARK))
 
-    def link(self, other: DynamoService[Any]) -> DynamoService[Any]:
-        """Say that `other` runs in graphs whose root leads here; returns `other`, so that links chain."""
+    def link(self, other: DynamoService[Any], *, colocate: bool = False) -> DynamoService[Any]:
+        """Say that `other` runs in graphs whose root leads here; returns `other`, so that links chain.
+
+        `colocate`: it runs in this service's processes, unless the configuration gives it workers of its own.
+        """
         if not isinstance(other, DynamoService):
             raise _refused(f"{self.name}.link({other!r}): not a service; decorate the class with @service")
         if other is self:
             raise _refused(f"{self.name}.link({self.name}): a service cannot be linked to itself")
-        links.record(links.Edge(self, other, importing_module(), caller_place()))
+        links.record(links.Edge(self, other, importing_module(), caller_place(), colocate))
         return other
 
     def request_model(self, endpoint_name: str) -> type | None:

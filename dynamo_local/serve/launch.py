@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dynamo_local.autoscale.fitting_profile import check_profile
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config import Config
 from dynamo_local.control.deployment import (
@@ -31,7 +32,7 @@ from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.infra.access import without_access
 from dynamo_local.serve.request import Request, ServeOptions, understand
 from dynamo_local.state.raw import prepare_folder
-from dynamo_local.system import living, lock
+from dynamo_local.system import collector, living, lock
 from dynamo_local.system.host_errors import ensure_descriptors, host_refused, telling
 from dynamo_local.system.notify import notify
 from dynamo_local.system.paths import Paths
@@ -71,6 +72,8 @@ def plan_deployment(
     spec, config, settings = request.graph, request.config, request.settings
     inventory, pool = _devices(request, environ)
     sample = pool.sample()
+    if request.planner_starts:
+        check_profile(request.planner, spec, [device.name for device in sample.devices])
     ledger = GpuLedger.of(sample.devices, elsewhere=sample.elsewhere)
     etcd, nats = _servers(config, environ)
     factory = WatcherFactory(
@@ -157,7 +160,8 @@ def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], Vie
     from dynamo_local.succession.adoption import settle
 
     ensure_descriptors()
-    request = understand(options, os.environ, Path.cwd())
+    with collector.paused():  # it imports the graph
+        request = understand(options, os.environ, Path.cwd())
     with _exclusive(request.paths, who, adopt=options.adopt) as hold:
         request = replace(request, paths=hold.paths)
         log_file = request.paths.log_file(f"{request.graph.namespace}_arbiter")
@@ -239,10 +243,11 @@ def _logging_to(path: Path) -> Iterator[None]:
 async def _run(
     deployment: Deployment, pool: GpuPool, view: View, make_host: MakeHost, found: Found | None, hold: NamespaceHold
 ) -> int:
-    from dynamo_local.serve.supervisor import Supervisor
-    from dynamo_local.state import StateStore
+    with collector.paused():
+        from dynamo_local.serve.supervisor import Supervisor
+        from dynamo_local.state import StateStore
 
-    arbiter = make_host(deployment)
+        arbiter = make_host(deployment)
     store = StateStore(deployment.paths.statefile)
     supervisor = Supervisor(deployment, arbiter=arbiter, store=store, pool=pool, clock=AsyncioClock(), view=view)
     _handle_signals(supervisor.signalled, view)

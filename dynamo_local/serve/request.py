@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynamo_local.autoscale.fitting_profile import check_profile
 from dynamo_local.commands.graph import check_commands, with_commands
 from dynamo_local.config import (
     Config,
@@ -95,6 +96,7 @@ def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, 
     if starts:
         planned_components(spec)
         check_planner(planner, spec)
+        check_profile(planner, spec)
         tensorboard.check(planner.log_dir)
     follow = _followed(options, spec, starts)
     spec = with_flips(graph, spec, config)

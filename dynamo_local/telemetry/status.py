@@ -41,6 +41,7 @@ def worker_status(
     return {
         "watcher_name": worker.name,
         "component": worker.component,
+        "guests": list(fleet.template_of(worker).guests),
         "role": str(worker.role),
         "state": str(worker.state),
         "pid": worker.pid,

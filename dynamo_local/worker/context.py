@@ -23,7 +23,7 @@ from dynamo_local.runtime.passes.events import PassEvents
 from dynamo_local.runtime.passes.recorder import PassRecorder
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from dynamo_local.runtime.prefill_queue.replies import PrefillReplies
-from dynamo_local.runtime.requests import RequestPlane
+from dynamo_local.runtime.requests.dependency import Plane
 from dynamo_local.sdk.context import EngineSleeper, KvEvents, Work
 
 log = logging.getLogger("dynamo_local.worker")
@@ -39,7 +39,7 @@ KeyOf = Callable[[int], str]
 class Identity:
     """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start.
 
-    `standby`: it may be put to sleep.
+    `standby`: it may be put to sleep. `guests` are the components that run in its process, too.
     """
 
     namespace: str
@@ -56,6 +56,7 @@ class Identity:
     gpus: int = 0
     flips_to: str | None = None
     standby: bool = False
+    guests: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, env: Mapping[str, str], component: str) -> Identity:
@@ -85,6 +86,7 @@ class Identity:
             gpus=int(env.get("DYN_WORKER_GPUS", "0")),
             flips_to=env.get("DYN_FLIPS_TO") or None,
             standby=env.get("DYN_STANDBY") == "1",
+            guests=tuple(name for name in env.get("DYN_COLOCATED", "").split(",") if name),
         )
 
 
@@ -94,7 +96,7 @@ class Connections:
 
     kv: KeyValueStore
     nats: Any
-    plane: RequestPlane
+    plane: Plane
 
 
 class Context:
@@ -139,6 +141,7 @@ class Context:
         self.load_changed: Callback = _never
         self.work_source: Callable[[], Work] = Work
         self.dispatch_source: Callable[[], Mapping[str, float]] | None = None
+        self.more_endpoints: dict[str, tuple[Callable[[Any], Any], type]] = {}
         self._counters: Callable[[], Awaitable[Mapping[str, float]]] | None = None
         self._limits: Callable[[], Mapping[str, int | None]] = dict
         self._requests: Callable[[float], Recent | None] | None = None
@@ -196,6 +199,9 @@ class Context:
 
     def wait_for(self, what: str) -> None:
         self._on_wait(what)
+
+    def serve_endpoint(self, name: str, handler: Callable[[Any], Any], model: type) -> None:
+        self.more_endpoints[name] = handler, model
 
     async def register_key(self, prefix: str, value: bytes) -> None:
         await self._register_soon(lambda lease: f"{prefix}:{lease_hex(lease)}", value)

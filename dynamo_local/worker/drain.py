@@ -93,7 +93,7 @@ class Drain:
 
     def begin(self, why: str) -> None:
         """Drain; while starting, leave at once. A second call changes nothing, except while a drain is being taken
-        back: then the worker drains after all, because the later order wins."""
+        back: then the worker drains after all, because the later order wins (unless that, too, is taken back)."""
         if self.phase is Phase.STARTING:
             self._leave(why)
         elif self.phase is Phase.READY or self.phase in STANDBY:
@@ -120,6 +120,7 @@ class Drain:
         if self._resuming is None:
             self._resuming = asyncio.create_task(self._resume(), name="take the drain back")
             self._resuming.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._again = None  # an order to drain that came while it was taken back before: this one is later
         # Shielded: a caller that gives up must not leave the worker half resumed.
         await asyncio.shield(self._resuming)
 

@@ -39,14 +39,17 @@ class Endpoints:
         handlers = {name: getattr(component, declared.method) for name, declared in service.endpoints.items()}
         if service.endpoints and context.load_source is not None:
             handlers.setdefault(LOAD_ENDPOINT, partial(_tell_load, load))
+        models: dict[str, Any] = {name: NoneType for name in handlers}
+        models |= {name: service.request_model(name) for name in service.endpoints}
+        for name, (handler, model) in context.more_endpoints.items():
+            handlers[name], models[name] = handler, model
         for name, handler in handlers.items():
-            model = service.request_model(name) if name in service.endpoints else NoneType
             server = EndpointServer(
                 context.nats,
                 subject=self._subject(name, context.lease_id),
-                handler=_adapt(handler, model),
+                handler=adapted(handler, models[name]),
                 name=name,
-                decode=decoder_of(model),
+                decode=decoder_of(models[name]),
             )
             context.close_with_worker(server.close)
             await server.start()
@@ -103,7 +106,7 @@ async def _tell_load(load: Callable[[], Load], _request: Any) -> dict[str, float
     return load().numbers()
 
 
-def _adapt(handler: Callable[..., Any], model: Any) -> Handler:
+def adapted(handler: Callable[..., Any], model: Any) -> Handler:
     """Endpoints take the request alone, as Dynamo's do, as the model with which they annotate it: a pydantic one is
     made here, a msgspec one comes from the wire."""
     if not hasattr(model, "model_validate"):

@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK, DynamoError, LeaseNotFound, NotSleepable, StartTimedOut
-from dynamo_local.runtime.requests import DependencyClient
 from dynamo_local.sdk.context import EngineSleeper
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
@@ -193,9 +192,11 @@ class WorkerProcess:
         start_stages.passed("connections")
         self._roles.connected(connections)
         await role.take_lease(connections)
-        clients = await role.begin(connections)
+        waited = await role.begin(connections)
         start_stages.passed("start hooks")
-        await self._wait_for_dependencies(clients)
+        for client in waited:
+            self._wait_for(f"a worker of {client.component}")
+            await client.wait_ready(self.identity.start_deadline_s)
         start_stages.passed("dependencies")
         self._wait_for("its registration")
         await role.serve()
@@ -206,12 +207,6 @@ class WorkerProcess:
 
     def _wait_for(self, what: str) -> None:
         self._waiting_for = what
-
-    async def _wait_for_dependencies(self, clients: Mapping[str, DependencyClient | None]) -> None:
-        for attribute, client in clients.items():
-            if client is not None and not self.service.depends[attribute].optional:
-                self._wait_for(f"a worker of {client.component}")
-                await client.wait_ready(self.identity.start_deadline_s)
 
     async def _nats_closed(self) -> None:
         """The client ended for good (the server disconnected us): no request reaches us any more, so leave."""
@@ -234,9 +229,7 @@ class WorkerProcess:
         self._role.endpoints.stop_accepting(linger_s)
 
     async def finish(self) -> None:
-        assert self._role.context is not None
-        own = [*self._role.context.drain_callbacks(), *self._role.endpoints.until_idle()]
-        await run_all("the drain", [*own, self._roles.finish])
+        await run_all("the drain", [*self._role.until_finished(), self._roles.finish])
 
     async def end_standby(self) -> None:
         await self._sleeping.close()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
-from dynamo_local.system import start_stages
+from dynamo_local.system import collector, start_stages
 from dynamo_local.system.host_errors import ensure_descriptors
 from dynamo_local.system.logs.request_log import log_to_stderr
 from dynamo_local.system.prctl import die_as_asked
@@ -43,7 +43,9 @@ def run_as_worker(make: Callable[[], WorkerProcess]) -> NoReturn:
     log_to_stderr(os.environ.get("DYN_LOG", "INFO").upper())
     try:
         ensure_descriptors()
-        code = _run(make)
+        with collector.paused():
+            worker = make()
+        code = _run(worker)
     except DynamoError as error:
         log.error("%s", error)
         code = error.exit_code
@@ -58,9 +60,12 @@ def run_as_worker(make: Callable[[], WorkerProcess]) -> NoReturn:
 
 
 def _worker(target: str, service_name: str) -> WorkerProcess:
-    from dynamo_local.sdk.loader import load_graph
-    from dynamo_local.worker.context import Identity
-    from dynamo_local.worker.process import WorkerProcess
+    with collector.keeping():
+        import uvloop  # noqa: F401
+
+        from dynamo_local.sdk.loader import load_graph
+        from dynamo_local.worker.context import Identity
+        from dynamo_local.worker.process import WorkerProcess
 
     start_stages.passed("our imports")
     graph = load_graph(target, base_dir=Path.cwd())
@@ -71,10 +76,9 @@ def _worker(target: str, service_name: str) -> WorkerProcess:
     return WorkerProcess(graph, service, Identity.of(os.environ, service_name))
 
 
-def _run(make: Callable[[], WorkerProcess]) -> int:
+def _run(worker: WorkerProcess) -> int:
     import uvloop
 
-    worker = make()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             code = runner.run(worker.run())

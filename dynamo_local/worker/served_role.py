@@ -23,10 +23,11 @@ from dynamo_local.sdk.context import Work, set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings, validate_section
-from dynamo_local.worker.context import Connections, Context, Identity
+from dynamo_local.worker.context import Callback, Connections, Context, Identity
 from dynamo_local.worker.endpoints import Endpoints
+from dynamo_local.worker.guests.living import Guests
 from dynamo_local.worker.registration import Registration, Touch
-from dynamo_local.worker.startup import dependency_clients, dynamo_context_of
+from dynamo_local.worker.startup import dependency_clients, dynamo_context_of, required
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -87,6 +88,7 @@ class ServedRole:
         self.component: Any = None
         self._inherited = inherited
         self._stack = contextlib.AsyncExitStack()
+        self._guests = Guests(host, identity, self.draining, self._stack)
         self._control: ControlServer | None = None
         self._publisher: LoadPublisher | None = None
 
@@ -104,10 +106,12 @@ class ServedRole:
         self._stack.push_async_callback(self.registration.close)
         await self.registration.take_lease(connections.kv, self.host.is_draining)
 
-    async def begin(self, connections: Connections) -> dict[str, DependencyClient | None]:
-        """Make the component and run its start hooks; the clients of what it depends on."""
+    async def begin(self, connections: Connections) -> list[DependencyClient]:
+        """Make the components, guests first, and run their start hooks; the clients of what must be waited for."""
         lease = self.registration.lease
         assert lease is not None
+        connections = self._guests.around(connections, lease)
+        waited = await self._guests.begin(connections, lease)
         self.context = Context(
             self.identity,
             connections,
@@ -127,7 +131,7 @@ class ServedRole:
         self.host.on_wait(f"{self.service.name}'s start hooks")
         for hook in self.service.on_start:
             await getattr(self.component, hook)()
-        return clients
+        return [*waited, *required(self.service, clients)]
 
     def be_current(self) -> None:
         """What the process's code asks for its context is told this role's. Nothing before `begin`."""
@@ -158,6 +162,7 @@ class ServedRole:
     async def register(self) -> None:
         """Put all keys but the one that says that it is ready. Raises `EtcdUnavailable`, `LeaseNotFound`."""
         await self.registration.register_endpoints()
+        await self._guests.register_waiting_keys()
         await self._made.register_waiting_keys()
 
     async def register_ready(self, flush: Callable[[], Awaitable[object]]) -> None:
@@ -170,7 +175,12 @@ class ServedRole:
         """Let the component go on, if it had been told to stop: not where a drain was taken back early."""
         if self.draining.is_set():
             self.draining.clear()
+            await self._guests.resume()
             await self._made.resume()
+
+    def until_finished(self) -> list[Callback]:
+        """What is to be awaited before it leaves: its components' own work, and its endpoints' requests."""
+        return [*self._made.drain_callbacks(), *self._guests.drain_callbacks(), *self.endpoints.until_idle()]
 
     # --- going -----------------------------------------------------------------------------------
 
@@ -190,6 +200,7 @@ class ServedRole:
         if self.component is not None:
             for hook in self.service.on_shutdown:
                 await bounded(f"the shutdown hook {hook}", _call_hook(self.component, hook))
+        await self._guests.run_hooks(bounded)
 
     async def close(self) -> None:
         """Close what the component opened, the lease last."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from dynamo_local.runtime.etcd import EtcdStore
@@ -61,6 +61,12 @@ def dependency_clients(
 
     bindings = graph.bindings(service.name)
     return {attribute: None if other is None else client_of(other) for attribute, other in bindings.items()}
+
+
+def required(service: DynamoService[Any], clients: Mapping[str, DependencyClient | None]) -> list[DependencyClient]:
+    """Those without which the component cannot serve."""
+    depends = service.depends
+    return [client for name, client in clients.items() if client is not None and not depends[name].optional]
 
 
 def dynamo_context_of(context: Context, service: DynamoService[Any], lease: LeaseKeeper) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from tests.chaos.plan import BASE, DECODE, FRONTEND, PREFILL, Kind, make_plan
 from tests.chaos.world import Chaos
 from tests.drivers.scaled import events
 from tests.drivers.served import Served
+from tests.tools.free_port import free_port
 from tests.tools.host_faults import small_disk
 
 pytestmark = [pytest.mark.infra]
@@ -57,7 +57,8 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
     with capsys.disabled():
         print(f"\nchaos: DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}, {len(plan)} actions", flush=True)
         print(f"chaos: {conversation(1).told}", flush=True)
-    port, tally = _free_port(), Tally()
+    # Chosen here, not by the Frontend: one that is started again must be found where it was.
+    port, tally = free_port(), Tally()
     disk = tmp_path / "disk"
     env = {"DYN_LOCAL_STATE_DIR": str(disk / "state"), "DYN_LOCAL_LOG_DIR": str(disk / "logs")}
     with (
@@ -121,10 +122,3 @@ def _report(chaos: Chaos) -> str:
             *chaos.last_events(),
         ]
     )
-
-
-def _free_port() -> int:
-    """Chosen here, not by the Frontend: one that is started again must be found where it was."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,9 +1,18 @@
-"""The two parties of the `EndpointClient` contract: the fake of the component tests, and the real one over NATS."""
+"""The parties of the `EndpointClient` contract: the fake of the component tests, the real one over NATS, and calls
+within a process."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
 from dynamo_local import errors
+from dynamo_local.core.types import Instance
+from dynamo_local.ports import ResponseStream
+from dynamo_local.runtime.requests.context import RequestContext
 from dynamo_local.runtime.requests.handlers import Handler
+from dynamo_local.runtime.requests.local import LocalClient, LocalEndpoint
 from tests.drivers.without_arbiter.request_plane import Bench
 from tests.fakes.data_plane.endpoints import FakeEndpointClient
 
@@ -45,4 +54,36 @@ class NatsWorld:
         await self.bench.servers[instance_id].close()
 
 
+class LocalWorld:
+    """The client of an endpoint in the same process, which has one instance and cannot lose it."""
+
+    client: LocalClient
+
+    async def serve(self, handler: Handler, instance_id: int = 1) -> None:
+        instance = Instance("tests", "Guest", "generate", instance_id, subject="")
+        self.client = LocalClient(LocalEndpoint("generate", handler, None), lambda: instance)
+
+    async def close(self) -> None:
+        return
+
+
 World = FakeWorld | NatsWorld
+AnyWorld = World | LocalWorld
+
+
+async def read_into(found: list[Any], stream: ResponseStream) -> None:
+    """Append every item; raises what the stream ends with."""
+    async for item in stream:
+        found.append(item)
+
+
+async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    """As many items as the payload says."""
+    for n in range(payload):
+        yield n
+
+
+async def forever(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    """One item, and then nothing."""
+    yield "first"
+    await asyncio.Event().wait()

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_local import errors
-from dynamo_local.ports import ResponseStream
 from dynamo_local.runtime.requests.context import RequestContext, current_request
-from tests.contract.endpoint_worlds import FakeWorld, NatsWorld, World
+from tests.contract.endpoint_worlds import AnyWorld, FakeWorld, LocalWorld, NatsWorld, World, count, forever, read_into
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
 from tests.drivers.without_arbiter.request_plane import request_bench
@@ -36,43 +35,37 @@ async def world(nats: RealNats | None, namespace: str) -> AsyncIterator[World]:
             yield NatsWorld(bench)
 
 
-async def read_into(found: list[Any], stream: ResponseStream) -> None:
-    """Append every item; raises what the stream ends with."""
-    async for item in stream:
-        found.append(item)
+@pytest.fixture(params=["fake", "local", pytest.param("nats", marks=pytest.mark.infra)])
+async def any_world(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[AnyWorld]:
+    """Those, and a client of its own process: what does not need a second instance, or bytes in between."""
+    if request.param == "nats":
+        async with request_bench(request.getfixturevalue("nats_server"), namespace) as bench:
+            yield NatsWorld(bench)
+        return
+    made: AnyWorld = FakeWorld() if request.param == "fake" else LocalWorld()
+    yield made
+    await made.close()
 
 
-async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    """As many items as the payload says."""
-    for n in range(payload):
-        yield n
-
-
-async def forever(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    """One item, and then nothing."""
-    yield "first"
-    await asyncio.Event().wait()
-
-
-async def test_items_come_in_order_and_all_of_them(world: World) -> None:
+async def test_items_come_in_order_and_all_of_them(any_world: AnyWorld) -> None:
     """A stream of 10,000 items is that stream."""
-    await world.serve(count)
-    stream = await world.client.call(10_000)
+    await any_world.serve(count)
+    stream = await any_world.client.call(10_000)
     assert [item async for item in stream] == list(range(10_000))
 
 
-async def test_batches_hold_the_same_items(world: World) -> None:
+async def test_batches_hold_the_same_items(any_world: AnyWorld) -> None:
     """`batches` gives every item once, in groups that are never empty."""
-    await world.serve(count)
-    batches = [batch async for batch in (await world.client.call(5000)).batches()]
+    await any_world.serve(count)
+    batches = [batch async for batch in (await any_world.client.call(5000)).batches()]
     assert [item for batch in batches for item in batch] == list(range(5000))
     assert all(batches)
 
 
-async def test_an_empty_stream_ends(world: World) -> None:
+async def test_an_empty_stream_ends(any_world: AnyWorld) -> None:
     """No items is an answer."""
-    await world.serve(count)
-    assert [item async for item in await world.client.call(0)] == []
+    await any_world.serve(count)
+    assert [item async for item in await any_world.client.call(0)] == []
 
 
 async def test_values_take_the_way_through_msgpack(world: World) -> None:
@@ -87,21 +80,21 @@ async def test_values_take_the_way_through_msgpack(world: World) -> None:
     assert [item async for item in stream] == [{**payload, "ids": [1, 2]}]
 
 
-async def test_a_coroutine_handler_gives_one_value(world: World) -> None:
+async def test_a_coroutine_handler_gives_one_value(any_world: AnyWorld) -> None:
     """`single` is the value of a unary handler."""
 
     async def double(payload: Any, context: RequestContext) -> int:
         return int(payload) * 2
 
-    await world.serve(double)
-    stream = await world.client.call(21)
+    await any_world.serve(double)
+    stream = await any_world.client.call(21)
     assert await stream.single() == 42  # type: ignore[attr-defined]
 
 
-async def test_single_refuses_a_stream(world: World) -> None:
+async def test_single_refuses_a_stream(any_world: AnyWorld) -> None:
     """Two values are not one."""
-    await world.serve(count)
-    stream = await world.client.call(2)
+    await any_world.serve(count)
+    stream = await any_world.client.call(2)
     with pytest.raises(errors.RequestError, match="single value"):
         await stream.single()  # type: ignore[attr-defined]
 
@@ -129,11 +122,11 @@ async def test_an_explicit_instance_is_called(world: World) -> None:
         await stream.aclose()
 
 
-async def test_an_unknown_instance_is_an_error(world: World) -> None:
+async def test_an_unknown_instance_is_an_error(any_world: AnyWorld) -> None:
     """An instance id that nobody registered raises `WorkerLost`."""
-    await world.serve(count, 1)
+    await any_world.serve(count, 1)
     with pytest.raises(errors.WorkerLost):
-        await world.client.call(1, instance_id=99)
+        await any_world.client.call(1, instance_id=99)
 
 
 async def test_without_instances_there_are_no_workers(world: World) -> None:
@@ -180,7 +173,7 @@ async def test_a_call_that_all_refuse_as_leaving_waits_for_the_next_instance(wor
 
 
 @pytest.mark.parametrize("error", [errors.InvalidRequest("too long", param="prompt"), errors.KvTransferError("lost")])
-async def test_errors_keep_their_type_and_details(world: World, error: errors.DynamoError) -> None:
+async def test_errors_keep_their_type_and_details(any_world: AnyWorld, error: errors.DynamoError) -> None:
     """What the handler raised after two items is raised after those two items."""
 
     async def fails(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -188,8 +181,8 @@ async def test_errors_keep_their_type_and_details(world: World, error: errors.Dy
         yield 2
         raise error
 
-    await world.serve(fails)
-    stream = await world.client.call(None)
+    await any_world.serve(fails)
+    stream = await any_world.client.call(None)
     found: list[Any] = []
     with pytest.raises(type(error), match=error.message) as raised:
         await read_into(found, stream)
@@ -197,15 +190,15 @@ async def test_errors_keep_their_type_and_details(world: World, error: errors.Dy
     assert raised.value.details == error.details
 
 
-async def test_a_foreign_error_is_remote_and_named(world: World) -> None:
+async def test_a_foreign_error_is_remote_and_named(any_world: AnyWorld) -> None:
     """A bug of the handler arrives as `RemoteError` with its class name."""
 
     async def fails(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         yield {}["missing"]
 
-    await world.serve(fails)
+    await any_world.serve(fails)
     with pytest.raises(errors.RemoteError) as raised:
-        [item async for item in await world.client.call(None)]
+        [item async for item in await any_world.client.call(None)]
     assert raised.value.details["type"] == "KeyError"
 
 
@@ -224,7 +217,7 @@ async def test_an_item_that_cannot_travel_is_an_error(world: World) -> None:
     assert found == [1]
 
 
-async def test_closing_the_stream_cancels_the_handler(world: World) -> None:
+async def test_closing_the_stream_cancels_the_handler(any_world: AnyWorld) -> None:
     """Its `finally` has run within milliseconds of `aclose`."""
     ended = asyncio.Event()
 
@@ -235,15 +228,15 @@ async def test_closing_the_stream_cancels_the_handler(world: World) -> None:
         finally:
             ended.set()
 
-    await world.serve(guarded)
-    stream = await world.client.call(None)
+    await any_world.serve(guarded)
+    stream = await any_world.client.call(None)
     assert await anext(aiter(stream)) == "first"
     await stream.aclose()
     await asyncio.wait_for(ended.wait(), 0.5)
     await stream.aclose()
 
 
-async def test_a_closed_stream_cancels_a_handler_that_waits_for_room(world: World) -> None:
+async def test_a_closed_stream_cancels_a_handler_that_waits_for_room(any_world: AnyWorld) -> None:
     """A handler stopped by back-pressure is closed too."""
     ended = asyncio.Event()
 
@@ -254,8 +247,8 @@ async def test_a_closed_stream_cancels_a_handler_that_waits_for_room(world: Worl
         finally:
             ended.set()
 
-    await world.serve(endless)
-    stream = await world.client.call(None)
+    await any_world.serve(endless)
+    stream = await any_world.client.call(None)
     await anext(aiter(stream))
     await asyncio.sleep(0.05)
     assert not ended.is_set()
@@ -263,7 +256,7 @@ async def test_a_closed_stream_cancels_a_handler_that_waits_for_room(world: Worl
     await asyncio.wait_for(ended.wait(), 0.5)
 
 
-async def test_a_slow_reader_holds_the_handler_back(world: World) -> None:
+async def test_a_slow_reader_holds_the_handler_back(any_world: AnyWorld) -> None:
     """The handler does not run ahead of its reader by more than the buffers hold; nothing is lost."""
     produced = 0
 
@@ -273,8 +266,8 @@ async def test_a_slow_reader_holds_the_handler_back(world: World) -> None:
             produced += 1
             yield [n, "x" * 10_000]
 
-    await world.serve(bulky)
-    items = aiter(await world.client.call(None))
+    await any_world.serve(bulky)
+    items = aiter(await any_world.client.call(None))
     first = await anext(items)
     await asyncio.sleep(0.1)
     assert produced < 200
@@ -282,7 +275,7 @@ async def test_a_slow_reader_holds_the_handler_back(world: World) -> None:
     assert [item[0] for item in [first, *rest]] == list(range(2000))
 
 
-async def test_the_deadline_ends_the_stream_and_the_handler(world: World) -> None:
+async def test_the_deadline_ends_the_stream_and_the_handler(any_world: AnyWorld) -> None:
     """`DeadlineExceeded` after what came in time; the handler is closed as well."""
     ended = asyncio.Event()
 
@@ -293,35 +286,35 @@ async def test_the_deadline_ends_the_stream_and_the_handler(world: World) -> Non
         finally:
             ended.set()
 
-    await world.serve(slow)
+    await any_world.serve(slow)
     found: list[Any] = []
-    stream = await world.client.call(None, timeout_s=0.2)
+    stream = await any_world.client.call(None, timeout_s=0.2)
     with pytest.raises(errors.DeadlineExceeded):
         await read_into(found, stream)
     assert found == ["first"]
     await asyncio.wait_for(ended.wait(), 0.5)
 
 
-async def test_a_deadline_in_the_past_is_refused(world: World) -> None:
+async def test_a_deadline_in_the_past_is_refused(any_world: AnyWorld) -> None:
     """The handler does not start."""
-    await world.serve(count)
+    await any_world.serve(count)
     with pytest.raises(errors.DeadlineExceeded):
-        await world.client.call(1, timeout_s=0)
+        await any_world.client.call(1, timeout_s=0)
 
 
-async def test_the_handler_knows_its_request(world: World) -> None:
+async def test_the_handler_knows_its_request(any_world: AnyWorld) -> None:
     """Id and remaining time come with the context, which is the task's current request too."""
 
     async def tell(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         assert current_request() is context
         yield [context.request_id, context.remaining_s()]
 
-    await world.serve(tell)
-    stream = await world.client.call(None, request_id="r-7", timeout_s=30.0)
+    await any_world.serve(tell)
+    stream = await any_world.client.call(None, request_id="r-7", timeout_s=30.0)
     [[request_id, remaining_s]] = [item async for item in stream]
     assert request_id == "r-7"
     assert 29.0 < remaining_s <= 30.0
-    [[generated, no_deadline]] = [item async for item in await world.client.call(None)]
+    [[generated, no_deadline]] = [item async for item in await any_world.client.call(None)]
     assert generated
     assert no_deadline is None
     assert current_request() is None
@@ -370,7 +363,7 @@ async def test_many_streams_at_once_stay_apart(world: World) -> None:
     assert await asyncio.gather(*(one(tag) for tag in range(200))) == [True] * 200
 
 
-async def test_a_cancelled_reader_can_close(world: World) -> None:
+async def test_a_cancelled_reader_can_close(any_world: AnyWorld) -> None:
     """Cancelling the task that reads leaves a stream that can be closed, and the handler ends."""
     ended = asyncio.Event()
 
@@ -381,11 +374,11 @@ async def test_a_cancelled_reader_can_close(world: World) -> None:
         finally:
             ended.set()
 
-    await world.serve(guarded)
+    await any_world.serve(guarded)
     started = asyncio.Event()
 
     async def read() -> None:
-        stream = await world.client.call(None)
+        stream = await any_world.client.call(None)
         try:
             async for _ in stream:
                 started.set()

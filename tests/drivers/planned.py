@@ -23,6 +23,16 @@ PREFILL, DECODE = "PrefillWorker", "VllmWorker"
 COMES = ("pending", "starting", "ready", "crashed", "backing_off")
 LOOK_EVERY_S = 0.1
 AGREE_WITHIN_S = 5.0
+POLICY_WORDS = {
+    "sla": ("--Planner.policy=sla",),
+    "throughput-load": (
+        "--Planner.policy=throughput-load",
+        "--Planner.optimization-target=sla",
+        "--Planner.enable-load-scaling=true",
+        "--Planner.load-adjustment-interval-seconds=2",
+    ),
+}
+"""The policies with targets, each as it is asked for on the command line."""
 
 
 def one_period(*, thinning: int, speed: float, answer_max: int) -> list[Ask]:

@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.tools.free_port import free_port
 
 BINARY = "DYN_PROMETHEUS"
 """Path of the server's program, where it is not on PATH."""
@@ -37,9 +38,7 @@ class RealPrometheus:
     def __init__(self, folder: Path, target: str, *, web_config: str | None = None) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         config = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
             "scrape_configs": [{"job_name": "dynamo", "static_configs": [{"targets": [target]}]}],

@@ -24,13 +24,13 @@ PACKAGES = (
 EXAMPLE = "dynamo.planner.examples.external_plugin.reference_runner"
 
 
-def empty_packages() -> None:
+def empty_packages(packages: tuple[str, ...] = PACKAGES) -> None:
     """So that nothing is imported but what the modules import themselves."""
     found = find_spec("dynamo")
     assert found is not None
     assert found.submodule_search_locations is not None
     roots = [Path(folder) for folder in found.submodule_search_locations]
-    for name in PACKAGES:
+    for name in packages:
         package = ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")[1:])) for root in roots]
         sys.modules[name] = package

@@ -45,6 +45,21 @@ async def test_requests_passes_and_cards_of_dynamos_workers(plane: str) -> None:
             assert can.max_kv_tokens is not None
 
 
+@pytest.mark.full
+async def test_each_data_parallel_rank_of_a_worker_is_an_engine() -> None:
+    """One worker of two ranks: both are heard, also while one has nothing to do, and requests go to both."""
+    command = "--Mocker.command=python -m dynamo.mocker --model-path {model} --model-name tiny --data-parallel-size 2"
+    with graph("agg", command) as served:
+        served.start()
+        await listed(served)
+        async with observing(served, ROLES, runtime="dynamo-1x", counting=True) as (observed, _):
+            async with served.client() as http:
+                await asyncio.gather(*(ask(http, f"the {n}th question", TOKENS) for n in range(REQUESTS)))
+            found = await all_seen(observed, 2, WAIT_S)
+            assert len({engine.worker_id for engine in found}) == 1
+            assert {engine.dp_rank for engine in found} == {0, 1}
+
+
 def test_the_format_of_a_pass_is_dynamos_own() -> None:
     """Written by us and read by them, and the other way round; the bytes are the same."""
     from dynamo.common import forward_pass_metrics as theirs

@@ -1,13 +1,16 @@
-"""The load planner on graphs of Dynamo 1.x's own workers: what it sees is theirs, what it does is carried out."""
+"""The planners on graphs of Dynamo 1.x's own workers: what they see is theirs, what they do is carried out."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from tests.drivers.planned import POLICY_WORDS, decided, planner
 from tests.drivers.served import Served, auntil
 from tests.dynamo1x.dynamo_graphs import ask, graph, instances, listed
+from tests.fakes.profile_folders import SLOW_KV_TOKENS, slow_engine, slow_mocker
 
 pytestmark = [pytest.mark.timeout(500)]
 
@@ -67,3 +70,53 @@ async def test_prefills_that_wait_bring_another_prefill_worker() -> None:
         await listed(served)
         await _until_decided(served, clients=12, tokens=4, name="Prefill_1")
         assert len(instances(served, "prefill")) >= 2
+
+
+BLOCK_SIZE = 16
+RISES_AND_FALLS = ((0.5, 4.0, 20), (2.0, 20.0, 150), (0.5, 16.0, 20))
+"""Requests a second, for so many seconds, of so many tokens: two a second of 150 need two decode workers or three."""
+
+
+async def _open_loop(served: Served, rate: float, seconds: float, tokens: int) -> list[str]:
+    """Each request at its time; what failed, or had another number of tokens than it asked for."""
+    async with served.client() as client:
+        asked = []
+        for n in range(int(rate * seconds)):
+            asked.append(asyncio.create_task(ask(client, f"{n} of {rate:g}" + " the" * 100, tokens)))
+            await asyncio.sleep(1 / rate)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    return [repr(answer) for answer in answers if isinstance(answer, BaseException)]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", POLICY_WORDS)
+async def test_each_policy_follows_a_load_that_rises_and_falls(policy: str, tmp_path: Path) -> None:
+    """Dynamo's mockers play the profile that the planner sizes by; it sees them through their frontend's counts and
+    their passes. It adds decode workers, takes them away again, and no request is lost."""
+    profile = slow_engine(tmp_path / "profile")
+    plays = f"--planner-profile-data {slow_mocker(tmp_path / 'mocker.npz')} --block-size {BLOCK_SIZE}"
+    plays += f" --num-gpu-blocks-override {SLOW_KV_TOKENS // BLOCK_SIZE}"
+    words = [
+        *(f"--{name}.command={MOCKER} --disaggregation-mode {name.lower()} {plays}" for name in ("Prefill", "Decode")),
+        *(f"--{name}.ServiceArgs.resources.gpu=1" for name in ("Prefill", "Decode")),
+        "--planner",
+        "--gpus=sim:4",
+        *POLICY_WORDS[policy],
+        f"--Planner.profile-results-dir={profile}",
+        "--Planner.throughput-adjustment-interval-seconds=4",
+        "--Planner.metric-pulling-interval=0.5",
+        "--Planner.ttft=1500",
+        "--Planner.itl=60",
+        "--Planner.load-predictor=constant",
+        "--Planner.max-gpu-budget=4",
+    ]
+    with graph("disagg", *words) as served:
+        served.start()
+        await listed(served)
+        for rate, seconds, tokens in RISES_AND_FALLS:
+            assert await _open_loop(served, rate, seconds, tokens) == []
+        await auntil(lambda: set(served.states()) == {"Frontend", "Prefill", "Decode"}, DECIDED_S, what=served.states)
+        most = max(record["decision"]["targets"].get("Decode", 0) for record in decided(served))
+        assert most >= 2, decided(served)[-5:]
+        assert planner(served, "status")["failed_ticks"] == 0

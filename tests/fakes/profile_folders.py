@@ -88,3 +88,17 @@ def slow_engine(folder: Path) -> str:
             "max_kv_tokens": SLOW_KV_TOKENS,
         },
     )
+
+
+def slow_mocker(path: Path) -> str:
+    """The same engine as Dynamo's mocker reads it (`--planner-profile-data`): a grid of KV in use and context."""
+    isl, kv, context = np.linspace(50, 2000, 14), np.linspace(0, SLOW_KV_TOKENS, 41), np.linspace(50, 1050, 21)
+    np.savez(
+        path,
+        prefill_isl=isl,
+        prefill_ttft_ms=100 + 0.4 * isl,
+        decode_active_kv_tokens=kv,
+        decode_context_length=context,
+        decode_itl=40 + 2 * np.maximum(1.0, kv[:, None] / context[None, :]),
+    )
+    return str(path)

@@ -136,7 +136,7 @@ async def test_the_shipped_graph_serves_pinned_to_a_real_device(cards: Cards, id
         served.start()
         visible = {name: psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for name, pid in served.pids().items()}
         saw(visible=visible)
-        assert visible == {"Frontend": "", "Processor": "", "VllmWorker": idle.uuid}
+        assert visible == {"Frontend": "", "VllmWorker": idle.uuid}
         async with served.client() as client:
             answer = await client.chat.completions.create(model=MODEL, messages=messages("Hi"), max_tokens=8)  # type: ignore[arg-type]
         assert answer.choices[0].message.content == expected("Hi", 8)[0]

@@ -24,6 +24,7 @@ from dynamo_local.core.life.decisions.victims import VictimPolicy
 from dynamo_local.core.life.fleet import Course, Fleet, Template
 from dynamo_local.core.life.leaving import has_left
 from dynamo_local.core.life.restarts import RestartPolicy
+from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import Role
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DynamoError
@@ -334,9 +335,11 @@ class Arbiter(RuleBasedStateMachine):
             worker = own[0] if own else named
             assert worker is not None
             assert worker.pid == proc.pid, f"{proc.name} is {proc.pid}, its entry says {worker.pid}"
-            # A change of role is heard of later than it happens; a run that leaves does not ask any more.
+            # A change of role is heard of later than it happens. Nobody asks for it any more in a run that leaves, or
+            # where the worker's end is decided, or where it has lost its new registration at once, and so leaves.
             to = None if worker.flip is None else worker.flip.name
-            assert proc.name in (worker.name, to) or worker.state is S.DRAINING or self.fleet.leaving is not None
+            ends = worker.state is S.DRAINING or TRAITS[worker.state].killed or proc.lease is None
+            assert proc.name in (worker.name, to) or ends or self.fleet.leaving is not None
             assert set(proc.gpus) <= set(worker.gpus)
 
     @invariant()

@@ -16,7 +16,7 @@ def scale(it: Scenario) -> None:
     rng = it.rng
     target = rng.choice(("+1", "+1", "+2", "-1", "-1", "=1", "=2", "=3", "=0"))
     policy = rng.choice((None, "least-loaded", "coldest"))
-    force = rng.random() < 0.2
+    force = it.forces(0.2)
     it.arbiter.run(it.arbiter.scale(it.some_component(), target, force=force, policy=policy, stimulus_id=it.stimulus()))
 
 
@@ -30,7 +30,7 @@ def scale_all(it: Scenario) -> None:
 
 def drain(it: Scenario) -> None:
     """One by its name."""
-    force = it.rng.random() < 0.2
+    force = it.forces(0.2)
     it.arbiter.run(it.arbiter.drain(it.some_name(), cancel=False, force=force, stimulus_id=it.stimulus()))
 
 
@@ -44,7 +44,7 @@ def cancel(it: Scenario) -> None:
 def restart(it: Scenario) -> None:
     """One, or all of a component."""
     target = it.rng.choice((it.some_name(), it.some_component()))
-    it.arbiter.run(it.arbiter.restart(target, force=it.rng.random() < 0.2, stimulus_id=it.stimulus()))
+    it.arbiter.run(it.arbiter.restart(target, force=it.forces(0.2), stimulus_id=it.stimulus()))
 
 
 def sleep(it: Scenario) -> None:
@@ -53,7 +53,7 @@ def sleep(it: Scenario) -> None:
         w.name for w in it.arbiter.workers.values() if w.state is WorkerState.READY and w.role is not Role.FRONTEND
     ]
     name = it.rng.choice(ready) if ready and it.rng.random() < 0.8 else it.some_name()
-    level, force, cause = it.rng.choice((1, 1, 2)), it.rng.random() < 0.3, it.stimulus()
+    level, force, cause = it.rng.choice((1, 1, 2)), it.forces(0.3), it.stimulus()
     if not force:
         it.arbiter.unforced.add(cause)
     work = it.arbiter.orders.sleep(name, level=level, force=force, stimulus_id=cause)
@@ -72,7 +72,7 @@ def apply(it: Scenario) -> None:
     components = [spec.name for spec in it.graph.services]
     renewed = {name for name in components if it.rng.random() < 0.5}
     counts = {it.some_component(): it.rng.choice((1, 2, 3))} if it.rng.random() < 0.4 else {}
-    force = it.rng.random() < 0.3
+    force = it.forces(0.3)
     it.arbiter.run(it.arbiter.apply(renewed, counts, force=force, stimulus_id=it.stimulus()))
 
 
@@ -80,9 +80,7 @@ def flip(it: Scenario) -> None:
     """One by its name; how well that goes is drawn with it."""
     it.world.flip_s = it.rng.choice((0.01, 0.05, 0.5, 3.0))
     it.world.flips_fail = it.rng.random() < 0.2
-    it.arbiter.run(
-        it.arbiter.flip(it.some_name(), cancel=False, force=it.rng.random() < 0.2, stimulus_id=it.stimulus())
-    )
+    it.arbiter.run(it.arbiter.flip(it.some_name(), cancel=False, force=it.forces(0.2), stimulus_id=it.stimulus()))
 
 
 def cancel_flip(it: Scenario) -> None:
@@ -95,7 +93,7 @@ def cancel_flip(it: Scenario) -> None:
 def scale_flip(it: Scenario) -> None:
     """One component gives what the other takes."""
     gives, takes = it.rng.sample(("VllmWorker", "PrefillWorker"), 2)
-    force = it.rng.random() < 0.2
+    force = it.forces(0.2)
     count = it.rng.choice((1, 1, 2))
     it.arbiter.run(it.arbiter.scale_flip(gives, takes, count, force=force, stimulus_id=it.stimulus()))
 
@@ -256,3 +254,9 @@ ACTIONS: dict[Callable[[Scenario], None], int] = {
     many: 4,
     clock_jumps: 2,
 }
+
+GENTLE = {
+    action: ACTIONS[action]
+    for action in (scale, scale_all, drain, cancel, restart, sleep, wake, apply, flip, cancel_flip, scale_flip)
+}
+"""Commands alone: nothing dies, hangs or is away."""

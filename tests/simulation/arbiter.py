@@ -190,7 +190,7 @@ class Arbiter(Successor):
             try:
                 call(*args)
             except Exception as error:
-                self._broke(error)
+                self.broke(error)
 
         return guarded
 
@@ -218,16 +218,17 @@ class Arbiter(Successor):
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self.dead:
-            self._broke(error)
+            self.broke(error)
 
-    def _broke(self, error: BaseException) -> None:
+    def broke(self, error: BaseException) -> None:
+        """An invariant does not hold: the next look at the run fails."""
         self.world.note(f"BROKEN: {type(error).__name__}: {error}")
         self.failure = self.failure or error
 
     def _tell(self, message: str, about: About = None) -> None:
         self.world.note(f"told: {message.splitlines()[0]}")
         if message.startswith("arbiter: "):
-            self._broke(Broken(message))
+            self.broke(Broken(message))
 
     def _on_write(self, when: str) -> None:
         if self.dead:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from contextlib import aclosing
+
 from dynamo_local.core.life.states import TRAITS, HasProcess
+from dynamo_local.ports import PutEvent, SnapshotEvent
 from tests.simulation.arbiter import Arbiter
-from tests.simulation.world import Broken
+from tests.simulation.world import NAMESPACE, Broken
 
 LIVES = tuple(state for state, traits in TRAITS.items() if traits.process is HasProcess.YES)
 
@@ -48,3 +52,29 @@ def _check_file(arbiter: Arbiter) -> None:
     state = arbiter.statefile.store.read()
     if set(state.components) != set(arbiter.workers):
         raise Broken(f"the statefile has {set(state.components)}, the fleet {set(arbiter.workers)}")
+
+
+# --- in a gentle run ---------------------------------------------------------------------------------
+
+
+async def always_served(arbiter: Arbiter) -> None:
+    """Break the run when the last endpoint of a component goes: what clients would see, whatever the fleet says."""
+    prefix = f"{NAMESPACE}/components/"
+    found: dict[str, set[str]] = defaultdict(set)
+    async with aclosing(arbiter.world.etcd.watch_prefix(prefix)) as events:
+        async for event in events:
+            if isinstance(event, SnapshotEvent):
+                for kv in event.kvs:
+                    found[component_of(kv.key, prefix)].add(kv.key)
+                continue
+            key = event.kv.key if isinstance(event, PutEvent) else event.key
+            there = found[component_of(key, prefix)]
+            (there.add if isinstance(event, PutEvent) else there.discard)(key)
+            arbiter.world.note(f"    registry: {key.removeprefix(prefix)}: {type(event).__name__}, {len(there)} there")
+            if not there:
+                arbiter.broke(Broken(f"no {component_of(key, prefix)} can be found any more"))
+
+
+def component_of(key: str, prefix: str) -> str:
+    """`dynamo/components/VllmWorker/generate:3e8` is one of `VllmWorker`."""
+    return key.removeprefix(prefix).partition("/")[0]

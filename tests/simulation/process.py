@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ import msgspec
 
 from dynamo_local.core.types import instance_key, lease_hex, lease_key, ready_key
 from dynamo_local.errors import DynamoError, EtcdUnavailable
-from dynamo_local.ports import KeyValue, WatchEvent
 from dynamo_local.runtime.control import ControlServer
 from dynamo_local.runtime.lease import LeaseKeeper
 from dynamo_local.runtime.load import WireLoad, WireReport, load_subject
@@ -22,7 +21,7 @@ from dynamo_local.system.process_host import ProcessSpec
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.statefile_entry import Entry, EntryWriter
 from tests.fakes.arbiter.memory_store import MemoryStore
-from tests.fakes.infra.etcd import FakeEtcd
+from tests.simulation.process_kv import ProcessKv
 from tests.simulation.role_changes import RoleChanges
 from tests.simulation.standby import SimStandby
 
@@ -48,38 +47,6 @@ class Fate:
     cannot_sleep: str | None = None
 
 
-class ProcessKv:
-    """The store as one process sees it: while the process is stopped nothing is asked and no answer is taken."""
-
-    def __init__(self, etcd: FakeEtcd, go: asyncio.Event) -> None:
-        self._etcd = etcd
-        self._go = go
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._etcd, name)
-
-        async def held(*words: Any, **options: Any) -> Any:
-            await self._go.wait()
-            answer = await call(*words, **options)
-            await self._go.wait()
-            return answer
-
-        return held
-
-    async def watch_prefix(
-        self, prefix: str, on_lost: Callable[[], None] | None = None
-    ) -> AsyncGenerator[WatchEvent, None]:
-        """See `KeyValueStore`."""
-        async for event in self._etcd.watch_prefix(prefix, on_lost):
-            await self._go.wait()
-            yield event
-
-    async def get(self, key: str) -> KeyValue | None:
-        """See `KeyValueStore`."""
-        await self._go.wait()
-        return await self._etcd.get(key)
-
-
 class SimProcess(RoleChanges):
     """One process. Everything of it ends with `die`; its exit is the world's to tell."""
 
@@ -95,12 +62,13 @@ class SimProcess(RoleChanges):
         self.nats = world.nats.client()
         self._go = asyncio.Event()
         self._go.set()
-        self._kv = ProcessKv(world.etcd, self._go)
+        self._kv = ProcessKv(world, self._go)
         self._store = MemoryStore(world.file, run_id=spec.env["DYN_RUN_ID"])
         self._entry = EntryWriter(self._store, self.name, self._truth)
         self._lease: LeaseKeeper | None = None
         self._leases: list[LeaseKeeper] = []
         self._keys: dict[str, tuple[Callable[[int], str], Callable[[int], str]]] = {}
+        self._endpoint_keys: dict[str, Callable[[int], str]] = {}
         self._control: ControlServer | None = None
         self._flipping: asyncio.Task[None] | None = None
         self._becomes = ""
@@ -218,6 +186,7 @@ class SimProcess(RoleChanges):
         await self.nats.subscribe(load_subject(self.world.namespace), cb=self._on_load_request)
         self._registered = True
         self._entry.touch()
+        await self._lease.register(self._endpoint_of(self.component), _about_nothing)
         await self._entry.flush(2.0)
         await self._lease.register(self._keys_of(self.name)[1], self._ready_value)
 
@@ -252,6 +221,11 @@ class SimProcess(RoleChanges):
         """Its lease's key and its ready key under that name: the same functions each time."""
         names = self.world.namespace, name
         return self._keys.setdefault(name, (partial(lease_key, *names), partial(ready_key, *names)))
+
+    def _endpoint_of(self, component: str) -> Callable[[int], str]:
+        """The key by which that component's clients find it."""
+        where = self.world.namespace, component, "generate"
+        return self._endpoint_keys.setdefault(component, partial(instance_key, *where))
 
     async def _until_revoked(self) -> None:
         assert self._lease is not None
@@ -386,6 +360,11 @@ _IDLE = WireLoad(
     remaining_tokens=10,
     itl_ms=10.0,
 )
+
+
+def _about_nothing(_lease: int) -> bytes:
+    """Only that an endpoint is there is looked at."""
+    return b"{}"
 
 
 def _cancelled_now() -> bool:

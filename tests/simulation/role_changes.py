@@ -41,6 +41,7 @@ class RoleChanges:
     _endpoints: Any
     _ready_value: Any
     _keys_of: Any
+    _endpoint_of: Any
     _spawn: Any
 
     async def _op_flip(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +92,7 @@ class RoleChanges:
                 lease = await self._granted(to)
                 await asyncio.sleep(self.world.flip_s)
                 await self._go.wait()
+                await lease.register(self._endpoint_of(component), lambda _lease: b"{}")
             self._past = True
             self.component = component
             await self._say_so(to, lease)

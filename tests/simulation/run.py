@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from tests.simulation.actions import ACTIONS
+from tests.simulation.actions import ACTIONS, GENTLE
 from tests.simulation.scenario import RunOutcome, Scenario
 from tests.simulation.world import SimLoop
 
@@ -17,8 +17,10 @@ def run_seed(
     crash_when: str = "before",
     steps: int | None = None,
     adopts: bool = False,
+    gentle: bool = False,
 ) -> RunOutcome:
-    """One whole run. Raises `Broken` whose notes are the story. `adopts`: what comes after a crash."""
+    """One whole run. Raises `Broken` whose notes are the story. `adopts`: what comes after a crash; `gentle`: commands
+    alone, none of them forced."""
     rng = random.Random(seed)
     made: list[Scenario] = []
     with asyncio.Runner(loop_factory=lambda: SimLoop(rng)) as runner:
@@ -26,7 +28,7 @@ def run_seed(
         assert isinstance(loop, SimLoop)
 
         async def main() -> None:
-            scenario = Scenario(rng, loop, ACTIONS, adopts=adopts)
+            scenario = Scenario(rng, loop, GENTLE if gentle else ACTIONS, adopts=adopts, gentle=gentle)
             made.append(scenario)
             try:
                 await scenario.run(crash_at=crash_at, crash_when=crash_when, steps=steps)
@@ -34,6 +36,8 @@ def run_seed(
                 for process in scenario.world.living():
                     process.die()
                 scenario.arbiter.died()
+                if scenario.watching is not None:
+                    scenario.watching.cancel()
                 await asyncio.sleep(0)
 
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from dynamo_local.core.life.fleet import Worker
 from dynamo_local.core.types import WorkerState
 from tests.simulation.arbiter import Arbiter
-from tests.simulation.checks import check
+from tests.simulation.checks import always_served, check
 from tests.simulation.process import Fate, SimProcess
 from tests.simulation.sufficient import check_sufficient
 from tests.simulation.world import Broken, SimLoop, World, graph
@@ -35,11 +35,14 @@ Actions = Mapping[Callable[["Scenario"], None], int]
 
 
 class Scenario:
-    """One seed's script on one world."""
+    """One seed's script on one world. `gentle`: nothing is forced, and somebody always serves."""
 
-    def __init__(self, rng: random.Random, loop: SimLoop, actions: Actions, *, adopts: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, loop: SimLoop, actions: Actions, *, adopts: bool = False, gentle: bool = False
+    ) -> None:
         self.actions = actions
         self.adopts = adopts
+        self.gentle = gentle
         self.rng = rng
         self.loop = loop
         big = rng.random() < 0.25
@@ -50,6 +53,7 @@ class Scenario:
         self.arbiter = self._arbiter()
         self.commands = 0
         self.passing: list[asyncio.TimerHandle] = []
+        self.watching: asyncio.Task[None] | None = None
 
     def _arbiter(self, crash_at: int | None = None, crash_when: str = "before") -> Arbiter:
         self.runs += 1
@@ -63,6 +67,8 @@ class Scenario:
         self.arbiter.crash_at, self.arbiter.crash_when = crash_at, crash_when
         await self.arbiter.foreground(self.arbiter.start())
         await self._wait(self.rng.choice((0.0, 0.3, 2.0)))
+        if self.gentle:
+            await self._begin_gently()
         for _ in range(steps or self.rng.randint(3, 14)):
             if self.arbiter.dead:
                 await self._start_anew()
@@ -74,7 +80,15 @@ class Scenario:
         if not await self.settle():
             await self._start_anew()
             await self.settle()
+        if self.watching is not None:
+            self.watching.cancel()
         await self._leave()
+
+    async def _begin_gently(self) -> None:
+        """All have started; what a process asks of etcd takes its time from now on."""
+        await self.settle()
+        self.world.etcd_s = self.rng.choice((0.0, 0.02, 0.2))
+        self.watching = asyncio.ensure_future(always_served(self.arbiter))
 
     async def _wait(self, seconds: float) -> None:
         """Let time pass, and look at everything a few times."""
@@ -209,6 +223,10 @@ class Scenario:
             raise Broken(f"left behind: {[(process.name, process.pid) for process in living]}")
 
     # --- helpers of the actions ------------------------------------------------------------------------
+
+    def forces(self, share: float) -> bool:
+        """Whether a command is given with `--force`, as it is so often."""
+        return self.rng.random() < share and not self.gentle
 
     def someone(self) -> SimProcess | None:
         """A process that lives."""

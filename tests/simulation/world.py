@@ -179,6 +179,7 @@ class World:
         self.fates: list[Fate] = []
         self.refusals: list[OSError] = []
         self.spawn_s = 0.003
+        self.etcd_s = 0.0
         self.flip_s = 0.05
         self.flips_fail = False
         self.kind = Fate()

@@ -181,7 +181,7 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
     load = worker.get("load")
     return (
         worker["watcher_name"],
-        worker["component"],
+        ", ".join((worker["component"], *worker.get("guests", ()))),
         worker["state"],
         str(worker["pid"] or "-"),
         gpus_of(worker),

@@ -26,7 +26,7 @@ from dynamo_local.core.passes import ForwardPass
 from dynamo_local.core.types import Missing, Role
 from dynamo_local.errors import InfraUnavailable
 from dynamo_local.ports import KeyValueStore
-from dynamo_local.runtime.observation import MAX_PASSES
+from dynamo_local.runtime.observation import MAX_PASSES, Benchmarked
 from dynamo_local.runtime.passes.fpm import decode_pass
 
 log = logging.getLogger("dynamo_local.worker")
@@ -45,8 +45,6 @@ POINTS = {
 """Which of its points say what an engine of that role will do."""
 ASKING = Path(__file__).with_name("asking.py")
 _PYTHON = re.compile(r"python(?:\d+(?:\.\d+)?)?")
-
-Benchmarked = tuple[ForwardPass, ...] | Missing
 
 
 def python_of(argv: Sequence[str]) -> str | None:

@@ -21,9 +21,23 @@ from dynamo_local.components.models_view import Availability, ModelsView, Served
 from dynamo_local.components.openai import access
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.components.openai.generation import CHAT, COMPLETIONS, FrontendDeps, GenerationRoute
+from dynamo_local.components.openai.generation import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    FrontendDeps,
+    GenerationRoute,
+)
+from dynamo_local.components.openai.rich.texts_api import (
+    TextsRoute,
+    parse_detokenize,
+    parse_embeddings,
+    parse_tokenize,
+)
 from dynamo_local.components.openai.route import Activity, HttpDeps
 from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.components.vllm_api.relay import with_engine_api
 from dynamo_local.system.logs import request_log
 
 __all__ = ["Activity", "FrontendConfig", "FrontendDeps", "create_app"]
@@ -33,13 +47,19 @@ logger = logging.getLogger(__name__)
 
 def create_app(deps: FrontendDeps) -> Starlette:
     """The Frontend's application. It needs no infrastructure beyond what `deps` holds, and starts nothing."""
-    return make_app(
-        deps,
-        {
-            "/v1/chat/completions": GenerationRoute(CHAT, deps.chat, deps),
-            "/v1/completions": GenerationRoute(COMPLETIONS, deps.completions, deps),
-        },
-    )
+    light: dict[str, ASGIApp] = {
+        "/v1/chat/completions": GenerationRoute(CHAT, deps.chat, deps),
+        "/v1/completions": GenerationRoute(COMPLETIONS, deps.completions, deps),
+        "/v1/responses": GenerationRoute(RESPONSES, deps.chat, deps),
+        "/v1/messages": GenerationRoute(MESSAGES, deps.chat, deps),
+    }
+    if deps.texts is not None:
+        light |= {
+            "/tokenize": TextsRoute(parse_tokenize, deps.texts, deps),
+            "/detokenize": TextsRoute(parse_detokenize, deps.texts, deps),
+            "/v1/embeddings": TextsRoute(parse_embeddings, deps.texts, deps),
+        }
+    return make_app(deps, with_engine_api(light, deps))
 
 
 def make_app(deps: HttpDeps, posts: Mapping[str, ASGIApp]) -> Starlette:

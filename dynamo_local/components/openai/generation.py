@@ -19,6 +19,10 @@ from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest, Parser, parse_chat, parse_completion
 from dynamo_local.components.openai.responses import ChatFormat, CompletionFormat, ResponseFormat, ResponseHead
+from dynamo_local.components.openai.rich.formats import Gathered, RichChat, RichCompletion, RichFormat
+from dynamo_local.components.openai.rich.messages_api import MessagesFormat, parse_messages
+from dynamo_local.components.openai.rich.responses_api import parse_responses
+from dynamo_local.components.openai.rich.responses_format import ResponsesFormat
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
 from dynamo_local.errors import (
     DeadlineExceeded,
@@ -51,19 +55,27 @@ class FrontendDeps(HttpDeps):
 
     chat: EndpointClient
     completions: EndpointClient
+    api: EndpointClient | None = None
+    """The Processor's endpoint `api`; None where it has none."""
+    texts: EndpointClient | None = None
+    """The Processor's endpoint `texts`; None: nothing is tokenised for clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What differs between the two routes."""
+    """What differs between the routes."""
 
     endpoint: Endpoint
     parse: Parser
     format: Callable[[ResponseHead], ResponseFormat]
+    rich: Callable[[ResponseHead, ParsedRequest], RichFormat]
+    """For requests with extras."""
 
 
-CHAT = Api("chat_completions", parse_chat, ChatFormat)
-COMPLETIONS = Api("completions", parse_completion, CompletionFormat)
+CHAT = Api("chat_completions", parse_chat, ChatFormat, RichChat)
+COMPLETIONS = Api("completions", parse_completion, CompletionFormat, RichCompletion)
+RESPONSES = Api("responses", parse_responses, ChatFormat, ResponsesFormat)
+MESSAGES = Api("messages", parse_messages, ChatFormat, MessagesFormat)
 
 
 class GenerationRoute(ModelRoute[ParsedRequest]):
@@ -80,7 +92,29 @@ class GenerationRoute(ModelRoute[ParsedRequest]):
     async def answer(
         self, request: ParsedRequest, request_id: str, observer: RequestObserver, reply: Reply
     ) -> Whole | None:
-        return await Generation(self._api, self._client, request, request_id, observer, self._deps).run(reply)
+        kind = RichGeneration if "extras" in request.payload else Generation
+        return await kind(self._api, self._client, request, request_id, observer, self._deps).run(reply)
+
+
+async def call_processor(client: EndpointClient, payload: Any, request_id: str, timeout_s: float) -> ResponseStream:
+    """A Processor's answer; another one is asked where the first is leaving."""
+    for attempt in range(1, CALL_ATTEMPTS + 1):
+        try:
+            return await client.call(payload, request_id=request_id, timeout_s=timeout_s)
+        except (WorkerDraining, WorkerLost) as error:
+            if attempt == CALL_ATTEMPTS:
+                raise
+            logger.info("request %s: asking another Processor, this one said: %s", request_id, error)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def close(stream: ResponseStream, request_id: str) -> None:
+    """Cancel what is under way behind a stream, and wait for that."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await stream.aclose()
+    except TimeoutError:
+        logger.error("request %s: its stream did not close within %g s", request_id, CLOSE_TIMEOUT_S)
 
 
 class Generation:
@@ -96,7 +130,8 @@ class Generation:
         deps: HttpDeps,
     ) -> None:
         head = ResponseHead(request_id, request.model, int(deps.clock.wall_s()), request.include_usage)
-        self._format = api.format(head)
+        self._format, self._rich = api.format(head), api.rich
+        self._head = head
         self._client = client
         self._request = request
         self._request_id = request_id
@@ -107,28 +142,18 @@ class Generation:
         """As `ModelRoute.answer`. The Processor's stream is closed whatever happens, which cancels its work."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                stream = await self._call()
+                payload = {**self._request.payload, "request_id": self._request_id}
+                stream = await call_processor(self._client, payload, self._request_id, self._timeout_s)
                 try:
                     if not self._request.stream:
                         return Whole(200, await self._collect(stream))
                     await self._stream(stream, reply)
                     return None
                 finally:
-                    await self._close(stream)
+                    await close(stream, self._request_id)
         except TimeoutError as error:
             message = f"The request did not end within {self._timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error
-
-    async def _call(self) -> ResponseStream:
-        payload = {**self._request.payload, "request_id": self._request_id}
-        for attempt in range(1, CALL_ATTEMPTS + 1):
-            try:
-                return await self._client.call(payload, request_id=self._request_id, timeout_s=self._timeout_s)
-            except (WorkerDraining, WorkerLost) as error:
-                if attempt == CALL_ATTEMPTS:
-                    raise
-                logger.info("request %s: asking another Processor, this one said: %s", self._request_id, error)
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _stream(self, stream: ResponseStream, reply: Reply) -> None:
         progress = self._progress
@@ -172,12 +197,42 @@ class Generation:
             reason = "it lingered" if isinstance(error, TimeoutError) else str(error)
             logger.warning("request %s: complete, but its stream ended badly: %s", self._request_id, reason)
 
-    async def _close(self, stream: ResponseStream) -> None:
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await stream.aclose()
-        except TimeoutError:
-            logger.error("request %s: its stream did not close within %g s", self._request_id, CLOSE_TIMEOUT_S)
+
+class RichGeneration(Generation):
+    """The same of a request with extras: each item belongs to one of several choices."""
+
+    async def _stream(self, stream: ResponseStream, reply: Reply) -> None:
+        shape, progress = self._rich(self._head, self._request), self._progress
+        gathered = Gathered()
+        begun = False
+        batches = stream.batches()
+        async for batch in batches:
+            progress.take_counts(batch)
+            items = gathered.take(batch)
+            events = b"" if not items else shape.events(items, gathered)
+            if events and not begun:
+                begun = True
+                events = shape.first() + events
+            if gathered.usage is not None:
+                progress.end(gathered.usage)
+                await reply.event((b"" if begun else shape.first()) + events + shape.last(gathered))
+                await self._await_end(batches)
+                return
+            if events:
+                await reply.event(events)
+        raise _ended_early()
+
+    async def _collect(self, stream: ResponseStream) -> bytes:
+        gathered = Gathered()
+        batches = stream.batches()
+        async for batch in batches:
+            self._progress.take_counts(batch)
+            gathered.take(batch)
+            if gathered.usage is not None:
+                self._progress.end(gathered.usage)
+                await self._await_end(batches)
+                return self._rich(self._head, self._request).whole(gathered)
+        raise _ended_early()
 
 
 class GenerationProgress:
@@ -216,15 +271,26 @@ class GenerationProgress:
             self._observer.on_tokens(tokens, self._clock.now_s())
         return texts
 
+    def take_counts(self, batch: Sequence[dict[str, Any]]) -> None:
+        """Of several choices: the numbers alone. Raises as `take`."""
+        for item in batch:
+            if (prompt_tokens := item.get("prompt_tokens")) is not None:
+                self._on_prompt(prompt_tokens)
+            _check_finish(item.get("finish_reason"))
+        if tokens := sum(item.get("num_tokens", 0) for item in batch):
+            self._tokens += tokens
+            self._observer.on_tokens(tokens, self._clock.now_s())
+
+    def end(self, usage: dict[str, Any]) -> None:
+        """All choices are complete."""
+        self._on_finish("stop", usage)
+
     def _on_prompt(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
         self._observer.on_prompt(prompt_tokens)
 
     def _on_finish(self, finish_reason: str, usage: dict[str, Any] | None) -> None:
-        if finish_reason == "error":
-            raise EngineError("The engine ended the request with an error; the worker's log has the reason.")
-        if finish_reason == "abort":
-            raise RequestCancelled("The worker aborted the request before it was complete; send it again.")
+        _check_finish(finish_reason)
         self.finish_reason = finish_reason
         self.usage = usage
         if usage is None:
@@ -233,6 +299,13 @@ class GenerationProgress:
         details = usage.get("prompt_tokens_details") or {}
         if (cached_tokens := details.get("cached_tokens")) is not None:
             self._observer.on_cached(cached_tokens)
+
+
+def _check_finish(finish_reason: str | None) -> None:
+    if finish_reason == "error":
+        raise EngineError("The engine ended the request with an error; the worker's log has the reason.")
+    if finish_reason == "abort":
+        raise RequestCancelled("The worker aborted the request before it was complete; send it again.")
 
 
 def _ended_early() -> WorkerLost:

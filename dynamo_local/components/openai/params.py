@@ -1,7 +1,7 @@
 """Which of OpenAI's (and vLLM's) parameters we take, ignore, or refuse.
 
 A parameter that would change the answer and that we do not implement is refused by name, unless its value is
-the neutral one (`n: 1`, `logprobs: false`), which asks for what we do anyway. One that changes nothing a client
+the neutral one (`best_of: 1`, `suffix: ""`), which asks for what we do anyway. One that changes nothing a client
 could see in the answer is accepted and ignored. A parameter that is in neither table and not in the request schema is
 unknown and refused: a misspelt `max_token` must not be silently dropped.
 
@@ -45,13 +45,7 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1.0,),
-    "logit_bias": ({},),
-    "min_p": (0.0,),
-    "n": (1,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1.0,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "use_beam_search": (False,),
 }
 
@@ -59,24 +53,16 @@ UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = _BOTH | {
     "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "reasoning_effort": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
 """Name -> the values that ask for nothing (null is always one of them)."""
 
 UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = _BOTH | {
-    "echo": (False,),
-    "logprobs": (),  # 0 asks for the log probability of the chosen token
     "suffix": ("",),
 }
 
@@ -120,14 +106,26 @@ class Fields:
     def _check_neutral(self, name: str, value: Raw) -> None:
         neutral = self._unsupported[name]
         if len(bytes_of(value)) > _NEUTRAL_BYTES or not any(_same(_decoded(value), item) for item in neutral):
-            raise _unsupported(name, value, neutral)
+            raise _unsupported(name, neutral)
 
 
 _NEUTRAL_BYTES = 256
 """No value that asks for nothing is longer than this."""
 
-_MAX_BYTES: Mapping[str, int] = {"messages": sys.maxsize, "prompt": sys.maxsize, "stop": limits.MAX_STOP_BYTES}
-"""The first two are what a body is for: `max_body_bytes` is their bound."""
+_MAX_BYTES: Mapping[str, int] = {
+    "messages": sys.maxsize,
+    "input": sys.maxsize,
+    "instructions": sys.maxsize,
+    "system": sys.maxsize,
+    "tokens": sys.maxsize,
+    "prompt": sys.maxsize,
+    "stop": limits.MAX_STOP_BYTES,
+    "bad_words": limits.MAX_STOP_BYTES,
+    "tools": limits.MAX_TOOLS_BYTES,
+    "response_format": limits.MAX_SCHEMA_BYTES,
+    "structured_outputs": limits.MAX_SCHEMA_BYTES,
+}
+"""The first ones are what a body is for: `max_body_bytes` is their bound."""
 
 _UNKNOWN = re.compile(r"contains unknown field `(?P<name>.*)`", re.DOTALL)
 
@@ -189,13 +187,9 @@ def _same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-def _unsupported(name: str, value: Raw, neutral: tuple[Any, ...]) -> ApiError:
-    if name == "n":
-        asked = limits.shortened(str(bytes_of(value)[: 2 * limits.MAX_NAME_LENGTH], "utf-8", "replace"))
-        message = f"`n` must be 1: this server gives one choice per request (asked for {asked})."
-    else:
-        allowed = "leave it out" + "".join(f" or send {item!r}" for item in neutral)
-        message = f"The parameter `{name}` is not supported by this server; {allowed}."
+def _unsupported(name: str, neutral: tuple[Any, ...]) -> ApiError:
+    allowed = "leave it out" + "".join(f" or send {item!r}" for item in neutral)
+    message = f"The parameter `{name}` is not supported by this server; {allowed}."
     return ApiError(400, message, param=name, code="unsupported_parameter")
 
 

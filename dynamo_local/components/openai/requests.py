@@ -6,31 +6,24 @@ that also carries everybody's tokens.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from dynamo_local.components import limits
+from dynamo_local.components.extras.asked import Extras
 from dynamo_local.components.openai import params
-from dynamo_local.components.openai.errors import ApiError, bad_param
+from dynamo_local.components.openai.decoding import MessageRole, PartType, TokenId, decode, values_of
+from dynamo_local.components.openai.errors import bad_param
+from dynamo_local.components.openai.rich import extras
+from dynamo_local.components.openai.rich.prompts import read_prompt
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-PartType = Literal["text"]
-MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
-
-_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
-_UNKNOWN = re.compile(r"contains unknown field `(?P<name>[^`]*)`")
-_ERROR_ENDS = 200
-_CHOICES = {".type": get_args(PartType), ".role": get_args(MessageRole)}
-_MAP_INDEX = re.compile(r"\[\.\.\.\]")
 
 
 # gc=False: there is no way from a message back to itself, and without it a body of half a million messages has the
@@ -42,18 +35,38 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
     type: PartType
     text: str
+    cache_control: msgspec.Raw = msgspec.Raw()
+
+
+class CalledFunction(msgspec.Struct, frozen=True, gc=False):
+    """What an assistant called; `arguments` is JSON."""
+
+    name: Annotated[str, Meta(max_length=128)]
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
+    """A call in an assistant's message."""
+
+    function: CalledFunction
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    type: Literal["function"] | None = "function"
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One message. What an assistant's own answer holds besides text is accepted as long as it is empty."""
+    """One message. `audio` and `function_call` of an assistant's own answer are accepted as long as they are empty;
+    marks for caches are not read."""
 
     role: MessageRole
     content: str | Annotated[list[TextPart], Meta(max_length=limits.MAX_MESSAGES)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    tool_calls: tuple[()] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=limits.MAX_TOOLS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     annotations: msgspec.Raw = msgspec.Raw()
+    cache_control: msgspec.Raw = msgspec.Raw()
     function_call: None = None
     audio: None = None
 
@@ -62,6 +75,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`include_obfuscation` pads chunks against traffic analysis; over loopback it is accepted and not done."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -90,7 +104,7 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
 
 
 class CompletionRequest(_Common, frozen=True, kw_only=True):
-    """`POST /v1/completions`. The prompt is text or token ids, one per request."""
+    """`POST /v1/completions`. The prompt is text or token ids, or a list of either."""
 
     prompt: msgspec.Raw
 
@@ -117,78 +131,66 @@ class ParsedRequest:
     `payload` holds only what the client set, under one name each: `model`, `messages` (each `{"role", "content",
     "name"?}` with content a string) or `prompt` (a string or a list of token ids), `max_tokens`, `stop` (a list),
     `stop_token_ids`, `temperature`, `top_p`, `top_k`, `seed`, `presence_penalty`, `frequency_penalty`,
-    `ignore_eos`, `min_tokens`.
+    `ignore_eos`, `min_tokens`; and `extras` (`components.extras.asked`) where there are some.
     """
 
     model: str
     stream: bool
     include_usage: bool
     payload: Mapping[str, Any]
+    continuous_usage: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """What the answer repeats of the request (`POST /v1/responses`)."""
 
 
-_CHAT_FIELDS = params.Fields(ChatRequest.__struct_fields__, params.UNSUPPORTED_CHAT)
-_COMPLETION_FIELDS = params.Fields(CompletionRequest.__struct_fields__, params.UNSUPPORTED_COMPLETION)
+_CHAT_EXTRAS = frozenset(extras.ChatExtras.__struct_fields__)
+_COMPLETION_EXTRAS = frozenset(extras.CompletionExtras.__struct_fields__)
+_CHAT_FIELDS = params.Fields({*ChatRequest.__struct_fields__, *_CHAT_EXTRAS}, params.UNSUPPORTED_CHAT)
+_COMPLETION_FIELDS = params.Fields(
+    {*CompletionRequest.__struct_fields__, *_COMPLETION_EXTRAS}, params.UNSUPPORTED_COMPLETION
+)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
+_chat_extras_decoder = msgspec.json.Decoder(extras.ChatExtras)
+_completion_extras_decoder = msgspec.json.Decoder(extras.CompletionExtras)
 
 
 def parse_chat(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
-    request = _typed(_chat_decoder, _CHAT_FIELDS.split(body))
+    fields = _CHAT_FIELDS.split(body)
+    asked = {name: fields.pop(name) for name in fields.keys() & _CHAT_EXTRAS}
+    request = _typed(_chat_decoder, fields)
     payload = _common_payload(request, request.max_completion_tokens or request.max_tokens)
     payload["messages"] = [_message(message, n) for n, message in enumerate(_messages(request.messages))]
-    return _parsed(request, payload)
+    return _parsed(request, payload, extras.of_chat(decoded(_chat_extras_decoder, asked)) if asked else None)
 
 
 def parse_completion(body: bytes) -> ParsedRequest:
     """Raises `ApiError` 400 that names the parameter."""
-    request = _typed(_completion_decoder, _COMPLETION_FIELDS.split(body))
+    fields = _COMPLETION_FIELDS.split(body)
+    asked = {name: fields.pop(name) for name in fields.keys() & _COMPLETION_EXTRAS}
+    request = _typed(_completion_decoder, fields)
     payload = _common_payload(request, request.max_tokens)
-    payload["prompt"] = _prompt(request.prompt)
-    return _parsed(request, payload)
+    prompt, prompts = read_prompt(request.prompt)
+    if prompt is not None:
+        payload["prompt"] = prompt
+    found = extras.of_completion(decoded(_completion_extras_decoder, asked), prompts) if asked or prompts else None
+    return _parsed(request, payload, found)
 
 
 Parser = Callable[[bytes], ParsedRequest]
 
 
+def decoded(decoder: msgspec.json.Decoder[T], fields: Mapping[str, msgspec.Raw]) -> T:
+    """Parameters that are still JSON, of their types. Raises `ApiError` 400 that names the parameter."""
+    return decode(decoder, msgspec.json.encode(fields))
+
+
 def _typed(decoder: msgspec.json.Decoder[R], fields: Mapping[str, msgspec.Raw]) -> R:
-    request = _decoded(decoder, msgspec.json.encode(fields))
+    request = decoded(decoder, fields)
     if request.stream_options is not None and not request.stream:
         raise bad_param("stream_options", "`stream_options` is only allowed when `stream` is true.")
     return request
-
-
-def _decoded(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, param: str = "") -> T:
-    """Raises `ApiError` 400 that names the parameter; `param` is where the body is from, if it is a part."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error), param) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise params.not_json(error) from error
-
-
-def _invalid(text: str, param: str) -> ApiError:
-    """msgspec's "Expected `int` >= 1 - at `$.max_tokens`" in OpenAI's manner, with the parameter named."""
-    if len(text) > 2 * _ERROR_ENDS:  # it repeats a value of the client's
-        text = f"{text[:_ERROR_ENDS]}…{text[-_ERROR_ENDS:]}"
-    found = _PATH.search(text)
-    inner = _MAP_INDEX.sub("", found["path"]) if found else ""
-    path = f"{param}.{inner}" if param and inner and not inner.startswith("[") else param + inner
-    detail = _PATH.sub("", text)
-    for pattern, code, verb in (
-        (_MISSING, "missing_required_parameter", "Missing required parameter"),
-        (_UNKNOWN, "unknown_parameter", "Unknown parameter"),
-    ):
-        if member := pattern.search(detail):
-            name = limits.shortened(member["name"])
-            param = f"{path}.{name}" if path else name
-            return bad_param(param, f"{verb}: `{param}`.", code)
-    for end, choices in _CHOICES.items():
-        if path.endswith(end) and "enum value" in detail:
-            detail += f" (allowed: {', '.join(choices)})"
-    code = "invalid_type" if ", got `" in detail else "invalid_value"
-    return bad_param(path, f"Invalid value for `{path}`: {detail[:1].lower()}{detail[1:]}.", code)
 
 
 def _common_payload(request: _Common, max_tokens: int | None) -> dict[str, Any]:
@@ -213,34 +215,24 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
     content: msgspec.Raw = msgspec.Raw()
 
 
-def _bounded_array() -> msgspec.json.Decoder[msgspec.Struct]:
-    """Of 1 to `MAX_MESSAGES` values, none of which is made. It stops at the first beyond them; a list would be
-    measured when all of it has been read."""
-    fields = [(f"_{n}", msgspec.Raw, msgspec.Raw()) for n in range(1, limits.MAX_MESSAGES)]
-    array = msgspec.defstruct("Array", [("_0", msgspec.Raw), *fields], array_like=True, forbid_unknown_fields=True)
-    return msgspec.json.Decoder(array)
-
-
 _messages_decoder = msgspec.json.Decoder(Annotated[list[Message], Meta(min_length=1, max_length=limits.MAX_MESSAGES)])
 _message_decoder = msgspec.json.Decoder(Message)
 _content_decoder = msgspec.json.Decoder(_Content)
-_bounded_decoder = _bounded_array()
 
 
 def _messages(raw: msgspec.Raw) -> list[Message]:
     """Many of them are made one by one: between two the interpreter may turn to the event loop's thread."""
     if len(params.bytes_of(raw)) <= limits.LARGE_BYTES:
-        return _decoded(_messages_decoder, raw, "messages")
-    values = msgspec.structs.astuple(_decoded(_bounded_decoder, raw, "messages"))
-    return [_one_message(value, f"messages[{n}]") for n, value in enumerate(values) if params.bytes_of(value)]
+        return decode(_messages_decoder, raw, "messages")
+    return [_one_message(value, f"messages[{n}]") for n, value in enumerate(values_of(raw, "messages"))]
 
 
 def _one_message(raw: msgspec.Raw, param: str) -> Message:
     if len(params.bytes_of(raw)) > limits.LARGE_BYTES:
-        content = _decoded(_content_decoder, raw, param).content
+        content = decode(_content_decoder, raw, param).content
         if params.bytes_of(content)[:1] == b"[":
-            _decoded(_bounded_decoder, content, f"{param}.content")
-    return _decoded(_message_decoder, raw, param)
+            values_of(content, f"{param}.content")
+    return decode(_message_decoder, raw, param)
 
 
 def _message(message: Message, n: int) -> dict[str, Any]:
@@ -254,55 +246,31 @@ def _message(message: Message, n: int) -> dict[str, Any]:
     out: dict[str, Any] = {"role": message.role, "content": content or ""}
     if message.name is not None:
         out["name"] = message.name
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        out["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if reasoning := message.reasoning_content or message.reasoning:
+        out["reasoning_content"] = reasoning
     return out
 
 
-_text_decoder = msgspec.json.Decoder(str)
-_ids_decoder = msgspec.json.Decoder(list[TokenId])
-_one_text_decoder = msgspec.json.Decoder(tuple[str])
-_one_ids_decoder = msgspec.json.Decoder(tuple[list[TokenId]])
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments or ""}
+    return {"id": call.id or "", "type": "function", "function": function}
 
 
-_BEGINNING_BYTES = 64
-"""Enough for the two characters that say what a prompt is, and for white space between them."""
-
-
-def _prompt(raw: msgspec.Raw) -> str | list[int]:
-    """Text or token ids, also as a batch of one. What it is is seen from its beginning: only that is made of it."""
-    begins = b"".join(bytes(params.bytes_of(raw)[:_BEGINNING_BYTES]).split())[:2]
-    prompt: str | list[int]
-    if begins[:1] != b"[":
-        prompt = _decoded(_text_decoder, raw, "prompt")
-    elif begins[1:] == b'"':
-        prompt = _decoded_batch(_one_text_decoder, raw)[0]
-    elif bytes(raw).count(b",") >= limits.MAX_PROMPT_IDS:
-        raise bad_param("prompt", f"`prompt` holds more than {limits.MAX_PROMPT_IDS:,} token ids.")
-    elif begins[1:] == b"[":
-        prompt = _decoded_batch(_one_ids_decoder, raw)[0]
-    else:
-        prompt = _decoded(_ids_decoder, raw, "prompt")
-    if not prompt:
-        raise bad_param("prompt", "`prompt` must not be empty.")
-    return prompt
-
-
-def _decoded_batch(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw) -> T:
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        if "length 1" not in str(error):
-            raise _invalid(str(error), "prompt") from error
-        message = "`prompt` holds several prompts; this server takes one per request: a string or a list of token ids."
-        raise bad_param("prompt", message, "unsupported_parameter") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise params.not_json(error) from error
-
-
-def _parsed(request: _Common, payload: dict[str, Any]) -> ParsedRequest:
+def _parsed(request: _Common, payload: dict[str, Any], found: Extras | None) -> ParsedRequest:
     options = request.stream_options
+    continuous = options is not None and options.continuous_usage_stats
+    if continuous:
+        found = found or Extras()
+    if found is not None:
+        payload["extras"] = msgspec.to_builtins(found)
     return ParsedRequest(
         model=request.model,
         stream=request.stream,
         include_usage=options is not None and options.include_usage,
         payload=payload,
+        continuous_usage=continuous,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -54,6 +54,11 @@ class FrontendConfig(BaseModel):
         min_length=1,
         description="The model expected here: while no worker serves it, requests for it get 503 (come back) "
         "rather than 404 (no such model).",
+    )
+    plain_requests: Literal["engine", "light"] = Field(
+        default="light",
+        description="Who answers requests for a vLLM model that ask for nothing special: `light`, our own API, for an "
+        "eighth of the processor time; or `engine`, vLLM's, with all of its fields (docs/api.md).",
     )
     max_inflight: int = Field(
         default=MAX_INFLIGHT, ge=1, description="Requests served at once, waiting ones included; beyond it 429."

@@ -25,7 +25,7 @@ Batch = list[Any]
 
 def has_tokens(batch: Batch) -> bool:
     """Whether a batch of a worker's items holds something that a client may have seen."""
-    return any(item["token_ids"] for item in batch)
+    return any(item["token_ids"] or "core" in item for item in batch)  # such as log-probabilities of the prompt
 
 
 class Chooser(Protocol):

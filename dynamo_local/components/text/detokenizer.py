@@ -19,8 +19,7 @@ import codecs
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -48,13 +47,14 @@ def _is_byte_level(rust: RustTokenizer) -> bool:
 class TokenTable:
     """What the decoders need of a tokenizer; made once, shared by all requests."""
 
-    def __init__(self, rust: RustTokenizer) -> None:
+    def __init__(self, rust: RustTokenizer, *, keep_special: bool = False) -> None:
         self._rust = rust
+        self._skip = not keep_special
         self.pieces: dict[int, bytes] | None = self._byte_pieces() if _is_byte_level(rust) else None
 
     def _byte_pieces(self) -> dict[int, bytes]:
         char_to_byte = _gpt2_bytes()
-        special = {i for i, token in self._rust.get_added_tokens_decoder().items() if token.special}
+        special = {i for i, token in self._rust.get_added_tokens_decoder().items() if token.special and self._skip}
         pieces: dict[int, bytes] = {}
         for text, token_id in self._rust.get_vocab(with_added_tokens=True).items():
             if token_id in special:
@@ -66,8 +66,8 @@ class TokenTable:
         return pieces
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, without special ones."""
-        return str(self._rust.decode(list(token_ids), skip_special_tokens=True))
+        """The text of these tokens, without special ones unless they are kept."""
+        return str(self._rust.decode(list(token_ids), skip_special_tokens=self._skip))
 
     def decoder(self) -> Decoder:
         """A fresh decoder of the right kind."""
@@ -143,8 +143,7 @@ class WindowDecoder:
         return twin
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What a batch of tokens gave: `num_tokens` of them count, `stopped` when a stop string was complete."""
 
     text: str

@@ -40,7 +40,7 @@ def prepare(kind: Kind, request: TextRequest, tokenizer: Tokenizer, max_model_le
     Raises `InvalidRequest`, naming the parameter: messages or prompt that cannot be used or are too long
     (`prompt + 1 > max_model_len`), `max_tokens` that does not fit behind the prompt.
     """
-    token_ids = _token_ids(kind, request, tokenizer, max_model_len)
+    token_ids = token_ids_of(kind, request, tokenizer, max_model_len)
     max_tokens = _max_tokens(kind, request.max_tokens, len(token_ids), max_model_len)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     return Prepared(
@@ -51,18 +51,40 @@ def prepare(kind: Kind, request: TextRequest, tokenizer: Tokenizer, max_model_le
     )
 
 
-def _token_ids(kind: Kind, request: TextRequest, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+def token_ids_of(
+    kind: Kind,
+    request: TextRequest,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    *,
+    add_special_tokens: bool | None = None,
+) -> list[int]:
+    """The prompt's tokens. Special ones are added to a text by default, and to a chat not: its template writes them.
+
+    Raises `InvalidRequest` for what cannot be used, or is surely too long.
+    """
     if kind == "chat":
-        text = tokenizer.render(msgspec.to_builtins(request.messages))
+        text = _rendered(request, tokenizer)
         if tokenizer.surely_exceeds(text, max_model_len):
             raise _no_room(kind, f"more than {max_model_len}", max_model_len)
-        return tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
+        return tokenizer.encode(text, add_special_tokens=bool(add_special_tokens))
     prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) >= max_model_len:
         raise _no_room(kind, str(len(prompt)), max_model_len)
     if isinstance(prompt, str) and tokenizer.surely_exceeds(prompt, max_model_len):
         raise _no_room(kind, f"more than {max_model_len}", max_model_len)
+    if add_special_tokens is False and isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens=False)
     return tokenizer.encode_prompt(prompt)
+
+
+def _rendered(request: TextRequest, tokenizer: Tokenizer) -> str:
+    messages, extras = msgspec.to_builtins(request.messages), request.extras
+    if extras is None:
+        return tokenizer.render(messages)
+    tools = extras.tools
+    shown = None if tools is None or tools.choice == "none" else tools.for_template()
+    return tokenizer.render(messages, shown, extras.template)
 
 
 def _no_room(kind: Kind, tokens: str, max_model_len: int) -> InvalidRequest:

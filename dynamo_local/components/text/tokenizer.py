@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
@@ -22,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
-from dynamo_local.components.limits import shortened
+from dynamo_local.components.limits import nested_deeper, shortened
 from dynamo_local.components.text.detokenizer import Detokenizer, TokenTable
 from dynamo_local.components.text.model import TINY_FOLDER, TINY_MODEL
 from dynamo_local.errors import ConfigError, InvalidRequest
@@ -94,6 +95,21 @@ def _text_of(content: Any, index: int) -> str:
     return "\n".join(texts)
 
 
+def _call_for_template(call: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Templates expect a call's arguments as an object, OpenAI sends its JSON (vLLM turns it, too)."""
+    function = call["function"]
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"messages[{index}].tool_calls: the arguments of {shortened(function['name'])!r} are not JSON: {error}",
+            param="messages",
+        ) from error
+    if nested_deeper(arguments):
+        raise InvalidRequest(f"messages[{index}].tool_calls: the arguments are nested too deeply", param="messages")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def flatten_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages with every content a string; other keys (name, tool_calls, …) are kept for the template."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -103,6 +119,8 @@ def flatten_messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequest(f"messages[{index}] must be an object with a role", param="messages")
         flat.append({**message, "content": _text_of(message.get("content"), index)})
+        if calls := message.get("tool_calls"):
+            flat[-1]["tool_calls"] = [_call_for_template(call, index) for call in calls]
     return flat
 
 
@@ -116,19 +134,29 @@ class Tokenizer:
         self._specials = dict(specials)
         self.eos_token_ids: tuple[int, ...] = ()
         self._table = TokenTable(rust)
+        self._whole_table: TokenTable | None = None
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids, special ones included; valid ids are below it."""
         return int(self._rust.get_vocab_size(with_added_tokens=True))
 
-    def detokenizer(self, stop: Sequence[str] = (), min_tokens: int = 0, include_stop: bool = False) -> Detokenizer:
-        """A fresh incremental decoder for one response."""
-        return Detokenizer(self._table, stop=stop, min_tokens=min_tokens, include_stop=include_stop)
+    def detokenizer(
+        self, stop: Sequence[str] = (), min_tokens: int = 0, include_stop: bool = False, keep_special: bool = False
+    ) -> Detokenizer:
+        """A fresh incremental decoder for one response; `keep_special` writes special tokens, too."""
+        table = self._table
+        if keep_special:
+            table = self._whole_table = self._whole_table or TokenTable(self._rust, keep_special=True)
+        return Detokenizer(table, stop=stop, min_tokens=min_tokens, include_stop=include_stop)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The whole text at once, special tokens left out."""
-        return str(self._rust.decode(list(token_ids), skip_special_tokens=True))
+    def token_text(self, token_id: int) -> str:
+        """Of one token by itself, special ones too; U+FFFD for a part of a character."""
+        return str(self._rust.decode([token_id], skip_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The whole text at once, by default with special tokens left out."""
+        return str(self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of the text. Other threads run meanwhile: of the library's calls, those for a batch let them."""

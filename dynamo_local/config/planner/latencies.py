@@ -27,3 +27,5 @@ class LatencyFields(BaseModel):
     profile_results_dir: Path | None = None
     """Folder of a profile of the engines (NPZ or JSON, as Dynamo's profiler writes them). Without one `slo` begins with
     the shipped one, and corrects it by what it sees."""
+    profile_anyway: bool = False
+    """Take a profile that `dynamo profile` measured of other engines, GPUs or versions than these."""

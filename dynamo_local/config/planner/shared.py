@@ -33,8 +33,9 @@ class SharedFields(BaseModel):
     """Namespace that the planner looks at; the graph's own, or it is refused."""
     served_model_name: str | None = None
     """Model being served; one that differs from the Frontend's is refused."""
-    environment: Literal["local", "virtual"] = "local"
-    """Who carries decisions out: the arbiter itself, or another environment that reads them from etcd (`virtual`)."""
+    environment: Literal["local", "virtual", "kubernetes"] = "local"
+    """Who carries decisions out: the arbiter itself, another environment that reads them from etcd (`virtual`), or
+    Dynamo's operator (`kubernetes`: a planner in a pod, [Kubernetes](kubernetes-planner.md))."""
     backend: Literal["vllm", "sglang"] | None = None
     """Accepted for Dynamo's own files; which engine runs, the graph says."""
     virtual_keys: Literal["v1", "v0"] = "v1"

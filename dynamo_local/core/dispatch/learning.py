@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+from dynamo_local.core.isotonic import isotonic
 
 LENGTHS_KEPT = 512
 """Answers whose lengths are remembered."""
@@ -96,17 +98,17 @@ class Risk:
         self._believed = [believed(centre) for centre in self.CENTRES]
         self._seen = [0.0] * len(self.CENTRES)
         self._missed = [0.0] * len(self.CENTRES)
-        self._curve = _never_falling([(believed, 1.0) for believed in self._believed])
+        self._curve = isotonic(self._believed)
 
     def seen(self, share: float, *, missed: bool) -> None:
         """An estimate of that share of its bound was missed, or kept."""
         place = min(len(self.CENTRES) - 1, max(0, round((share - self.CENTRES[0]) / self.STEP)))
         self._seen[place] = self._seen[place] * RISK_KEEPS + 1.0
         self._missed[place] = self._missed[place] * RISK_KEEPS + missed
-        rows = zip(self._believed, self._missed, self._seen, strict=True)
-        self._curve = _never_falling(
-            [(believed * RISK_BELIEF + missed, RISK_BELIEF + seen) for believed, missed, seen in rows]
-        )
+        weights = [RISK_BELIEF + seen for seen in self._seen]
+        rows = zip(self._believed, self._missed, weights, strict=True)
+        shares = [(believed * RISK_BELIEF + missed) / weight for believed, missed, weight in rows]
+        self._curve = isotonic(shares, weights)
 
     def of(self, share: float) -> float:
         """0..1, evenly between the centres of what is counted together."""
@@ -117,18 +119,6 @@ class Risk:
             return self._curve[-1]
         low = int(place)
         return self._curve[low] + (self._curve[low + 1] - self._curve[low]) * (place - low)
-
-
-def _never_falling(parts: Sequence[tuple[float, float]]) -> list[float]:
-    """The quotient of each part; those that would fall become that of both together (isotonic regression)."""
-    pools: list[tuple[float, float, int]] = []
-    for above, below in parts:
-        pool = (above, below, 1)
-        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
-            last = pools.pop()
-            pool = (last[0] + pool[0], last[1] + pool[1], last[2] + pool[2])
-        pools.append(pool)
-    return [above / below for above, below, count in pools for _ in range(count)]
 
 
 class Mean:

@@ -18,6 +18,8 @@ class Why(enum.StrEnum):
     """By length and queue, as the seed did: the policy is threshold, or slo has no profile."""
     NO_PREFILL_WORKER = "no_prefill_worker"
     QUEUE_UNKNOWN = "queue_unknown"
+    CANNOT_TRAVEL = "cannot_travel"
+    """A prefill worker would not get all that the prompt is: images, an adapter, log-probabilities of the prompt."""
     CAME_BACK = "came_back"
     """It was sent away, and no KV came in time: prefilled here after all. Counted once more."""
 

@@ -235,6 +235,7 @@ def _spawn(draft: Draft, move: SpawnWorker) -> None:
 def _call_back(draft: Draft, worker: Worker, asked_by: str | None) -> None:
     draft.change(worker.name, course=Course.RETURNING, cause=draft.stimulus_id, lapsed=False)
     if worker.pid is not None:
+        draft.change(worker.name, write=False, calls=worker.calls + 1)
         draft.do(CallBack(worker.name, worker.pid, worker.told, asked_by))
 
 

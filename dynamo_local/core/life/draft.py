@@ -27,6 +27,7 @@ NO_PROCESS: dict[str, Any] = {
     "heard_s": None,
     "absent_s": None,
     "counting": False,
+    "calls": 0,
     "exit": None,
     "flip": None,
 }

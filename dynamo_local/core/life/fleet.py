@@ -25,6 +25,7 @@ from itertools import count
 
 from dynamo_local.core.gpu_residue import DEFAULT_VRAM_SHARE
 from dynamo_local.core.gpus import GpuLedger
+from dynamo_local.core.life.guests import runs_within
 from dynamo_local.core.life.moving import FlipTarget, Leaving
 from dynamo_local.core.life.restart_plan import RestartPlan
 from dynamo_local.core.life.restarts import DEFAULT_POLICY, RestartHistory, RestartPolicy
@@ -54,7 +55,8 @@ class Template:
     differently. `retired`: the component is wanted no more, and its template goes with its last worker. `flips_to` is
     the component whose role its workers can take over; where that is None, `cannot_flip` says why.
     `standby`: how many workers are kept asleep beside those that serve (None: its workers are not made to sleep).
-    `vram_share` is the part of a device's memory that an awake worker takes.
+    `vram_share` is the part of a device's memory that an awake worker takes. `guests` are the components that run in
+    its workers' processes.
     """
 
     component: str
@@ -69,6 +71,7 @@ class Template:
     cannot_flip: str = "no other component has an engine like its own"
     standby: int | None = None
     vram_share: float = DEFAULT_VRAM_SHARE
+    guests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,7 @@ class Worker:
     held_back: bool = False
     absent_s: float | None = None
     counting: bool = False
+    calls: int = 0
     heard_s: float | None = None
     unheard_s: float = 0.0
     silent_s: float = 0.0
@@ -308,7 +312,8 @@ class Fleet:
             if template.component == component:
                 return template
         known = ", ".join(sorted(template.component for template in self.templates)) or "none"
-        raise UnknownWorker(f"there is no component {component!r} in namespace {self.namespace}; there are: {known}")
+        none = f"there is no component {component!r} in namespace {self.namespace}; there are: {known}"
+        raise UnknownWorker(self._guest(component) or none)
 
     def template_of(self, worker: Worker) -> Template:
         """How one more like it is made."""
@@ -330,8 +335,14 @@ class Fleet:
         worker = self.find(name)
         if worker is None:
             known = ", ".join(self.workers) or "none"
-            raise UnknownWorker(f"there is no worker {name!r} in namespace {self.namespace}; there are: {known}")
+            none = f"there is no worker {name!r} in namespace {self.namespace}; there are: {known}"
+            raise UnknownWorker(self._guest(name) or none)
         return worker
+
+    def _guest(self, name: str) -> str | None:
+        """Why there is no worker of a component that runs in another's processes; None for any other name."""
+        guest = name.removeprefix(f"{self.namespace}_")
+        return next((runs_within(guest, each.component) for each in self.templates if guest in each.guests), None)
 
     def of(self, component: str) -> tuple[Worker, ...]:
         """A component's entries, the bare one first."""

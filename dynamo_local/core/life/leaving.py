@@ -88,11 +88,14 @@ def called_back(draft: Draft, seen: CalledBack) -> None:
     worker = draft.get(seen.name)
     if worker is None:
         return
+    if worker.pid == seen.pid:
+        draft.change(worker.name, write=False, calls=max(0, worker.calls - 1))
+        worker = draft.worker(seen.name)
     if seen.error is not None:
         _not_called_back(draft, worker, seen)
         return
-    if worker.pid != seen.pid or worker.course is not Course.RETURNING:
-        return  # ordered to leave again meanwhile: the later order is carried out next
+    if worker.pid != seen.pid or worker.course is not Course.RETURNING or worker.calls:
+        return  # ordered to leave again meanwhile, and perhaps called back again: the later order is carried out next
     steady: dict[str, Any] = {
         "asked_s": None,
         "reason": None,
@@ -224,6 +227,9 @@ def leave(draft: Draft, order: Leave) -> None:
 def go_on(draft: Draft) -> None:
     """The next stage, once nothing of this one runs or can be waited for."""
     while draft.fleet.leaving is not None and draft.fleet.leaving.stage < len(STAGES):
+        for worker in _of_stage(draft):
+            if _may_begin_to_drain(worker):  # its change of role was heard of after its new role's stage had begun
+                _send_away(draft, worker)
         if any(_is_waited_for(worker) for worker in _of_stage(draft)):
             return
         _next_stage(draft)
@@ -240,15 +246,19 @@ def _next_stage(draft: Draft) -> None:
         return
     draft.set(leaving=replace(leaving, stage=leaving.stage + 1))
     for worker in _of_stage(draft):
-        if leaving.now:
-            end_now(draft, worker)
-            continue
-        if _may_begin_to_drain(worker):
-            event = DrainRequested(stimulus_id=draft.stimulus_id, reason="down")
-            draft.apply(worker.name, event, course=Course.STEADY, asked_s=None, due_s=None, reason="down")
-        elif worker.state is S.DRAINING:
-            draft.change(worker.name, course=Course.STEADY)
-        ask(draft, worker.name)
+        _send_away(draft, worker)
+
+
+def _send_away(draft: Draft, worker: Worker) -> None:
+    if draft.fleet.leaving is not None and draft.fleet.leaving.now:
+        end_now(draft, worker)
+        return
+    if _may_begin_to_drain(worker):
+        event = DrainRequested(stimulus_id=draft.stimulus_id, reason="down")
+        draft.apply(worker.name, event, course=Course.STEADY, asked_s=None, due_s=None, reason="down")
+    elif worker.state is S.DRAINING:
+        draft.change(worker.name, course=Course.STEADY)
+    ask(draft, worker.name)
 
 
 def _may_begin_to_drain(worker: Worker) -> bool:

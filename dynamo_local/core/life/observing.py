@@ -22,7 +22,7 @@ from dynamo_local.core.life.stimuli import (
     RegistryListed,
     Stalled,
 )
-from dynamo_local.core.types import Missing
+from dynamo_local.core.types import Load, Missing
 from dynamo_local.core.types import WorkerState as S
 
 STALE_S = 3.0
@@ -58,9 +58,11 @@ def key_put(draft: Draft, seen: KeyPut) -> None:
         draft.change(seen.name, lease_gone=False)
         return
     registered = Registered(stimulus_id=seen.stimulus_id, lease=seen.lease)
-    if worker.state is S.DRAINING and (worker.asked_s is None or (new and worker.course is Course.RETURNING)):
+    returned = new and worker.course is Course.RETURNING and worker.calls <= 1
+    if worker.state is S.DRAINING and (worker.asked_s is None or returned):
         # Its lease had only expired (it was stopped, or etcd was away) and it has come back by itself; or it was
-        # called back, and this is seen before its answer, or instead of it.
+        # called back, and this is seen before its answer, or instead of it. Where it was called back twice this may be
+        # of the first time, and the sign to leave that came between is still on its way to it.
         back: dict[str, Any] = {"reason": None, "asked_s": None, "course": Course.STEADY, "told": False, "due_s": None}
         cancelled = DrainCancelled(stimulus_id=seen.stimulus_id)
         draft.apply(seen.name, cancelled, **back, lease_gone=False, lapsed=False)
@@ -168,7 +170,7 @@ def loads_heard(draft: Draft, seen: LoadsHeard) -> None:
     passed_s = 0.0 if before_s is None else min(now_s - before_s, SILENCE_COUNTED_MAX_S)
     draft.set(sampled_s=now_s)
     for worker in draft.workers():
-        load = seen.loads.get(worker.name)
+        load = _told(seen, worker)
         if load is not None:
             if load != worker.load or worker.unheard_s or worker.heard_s is None:  # else there is nothing new
                 heard_s = now_s if worker.heard_s is None else worker.heard_s
@@ -184,6 +186,12 @@ def loads_heard(draft: Draft, seen: LoadsHeard) -> None:
         if silent_s > draft.fleet.health_bound_s and draft.fleet.leaving is None:
             reason = f"is hung: it has answered nothing for {silent_s:.0f} s"
             leaving.hung(draft, draft.worker(worker.name), reason)
+
+
+def _told(seen: LoadsHeard, worker: Worker) -> Load | None:
+    """Its answer. One that has changed its role answers under its new name before anybody has heard of that."""
+    load = seen.loads.get(worker.name)
+    return seen.loads.get(worker.flip.name) if load is None and worker.flip is not None else load
 
 
 def _unheard(worker: Worker) -> bool:

@@ -359,14 +359,14 @@ def _returned(draft: Draft, worker: Worker, returning: GpuReturn, stale: str | N
         draft.look_at_gpus(draft.now_s + RETURN_POLL_S)
         return
     draft.change(worker.name, write=False, returning=None)
-    if not returning.keep or busy:
+    gone = worker.state is S.EXITED and not worker.sweeping  # else the entry goes when that is done
+    if gone or busy or not returning.keep:
         late = f"{RETURN_DEADLINE_S:g} s after {worker.name} ended"
         unseen = f"nobody could see whether {worker.name} left its memory empty: {stale}"
         reasons = {uuid: unseen if stale is not None else f"{who[uuid]} still holds it {late}" for uuid in busy}
         draft.free_gpus(worker.name, reasons)
-    if worker.state is S.EXITED:
-        if not worker.sweeping:  # else it goes when that is done
-            _removed(draft, worker.name)
+    if gone:
+        _removed(draft, worker.name)
     elif worker.state is S.START_TIMED_OUT:
         after_failure(draft, worker.name)
 

@@ -16,6 +16,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv.events import AllBlocksCleared, KvEvent
 from dynamo_local.core.types import Load
 from dynamo_local.engines.base import EngineBase
+from dynamo_local.engines.sim.answers import answer_of
 from dynamo_local.engines.sim.facts import load_of, shape_of
 from dynamo_local.engines.sim.keys import OutputKeys
 from dynamo_local.engines.sim.kv_transfers import KvTransfers, kv_transfer_params
@@ -32,7 +33,7 @@ from dynamo_local.engines.sim.scheduling.requests import (
 from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
 from dynamo_local.engines.sim.sleeping import SimSleep
 from dynamo_local.engines.sim.streams import OutputStream
-from dynamo_local.engines.sim.tokens import TokenStream, natural_length, plan_output, prompt_digest
+from dynamo_local.engines.sim.tokens import plan_output, prompt_digest
 from dynamo_local.engines.sim.told_passes import Passing, ToldPasses
 from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, pull_request_of
 from dynamo_local.engines.sleeping import EngineMemory
@@ -168,15 +169,12 @@ class SimEngine(EngineBase):
                     raise stream.error
                 count, stream.pending = stream.pending, 0
                 token_ids = stream.tokens.take(stream.first, count)
+                numbers = {} if stream.request.sampling.extras is None else stream.numbers(stream.first, token_ids)
                 stream.first += count
                 reason = stream.reason
                 stream.delivered = reason is not None
-                yield EngineOutput(
-                    token_ids,
-                    reason,
-                    stream.cached,
-                    kv_transfer_params(self._engine_id, self._listener, stream.handoff),
-                )
+                handoff = kv_transfer_params(self._engine_id, self._listener, stream.handoff)
+                yield EngineOutput(token_ids, reason, stream.cached, handoff, **numbers)
                 if reason is not None:
                     return
         finally:
@@ -193,14 +191,14 @@ class SimEngine(EngineBase):
             digest = prompt_digest(prompt, seed=options.seed + self._sleep.corrupted)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds something that is no token id: {error}", param="prompt") from error
-        tokens = TokenStream(digest, token_low=options.token_low, token_high=options.token_high)
+        tokens, natural = answer_of(digest, sampling, options)
         params = request.kv_transfer_params or {}
         hold = bool(params.get("do_remote_decode"))
         pull = pull_request_of(params, request.request_id, digest) if params.get("do_remote_prefill") else None
         most = min(sampling.max_tokens, self.info.max_model_len - len(prompt))
         count, reason = plan_output(
             tokens,
-            natural=natural_length(digest, options.mean_output_tokens),
+            natural=natural,
             max_tokens=most,
             # vLLM hands KV over only from a request that ended by length: a prefill engine must not stop by itself.
             ignore_eos=sampling.ignore_eos or hold,

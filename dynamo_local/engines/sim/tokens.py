@@ -30,24 +30,24 @@ def prompt_digest(prompt_token_ids: Iterable[int], *, seed: int = 0) -> bytes:
 class TokenStream:
     """The endless output of one prompt. Ids lie in [token_low, token_high)."""
 
-    __slots__ = ("_chunk", "_chunk_index", "_digest", "_low", "_span")
+    __slots__ = ("_chunk", "_chunk_index", "digest", "low", "prompt_digest", "span")
 
     def __init__(self, digest: bytes, *, token_low: int, token_high: int) -> None:
-        self._digest = digest
-        self._low = token_low
-        self._span = token_high - token_low
+        self.digest = self.prompt_digest = digest
+        self.low = token_low
+        self.span = token_high - token_low
         self._chunk: tuple[int, ...] = ()
         self._chunk_index = -1
 
     def take(self, first: int, count: int) -> tuple[int, ...]:
         """Tokens first … first + count - 1."""
-        low, span = self._low, self._span
+        low, span = self.low, self.span
         tokens: list[int] = []
         end = first + count
         while first < end:
             index, offset = divmod(first, _PER_DIGEST)
             if index != self._chunk_index:
-                raw = blake2b(index.to_bytes(8, "little"), digest_size=64, key=self._digest).digest()
+                raw = blake2b(index.to_bytes(8, "little"), digest_size=64, key=self.digest).digest()
                 self._chunk = tuple([low + word % span for word in _UNPACK(raw)])
                 self._chunk_index = index
             part = self._chunk[offset : offset + end - first]

@@ -77,6 +77,7 @@ class VllmEngine(EngineBase):
         self._resources: engine_resources.EngineResources | None = None
         self._llm: Any = None
         self._sampling: Any = None
+        self._core: Any = None
         self._statistics = Statistics(0, 0)
         self._handoffs = Handoffs(KV_LEASE_S)
         self._dead = asyncio.Event()
@@ -116,6 +117,7 @@ class VllmEngine(EngineBase):
             await self.close()
             raise EngineError("the engine was closed while it started")
         self._processes.watch(self._die)
+        self._tasks = await self._llm.get_supported_tasks()
         self._info = self._describe()
         log.info("vLLM was ready after %.1f s", time.monotonic() - started_s)
 
@@ -140,6 +142,7 @@ class VllmEngine(EngineBase):
 
     def _build(self) -> Any:
         """In a thread of its own."""
+        import vllm
         from vllm import SamplingParams as VllmSampling
         from vllm.sampling_params import RequestOutputKind
         from vllm.usage.usage_lib import UsageContext
@@ -151,6 +154,7 @@ class VllmEngine(EngineBase):
         start_stages.passed("vLLM's imports")
         self._sampling = VllmSampling
         self._delta = RequestOutputKind.DELTA
+        self._version = vllm.__version__
         args = engine_args(self._words)
         try:
             config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -187,7 +191,7 @@ class VllmEngine(EngineBase):
             block_size=int(config.cache_config.block_size),
             num_gpu_blocks=blocks,
             max_num_seqs=slots,
-            options={"words": list(self._words)},
+            options={"words": list(self._words), "tasks": list(self._tasks), "version": self._version},
             handoff_address=(self._resources.host, self._resources.port) if transfer is not None else None,
             max_num_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
             dp_size=int(config.parallel_config.data_parallel_size),
@@ -245,16 +249,22 @@ class VllmEngine(EngineBase):
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         llm = self._alive(self._llm)
         params = request.kv_transfer_params or {}
-        self._check(request)
+        if request.core is None:  # else vLLM's own checks have been made
+            self._check(request)
+        if request.sampling.extras is not None:
+            raise InvalidRequest("tools, schemas, logprobs and rarer parameters do not go this way to the vllm engine")
         self._count += 1
         # An id may come twice (a redelivered prefill), but the engine needs unique ones.
         internal_id = f"{request.request_id}-{self._count:x}"
-        sampling = self._sampling_params(request.sampling, params)
-        # With `type`, vLLM uses the prompt as it is; without, it would go through its renderer, in a thread.
-        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        if request.core is not None:
+            outputs = self._core_requests(llm).run(request, internal_id, params)
+        else:
+            sampling = self._sampling_params(request.sampling, params)
+            # With `type`, vLLM uses the prompt as it is; without, it would go through its renderer, in a thread.
+            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+            outputs = cast(AsyncGenerator[Any, None], llm.generate(prompt, sampling, internal_id))
         self._statistics.opened(internal_id, request.sampling.max_tokens)
         self._notify()
-        outputs = cast(AsyncGenerator[Any, None], llm.generate(prompt, sampling, internal_id))
         try:
             async with contextlib.aclosing(self._bounded(outputs, request, params)) as bounded:
                 async for output in bounded:
@@ -263,6 +273,13 @@ class VllmEngine(EngineBase):
         finally:
             self._statistics.closed(internal_id)
             self._notify()
+
+    def _core_requests(self, llm: Any) -> Any:
+        from dynamo_local.engines.vllm.api.core_requests import CoreRequests
+
+        if self._core is None:
+            self._core = CoreRequests(llm)
+        return self._core
 
     async def _bounded(
         self, outputs: AsyncGenerator[Any, None], request: EngineRequest, params: Mapping[str, Any]
@@ -295,6 +312,8 @@ class VllmEngine(EngineBase):
                     return
 
     def _converted(self, output: Any) -> EngineOutput:
+        if isinstance(output, EngineOutput):
+            return output
         completion = output.outputs[0] if output.outputs else None
         reason = None if completion is None else completion.finish_reason
         return EngineOutput(

@@ -63,7 +63,7 @@ class VllmOptions:
         given |= self._parallel(args)
         if self.transfer != "none":
             given["kv_transfer_config"] = self._kv_transfer(args.pop("kv_transfer_config", None))
-        return [word for name, value in {**args, **given}.items() for word in _words(name, value)]
+        return words_of({**args, **given})
 
     def _parallel(self, args: Mapping[str, Any]) -> dict[str, int]:
         """Tensor parallelism over the worker's GPUs, unless the section divides them otherwise."""
@@ -101,6 +101,11 @@ class VllmOptions:
                 "that wrong KV would be pulled; lower it, or raise kv_lease_duration on both sides"
             )
         return config
+
+
+def words_of(args: Mapping[str, Any]) -> list[str]:
+    """Arguments as a command line has them; keys in either spelling."""
+    return [word for name, value in args.items() for word in _words(name, value)]
 
 
 def _words(name: str, value: Any) -> Iterator[str]:

@@ -22,6 +22,8 @@ ANSWER_BYTES_MAX = 256 * 1024
 RECONNECT_MS = 5000
 """A plugin that comes back is found at the next probe of its circuit: gRPC's own pause between attempts grows to two
 minutes."""
+ATTEMPT_MS = 1000
+"""How long one attempt to connect may take, and the next one waits at least: gRPC's own bound is 20 s."""
 
 SYSTEM_S = Tls()
 """The authorities of the system are trusted, and no certificate is shown."""
@@ -43,6 +45,7 @@ class GrpcPlugin:
             ("grpc.max_send_message_length", message_bytes_max),
             ("grpc.max_receive_message_length", min(message_bytes_max, ANSWER_BYTES_MAX)),
             ("grpc.keepalive_time_ms", keepalive_time_ms),
+            ("grpc.min_reconnect_backoff_ms", ATTEMPT_MS),
             ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),

@@ -25,19 +25,20 @@ class RequestContext:
         return max(0.0, self.deadline_s - self.clock.now_s())
 
 
-_current: contextvars.ContextVar[RequestContext | None] = contextvars.ContextVar("dynamo_request", default=None)
+REQUEST: contextvars.ContextVar[RequestContext | None] = contextvars.ContextVar("dynamo_request", default=None)
+"""The request that the running task serves."""
 
 
 def current_request() -> RequestContext | None:
     """The request that the running task serves; None outside a handler."""
-    return _current.get()
+    return REQUEST.get()
 
 
 def enter_request(context: RequestContext) -> contextvars.Token[RequestContext | None]:
     """Make `context` the running task's request. For code that runs a handler; undo with `leave_request`."""
-    return _current.set(context)
+    return REQUEST.set(context)
 
 
 def leave_request(token: contextvars.Token[RequestContext | None]) -> None:
     """Undo `enter_request`, which returned `token`."""
-    _current.reset(token)
+    REQUEST.reset(token)

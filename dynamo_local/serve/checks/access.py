@@ -38,7 +38,7 @@ def check_access(
 
 
 def _problems(graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str]) -> Iterator[ConfigError]:
-    for service in spec.services:
+    for service in spec.components:
         model = _options_of(graph, service.name)
         if model is None:
             continue

@@ -41,7 +41,7 @@ def check_dispatch(graph: LoadedGraph, spec: GraphSpec, config: Config) -> tuple
 
 def _sections(graph: LoadedGraph, spec: GraphSpec, config: Config) -> Iterator[tuple[str, Any]]:
     """Services that can decide by targets, and their settings."""
-    for service in spec.services:
+    for service in spec.components:
         model = graph.services[service.name].config_model
         if model is not None and hasattr(model, "what_slo_lacks"):
             yield service.name, validate_section(model, f"{config.source}: {service.name}", service.config)

@@ -39,7 +39,7 @@ def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_p
     from dynamo_local.engines.vllm.checking import VllmSection, is_installed, what_is_wrong
 
     sections = {}
-    for service in spec.services:
+    for service in spec.components:
         model = graph.services[service.name].config_model
         if model is None or not hasattr(model, "vllm_options"):
             continue

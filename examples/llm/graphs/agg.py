@@ -2,4 +2,4 @@
 
 from dynamo_local.components import Frontend, Processor, VllmWorker
 
-Frontend.link(Processor).link(VllmWorker)
+Frontend.link(Processor, colocate=True).link(VllmWorker)

@@ -2,4 +2,4 @@
 
 from dynamo_local.components import Frontend, Processor, Router, VllmWorker
 
-Frontend.link(Processor).link(Router).link(VllmWorker)
+Frontend.link(Processor, colocate=True).link(Router).link(VllmWorker)

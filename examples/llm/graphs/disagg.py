@@ -2,4 +2,4 @@
 
 from dynamo_local.components import Frontend, PrefillWorker, Processor, VllmWorker
 
-Frontend.link(Processor).link(VllmWorker).link(PrefillWorker)
+Frontend.link(Processor, colocate=True).link(VllmWorker).link(PrefillWorker)

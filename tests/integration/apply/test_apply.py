@@ -23,7 +23,7 @@ BASE: dict[str, Any] = yaml.safe_load((EXAMPLE / "configs" / "agg.yaml").read_te
 def config(**sections: dict[str, Any]) -> dict[str, Any]:
     """The shipped aggregated graph, with two workers, and these sections' keys over it."""
     made = json.loads(json.dumps(BASE))
-    made.setdefault("Frontend", {})["port"] = 0
+    made.setdefault("Frontend", {}).update({"port": 0, "ServiceArgs": {"colocate": []}})
     made.setdefault("VllmWorker", {}).setdefault("ServiceArgs", {})["workers"] = 2
     for name, section in sections.items():
         for key, value in section.items():

@@ -31,7 +31,7 @@ async def test_the_edited_file_is_applied_and_outlives_the_plugin() -> None:
             await streams.more(8)
         streams.check()
         after = served.pids()
-        assert after.keys() == {"Frontend", "Processor", "PrefillWorker", "VllmWorker_1"}
+        assert after.keys() == {"Frontend", "PrefillWorker", "VllmWorker_1"}
         assert after.items() - before.items() == {("VllmWorker_1", after["VllmWorker_1"])}
 
         other = served.folder / "other.yaml"

@@ -31,7 +31,7 @@ def under() -> Iterator[Guest]:
 
 async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None:
     """Beside theirs, in their list, under the names that the statefile has."""
-    names = ("etcd", "nats", "guardian", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
+    names = ("etcd", "nats", "guardian", "Frontend", "VllmWorker", "PrefillWorker")
     assert under.watchers() == {f"dynamo_{name}": "active" for name in names}
     assert under.circusd.statuses()["other"] == "active"
     for name, pid in under.served.pids().items():
@@ -84,7 +84,7 @@ async def test_the_planner_scales_their_watchers() -> None:
         answers = await open_loop(served, load)
         assert answers.wrong == []
         assert answers.right == len(load)
-        await auntil(lambda: capacity(served)[DECODE] == 1 and len(served.pids()) == 4, 60.0, what=served.states)
+        await auntil(lambda: capacity(served)[DECODE] == 1 and len(served.pids()) == 3, 60.0, what=served.states)
         steps = [step for _, component, step in committed(decided(served)) if component == DECODE]
         assert sum(steps) == 0
         assert steps.count(1) >= 1

@@ -18,6 +18,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.drivers.served import MODEL, Served, auntil
+from tests.drivers.timed import timed
 from tests.tools.scraped import by_label, samples
 
 pytestmark = [pytest.mark.infra, pytest.mark.timing, pytest.mark.timeout(240)]
@@ -71,20 +72,9 @@ class Outcome:
 async def ask(client: AsyncOpenAI, found: Outcome, prompt: list[int], tokens: int) -> None:
     """One request to its end, by the clock of its client."""
     found.asked += 1
-    asked_s, times, count = time.monotonic(), [], None
+    asked_s = time.monotonic()
     try:
-        stream = await client.completions.create(
-            model=MODEL,
-            prompt=prompt,
-            max_tokens=tokens,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-        async for chunk in stream:
-            if chunk.choices and chunk.choices[0].text:
-                times.append(time.monotonic())
-            count = chunk.usage.completion_tokens if chunk.usage is not None else count
+        times, count = await timed(client, prompt, tokens)
     except Exception as error:
         found.failed.append(f"{type(error).__name__}: {error}")
         return

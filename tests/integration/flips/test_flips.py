@@ -211,6 +211,7 @@ async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_kno
 
 
 @pytest.mark.full
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 async def test_a_thousand_flips(graph: Served) -> None:
     """Under load: nothing is lost, nothing piles up; 99 of 100 take less than half a second from the command to the

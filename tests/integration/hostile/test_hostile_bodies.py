@@ -51,7 +51,7 @@ TRIES = 3
 @pytest.fixture(scope="module")
 def agg() -> Iterator[Served]:
     """The shipped aggregated graph; it has done each kind of work once."""
-    with Served(target=AGG) as served:
+    with Served("--Frontend.ServiceArgs.colocate=[]", target=AGG) as served:
         served.start()
         asyncio.run(_warm_up(served))
         yield served

@@ -29,7 +29,7 @@ async def test_an_aggregated_graph_grows_and_shrinks_with_its_load() -> None:
         served.start()
         async with audited(served) as audit:
             answers = await open_loop(served, load)
-            await auntil(lambda: capacity(served)[DECODE] == 1 and len(served.pids()) == 3, 60.0, what=served.states)
+            await auntil(lambda: capacity(served)[DECODE] == 1 and len(served.pids()) == 2, 60.0, what=served.states)
         assert answers.wrong == []
         assert answers.right == len(load)
         assert audit.most[DECODE] >= 2

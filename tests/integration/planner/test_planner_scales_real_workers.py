@@ -81,7 +81,7 @@ async def graph(shared: Served) -> Served:
 
 async def at_base(served: Served) -> None:
     """Return when 1P1D is all there is."""
-    await auntil(lambda: capacity(served) == BASE and len(served.pids()) == 4, 60.0, what=served.states)
+    await auntil(lambda: capacity(served) == BASE and len(served.pids()) == 3, 60.0, what=served.states)
 
 
 async def test_workers_come_and_go_with_the_load_and_no_request_is_lost(graph: Served) -> None:

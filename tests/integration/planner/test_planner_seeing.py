@@ -84,7 +84,7 @@ async def test_metrics_agree_with_the_status_at_every_step_of_a_scaling(graph: S
         await ascale(graph, "VllmWorker", "+2")
         await settled(graph)
         await ascale(graph, "VllmWorker", "-1")
-        await auntil(lambda: len(graph.states()) == 5, what=graph.states)
+        await auntil(lambda: len(graph.states()) == 4, what=graph.states)
         await settled(graph)
         done.set()
         await watching
@@ -97,7 +97,7 @@ async def test_metrics_agree_with_the_status_at_every_step_of_a_scaling(graph: S
             if key[0] in COUNTERS:
                 assert later[key] >= value, f"{key} fell"
     await ascale(graph, "VllmWorker", "=1")
-    await auntil(lambda: len(graph.states()) == 4, what=graph.states)
+    await auntil(lambda: len(graph.states()) == 3, what=graph.states)
 
 
 @pytest.mark.timing

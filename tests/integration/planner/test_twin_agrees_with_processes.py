@@ -33,7 +33,8 @@ from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
 from dynamo_local.twin.simulation import Run
 from dynamo_local.twin.trace import TraceRequest
 from tests.drivers.planned import planner
-from tests.drivers.served import MODEL, Served
+from tests.drivers.served import Served
+from tests.drivers.timed import timed
 from tests.fakes.profile_folders import slow_engine
 
 pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(300)]
@@ -115,23 +116,9 @@ async def play(served: Served, trace: Sequence[TraceRequest], *, planned: bool =
 
 async def ask(client: AsyncOpenAI, prompt: list[int], tokens: int) -> tuple[float, float, int]:
     """When the first and the last token came, and how many there were."""
-    stream = await client.completions.create(
-        model=MODEL,
-        prompt=prompt,
-        max_tokens=tokens,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    times: list[float] = []
-    count = 0
-    async for chunk in stream:
-        if chunk.choices and chunk.choices[0].text:
-            times.append(time.monotonic())
-        if chunk.usage is not None:
-            count = chunk.usage.completion_tokens
+    times, count = await timed(client, prompt, tokens)
     assert times, "the stream ended without a token"
-    return times[0], times[-1], count
+    return times[0], times[-1], count or 0
 
 
 async def watch(served: Served, watched: Watched, begin_s: float) -> None:

@@ -14,7 +14,7 @@ BASE = {"VllmWorker": 2, "PrefillWorker": 2}
 
 @pytest.fixture(scope="module")
 def shared_graph() -> Iterator[Served]:
-    """Two decode, two prefill workers and a Processor, on eight simulated GPUs.
+    """Two decode and two prefill workers, on eight simulated GPUs.
 
     A token takes 20 ms and more: what a test measures must not wait for the test's own client of many streams.
     """
@@ -35,4 +35,4 @@ async def graph(shared_graph: Served) -> AsyncIterator[Served]:
             await auntil(lambda name=component: names(shared_graph, name) == [name], what=shared_graph.states)
             await ascale(shared_graph, component, f"={count}")
     await settled(shared_graph)
-    await auntil(lambda: len(shared_graph.states()) == 2 + sum(BASE.values()), what=shared_graph.states)
+    await auntil(lambda: len(shared_graph.states()) == 1 + sum(BASE.values()), what=shared_graph.states)

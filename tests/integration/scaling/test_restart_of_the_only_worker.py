@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 @pytest.mark.full
 async def test_the_only_workers_are_replaced_under_load_and_no_request_is_lost() -> None:
     """A decode worker with a spare GPU, and a Processor, which needs none: the new one serves first."""
-    with Served("--gpus", "sim:2", target=AGG) as served:
+    with Served("--gpus", "sim:2", "--Frontend.ServiceArgs.colocate=[]", target=AGG) as served:
         served.start()
         before = served.pids()
         async with load(served) as streams:

@@ -15,7 +15,7 @@ from tests.drivers.served import AGG, DISAGG, Served, asking, expected, until
 
 pytestmark = pytest.mark.infra
 
-WORKERS = ["dynamo_Frontend", "dynamo_Processor", "dynamo_VllmWorker", "dynamo_PrefillWorker"]
+WORKERS = ["dynamo_Frontend", "dynamo_VllmWorker", "dynamo_PrefillWorker"]
 LOAD = {
     "request_active_slots",
     "request_total_slots",
@@ -96,11 +96,11 @@ def test_stock_circusctl_needs_nothing_of_ours(disagg: Served) -> None:
 
     client = CircusClient(endpoint=disagg.paths.circus_endpoint, timeout=5.0)
     try:
-        assert len(client.call({"command": "list", "properties": {}})["watchers"]) == 7
+        assert len(client.call({"command": "list", "properties": {}})["watchers"]) == 6
         assert set(client.call({"command": "status", "properties": {}})["statuses"].values()) == {"active"}
-        number = client.call({"command": "numprocesses", "properties": {"name": "dynamo_Processor"}})
+        number = client.call({"command": "numprocesses", "properties": {"name": "dynamo_Frontend"}})
         assert number["numprocesses"] == 1
-        options = client.call({"command": "options", "properties": {"name": "dynamo_Processor"}})
+        options = client.call({"command": "options", "properties": {"name": "dynamo_Frontend"}})
         assert options["options"]["singleton"] is True
     finally:
         client.stop()
@@ -184,7 +184,6 @@ def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
     plan = json.loads(done.stdout)
     assert [watcher["watcher_name"] for watcher in plan["watchers"]] == [
         "dynamo_Frontend",
-        "dynamo_Processor",
         "dynamo_VllmWorker",
         "dynamo_VllmWorker_1",
         "dynamo_PrefillWorker",
@@ -201,7 +200,7 @@ async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
     with Served(target=AGG, namespace="other", beside=disagg) as other:
         other.start()
         assert other.url != disagg.url
-        assert set(other.pids()) == {"Frontend", "Processor", "VllmWorker"}
+        assert set(other.pids()) == {"Frontend", "VllmWorker"}
         assert all(key.startswith("other/") for key in other.keys(""))
         for served, word in ((disagg, "first"), (other, "second")):
             async with served.client() as client:

@@ -45,8 +45,6 @@ def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
 
     endpoints = {key.removeprefix("dynamo/components/").rpartition(":")[0] for key in found}
     assert endpoints == {
-        "Processor/chat/completions",
-        "Processor/completions",
         "VllmWorker/generate",
         "VllmWorker/kv_blocks",
         "VllmWorker/load_metrics",
@@ -105,7 +103,7 @@ def test_the_statefile_says_who_holds_which_gpu(served: Served) -> None:
     state = served.statefile()
 
     resources = {name: entry["resources"] for name, entry in state["components"].items()}
-    assert resources["dynamo_Frontend"] == resources["dynamo_Processor"] == {}
+    assert resources["dynamo_Frontend"] == {}
     held = [resources[f"dynamo_{name}"]["allocated_gpus"] for name in ("VllmWorker", "PrefillWorker")]
     assert sorted(held) == [["0"], ["1"]]
     assert state["environment"]["SYSTEM_RESOURCES"] == {"total_gpus": 8, "gpu_info": [str(n) for n in range(8)]}
@@ -148,7 +146,7 @@ def test_envs_of_a_service_reach_its_workers_only(served: Served) -> None:
     """lesson 22: `ServiceArgs.envs` has an effect; lesson 21: overriding it keeps the service's `resources`."""
     marks = {name: _environ(pid).get("MY_MARK") for name, pid in served.pids().items()}
 
-    assert marks == {"Frontend": None, "Processor": None, "VllmWorker": "here", "PrefillWorker": None}
+    assert marks == {"Frontend": None, "VllmWorker": "here", "PrefillWorker": None}
     assert served.worker("VllmWorker")["gpus"] != []
 
 

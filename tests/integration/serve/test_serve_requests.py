@@ -14,7 +14,7 @@ from tests.drivers.served import MODEL, Served, asking, auntil, expected, messag
 pytestmark = pytest.mark.infra
 
 STREAMS = 200
-LOGGING = ("Frontend", "Processor", "VllmWorker", "PrefillWorker")
+LOGGING = ("Frontend", "VllmWorker", "PrefillWorker")
 """Those that a request passes whose prefill is done elsewhere."""
 
 

@@ -17,7 +17,7 @@ WAKE_S = 0.3
 
 @pytest.fixture(scope="module")
 def shared_graph() -> Iterator[Served]:
-    """Two decode workers, a prefill worker, a Processor, on four simulated GPUs. They keep what they run."""
+    """Two decode workers, a prefill worker, on four simulated GPUs. They keep what they run."""
     words = (
         "--gpus=sim:4",
         "--VllmWorker.ServiceArgs.workers=2",

@@ -117,8 +117,8 @@ async def test_the_last_ready_worker_is_not_put_to_sleep(graph: Served) -> None:
 
 async def test_a_component_without_standby_says_how_to_have_it(graph: Served) -> None:
     """Its engine was not made for it."""
-    with pytest.raises(ArbiterRefused, match=r"set `ServiceArgs.standby` of Processor"):
-        sleep(graph, "Processor", force=True)
+    with pytest.raises(ArbiterRefused, match=r"set `ServiceArgs.standby` of Frontend"):
+        sleep(graph, "Frontend", force=True)
 
 
 async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> None:

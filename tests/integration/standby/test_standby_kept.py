@@ -16,6 +16,8 @@ WORDS = (
     "--VllmWorker.sim.speed=4",
     "--VllmWorker.sim.sleep_host_bytes=1000000",
 )
+GOES_WRONG = (*WORDS, "--VllmWorker.ServiceArgs.standby=0", "--VllmWorker.ServiceArgs.workers=2")
+"""Both awake at first."""
 
 
 @pytest.mark.full
@@ -43,13 +45,7 @@ async def test_so_many_are_kept_asleep() -> None:
 @pytest.mark.full
 async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> None:
     """Its process ends before it is in routing again, with the reason shown, and another one serves."""
-    with Served(
-        *WORDS,
-        "--VllmWorker.ServiceArgs.standby=0",
-        "--VllmWorker.ServiceArgs.workers=2",
-        "--VllmWorker.sim.corrupt_after_wakes=2",
-        target=AGG,
-    ) as served:
+    with Served(*GOES_WRONG, "--VllmWorker.sim.corrupt_after_wakes=2", target=AGG) as served:
         served.start()
         pid = served.pids()["VllmWorker_1"]
         async with load(served, 4) as streams:
@@ -65,13 +61,7 @@ async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> 
 @pytest.mark.full
 async def test_a_process_whose_memory_grows_is_replaced() -> None:
     """Asleep it is started anew, and sleeps again."""
-    with Served(
-        *WORDS,
-        "--VllmWorker.ServiceArgs.standby=0",
-        "--VllmWorker.ServiceArgs.workers=2",
-        "--VllmWorker.sim.sleep_growth_bytes=700000000",
-        target=AGG,
-    ) as served:
+    with Served(*GOES_WRONG, "--VllmWorker.sim.sleep_growth_bytes=700000000", target=AGG) as served:
         served.start()
         pid = served.pids()["VllmWorker_1"]
         async with load(served, 4) as streams:

@@ -52,7 +52,7 @@ async def test_eight_streams_live_through_the_managers_death_and_an_adoption() -
         assert not is_alive(before["guardian_pid"])
         assert is_alive(after["guardian_pid"])
         listed = served.cli("ctl", "list").stdout.strip().split(",")
-        names = ("etcd", "frontend", "guardian", "nats", "prefillworker", "processor", "vllmworker")
+        names = ("etcd", "frontend", "guardian", "nats", "prefillworker", "vllmworker")
         assert listed == [f"dynamo_{name}" for name in names]
         assert served.cli("ctl", "list", "dynamo_VllmWorker").stdout.strip() == str(pids["VllmWorker"])
 

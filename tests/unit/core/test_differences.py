@@ -66,6 +66,22 @@ def test_more_gpus_a_worker_need_new_processes_and_deadlines_do_not() -> None:
     assert differences(RUNNING, later, LIVE).renewed == frozenset()
 
 
+def test_what_runs_in_a_process_is_renewed_with_it_and_moves_only_at_a_start() -> None:
+    """Options of a guest are read by its host's process; whether it is one is chosen when the graph is started."""
+    guest = ServiceSpec("Processor", Role.OTHER, config={"router": "random"})
+    hosting = graph(replace(FRONTEND, guests=(guest,)), WORKER)
+    other = graph(replace(FRONTEND, guests=(replace(guest, config={"router": "slo"}),)), WORKER)
+    apart = graph(FRONTEND, guest, WORKER)
+
+    found = differences(hosting, other, LIVE)
+    assert [line.shown()["what"] for line in found.lines] == ["Processor.router"]
+    assert found.renewed == {"Frontend"}
+    (moves,) = differences(hosting, apart, LIVE).refused
+    assert moves.startswith("Processor: it runs in Frontend's processes, and the file gives it workers of its own")
+    (joins,) = differences(apart, hosting, LIVE).refused
+    assert joins.startswith("Processor: it has workers of its own, and the file gives it a place in Frontend's")
+
+
 def test_workers_are_counted_as_they_are_now() -> None:
     """What runs, not what the last file said."""
     found = differences(RUNNING, RUNNING, Live({"Frontend": 1, "VllmWorker": 3}))

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynamo_local.core.isotonic import isotonic
 from dynamo_local.errors import ConfigError
 from dynamo_local.profiles import DEFAULT_PROFILE, FixedModel, ProfileModel, profile_folder, shipped_profiles
-from dynamo_local.profiles.curves import Grid, Line, isotonic, surface
+from dynamo_local.profiles.curves import Grid, Line, surface
 from dynamo_local.profiles.reading import PROFILES
 
 QWEN = "Qwen3-8B_h100_sxm_vllm_tp1"
@@ -111,6 +112,7 @@ def test_the_nearest_rising_values_keep_those_that_rise_already() -> None:
     assert isotonic(rising) == rising
     assert isotonic([1, 5, 3, 1, 9]) == [1, 3, 3, 3, 9]
     assert isotonic([3, 2, 1]) == [2, 2, 2]
+    assert isotonic([1, 5, 3, 9], [1, 3, 1, 1]) == [1, 4.5, 4.5, 9], "a square counts as much as its weight"
 
 
 def test_a_surface_meets_its_points_and_is_linear_in_requests_between_contexts() -> None:

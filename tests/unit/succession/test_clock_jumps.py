@@ -25,6 +25,9 @@ FOR_RECORDS_ONLY = {
     "dynamo_local/clock.py": "it is the clock",
     "dynamo_local/components/openai/generation.py": "`created` of an answer, as OpenAI's API has it",
     "dynamo_local/components/vllm_worker.py": "`created` of the model card",
+    "dynamo_local/engines/vllm/api/core_requests.py": "vLLM's `arrival_time`, for its own metrics",
+    "dynamo_local/planner/connectors/kubernetes/electing.py": "`renewTime` of a lease, for people: a holder's silence "
+    "is measured on our own clock",
     "dynamo_local/planner/loop.py": "the time of a decision's record, for people",
     "dynamo_local/runtime/load.py": "the age of a report is wrong until the next one, a second later",
     "dynamo_local/runtime/prefill_queue/queue.py": "deadlines between processes: what expires is prefilled locally",

@@ -196,6 +196,22 @@ async def test_an_order_to_drain_that_comes_while_resuming_is_kept(steps: HandSt
     assert await drain.left == "second"
 
 
+async def test_an_order_to_drain_that_comes_while_resuming_is_taken_back_too(steps: HandSteps, drain: Drain) -> None:
+    """The last order wins, however slowly it comes back: it left after both had been told that it stays."""
+    drain.begin("first")
+    await settle()
+    steps.resuming.clear()
+    first = asyncio.create_task(drain.cancel())
+    await settle()
+    drain.begin("second")
+    second = asyncio.create_task(drain.cancel())
+    await settle()
+    steps.resuming.set()
+    await asyncio.gather(first, second)
+    await settle()
+    assert (drain.phase, drain.left.done()) == (Phase.READY, False)
+
+
 async def test_a_defect_in_a_step_does_not_keep_the_worker(
     steps: HandSteps, drain: Drain, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,24 +6,23 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from dynamo_local.clock import run_virtual
 from dynamo_local.errors import FlipFailed
-from dynamo_local.infra.access import EtcdAccess, NatsAccess
 from dynamo_local.ports import PutEvent
 from dynamo_local.runtime.requests import RequestPlane
 from dynamo_local.sdk import dynamo_context, service
 from dynamo_local.sdk.context import current_context
 from dynamo_local.sdk.loader import LoadedGraph
-from dynamo_local.worker.context import Connections, Identity
+from dynamo_local.worker.context import Connections
 from dynamo_local.worker.flipping import Flipping
 from dynamo_local.worker.served_role import RoleHost, ServedRole
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.fakes.infra.memory_nats import MemoryNats
+from tests.fakes.worker.identities import identity_of
 
 OLD, NEW = "dynamo_Prefill", "dynamo_Decode"
 READY_KEYS = "dynamo/workers/"
@@ -60,20 +59,7 @@ class Process:
         self.before_ready: Callable[[], object] = lambda: None
         self.seen: list[tuple[str, str]] = []
         self._watching: asyncio.Task[None] | None = None
-        identity = Identity(
-            namespace="dynamo",
-            component="Prefill",
-            watcher_name=OLD,
-            run_id="01J",
-            statefile=Path("/nowhere"),
-            etcd_endpoints="",
-            nats_server="",
-            etcd_access=EtcdAccess.of({}),
-            nats_access=NatsAccess.of({}),
-            lease_ttl_s=10,
-            start_deadline_s=10.0,
-            flips_to="Decode",
-        )
+        identity = identity_of("Prefill", flips_to="Decode")
         graph = LoadedGraph(Prefill, {"Prefill": Prefill, "Decode": Decode}, "dynamo", "tests:Prefill")
         host = RoleHost(
             graph,

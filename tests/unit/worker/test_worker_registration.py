@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from dynamo_local.infra.access import EtcdAccess, NatsAccess
-from dynamo_local.worker.context import Identity
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.endpoints import Endpoints
 from dynamo_local.worker.registration import Registration
 from tests.fakes.infra.etcd import FakeEtcd
+from tests.fakes.worker.identities import identity_of
 
 READY_KEYS = "dynamo/workers/"
 SOON_S = 5.0
@@ -25,19 +23,7 @@ class Worker:
     """A drain and a registration, joined as the worker process joins them. It has something to finish, for ever."""
 
     def __init__(self, etcd: FakeEtcd) -> None:
-        identity = Identity(
-            namespace="dynamo",
-            component="PrefillWorker",
-            watcher_name="dynamo_PrefillWorker",
-            run_id="01J",
-            statefile=Path("/nowhere"),
-            etcd_endpoints="",
-            nats_server="",
-            etcd_access=EtcdAccess.of({}),
-            nats_access=NatsAccess.of({}),
-            lease_ttl_s=10,
-            start_deadline_s=10.0,
-        )
+        identity = identity_of("PrefillWorker")
         self.etcd = etcd
         self.drain = Drain(self)
         self.registration = Registration(

@@ -18,9 +18,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 VOCAB_SIZE = 2048
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = """\
+{%- if tools %}
+<|im_start|>system
+Tools: {{ tools | tojson }}<|im_end|>
+{% endif %}
 {%- for message in messages %}
 <|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
+{{ message.content }}
+{%- for call in message.tool_calls or () %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>
+{%- endfor %}
+<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}
 <|im_start|>assistant

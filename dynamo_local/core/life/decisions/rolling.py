@@ -203,7 +203,8 @@ def _old_process(view: Fleet, worker: Worker, plan: RestartPlan) -> Step:
     if not worker.ready:
         return Wait(worker.name, f"it is {worker.state}")
     siblings = [w for w in view.of(worker.component) if w.name != worker.name]
-    if worker.name in plan.in_place or any(w.ready for w in siblings):
+    serving = any(w.ready and not w.standby.wanted for w in siblings)  # one that is to sleep is ready for this step
+    if worker.name in plan.in_place or serving:
         return BeginDrain(worker.name, "restart", restart=True)
     coming = next((w for w in siblings if w.on_its_way), None)
     if coming is not None:

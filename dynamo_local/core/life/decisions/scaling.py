@@ -254,9 +254,12 @@ def _starts(
     free = len(view.gpus.free_for(template.vram_share)) - sum(promised.values())
     spoken_for = [*returning, *(entry for _, _, entry in chosen if entry is not None)]
     coming = view.gpus_coming_back() - sum(len(worker.gpus) for worker in spoken_for)
-    needed = sum(ask.gpu for ask in asks)
+    still_held = sum(len(entry.gpus) for _, _, entry in chosen if entry is not None)
+    awaited = max(0, min(still_held, -free - coming))  # others that wait are promised these
+    needed = sum(ask.gpu for ask in asks) + awaited
     if needed > max(0, free + (coming if wait_for_gpus else 0)):
         hint = f"; {coming} of them come back when the workers that leave are gone" if coming > 0 else ""
+        hint += f"; {awaited} that an earlier process still holds are kept for others that wait" if awaited else ""
         raise NotEnoughGpus(shortage(view.gpus, asks, promised) + hint)
     made: list[SpawnWorker | Revive] = []
     used, component, size = 0, template.component, template.gpus_per_worker

@@ -92,8 +92,8 @@ async def test_the_clients_request_id_is_echoed(house: Make):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({**CHAT, "n": 2}, "n"),
-        ({**CHAT, "tools": [{}]}, "tools"),
+        ({**CHAT, "n": 129}, "n"),
+        ({**CHAT, "functions": [{}]}, "functions"),
         ({**CHAT, "max_tokens": "x"}, "max_tokens"),
         ({**CHAT, "colour": 1}, "colour"),
         ({"model": MODEL}, "messages"),

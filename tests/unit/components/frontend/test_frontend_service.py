@@ -78,7 +78,7 @@ def context() -> Iterator[Callable[..., FakeContext]]:
 
 def frontend(chat: FakeEndpoint, completions: FakeEndpoint) -> Any:
     """An instance whose Processor is scripted."""
-    endpoints = {"chat/completions": chat, "completions": completions}
+    endpoints = {"chat/completions": chat, "completions": completions, "api": FakeEndpoint(), "texts": completions}
     return Frontend.create({"processor": SimpleNamespace(endpoint=endpoints.__getitem__)})
 
 

@@ -248,7 +248,7 @@ async def test_the_openai_client_raises_its_own_errors(house: Make):
         create = client.chat.completions.create
         message: Any = [{"role": "user", "content": "Hi"}]
         with pytest.raises(openai.BadRequestError) as refused:
-            await create(model=MODEL, messages=message, n=2)
+            await create(model=MODEL, messages=message, n=129)
         assert refused.value.param == "n"
         with pytest.raises(openai.NotFoundError) as unknown:
             await create(model="other", messages=message)

@@ -15,6 +15,7 @@ from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
 from dynamo_local.core import disagg
 from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.dispatch.prefilling import DecodeSide
+from dynamo_local.core.dispatch.tally import Why
 from dynamo_local.core.dispatch.targets import Targets, Timing
 from dynamo_local.core.types import Load
 from dynamo_local.errors import KvTransferError, WorkerBusy
@@ -72,10 +73,10 @@ class Worker:
             side=self.side,
             counts=self.counts,
         )
-        self.service = DecodeService(self.engine, self.remote, 10, self.side)  # type: ignore[arg-type]
+        self.service = DecodeService(self.engine, self.remote, 10, self.side, counts=self.counts)  # type: ignore[arg-type]
 
-    async def ask(self, name: str = "r", ids: list[int] = LONG) -> list[Any]:
-        request = messages.generate_request(name, ids, SamplingParams(max_tokens=5))
+    async def ask(self, name: str = "r", ids: list[int] = LONG, **more: Any) -> list[Any]:
+        request = {**messages.generate_request(name, ids, SamplingParams(max_tokens=5)), **more}
         return [item async for item in self.service.generate(request)]
 
     async def harmable(self, count: int = 4) -> list[asyncio.Task[list[Any]]]:
@@ -186,3 +187,15 @@ async def test_a_full_worker_says_when_its_prefills_are_through(worker: Worker) 
     with pytest.raises(WorkerBusy) as busy:
         await worker.ask()
     assert busy.value.details["retry_after_s"] == RETRY_AFTER_MAX_S
+
+
+async def test_a_prompt_that_cannot_travel_is_prefilled_here(worker: Worker) -> None:
+    """An adapter, say, or log-probabilities of the prompt: whatever it costs. The engine gets its own words."""
+    await worker.harmable()
+    worker.engine.gate.set()
+    asked = len(worker.engine.asked)
+    await worker.ask("elsewhere", core=[b"words"], prefill_here="its blocks are salted")
+    (request,) = worker.engine.asked[asked:]
+    assert (request.core, request.kv_transfer_params) == ([b"words"], None)
+    assert not worker.queue.server.entries
+    assert worker.counts.prefills.by["local", Why.CANNOT_TRAVEL] == 1

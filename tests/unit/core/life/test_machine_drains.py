@@ -312,6 +312,25 @@ def test_a_drain_ordered_again_after_it_was_taken_back_is_carried_out() -> None:
     assert life.state(1) == "draining"
 
 
+@pytest.mark.parametrize("last", ["key", "answer"])
+def test_one_that_was_called_back_twice_is_ready_when_it_has_come_back_twice(last: str) -> None:
+    """Drained, called back, drained, called back: its first return is seen while the second sign to leave is still on
+    its way to it. Taken for ready then, its sibling was drained, and nobody could be found (gentle seed 230)."""
+    life = draining()
+    life.feed(cancel())
+    life.feed(drain())
+    life.feed(scale(1))
+    life.registered(1, "beef")
+    assert life.called_back(1, asked_by="cancel:1") == []
+    assert life.state(1) == "draining/returning"
+    life.key_gone(1, "beef")
+    if last == "key":
+        life.registered(1, "cafe")
+    else:
+        life.called_back(1)
+    assert life.state(1) == "ready"
+
+
 def test_a_call_back_that_nobody_answers_ends_at_the_drains_deadline() -> None:
     """And then the worker is started anew, as was promised."""
     life = draining()

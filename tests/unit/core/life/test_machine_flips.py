@@ -12,7 +12,6 @@ from dynamo_local.core.life.decisions.scaling import Change
 from dynamo_local.core.life.fleet import Fleet, Worker
 from dynamo_local.core.types import Role
 from dynamo_local.errors import (
-    BadTarget,
     BeingRestarted,
     DynamoError,
     FlipNotCancellable,
@@ -29,6 +28,7 @@ from tests.fakes.arbiter.fleet_views import (
     PREFILL,
     TEMPLATES,
     lease_of,
+    load,
     name,
     on_ledger,
     pid_of,
@@ -239,6 +239,16 @@ def test_one_that_hangs_in_it_is_ended() -> None:
     assert life.state(1) == "crashed"
 
 
+def test_one_that_answers_under_its_new_name_does_not_hang() -> None:
+    """Its new key, and its answer, may be heard of much later."""
+    life = flipping()
+    life.heard({1: load()})
+    for _ in range(12):
+        life.now_s += 3.0
+        life.feed(st.LoadsHeard(stimulus_id="sample", loads={NEW: load(active=3)}))
+    assert (life.state(1), life.worker(1).load) == ("flipping", load(active=3))
+
+
 def test_its_end_may_be_heard_under_its_old_name() -> None:
     """circus's watcher is renamed a moment later than the fleet."""
     life = flipping()
@@ -361,36 +371,3 @@ def test_who_is_still_to_be_restarted_does_not_flip() -> None:
     life.feed(key(pid=pid_of(0)))
     with pytest.raises(NotRestartable, match="has another role now"):
         life.feed(st.Restart(stimulus_id="r", target=name()))
-
-
-# --- several at once ---------------------------------------------------------------------------------------
-
-
-def scale_flip(gives: str, takes: str, count: int, *, force: bool = False) -> st.ScaleFlip:
-    """`dynamo scale GIVES -N TAKES +N --flip`"""
-    return st.ScaleFlip(stimulus_id="s", gives=gives, takes=takes, count=count, force=force)
-
-
-def test_a_component_gives_what_another_takes() -> None:
-    """Those that a scale-down would take, the highest suffix first; in one decision."""
-    life = Life(on_ledger([worker(n, "ready") for n in range(3)] + [worker(0, "ready", PREFILL)], 6))
-    life.feed(scale_flip("VllmWorker", "PrefillWorker", 2))
-    assert life.states() == ["ready", "flipping", "flipping"]
-    assert (life.fleet.capacity("VllmWorker"), life.fleet.capacity("PrefillWorker")) == (1, 3)
-
-
-@pytest.mark.parametrize(
-    ("gives", "takes", "count", "refusal"),
-    [
-        ("VllmWorker", "PrefillWorker", 2, LastReadyWorker),
-        ("VllmWorker", "PrefillWorker", 3, BadTarget),
-        ("VllmWorker", "Frontend", 1, NotFlippable),
-        ("Frontend", "VllmWorker", 1, NotFlippable),
-    ],
-)
-def test_all_of_them_or_none(gives: str, takes: str, count: int, refusal: type[DynamoError]) -> None:
-    """Refused, nothing has changed."""
-    life = Life(two_and_one())
-    with pytest.raises(refusal):
-        life.feed(scale_flip(gives, takes, count))
-    assert life.states() == ["ready", "ready"]

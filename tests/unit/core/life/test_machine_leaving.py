@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dynamo_local.core.life import instructions as ins
 from dynamo_local.core.life import stimuli as st
+from dynamo_local.core.life.decisions.scaling import Change
 from dynamo_local.core.life.leaving import has_left
 from dynamo_local.core.types import Missing
 from tests.fakes.arbiter.fleet_views import FRONTEND, PREFILL, lease_of, load, name, on_ledger, pid_of, put, worker
@@ -36,6 +37,20 @@ def test_stages_leave_one_after_the_other() -> None:
     assert life.did(ins.Revoke) == [ins.Revoke(name(), lease_of(0))], "nobody else would, before it expires"
     assert not has_left(life.fleet)
     gone(life, PRE, P)
+    assert has_left(life.fleet)
+
+
+def test_one_that_arrives_in_a_role_that_leaves_already_leaves_with_it() -> None:
+    """Its change of role was under way when the run began to leave."""
+    life, becomes = graph(), name(1)
+    life.feed(st.Flip(stimulus_id="flip", name=PRE, force=True))
+    life.feed(DOWN)
+    assert gone(life, FRONT, F) == [f"SIGTERM {D} VllmWorker"]
+    arrived = life.feed(st.KeyPut(stimulus_id="etcd", name=becomes, pid=P, lease="beef"))
+    assert f"SIGTERM {P} VllmWorker_1" in arrived
+    gone(life, name(), D)
+    assert not has_left(life.fleet)
+    gone(life, becomes, P)
     assert has_left(life.fleet)
 
 
@@ -155,6 +170,20 @@ def test_a_crash_while_the_run_leaves_is_reported_and_not_restarted() -> None:
     assert gone(life, name(), D, 1)[-1] == "report: exited with code 1 unasked VllmWorker"
     assert life.state() == "crashed"
     assert gone(life, FRONT, F) == [f"SIGTERM {P} PrefillWorker"]
+
+
+def test_one_that_was_wanted_again_and_taken_back_keeps_no_devices() -> None:
+    """It was to start on those of its last process; then the run left, before that was cleared away."""
+    life = Life(on_ledger([worker(0, "ready")], 1))
+    life.feed(st.Drain(stimulus_id="d", name=name(), force=True))
+    life.gone(0, 0)
+    for change in (1, -1):
+        order = st.Scale(stimulus_id="s", component="VllmWorker", change=Change(change, relative=True), force=True)
+        life.feed(order)
+    life.feed(DOWN)
+    life.swept(0)
+    life.gpus()
+    assert (life.state(), life.worker().gpus, life.fleet.gpus.held) == ("exited", (), {})
 
 
 def test_a_drain_of_our_own_is_not_told_as_a_lost_lease() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dynamo_local.core.life import instructions as ins
 from dynamo_local.core.life import stimuli as st
 from dynamo_local.core.life.fleet import Fleet
-from dynamo_local.core.life.standby import StandbyFacts
+from dynamo_local.core.life.standby import Standby, StandbyFacts
 from dynamo_local.core.types import Load
 from dynamo_local.errors import (
     DrainNotCancellable,
@@ -199,6 +201,19 @@ def test_a_rolling_restart_comes_to_sleepers_and_waits_for_none() -> None:
     life = asleep("ready", "ready", "ready")
     life.feed(st.Restart(stimulus_id="restart:1", target="VllmWorker"))
     assert life.states() == ["ready", "draining/restarting", "draining/restarting"]
+
+
+def test_one_that_starts_only_to_sleep_is_nobody_who_serves_meanwhile() -> None:
+    """It is registered for a moment. A restart that waited for another worker took it for the sibling that serves on:
+    then it slept, and nobody was there."""
+    life = some("ready", "starting", "starting", standby=1)
+    sleeper = replace(life.worker(1), standby=Standby(wanted=True))
+    life.fleet = life.fleet.with_workers({**life.fleet.workers, name(1): sleeper})
+    life.feed(st.Restart(stimulus_id="restart:1", target=name()))
+    assert told(life) == ["order to sleep at level 1 VllmWorker_1"]
+    assert life.states() == ["ready", "falling_asleep", "starting"]
+    life.registered(2)
+    assert life.states() == ["draining/restarting", "falling_asleep", "ready"]
 
 
 # --- a successor -----------------------------------------------------------------------------------

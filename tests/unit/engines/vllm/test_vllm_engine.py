@@ -58,6 +58,10 @@ class FakeLlm:
         (self.record,) = stat_loggers
         return self
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """What this model can do."""
+        return ("generate",)
+
     async def generate(self, prompt: Any, sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
         self.asked.append((prompt, sampling, request_id))
         try:
@@ -89,7 +93,9 @@ def fake_vllm(llm: FakeLlm) -> dict[str, Any]:
         create_engine_config=lambda _context: llm.vllm_config, enable_log_requests=False, disable_log_stats=False
     )
     return {
-        "vllm": SimpleNamespace(__spec__=ModuleSpec("vllm", None, origin="a fake"), SamplingParams=SimpleNamespace),
+        "vllm": SimpleNamespace(
+            __spec__=ModuleSpec("vllm", None, origin="a fake"), SamplingParams=SimpleNamespace, __version__="0.fake"
+        ),
         "vllm.sampling_params": SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta")),
         "vllm.usage": SimpleNamespace(),
         "vllm.usage.usage_lib": SimpleNamespace(UsageContext=SimpleNamespace(ENGINE_CONTEXT="engine")),
@@ -224,3 +230,28 @@ async def test_closed_it_takes_nothing(engine_of: Make) -> None:
     await engine.wait_failed()
     with pytest.raises(EngineError, match="closed"):
         await collect(engine)
+
+
+async def test_a_request_in_vllms_own_words_goes_as_it_came(engine_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not through our sampling parameters, which say less; what comes back keeps its own words. The engine's card says
+    of which version they are."""
+    engine, llm = await engine_of()
+    ran: list[Any] = []
+
+    class CoreRequests:
+        """In place of `api.core_requests`, which needs vLLM."""
+
+        def __init__(self, given: Any) -> None:
+            assert given is llm
+
+        async def run(self, request: EngineRequest, request_id: str, params: Any) -> AsyncGenerator[EngineOutput, None]:
+            ran.append((request.core, dict(params)))
+            yield EngineOutput((7,), "length", core=[b"more"])
+
+    module = SimpleNamespace(CoreRequests=CoreRequests)
+    monkeypatch.setitem(sys.modules, "dynamo_local.engines.vllm.api.core_requests", module)
+    request = EngineRequest("r", [1, 2], SamplingParams(max_tokens=4), {"do_remote_prefill": True}, core=[b"words"])
+    assert [output.core async for output in engine.generate(request)] == [[b"more"]]
+    assert ran == [([b"words"], {"do_remote_prefill": True})]
+    assert not llm.asked
+    assert (engine.info.options["tasks"], engine.info.options["version"]) == (["generate"], "0.fake")

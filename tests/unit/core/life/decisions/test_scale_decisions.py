@@ -252,6 +252,15 @@ def test_the_template_counts_a_device_once() -> None:
     assert scale(fleet(bare, gpus=1), "+2", wait_for_gpus=True).refused is not None
 
 
+def test_the_template_does_not_take_what_another_waits_for() -> None:
+    """Its own device is still being checked, and somebody was told that it comes back."""
+    bare = worker(0, "exited", PREFILL, gpus=("x",))
+    view = on_ledger([worker(0, "ready"), worker(1, "pending"), bare], 2)
+    decision = scale(view, "+1", "PrefillWorker", wait_for_gpus=True)
+    assert isinstance(decision.refused, NotEnoughGpus)
+    assert "1 that an earlier process still holds are kept for others that wait" in str(decision.refused)
+
+
 # --- fewer -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,38 @@
+"""Whether the profile that a planner is to go by was measured of the engines that run: else it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dynamo_local.config import PlannerConfig
+from dynamo_local.core.types import GraphSpec
+from dynamo_local.errors import ConfigError
+from dynamo_local.profiles import profile_folder
+from dynamo_local.profiles.measuring.document import differences, read_document
+
+MEASURED = ("sla", "slo", "throughput-load")
+"""Policies that go by a profile."""
+
+
+def check_profile(config: PlannerConfig, graph: GraphSpec, gpus: Iterable[str] | None = None) -> None:
+    """Raise `ConfigError` with all that differs; `gpus` are the names of the devices, where they are known.
+
+    A profile without `profile.json` (Dynamo's own, and those that ship) says nothing of what it was measured on.
+    """
+    if config.policy not in MEASURED or config.profile_results_dir is None or config.profile_anyway:
+        return
+    name = str(config.profile_results_dir)
+    document = read_document(Path(profile_folder(name)))
+    if document is None:
+        return
+    from dynamo_local.components.engine_facts import engine_version, engines_of  # the workers' libraries come with it
+
+    running = engines_of(graph)
+    versions = {engine["engine"]: engine_version(engine["engine"]) for engine in running.values()}
+    found = differences(document, running, None if gpus is None else frozenset(gpus), versions)
+    if found:
+        raise ConfigError(
+            f"Planner: the profile {name} was measured of something else: {'; '.join(found)}. Measure these engines "
+            "(`dynamo profile`), or take it all the same: profile-anyway"
+        )

@@ -1,0 +1,1 @@
+"""`dynamo export` and `dynamo import`."""

@@ -1,0 +1,108 @@
+"""`dynamo export kubernetes`: a host's graph as a manifest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dynamo_local.cli.common import json_option
+from dynamo_local.errors import BadInput
+
+if TYPE_CHECKING:
+    from dynamo_local.manifests.exporting.graph import Wish
+
+PLANNER_IMAGE = (
+    "the configuration has a Planner section, and its pod needs an image with dynamo-local in it: say --planner-image "
+    "IMAGE (docs/kubernetes.md), or --no-planner"
+)
+
+
+@click.group()
+def export() -> None:
+    """Write a graph for another place than this host."""
+
+
+@export.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.argument("target", metavar="[MODULE:SERVICE]", required=False)
+@click.option("--file", "-f", type=click.Path(path_type=Path), help="Configuration, YAML.")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path, file_okay=False), help="Folder for NAME.yaml.  [stdout]"
+)
+@click.option("--image", required=True, help="Image of frontend and workers: Dynamo's for the engine, with its tag.")
+@click.option("--planner-image", help="Image of the planner's pod, with dynamo-local in it.")
+@click.option("--planner/--no-planner", default=None, help="By default there is one if the configuration has one.")
+@click.option("--name", help="Of the graph on Kubernetes.  [its namespace here]")
+@click.option("--secret", help="Name of the Secret that will hold what must not stand in a manifest.  [NAME-secrets]")
+@click.option(
+    "--api-version",
+    type=click.Choice(["v1beta1", "v1alpha1"]),
+    default="v1beta1",
+    help="Operators before 1.2: v1alpha1.",
+)
+@click.option("--namespace", "-n", default=None, help="Replaces the graph's own namespace.")
+@json_option
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+def kubernetes(
+    target: str | None, output: Path | None, api_version: str, as_json: bool, namespace: str | None, **words: Any
+) -> None:
+    """Write the graph as a DynamoGraphDeployment for Dynamo's operator.
+
+    MODULE:SERVICE and `--Service.key=value` are as for `dynamo serve`. What does not carry over is listed on stderr.
+    """
+    from dynamo_local.cli.manifests.showing import print_json, print_notes, yaml_text
+    from dynamo_local.commands.graph import with_commands
+    from dynamo_local.config import load_config, planner_starts, resolve
+    from dynamo_local.kubernetes.model import document
+    from dynamo_local.manifests.exporting.graph import export as exported_graph
+    from dynamo_local.manifests.versions import as_v1alpha1
+    from dynamo_local.sdk.loader import load_graph
+
+    overrides = tuple(words["overrides"])
+    if target is not None and target.startswith("-"):  # no graph was given: this is the first override
+        target, overrides = None, (target, *overrides)
+    python = load_graph(target, base_dir=Path.cwd()) if target is not None else None
+    config = load_config(words["file"], env=os.environ, overrides=overrides)
+    loaded = with_commands(python, config, words["file"])
+    spec = resolve(loaded, config, namespace=namespace)
+    wish = _wish(spec.namespace, planner_starts(loaded, config, flag=words["planner"]), words)
+    exported = exported_graph(loaded, spec, config, wish)
+    graph = document(as_v1alpha1(exported.graph) if api_version == "v1alpha1" else exported.graph)
+    written = None if output is None else _write(output / f"{wish.name}.yaml", yaml_text(graph))
+    if as_json:
+        print_json(
+            exported.notes,
+            file=written,
+            document=graph,
+            secret=wish.secret,
+            secret_keys=exported.secret_keys(wish.secret),
+        )
+        return
+    click.echo(yaml_text(graph).rstrip() if written is None else written)
+    print_notes(exported.notes)
+    keys = exported.secret_keys(wish.secret)
+    if keys:
+        literals = " ".join(f'--from-literal={key}="${key}"' for key in keys)
+        click.echo(f"before it is applied: kubectl create secret generic {wish.secret} {literals}", err=True)
+
+
+def _wish(namespace: str, planner: bool, words: dict[str, Any]) -> Wish:
+    from dynamo_local.manifests.exporting.graph import Wish, graph_name
+
+    image = words["planner_image"]
+    if planner and image is None:
+        raise BadInput(PLANNER_IMAGE)
+    name = words["name"] or graph_name(namespace)
+    secret = words["secret"] or f"{name}-secrets"
+    return Wish(name, words["image"], secret, planner_image=image if planner else None)
+
+
+def _write(path: Path, text: str) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror or error}") from None
+    return str(path)

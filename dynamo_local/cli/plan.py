@@ -1,0 +1,146 @@
+"""`dynamo plan`: how many workers keep targets under a load, by a profile and the twin."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dynamo_local.cli.common import json_option
+from dynamo_local.cli.numbers import FiniteRange
+from dynamo_local.errors import EXIT_FAILED, BadInput
+
+if TYPE_CHECKING:
+    from dynamo_local.profiling.sizing import Engines, Planned, Traces, Wanted
+
+POSITIVE = FiniteRange(min=0, min_open=True, max=1e9)
+TOKENS = click.IntRange(1, 1_000_000)
+
+
+@click.command()
+@click.option(
+    "--profile", default="profile", show_default=True, help="Folder of a profile, or the name of one that ships."
+)
+@click.option("--trace", type=click.Path(path_type=Path), help="The load, in Mooncake's format; or …")
+@click.option("--rate", type=POSITIVE, help="… requests per second …")
+@click.option("--isl", type=TOKENS, help="… with prompts around so many tokens …")
+@click.option("--osl", type=TOKENS, help="… and answers around so many.")
+@click.option(
+    "--spread",
+    type=click.FloatRange(0, 2),
+    default=0.5,
+    show_default=True,
+    help="How far lengths vary: standard deviation of their logarithm.",
+)
+@click.option("--ttft", "ttft_ms", type=POSITIVE, help="Target for the time to first token, ms.")
+@click.option("--itl", "itl_ms", type=POSITIVE, help="Target for a request's mean gap of tokens, ms.")
+@click.option(
+    "--attainment",
+    type=FiniteRange(min=0, max=1),
+    default=0.95,
+    show_default=True,
+    help="Share of requests that keeps them.",
+)
+@click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="GPUs of the host.")
+@click.option("--agg", is_flag=True, help="Workers that do both (with a profile of such engines: always).")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=5000,
+    show_default=True,
+    help="Only the first so many requests of a trace.",
+)
+@click.option("--write", type=click.Path(path_type=Path, dir_okay=False), help="Write the YAML sections there.")
+@json_option
+def plan(as_json: bool, write: Path | None, **words: Any) -> int:
+    """Find the smallest fleet that keeps targets under a load, and the best split of its GPUs.
+
+    Nothing has to run: fleets are tried in the twin with the profile. Exit code 1 if none keeps them.
+    """
+    import yaml
+
+    from dynamo_local.profiling.sizing import Wanted, engines_of_profile, section
+    from dynamo_local.profiling.sizing import plan as find
+    from dynamo_local.twin.options import Slo
+
+    if words["ttft_ms"] is None and words["itl_ms"] is None:
+        raise BadInput("there is no target to keep: give --ttft or --itl, or both")
+    engines = engines_of_profile(words["profile"], aggregated=words["agg"])
+    wanted = Wanted(Slo(words["ttft_ms"], words["itl_ms"]), words["attainment"], words["gpus"], words["agg"])
+    traces = _traces(words)
+    planned = find(engines, wanted, traces, lambda text: click.echo(text, err=True))
+    document = engines.document
+    names = {} if document is None else {role: engine.component for role, engine in document.engines.items()}
+    names.setdefault("decode", names.get("agg", "VllmWorker"))
+    text = yaml.safe_dump(section(engines, planned, wanted, names), sort_keys=False).rstrip() + "\n"
+    if write is not None:
+        _write(write, text)
+    if as_json:
+        click.echo(json.dumps(_json(planned, text), indent=2))
+    else:
+        _print(engines, planned, wanted, traces, text, write)
+    return 0 if planned.attained else EXIT_FAILED
+
+
+def _traces(words: dict[str, Any]) -> Traces:
+    from dynamo_local.profiling.sizing import made
+    from dynamo_local.twin.trace import read_trace
+
+    numbers = {name: words[name] for name in ("rate", "isl", "osl")}
+    given = [f"--{name}" for name, value in numbers.items() if value is not None]
+    if words["trace"] is not None:
+        if given:
+            raise BadInput(f"--trace has the load, and so has {given[0]}; keep one")
+        read = read_trace(words["trace"], limit=words["limit"])
+        return lambda _seed: read
+    missing = [f"--{name}" for name, value in numbers.items() if value is None]
+    if missing:
+        raise BadInput(
+            f"the load is not known: give --trace FILE, or --rate, --isl and --osl ({missing[0]} is missing)"
+        )
+    return made(numbers["rate"], numbers["isl"], numbers["osl"], words["spread"])
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _json(planned: Planned, text: str) -> dict[str, Any]:
+    def row(tried: Any) -> dict[str, Any]:
+        return {**asdict(tried.shape), "gpus": tried.gpus, **tried.metrics.to_dict()}
+
+    return {
+        "best": row(planned.best),
+        "attained": planned.attained,
+        "attainment_low": planned.lowest,
+        "attainment_high": planned.highest,
+        "alternatives": [row(tried) for tried in planned.alternatives],
+        "tried": planned.tried,
+        "yaml": text,
+    }
+
+
+def _print(engines: Engines, planned: Planned, wanted: Wanted, traces: Traces, text: str, write: Path | None) -> None:
+    from dynamo_local.profiling.sizing import load_of
+
+    best = planned.best
+    click.echo(f"load: {load_of(traces(0))}")
+    if engines.document is None:
+        click.echo("the profile says nothing of what it was measured on: it may be another engine's")
+    elif engines.document.certificate.state != "certified":
+        click.echo(f"the profile is uncertified: {engines.document.certificate.where[0]}")
+    if not planned.attained:
+        click.echo(f"no fleet on {wanted.gpus} GPUs keeps the targets for {wanted.attainment:.0%}; the best one:")
+    click.echo(
+        f"{best.shape} on {best.gpus} GPUs: {best.metrics.attainment:.1%} within the targets "
+        f"({planned.lowest:.1%} to {planned.highest:.1%} with other arrivals, and engines ±{engines.error:.0%})"
+    )
+    for tried in planned.alternatives:
+        click.echo(f"  {tried.shape} on as many: {tried.metrics.attainment:.1%}")
+    click.echo(text.rstrip() if write is None else f"written: {write}")

@@ -1,0 +1,70 @@
+"""The engines of a graph, as far as a profile of them depends on it: what is compared with `profile.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from dynamo_local import __version__
+from dynamo_local.components.prefill_worker import PrefillWorkerConfig
+from dynamo_local.components.text.model import TINY_MODEL
+from dynamo_local.components.vllm_worker import VllmWorkerConfig
+from dynamo_local.core.spares import engine_of
+from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
+from dynamo_local.sdk.service_config import underscored
+
+_THE_ENGINES = frozenset({"model", "max_model_len", "sim"})
+"""Options of our workers' sections that change the time of a pass, or how many tokens fit. What the sections have
+besides their own options (vLLM's arguments) does, too."""
+_OURS = frozenset({*VllmWorkerConfig.model_fields, *PrefillWorkerConfig.model_fields}) - _THE_ENGINES
+
+
+def engines_of(graph: GraphSpec) -> dict[str, dict[str, Any]]:
+    """By role (prefill, decode or agg), what `measuring.document.described` has; without components that are
+    commands, whose engines nobody here knows."""
+    found = {}
+    for service in graph.services:
+        role = _ROLES.get(service.role)
+        if role is not None and service.runtime is None:
+            found[role] = engine_description(service)
+    if "decode" in found and "prefill" not in found:
+        found["agg"] = found.pop("decode")
+    return found
+
+
+_ROLES: Mapping[Role, str] = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.AGGREGATED: "agg"}
+
+
+def engine_description(service: ServiceSpec) -> dict[str, Any]:
+    """The engine of one component."""
+    model = service.config.get("model")
+    options = _flat({key: value for key, value in service.config.items() if underscored(key) not in _OURS})
+    options.setdefault("model", TINY_MODEL)
+    return {
+        "engine": engine_of(service.config.get("engine"), model, TINY_MODEL),
+        "gpus": service.resources.gpu,
+        "options": options,
+    }
+
+
+def engine_version(engine: str) -> str:
+    """Of the package that the engine is; the sim engine is ours."""
+    if engine == "sim":
+        return __version__
+    try:
+        return metadata.version(engine)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"sim": {"speed": 10}}` -> `{"sim.speed": 10}`; keys with underscores, numbers as YAML may write them."""
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        name = f"{prefix}{underscored(str(key))}"
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{name}.")
+        elif value is not None:
+            found[name] = float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return found

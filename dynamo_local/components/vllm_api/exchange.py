@@ -1,0 +1,138 @@
+"""One HTTP request that vLLM's API answers in this process, and what became of its requests to workers.
+
+An ASGI application sends its status before it knows whether there will be an answer. The status is held until the first
+bytes of the body, and what a worker or the graph failed with comes in their place: "full" must be able to become a 429.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from contextvars import ContextVar
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message
+
+from dynamo_local.components.vllm_api.messages import ApiRequest
+from dynamo_local.errors import DynamoError, EngineError
+
+_KEPT: Final = frozenset({"content-length", "transfer-encoding", "connection"})
+"""Headers that whoever sends the answer to the client says itself."""
+
+MAX_UNREAD: Final = 256
+"""Pieces of an answer that wait for a Frontend that does not keep up; then the answer waits."""
+
+
+class Exchange:
+    """What is known of one HTTP request, by the task that answers it and those that ask workers."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.failure: DynamoError | None = None
+        self._calls = 0
+        self._tokens = 0
+        self._prompt_tokens = 0
+        self._cached_tokens: int | None = None
+
+    def next_id(self) -> str:
+        """A name for one more request to a worker: the client's for the first, so that logs can be followed."""
+        self._calls += 1
+        return self.request_id if self._calls == 1 else f"{self.request_id}.{self._calls}"
+
+    def asked(self, prompt_tokens: int) -> None:
+        """A prompt went to a worker. Several answers to one prompt share it; the longest counts."""
+        self._prompt_tokens = max(self._prompt_tokens, prompt_tokens)
+
+    def came(self, items: list[Mapping[str, Any]]) -> None:
+        """From a worker."""
+        for item in items:
+            self._tokens += len(item["token_ids"])
+            if (cached := item.get("num_cached_tokens")) is not None:
+                self._cached_tokens = max(cached, self._cached_tokens or 0)
+
+    def news(self) -> dict[str, int]:
+        """What has been counted since the last call."""
+        counted = {"tokens": self._tokens, "prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
+        self._tokens, self._prompt_tokens, self._cached_tokens = 0, 0, None
+        return {name: count for name, count in counted.items() if count}
+
+
+current: ContextVar[Exchange] = ContextVar("dynamo_exchange")
+
+
+async def answer(app: ASGIApp, request: ApiRequest, exchange: Exchange) -> AsyncGenerator[dict[str, Any], None]:
+    """The items of the answer; closed, it cancels the application.
+
+    Raises what a worker failed with, or `EngineError` where the application ended without an answer.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue(MAX_UNREAD)
+    current.set(exchange)
+    task = asyncio.create_task(_run(app, request, messages), name=f"vLLM API {request.request_id}")
+    start: dict[str, Any] | None = None
+    begun = False
+    try:
+        while (message := await messages.get()) is not None:
+            if exchange.failure is not None:
+                raise exchange.failure
+            if message["type"] == "http.response.start":
+                start = _start(message)
+                continue
+            body, more = message.get("body", b""), message.get("more_body", False)
+            if start is not None and not begun and (body or not more):
+                begun = True
+                yield start
+            if body:
+                yield {"body": body, **exchange.news()}
+            if not more:
+                return
+        if exchange.failure is not None:
+            raise exchange.failure
+        raise EngineError(f"vLLM's API gave no answer to {request.path}; the Processor's log says why")
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # it is told as the missing end of the answer
+            await task
+
+
+async def _run(app: ASGIApp, request: ApiRequest, messages: asyncio.Queue[Message | None]) -> None:
+    unread = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if unread:
+            return unread.pop()
+        await asyncio.Event().wait()  # a client that leaves is told by the end of this task
+        raise AssertionError("unreachable: only a cancellation ends the wait")
+
+    try:
+        await app(_scope(request), receive, messages.put)
+    finally:
+        with contextlib.suppress(asyncio.QueueFull):
+            messages.put_nowait(None)
+
+
+def _start(message: Message) -> dict[str, Any]:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
+    return {
+        "status": message["status"],
+        "headers": {name: value for name, value in headers.items() if name not in _KEPT},
+        "stream": headers.get("content-type", "").startswith("text/event-stream"),
+    }
+
+
+def _scope(request: ApiRequest) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in request.headers],
+        "client": None,
+        "server": None,
+        "state": {},
+    }

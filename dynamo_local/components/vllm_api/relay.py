@@ -1,0 +1,206 @@
+"""The Frontend's side: a POST for a model whose engine has an API of its own goes to the Processor as it came.
+
+Which parameters there are, what is wrong with them, and what the answer looks like, is the engine's business alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dynamo_local.components.http_metrics import Endpoint, RequestObserver
+from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.generation import FrontendDeps, GenerationRoute, call_processor, close
+from dynamo_local.components.openai.http_io import Reply, Whole
+from dynamo_local.components.openai.requests import ParsedRequest
+from dynamo_local.components.openai.route import ModelRoute
+from dynamo_local.components.vllm_api.messages import ApiRequest
+from dynamo_local.errors import DeadlineExceeded, WorkerLost
+from dynamo_local.ports import EndpointClient
+
+PATHS: Final[Mapping[str, Endpoint]] = {
+    "/v1/chat/completions": "chat_completions",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "tokenize",
+    "/v1/embeddings": "embeddings",
+    "/pooling": "pooling",
+    "/classify": "pooling",
+    "/score": "pooling",
+    "/v1/score": "pooling",
+    "/rerank": "pooling",
+    "/v1/rerank": "pooling",
+    "/v2/rerank": "pooling",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
+}
+"""What `vllm serve` answers about a model, and how it is counted."""
+
+_CONNECTION: Final = frozenset(
+    {"authorization", "proxy-authorization", "cookie", "connection", "host", "transfer-encoding", "expect", "upgrade"}
+)
+"""Headers that are not passed on."""
+
+
+class _Known(msgspec.Struct):
+    """The two things that the Frontend wants to know of a body."""
+
+    model: Any = None
+    stream: Any = None
+
+
+_decoder: Final = msgspec.json.Decoder(_Known)
+_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+PLAIN: Final = frozenset(
+    {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", "stream", "stream_options", "stop", "seed"}
+    | {"temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "stop_token_ids", "ignore_eos"}
+    | {"min_tokens", "user"}
+)
+"""Parameters of a request that may be answered without the engine's API (`plain-requests: light`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRequest:
+    """What is passed on. `model` is one that is served: which one the client named is for the engine's API to judge."""
+
+    model: str
+    stream: bool
+    path: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+
+def with_engine_api(light: Mapping[str, ASGIApp], deps: FrontendDeps) -> dict[str, ASGIApp]:
+    """The routes, by path: each asks the engine's API where the served model has one, else the light one, if any."""
+    client = deps.api
+    if client is None:
+        return dict(light)
+    routes: dict[str, ASGIApp] = dict(light)
+    for path, endpoint in PATHS.items():
+        engine, own = EngineApiRoute(endpoint, client, deps), light.get(path)
+        if deps.settings.plain_requests == "light" and isinstance(own, GenerationRoute):
+            engine = PlainOrEngine(endpoint, client, deps, own)
+        routes[path] = _either(engine, own)
+    return routes
+
+
+def _either(engine: EngineApiRoute, light: ASGIApp | None) -> ASGIApp:
+    class Either:
+        """A class, not a function: Starlette calls functions as endpoints, and these are applications."""
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if engine.model() is not None:
+                await engine(scope, receive, send)
+            elif light is not None:
+                await light(scope, receive, send)
+            else:
+                raise HTTPException(404, "no model that is served here has this endpoint")
+
+    return Either()
+
+
+def is_plain(body: bytes) -> bool:
+    """Whether it says only what any engine understands. What is no JSON object is not plain: the engine says why."""
+    try:
+        return _keys.decode(body).keys() <= PLAIN
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
+    """The ASGI application of one path."""
+
+    def __init__(self, endpoint: Endpoint, client: EndpointClient, deps: FrontendDeps) -> None:
+        super().__init__(endpoint, deps)
+        self._client = client
+
+    def model(self) -> str | None:
+        """A served model whose engine has an API of its own; None: there is none."""
+        return next((model.name for model in self._deps.models.models() if model.engine is not None), None)
+
+    def parse(self, body: bytes, scope: Scope) -> RawRequest | ParsedRequest:
+        try:
+            known = _decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            known = _Known()
+        named = self._deps.models.get(known.model) if isinstance(known.model, str) else None
+        served = self.model() if named is None else named.name
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        passed = [(name, value) for name, value in headers if name not in _CONNECTION]
+        # A drain may have taken the last worker since the route was chosen: then "come back later".
+        return RawRequest(served or str(known.model), known.stream is True, scope["path"], passed, body)
+
+    async def answer(
+        self, request: RawRequest | ParsedRequest, request_id: str, observer: RequestObserver, reply: Reply
+    ) -> Whole | None:
+        assert isinstance(request, RawRequest)
+        timeout_s = self._deps.settings.request_timeout_s
+        payload = ApiRequest(request_id, request.path, request.headers, request.body)
+        try:
+            async with asyncio.timeout(timeout_s):
+                stream = await call_processor(self._client, payload, request_id, timeout_s)
+                try:
+                    return await self._relay(stream.batches(), observer, reply)
+                finally:
+                    await close(stream, request_id)
+        except TimeoutError as error:
+            message = f"The request did not end within {timeout_s:g} s, this Frontend's `request_timeout_s`."
+            raise DeadlineExceeded(message) from error
+
+    async def _relay(self, batches: AsyncIterator[list[Any]], observer: RequestObserver, reply: Reply) -> Whole | None:
+        start: Mapping[str, Any] | None = None
+        bodies: list[bytes] = []
+        async for batch in batches:
+            for item in batch:
+                if "status" in item:
+                    start = item
+                self._observe(item, observer)
+                if body := item.get("body"):
+                    bodies.append(body)
+            if start is not None and start["stream"] and bodies:
+                await reply.event(b"".join(bodies))
+                bodies.clear()
+        if start is None:
+            raise WorkerLost("The answer ended before it began: a Processor was lost; send the request again.")
+        if start["stream"]:
+            return None
+        return Whole(start["status"], b"".join(bodies), start["headers"])
+
+    def _observe(self, item: Mapping[str, Any], observer: RequestObserver) -> None:
+        if (prompt_tokens := item.get("prompt_tokens")) is not None:
+            observer.on_prompt(prompt_tokens)
+        if (cached := item.get("cached_tokens")) is not None:
+            observer.on_cached(cached)
+        if tokens := item.get("tokens"):
+            observer.on_tokens(tokens, self._deps.clock.now_s())
+
+
+class PlainOrEngine(EngineApiRoute):
+    """The same, where plain requests that the light route takes are its own."""
+
+    def __init__(self, endpoint: Endpoint, client: EndpointClient, deps: FrontendDeps, light: GenerationRoute) -> None:
+        super().__init__(endpoint, client, deps)
+        self._light = light
+
+    def parse(self, body: bytes, scope: Scope) -> RawRequest | ParsedRequest:
+        if is_plain(body):
+            try:
+                return self._light.parse(body, scope)
+            except ApiError:
+                pass  # the engine may take it, and else says what is wrong in its own words
+        return super().parse(body, scope)
+
+    async def answer(
+        self, request: RawRequest | ParsedRequest, request_id: str, observer: RequestObserver, reply: Reply
+    ) -> Whole | None:
+        if isinstance(request, ParsedRequest):
+            return await self._light.answer(request, request_id, observer, reply)
+        return await super().answer(request, request_id, observer, reply)

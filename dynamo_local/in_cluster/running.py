@@ -1,0 +1,181 @@
+"""A planner by itself: connector, election, sources and loop, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from dynamo_local.autoscale.logged_decisions import LoggedDecisions, LoggedTicks
+from dynamo_local.autoscale.planner_options import policy_options
+from dynamo_local.clock import Clock
+from dynamo_local.config import PlannerConfig
+from dynamo_local.core.notes import About
+from dynamo_local.core.types import Load
+from dynamo_local.errors import ConfigError
+from dynamo_local.planner.choosing import policy_of
+from dynamo_local.planner.connectors.kubernetes.connector import KubernetesConnector
+from dynamo_local.planner.connectors.kubernetes.electing import Election
+from dynamo_local.planner.forecasting.runners import ArbiterForecaster
+from dynamo_local.planner.loop import PlannerLoop
+from dynamo_local.planner.pulling import Puller, Sampled
+from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
+from dynamo_local.planner.records.ticks import TickLog, tick_log_path
+from dynamo_local.planner.sources import PassSource, TrafficSource
+from dynamo_local.planner.values.pools import WorkerPools
+from dynamo_local.telemetry.planner_gauges import PlannerNow
+from dynamo_local.telemetry.planner_report.schedule import ReportSchedule
+from dynamo_local.telemetry.planner_views import PlannerMetrics
+
+log = logging.getLogger(__name__)
+
+
+class PodPlanner:
+    """Between `start` and `stop`. `registry` has what /metrics shows."""
+
+    def __init__(
+        self,
+        options: PlannerConfig,
+        connector: KubernetesConnector,
+        election: Election,
+        clock: Clock,
+        logs: Path,
+        *,
+        name: str,
+        traffic: TrafficSource | None,
+        passes: PassSource | None = None,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.options = options
+        self.loop: PlannerLoop | None = None
+        self._connector = connector
+        self._election = election
+        self._clock = clock
+        self._logs = logs
+        self._name = name
+        self._traffic = traffic
+        self._passes = passes
+        self._forecaster = ArbiterForecaster()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._logged: list[LoggedDecisions | LoggedTicks] = []
+        self._reports: ReportSchedule | None = None
+        self._gpu_hours, self._counted_s = 0.0, clock.now_s()
+
+    async def start(self) -> None:
+        """Check the graph, stand for election, and plan. Raises `GraphUnfit`, `Forbidden`, `ConfigError`."""
+        options = policy_options(self.options)
+        policy = await asyncio.to_thread(policy_of, options)
+        await self._connector.start()
+        await self._election.start()
+        self._connector.leads = self._election.follows
+        loop = self.loop = await self._made()
+        self._connector.on_manual = loop.on_manual_change
+        loop.start(options, policy, no_operation=self.options.no_operation, paused=self._election.follows() is not None)
+        self._election.on_leading, self._election.on_following = loop.resume, loop.pause
+        if self._reports is not None:
+            self._reports.began()
+            self._run(self._reports.run())
+
+    async def stop(self) -> None:
+        """The tick that is under way ends; the lease is given back, so that another planner goes on at once."""
+        if self.loop is not None:
+            self._election.on_leading = self._election.on_following = _nothing
+            await asyncio.gather(self.loop.stop(), self._forecaster.close())
+        await self._election.close()
+        await self._connector.close()
+        if self._reports is not None and self.loop is not None:
+            self._reports.ended()
+            await self._reports.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def _made(self) -> PlannerLoop:
+        await asyncio.to_thread(_made_folder, self._logs)
+        decisions, ticks = decision_log_path(self._logs), tick_log_path(self._logs)
+        logged = await asyncio.to_thread(LoggedDecisions, DecisionLog, decisions, self._run, tell)
+        recorder = await asyncio.to_thread(LoggedTicks, TickLog, ticks, self._run, tell)
+        self._logged = [logged, recorder]
+        loop = PlannerLoop(
+            _Graph(self._connector),
+            Puller(_Unmeasured(), None, self._clock, traffic=self._traffic, passes=self._passes),
+            self._connector,
+            self._clock,
+            last_number=logged.log.last_seq,
+            tell=tell,
+            forecaster=self._forecaster,
+            recorder=recorder,
+        )
+        metrics = PlannerMetrics(self.registry, self._now)
+        loop.observers += [logged, metrics]
+        self._reports = ReportSchedule(
+            self._name,
+            self._logs,
+            self._clock,
+            hours=lambda: self.options.report_interval_hours,
+            written=self._written,
+            tell=tell,
+        )
+        return loop
+
+    def _now(self) -> PlannerNow:
+        loop = self.loop
+        if loop is None:
+            return PlannerNow()
+        now_s = self._clock.now_s()
+        held = self._connector.pools().gpus_spoken_for
+        self._gpu_hours += held * (now_s - self._counted_s) / 3600
+        self._counted_s = now_s
+        return PlannerNow(loop.state, loop.counts, 0, loop.since_s, self._gpu_hours)
+
+    async def _written(self) -> None:
+        for logged in self._logged:
+            await logged.written()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _made_folder(logs: Path) -> None:
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {logs} of the planner's logs cannot be made: {error.strerror}") from error
+
+
+class _Graph:
+    """What the loop sees: `loop.World`."""
+
+    def __init__(self, connector: KubernetesConnector) -> None:
+        self._connector = connector
+
+    def worker_pools(self) -> WorkerPools:
+        return self._connector.worker_pools()
+
+    def ready(self) -> tuple[str, ...]:
+        return ()
+
+    def blind(self) -> str | None:
+        return self._connector.blind()
+
+
+class _Unmeasured:
+    """Loads of single workers are not measured here, and no policy that runs here asks for them."""
+
+    async def loads(self) -> dict[str, Sampled[Load]]:
+        return {}
+
+
+def tell(text: str, about: About = None) -> None:
+    """A person reads it in the pod's log."""
+    log.warning("%s", text)
+
+
+def _nothing() -> None:
+    """Nobody cares."""

@@ -1,0 +1,1 @@
+"""Dynamo's objects on Kubernetes: the fields that this project reads and writes."""

@@ -1,0 +1,114 @@
+"""What is wrong with a graph for a planner, all at once, before it starts. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from dynamo_local.core.types import Role
+from dynamo_local.planner.connectors.kubernetes.counting import given_for
+from dynamo_local.planner.connectors.kubernetes.values import Component, Seen
+
+
+class FaultCode(enum.StrEnum):
+    """What kind of fault."""
+
+    ROLE_MISSING = "role_missing"
+    ROLE_TWICE = "role_twice"
+    NOT_FOUND_AS_PREFILL = "not_found_as_prefill"
+    MODELS_DIFFER = "models_differ"
+    GPUS_UNKNOWN = "gpus_unknown"
+    GPUS_DIFFER = "gpus_differ"
+    ADAPTER_MISSING = "adapter_missing"
+    BUDGET = "budget"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One of them, in words for a person."""
+
+    code: FaultCode
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the planner's options say. `prefill`: they are for a graph with prefill workers of its own."""
+
+    max_gpus: int
+    floors: Mapping[Role, int]
+    model: str | None = None
+    gpus: Mapping[Role, int | None] | None = None
+    prefill: bool | None = None
+
+
+def faults(seen: Seen, expected: Expected) -> tuple[Fault, ...]:
+    """Every fault; none where a planner can begin."""
+    found = list(_of_roles(seen, expected))
+    if not seen.of_role(Role.DECODE, Role.AGGREGATED):
+        return tuple(found)
+    found += [*_of_models(seen, expected), *_of_gpus(seen, expected)]
+    for one in seen.planned:
+        if one.by_adapter and one.name not in seen.adapters:
+            why = f"{one.name} says that a scaling adapter scales it, but there is none: does the operator run?"
+            found.append(Fault(FaultCode.ADAPTER_MISSING, why))
+    return (*found, *_of_budget(seen, expected))
+
+
+def _of_roles(seen: Seen, expected: Expected) -> Iterator[Fault]:
+    there = ", ".join(f"{one.name} ({one.kind or 'no type'})" for one in seen.components) or "nothing"
+    for words, roles in (("prefill", (Role.PREFILL,)), ("decode", (Role.DECODE, Role.AGGREGATED))):
+        found = seen.of_role(*roles)
+        if not found and (words == "decode" or expected.prefill):
+            yield Fault(FaultCode.ROLE_MISSING, f"{seen.name} has no {words} component; it has {there}")
+        if len(found) > 1:
+            names = ", ".join(one.name for one in found)
+            why = f"{seen.name} has several {words} components ({names}); a planner scales one of each role"
+            yield Fault(FaultCode.ROLE_TWICE, why)
+    for one in seen.of_role(Role.PREFILL):
+        if one.vllm and one.disaggregation != "prefill":
+            why = (
+                f"{one.name} prefills by its type, but its command does not say --disaggregation-mode prefill: it "
+                "registers as a decode worker, and nobody finds it as a prefill one"
+            )
+            yield Fault(FaultCode.NOT_FOUND_AS_PREFILL, why)
+
+
+def _of_models(seen: Seen, expected: Expected) -> Iterator[Fault]:
+    named = {one.name: one.model for one in seen.planned if one.model is not None}
+    if len(set(named.values())) > 1:
+        told = ", ".join(f"{name} serves {model}" for name, model in named.items())
+        yield Fault(FaultCode.MODELS_DIFFER, f"both roles must serve one model: {told}")
+    elif expected.model is not None and named and expected.model.lower() not in {m.lower() for m in named.values()}:
+        model = next(iter(named.values()))
+        yield Fault(FaultCode.MODELS_DIFFER, f"served_model_name is {expected.model}, but {seen.name} serves {model}")
+
+
+def _of_gpus(seen: Seen, expected: Expected) -> Iterator[Fault]:
+    given = expected.gpus or {}
+    for one in seen.planned:
+        option = f"{'prefill' if one.role is Role.PREFILL else 'decode'}_engine_num_gpu"
+        said = given_for(one, given)
+        if one.gpus is None and said is None:
+            by = " (its devices come by resource claims)" if one.claims else ""
+            why = f"how many GPUs a replica of {one.name} holds is not known{by}: say {option}"
+            yield Fault(FaultCode.GPUS_UNKNOWN, why)
+        elif one.gpus is not None and said is not None and one.gpus != said:
+            why = f"{option} is {said}, but a replica of {one.name} holds {one.gpus}; leave it out, or make them agree"
+            yield Fault(FaultCode.GPUS_DIFFER, why)
+
+
+def _of_budget(seen: Seen, expected: Expected) -> Iterator[Fault]:
+    least: list[tuple[Component, int, int]] = []
+    for one in seen.planned:
+        gpus = one.gpus if one.gpus is not None else given_for(one, expected.gpus or {})
+        if gpus is None:
+            return
+        floor = expected.floors.get(Role.PREFILL if one.role is Role.PREFILL else Role.DECODE, 1)
+        least.append((one, gpus, max(1, floor)))
+    needed = sum(gpus * floor for _, gpus, floor in least)
+    if needed > expected.max_gpus:
+        told = ", ".join(f"{floor} × {gpus} of {one.name}" for one, gpus, floor in least)
+        why = f"max_gpu_budget is {expected.max_gpus}, but the least numbers of workers need {needed} GPUs: {told}"
+        yield Fault(FaultCode.BUDGET, why)

@@ -1,0 +1,69 @@
+"""A measured profile in a few lines for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from dynamo_local.profiles.measuring.document import Document
+
+
+def lines_of(document: Document) -> Iterator[str]:
+    """What was measured, what one engine can do, what was noticed, and how far it may be believed."""
+    for role, engine in document.engines.items():
+        yield (
+            f"{role}: {engine.component}, {engine.engine} {engine.version} on {engine.gpus} GPU each; KV cache of "
+            f"{engine.max_kv_tokens:,} tokens, {engine.max_num_seqs} sequences"
+        )
+    yield from prompts(document)
+    yield from streams(document)
+    yield from spread(document)
+    for each in document.end_to_end:
+        yield (
+            f"over HTTP: a prompt of {each.tokens} tokens has its first token after {each.ttft_ms:.1f} ms, "
+            f"{each.ttft_ms - each.engine_ttft_ms:+.1f} ms to the engine's"
+        )
+    for component, rungs in document.actions.items():
+        yield f"{component}: " + ", ".join(f"{rung} {seconds:.2f} s" for rung, seconds in sorted(rungs.items()))
+    for text in document.noticed:
+        yield f"noticed: {text}"
+    errors = document.certificate.held_out
+    if errors:
+        yield f"held-out points: {median(errors.values()):.1%} off in the median"
+    for row in document.certificate.trace:
+        yield f"trace: {row['what']} {row['real']:.4g} ms here, {row['twin']:.4g} ms in the twin ({row['error']:+.0%})"
+    yield document.certificate.state
+    for where in document.certificate.where:
+        yield f"  {where}"
+
+
+def prompts(document: Document) -> Iterator[str]:
+    """How many prompts one engine computes, of a short, a middle and a long one."""
+    found = sorted((p.tokens, p.mean_ms) for p in document.points if p.kind == "prefill")
+    for tokens, ms in _some(found):
+        yield f"one engine sustains {1000 / ms:.2f} prompts/s of {tokens:,} tokens, each within TTFT {ms:.1f} ms"
+
+
+def streams(document: Document) -> Iterator[str]:
+    """How many streams one engine decodes, and how fast, at each context's most."""
+    most: dict[int, tuple[float, float]] = {}
+    for point in document.points:
+        if point.kind == "decode":
+            most[point.tokens] = max(most.get(point.tokens, (0.0, 0.0)), (point.requests, point.mean_ms))
+    for context, (requests, ms) in _some(sorted(most.items())):
+        yield f"one engine sustains {requests:.0f} streams of {context:,} tokens within ITL {ms:.2f} ms"
+
+
+def spread(document: Document) -> Iterator[str]:
+    """How sure the points are."""
+    shares = [p.half_width_ms / p.mean_ms for p in document.points if p.half_width_ms is not None and p.mean_ms > 0]
+    if shares:
+        wide = sum(share > 0.03 for share in shares)
+        yield (
+            f"{len(document.points)} points; confidence intervals of ±{median(shares):.1%} in the median, "
+            f"{wide} wider than ±3 %"
+        )
+
+
+def _some(rows: list) -> list:  # type: ignore[type-arg]  # of any pairs
+    return [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 3 else rows

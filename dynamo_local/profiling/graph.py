@@ -1,0 +1,156 @@
+"""The graph that is measured: started and ended by `dynamo`'s own commands, asked over its own data plane."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_local.components.measuring import MEASURE
+from dynamo_local.errors import DynamoError
+from dynamo_local.infra.access import EtcdAccess, NatsAccess, run_environment
+from dynamo_local.profiles.measuring.points import Limits
+from dynamo_local.profiling.target import Target
+from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.runtime.observation import Observer, Question
+from dynamo_local.runtime.requests import RequestPlane
+from dynamo_local.runtime.requests.client import NatsEndpointClient
+from dynamo_local.state import load
+from dynamo_local.system.paths import Paths
+
+READY_S = 30.0
+"""So long a worker's endpoint may take to be seen after the graph is ready."""
+
+
+class GraphFailed(DynamoError):
+    """The graph that was to be measured did not start, or a command on it failed."""
+
+    code = "graph_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A ready worker: its watcher's name, its component, and its instance."""
+
+    name: str
+    component: str
+    instance_id: int
+    gpus: tuple[str, ...]
+
+
+async def dynamo(*words: str, timeout_s: float = 900.0) -> str:
+    """Run a command of ours to its end; what it printed. Raises `GraphFailed` with what it said."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "dynamo_local.cli.main",
+        *words,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is ours: the graph is ended in order
+    )
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), timeout_s)
+    except BaseException:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+        raise
+    if process.returncode:
+        said = err.decode(errors="replace").strip() or out.decode(errors="replace").strip()
+        raise GraphFailed(f"`dynamo {' '.join(words[:2])}` failed: {said.removeprefix('dynamo: ')}")
+    return out.decode(errors="replace")
+
+
+class MeasuredGraph:
+    """A running graph whose engines can be measured."""
+
+    def __init__(
+        self, target: Target, status: dict[str, Any], plane: RequestPlane, kv: EtcdStore, observer: Observer
+    ) -> None:
+        self.target = target
+        self.status = status
+        self._plane = plane
+        self._kv = kv
+        self._observer = observer
+        self._clients: dict[str, NatsEndpointClient] = {}
+
+    @property
+    def frontend_url(self) -> str | None:
+        """Where it is asked over HTTP; None where it has no Frontend."""
+        url = self.status.get("frontend_url")
+        return None if url is None else str(url)
+
+    def workers(self, component: str) -> list[Worker]:
+        """The ready workers of a component."""
+        return [
+            Worker(each["watcher_name"], component, int(each["lease"], 16), tuple(each["gpus"]))
+            for each in self.status["workers"]
+            if each["component"] == component and each["state"] == "ready"
+        ]
+
+    async def look(self) -> dict[str, Any]:
+        """Its status of now."""
+        self.status = json.loads(await dynamo("status", "--json", "--namespace", self.target.namespace))
+        return self.status
+
+    async def measure(self, worker: Worker, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """One repetition on that worker. Raises what the data plane and the engine raise."""
+        client = self._clients.get(worker.component)
+        if client is None:
+            client = await self._plane.client(self._kv, self.target.namespace, worker.component, MEASURE)
+            self._clients[worker.component] = client
+            await client.wait_for_instances(READY_S)
+        stream = await client.call(dict(request), instance_id=worker.instance_id, timeout_s=timeout_s)
+        return dict(await stream.single())
+
+    async def limits(self, worker: Worker) -> Limits:
+        """Of its engine. Raises `GraphFailed` where it does not say."""
+        expected = frozenset({worker.name})
+        for _ in range(20):
+            answers = await self._observer.ask(Question(passes=True), expected)
+            found = answers[worker.name].limits if worker.name in answers else {}
+            kv, context, seqs = (found.get(name) for name in ("max_kv_tokens", "context_length", "max_num_seqs"))
+            if kv and context and seqs:
+                return Limits(kv, context, seqs, found.get("max_num_batched_tokens") or 8192)
+            await asyncio.sleep(0.25)  # it may still be starting to answer
+        raise GraphFailed(f"{worker.name} does not say how much its KV cache holds; look at `dynamo logs`")
+
+
+@asynccontextmanager
+async def running(target: Target) -> AsyncIterator[MeasuredGraph]:
+    """The target's graph, ready; ended when the block is left, whatever happened."""
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_down, target.namespace)
+        await dynamo(*target.serve_words())
+        yield await _joined(target, stack)
+
+
+async def _joined(target: Target, stack: AsyncExitStack) -> MeasuredGraph:
+    status = json.loads(await dynamo("status", "--json", "--namespace", target.namespace))
+    state = load(Paths.found(target.namespace, os.environ).statefile)
+    env = run_environment(state)
+    kv = EtcdStore(env["ETCD_ENDPOINTS"], access=EtcdAccess.of(env))
+    stack.push_async_callback(kv.close)
+    nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="dynamo-profile")
+    stack.push_async_callback(close_quietly, nats)
+    plane = RequestPlane(nats)
+    stack.push_async_callback(plane.close)
+    await plane.start()
+    return MeasuredGraph(target, status, plane, kv, Observer(nats, target.namespace))
+
+
+async def _down(namespace: str) -> None:
+    """End it; one that is gone already is fine."""
+    try:
+        await dynamo("down", "--namespace", namespace, "--timeout", "30", timeout_s=60.0)
+    except GraphFailed:
+        if Paths.found(namespace, os.environ).statefile.exists():
+            await dynamo("down", "--namespace", namespace, "--now", timeout_s=60.0)

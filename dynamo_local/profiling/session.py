@@ -1,0 +1,82 @@
+"""A whole measurement: points in their order, kept after each, told to whoever watches, ended by Ctrl-C in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from zlib import crc32
+
+from dynamo_local.errors import DynamoError
+from dynamo_local.profiles.measuring.plan import Progress
+from dynamo_local.profiles.measuring.points import Kind, Limits, Point
+from dynamo_local.profiles.measuring.statistics import Sample
+from dynamo_local.profiles.measuring.writing import keep
+from dynamo_local.profiling.graph import MeasuredGraph, Worker
+from dynamo_local.profiling.repeating import TIMEOUT_S, request_of, sample_of
+
+KEEP_EVERY_S = 2.0
+WARM_UP = 2
+"""Repetitions of a small and a large point on each worker that nobody counts: caches, graphs and clocks warm up."""
+
+
+class Session:
+    """Measures the points of `progress` on these workers, by the kind of the point; a point's repetitions are made on
+    all workers of its kind at once. `stop` ends it after the repetition that is under way."""
+
+    def __init__(
+        self,
+        graph: MeasuredGraph,
+        workers: Mapping[Kind, Sequence[Worker]],
+        limits: Mapping[Kind, Limits],
+        folder: Path,
+        configuration_hash: str,
+        tell: Callable[[Progress, Point | None], None],
+    ) -> None:
+        self._graph = graph
+        self._workers = workers
+        self._limits = limits
+        self._folder = folder
+        self._hash = configuration_hash
+        self._tell = tell
+        self.stop = asyncio.Event()
+
+    async def run(self, progress: Progress) -> Progress:
+        """All of it, or as far as it came. What the engine refuses counts as a failure of its point."""
+        began_s, kept_s = time.monotonic() - progress.elapsed_s, time.monotonic()
+        await self._warm_up(progress)
+        while not self.stop.is_set() and (point := progress.next_point()) is not None:
+            self._tell(progress, point)
+            at_s = time.monotonic()
+            try:
+                samples, failure = await self._repeat(point, progress, at_s - began_s), None
+            except DynamoError as error:
+                samples, failure = [], str(error)
+            progress = progress.noted(point, samples, time.monotonic() - at_s, failure)
+            if time.monotonic() - kept_s > KEEP_EVERY_S:
+                keep(self._folder, progress, self._hash)
+                kept_s = time.monotonic()
+        keep(self._folder, progress, self._hash)
+        self._tell(progress, None)
+        return progress
+
+    async def _warm_up(self, progress: Progress) -> None:
+        for kind in self._workers:
+            points = sorted((p for p in progress.points if p.kind is kind), key=lambda point: point.cost)
+            for point in points[:1] + points[len(points) // 2 : len(points) // 2 + 1]:
+                for _ in range(WARM_UP):
+                    await asyncio.gather(
+                        *(self._one(worker, point, seed=-1, at_s=0.0) for worker in self._workers[kind]),
+                        return_exceptions=True,
+                    )
+
+    async def _repeat(self, point: Point, progress: Progress, at_s: float) -> list[Sample]:
+        seed = crc32(f"{progress.rules.seed}/{point}/{len(progress.of(point).samples)}".encode())
+        found = [self._one(worker, point, seed, at_s) for worker in self._workers[point.kind]]
+        return list(await asyncio.gather(*found))
+
+    async def _one(self, worker: Worker, point: Point, seed: int, at_s: float) -> Sample:
+        asked = request_of(point, self._limits[point.kind], seed & 0x7FFFFFFF)
+        answer = await self._graph.measure(worker, asked, TIMEOUT_S + 10.0)
+        return sample_of(point, answer, asked, worker.name, at_s)

@@ -1,0 +1,223 @@
+"""`dynamo plan`: how many workers keep targets under a load, found in the twin with a measured profile.
+
+Fleets are tried from the smallest on, the splits of one size side by side, until one attains what is wanted. How sure
+that is: the same fleet with other arrivals, and with engines as much slower and quicker as the profile may be off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.errors import BadInput
+from dynamo_local.profiles import ProfileModel, profile_folder
+from dynamo_local.profiles.measuring.document import Document, read_document
+from dynamo_local.twin.cases import Case, run_cases
+from dynamo_local.twin.generator.options import GeneratorOptions
+from dynamo_local.twin.generator.requests import generate
+from dynamo_local.twin.metrics import Metrics, measure
+from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
+from dynamo_local.twin.trace import TraceRequest
+
+REQUESTS = 1500
+"""Of a load that is made: enough for a share of some tenths of a per cent."""
+SEEDS = 3
+UNKNOWN_ERROR = 0.10
+"""How far a profile may be off that says nothing about it."""
+
+Traces = Callable[[int], Sequence[TraceRequest]]
+"""The load, by seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`attainment`: the share of requests with TTFT and mean ITL within the targets. `gpus`: of the host."""
+
+    slo: Slo
+    attainment: float = 0.95
+    gpus: int = 8
+    aggregated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """A profile's engines in the twin, GPUs of one of each role, and how far their times may be off (a share)."""
+
+    profile: str
+    sim: SimOptions
+    prefill_gpus: int
+    decode_gpus: int
+    error: float
+    document: Document | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A fleet, with the share that it attains."""
+
+    shape: FleetShape
+    gpus: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """`best` is the smallest fleet that attains what is wanted, else (`attained` false) the best of all. `lowest` and
+    `highest` bound its attainment; `alternatives` are the other splits of its size."""
+
+    best: Tried
+    attained: bool
+    lowest: float
+    highest: float
+    alternatives: tuple[Tried, ...]
+    tried: int
+
+
+def engines_of_profile(profile: str, *, aggregated: bool) -> Engines:
+    """Raises `ConfigError` for a profile that cannot be used."""
+    folder = profile_folder(profile)
+    document = read_document(folder)
+    kv = ProfileModel.load(profile).max_kv_tokens
+    block = next((size for size in (64, 32, 16, 8, 4, 2) if kv % size == 0), 1)
+    sim = SimOptions(profile=profile, block_size=block, num_gpu_blocks=kv // block)
+    if document is None:
+        return Engines(profile, sim, 1, 1, UNKNOWN_ERROR, None)
+    role = "agg" if "agg" in document.engines else "decode"
+    if aggregated and role != "agg":
+        raise BadInput(f"the profile {profile} is of prefill and decode engines apart; leave --agg out")
+    if role not in document.engines:
+        raise BadInput(f"the profile {profile} has no {role} engine; measure all roles (`dynamo profile`)")
+    engine = document.engines[role]
+    sim = replace(
+        sim,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=min(engine.context_length, engine.max_kv_tokens),
+    )
+    prefill = document.engines.get("prefill", engine)
+    errors = document.certificate.held_out.values()
+    return Engines(
+        profile, sim, max(1, prefill.gpus), max(1, engine.gpus), median(errors) if errors else UNKNOWN_ERROR, document
+    )
+
+
+def made(rate: float, isl: int, osl: int, sigma: float) -> Traces:
+    """Poisson arrivals at that rate, with prompts and answers around those lengths."""
+    options = GeneratorOptions(
+        duration=REQUESTS / rate,
+        rate=rate,
+        cv=1.0,
+        isl=isl,
+        isl_sigma=sigma,
+        isl_max=max(isl, min(131_072, 8 * isl)),
+        osl=osl,
+        osl_sigma=sigma,
+        osl_max=8 * osl,
+    )
+    return lambda seed: list(generate(options.model_copy(update={"seed": seed})))
+
+
+def plan(
+    engines: Engines, wanted: Wanted, traces: Traces, tell: Callable[[str], None], jobs: int | None = None
+) -> Planned:
+    """With so many runs at once (None: one for each core). Raises `BadInput` where no fleet fits on the GPUs."""
+    trace = traces(0)
+    aggregated = wanted.aggregated or (engines.document is not None and "agg" in engines.document.engines)
+    best: Tried | None = None
+    count = 0
+    for gpus, shapes in sizes(engines, wanted.gpus, aggregated=aggregated):
+        tell(f"trying {', '.join(map(str, shapes))} ({gpus} GPUs)")
+        found = _run(engines, shapes, trace, wanted.slo, jobs=jobs)
+        count += len(found)
+        found.sort(key=lambda tried: -tried.metrics.attainment)
+        if best is None or found[0].metrics.attainment > best.metrics.attainment:
+            best = found[0]
+        if found[0].metrics.attainment >= wanted.attainment:
+            lowest, highest = _bounds(engines, found[0].shape, traces, wanted.slo)
+            return Planned(found[0], True, lowest, highest, tuple(found[1:]), count)
+    if best is None:
+        raise BadInput(
+            f"no fleet fits on {wanted.gpus} GPUs: a prefill worker takes {engines.prefill_gpus} and a decode worker "
+            f"{engines.decode_gpus}"
+        )
+    lowest, highest = _bounds(engines, best.shape, traces, wanted.slo)
+    return Planned(best, False, lowest, highest, (), count)
+
+
+def sizes(engines: Engines, gpus: int, *, aggregated: bool) -> Iterator[tuple[int, list[FleetShape]]]:
+    """Fleets by the GPUs that they take, the fewest first."""
+    by_size: dict[int, list[FleetShape]] = {}
+    for decode in range(1, gpus // engines.decode_gpus + 1):
+        left = gpus - decode * engines.decode_gpus
+        for prefill in [0] if aggregated else range(1, left // engines.prefill_gpus + 1):
+            taken = decode * engines.decode_gpus + prefill * engines.prefill_gpus
+            by_size.setdefault(taken, []).append(FleetShape(prefill, decode))
+    yield from sorted(by_size.items())
+
+
+def _run(
+    engines: Engines,
+    shapes: Sequence[FleetShape],
+    trace: Sequence[TraceRequest],
+    slo: Slo,
+    speed: float = 1.0,
+    jobs: int | None = None,
+) -> list[Tried]:
+    cases = [Case(str(shape), _options(engines, shape, speed)) for shape in shapes]
+    return [
+        Tried(case.options.shape, case.options.gpus, measure(run, slo))
+        for case, run in zip(cases, run_cases(trace, cases, jobs), strict=True)
+    ]
+
+
+def _options(engines: Engines, shape: FleetShape, speed: float) -> TwinOptions:
+    return TwinOptions(
+        shape=shape,
+        sim=replace(engines.sim, speed=speed),
+        gpus=shape.prefill * engines.prefill_gpus + shape.decode * engines.decode_gpus,
+        prefill_gpus=engines.prefill_gpus,
+        decode_gpus=engines.decode_gpus,
+        disagg=DisaggSettings(),
+        conditional=False,
+    )
+
+
+def _bounds(engines: Engines, shape: FleetShape, traces: Traces, slo: Slo) -> tuple[float, float]:
+    """The least and the most of other arrivals, and of engines that are as much slower and quicker as they may be."""
+    found = [_run(engines, [shape], traces(seed), slo)[0] for seed in range(1, SEEDS)]
+    found += [_run(engines, [shape], traces(0), slo, speed)[0] for speed in (1 - engines.error, 1 + engines.error)]
+    shares = [tried.metrics.attainment for tried in found]
+    return min(shares), max(shares)
+
+
+def section(engines: Engines, planned: Planned, wanted: Wanted, components: Mapping[str, str]) -> dict[str, Any]:
+    """What belongs into the configuration: the fleet, and a planner with these targets."""
+    shape = planned.best.shape
+    found: dict[str, Any] = {
+        components.get("decode", "VllmWorker"): {"ServiceArgs": {"workers": shape.decode}},
+    }
+    if shape.prefill:
+        found[components.get("prefill", "PrefillWorker")] = {"ServiceArgs": {"workers": shape.prefill}}
+    targets = {"ttft-ms": wanted.slo.ttft_ms, "itl-ms": wanted.slo.itl_ms}
+    profile = str(Path(engines.profile).resolve()) if engines.document is not None else engines.profile
+    # The policy slo is for graphs with prefill workers of their own.
+    policy = {"policy": "slo"} if shape.prefill else {"policy": "throughput-load", "optimization-target": "sla"}
+    found["Planner"] = {
+        **policy,
+        "profile-results-dir": profile,
+        "max-gpu-budget": wanted.gpus,
+        **{name: value for name, value in targets.items() if value is not None},
+    }
+    return found
+
+
+def load_of(trace: Sequence[TraceRequest]) -> str:
+    """The load in words."""
+    seconds = max(trace[-1].at_s, 1e-9)
+    isl, osl = fmean(r.input_length for r in trace), fmean(r.output_length for r in trace)
+    return f"{len(trace):,} requests, {len(trace) / seconds:.2f} per second, {isl:,.0f} tokens in, {osl:,.0f} out"

@@ -1,0 +1,87 @@
+"""What is to be measured: the engines of a configuration, as `dynamo serve` would start them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamo_local.components.engine_facts import engines_of
+from dynamo_local.config import planned_components
+from dynamo_local.core.types import GraphSpec
+from dynamo_local.errors import BadInput
+from dynamo_local.serve.request import ServeOptions, understand
+
+PREFILL, DECODE, AGG = "prefill", "decode", "agg"
+WAITING_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`components` by role: prefill and decode, or agg alone. `engines` is what `profile.json` is compared with."""
+
+    graph: str | None
+    file: Path | None
+    overrides: tuple[str, ...]
+    namespace: str
+    gpus: str | None
+    components: Mapping[str, str]
+    spec: GraphSpec
+    engines: Mapping[str, Mapping[str, Any]]
+
+    def gpus_of(self, role: str) -> int:
+        """GPUs of one engine."""
+        return max(1, next(s.resources.gpu for s in self.spec.services if s.name == self.components[role]))
+
+    @property
+    def standalone(self) -> bool:
+        """Each worker does both: an aggregated graph."""
+        return AGG in self.components
+
+    def serve_words(self) -> list[str]:
+        """The command line behind `dynamo`, with what a measurement needs beside the configuration: a port of its own,
+        no planner, and workers that can be measured, take everything, and prefill where they are told to."""
+        words = ["serve", *([self.graph] if self.graph else []), *(["-f", str(self.file)] if self.file else [])]
+        words += ["--namespace", self.namespace, "--no-planner", "--detach"]
+        words += ["--gpus", self.gpus] if self.gpus else []
+        names = {service.name for service in self.spec.services}
+        words += [*self.overrides, *(["--Frontend.port=0"] if "Frontend" in names else [])]
+        for component in dict.fromkeys(self.components.values()):
+            words.append(f"--{component}.measurable=true")
+        decode = self.components.get(DECODE) or self.components.get(AGG)
+        if decode is not None:
+            words.append(f"--{decode}.max-num-waiting={WAITING_MAX}")
+        return words
+
+
+def understood(
+    graph: str | None,
+    file: Path | None,
+    overrides: tuple[str, ...],
+    namespace: str,
+    gpus: str | None,
+    roles: str | None,
+) -> Target:
+    """Raises `BadInput` for what cannot be served, or not measured."""
+    options = ServeOptions(target=graph, file=file, overrides=overrides, namespace=namespace, gpus=gpus, planner=False)
+    request = understand(options, os.environ, Path.cwd(), only_plan=False)
+    prefill, decode = planned_components(request.graph)
+    components = {AGG: decode} if prefill is None else {PREFILL: prefill, DECODE: decode}
+    for service in request.graph.services:
+        if service.name in components.values() and service.runtime is not None:
+            raise BadInput(
+                f"{service.name} is a command (runtime {service.runtime}): only engines in workers of our own, sim and "
+                "vllm, can be measured so far; measure it with Dynamo's profiler, whose folders are read as they are"
+            )
+    wanted = components if roles is None else _chosen(components, roles)
+    return Target(graph, file, overrides, namespace, gpus, wanted, request.graph, engines_of(request.graph))
+
+
+def _chosen(components: Mapping[str, str], roles: str) -> dict[str, str]:
+    asked = [role.strip() for role in roles.split(",")]
+    for role in asked:
+        if role not in components:
+            raise BadInput(f"--roles {role!r}: this graph has {' and '.join(components)}")
+    return {role: component for role, component in components.items() if role in asked}

@@ -1,0 +1,1 @@
+"""Components that run in another one's process."""

@@ -1,0 +1,135 @@
+"""litellm, LangChain and Anthropic's client against a real graph: what they make of our answers. `tox -e clients`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import litellm
+import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from pydantic import BaseModel, Field
+
+from tests.drivers.served import MODEL, Served
+
+# The clients' own warnings are theirs.
+pytestmark = [pytest.mark.full, pytest.mark.infra, pytest.mark.filterwarnings("default")]
+
+ASKED = "What is the weather in Rome?"
+
+
+class Weather(BaseModel):
+    """Says the weather of a city."""
+
+    city: str = Field(description="Its name")
+    days: int = Field(ge=1, le=7)
+
+
+TOOL: Any = {"type": "function", "function": {"name": "Weather", "parameters": Weather.model_json_schema()}}
+
+
+@pytest.fixture(scope="session")
+def llm(graph: Served) -> ChatOpenAI:
+    """LangChain's."""
+    return ChatOpenAI(model=MODEL, base_url=f"{graph.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_langchain_binds_tools_and_ends_its_loop(llm: ChatOpenAI):
+    """A call with valid arguments, then text."""
+    bound = llm.bind_tools([Weather])
+    called: Any = bound.invoke([HumanMessage(ASKED)])
+    call = called.tool_calls[0]
+    assert call["name"] == "Weather"
+    Weather.model_validate(call["args"])
+    ended = bound.invoke([HumanMessage(ASKED), called, ToolMessage("21", tool_call_id=call["id"])])
+    assert ended.content
+    assert not ended.tool_calls
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_langchain_structures_its_output(llm: ChatOpenAI, method: Any):
+    """By either of its ways."""
+    assert isinstance(llm.with_structured_output(Weather, method=method).invoke(ASKED), Weather)
+
+
+def test_langchain_reads_logprobs(llm: ChatOpenAI):
+    """One for each token."""
+    answer = llm.bind(logprobs=True, top_logprobs=3, max_tokens=5).invoke(ASKED)
+    content = answer.response_metadata["logprobs"]["content"]
+    assert [len(one["top_logprobs"]) for one in content] == [3] * 5
+
+
+def test_langchain_batches_and_streams(llm: ChatOpenAI):
+    """Each answer is the one that is given alone."""
+    short = llm.bind(max_tokens=6)
+    prompts = [f"Story {n}" for n in range(8)]
+    together = [answer.content for answer in short.batch(prompts)]
+    assert together == [short.invoke(prompt).content for prompt in prompts]
+    assert "".join(str(chunk.content) for chunk in short.stream(prompts[0])) == together[0]
+
+
+def test_langchain_speaks_the_responses_api(graph: Served):
+    """Its other way to the same model."""
+    llm = ChatOpenAI(model=MODEL, base_url=f"{graph.url}/v1", api_key="none", use_responses_api=True, max_retries=0)
+    called: Any = llm.bind_tools([Weather]).invoke(ASKED)
+    Weather.model_validate(called.tool_calls[0]["args"])
+
+
+def test_langchain_embeds(graph: Served):
+    """It sends token ids, several at once."""
+    embeddings = OpenAIEmbeddings(
+        model=MODEL, base_url=f"{graph.url}/v1", api_key="none", check_embedding_ctx_length=False, dimensions=8
+    )
+    assert [len(vector) for vector in embeddings.embed_documents(["a", "b"])] == [8, 8]
+
+
+def test_litellm_has_a_schema_kept(graph: Served):
+    """`response_format` from a pydantic model."""
+    answer: Any = litellm.completion(
+        model=f"openai/{MODEL}",
+        api_base=f"{graph.url}/v1",
+        api_key="none",
+        messages=[{"role": "user", "content": ASKED}],
+        response_format=Weather,
+    )
+    Weather.model_validate_json(answer.choices[0].message.content)
+
+
+def test_anthropics_client_calls_tools(graph: Served):
+    """Whole and streamed."""
+    client = anthropic.Anthropic(base_url=graph.url, api_key="none", max_retries=0)
+    tool: Any = {"name": "Weather", "input_schema": Weather.model_json_schema()}
+    asked: Any = {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": ASKED}], "tools": [tool]}
+    whole = client.messages.create(**asked)
+    assert whole.stop_reason == "tool_use"
+    block: Any = whole.content[0]
+    Weather.model_validate(block.input)
+    with client.messages.stream(**asked) as stream:
+        final: Any = stream.get_final_message()
+    assert final.content[0].input == block.input
+
+
+async def test_mixed_requests_at_once_are_those_of_each_alone(graph: Served):
+    """Tools, schemas, logprobs and several choices, concurrently: the same answers as one after the other."""
+    async with graph.client() as client:
+        schema = Weather.model_json_schema()
+        kinds: list[Any] = [
+            {"tools": [TOOL], "tool_choice": "required"},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}},
+            {"logprobs": True, "top_logprobs": 4, "max_tokens": 8},
+            {"n": 3, "max_tokens": 8, "seed": 5},
+        ]
+
+        async def ask(n: int) -> str:
+            messages: Any = [{"role": "user", "content": f"Request {n // 4}"}]
+            answer = await client.chat.completions.create(model=MODEL, messages=messages, **kinds[n % 4])
+            for choice in answer.choices:
+                for call in choice.message.tool_calls or ():
+                    call.id = ""  # it is the request's own
+            return json.dumps([choice.model_dump() for choice in answer.choices])
+
+        alone = [await ask(n) for n in range(40)]
+        assert await asyncio.gather(*(ask(n) for n in range(40))) == alone

@@ -1,0 +1,90 @@
+"""An API server to talk to: the fake, or a real one (`tests/kube/build.sh` builds it, `DYN_KUBE_BIN` says where)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_local.planner.connectors.kubernetes.api import Transport
+from tests.drivers.kube_server import RealKube
+from tests.fakes.kubernetes.api_server import Kube, Rule
+from tests.tools.dynamos_files import dynamos_file
+
+CRDS = ("nvidia.com_dynamographdeployments.json", "nvidia.com_dynamographdeploymentscalingadapters.json")
+WHICH = ["fake", pytest.param("real", marks=pytest.mark.full)]
+NAMESPACE = "default"
+
+
+class FakeWorld:
+    """A server of our own."""
+
+    def __init__(self) -> None:
+        self.kube = Kube(("v1beta1",))
+        self.admin: Transport = self.kube.client()
+
+    async def somebody(self, rules: frozenset[Rule]) -> Transport:
+        """Who may do that, and nothing else."""
+        return self.kube.client(rules)
+
+    async def stranger(self) -> Transport:
+        """Whose token nobody knows."""
+        return self.kube.client(known=False)
+
+
+class RealWorld:
+    """A kube-apiserver with Dynamo's CRDs."""
+
+    def __init__(self, server: RealKube) -> None:
+        self.server = server
+        self.admin: Transport = server.client()
+
+    async def somebody(self, rules: frozenset[Rule]) -> Transport:
+        """A service account, its Role and its token."""
+        return await self.server.account(rules)
+
+    async def stranger(self) -> Transport:
+        """A token that nobody gave."""
+        return self.server.client(token="none")
+
+
+World = FakeWorld | RealWorld
+
+
+@pytest.fixture(scope="session")
+def real_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKube]:
+    """Runs for the session; Dynamo's CRDs are in it, stored as v1beta1."""
+    folder = os.environ.get("DYN_KUBE_BIN")
+    if not folder:
+        pytest.skip("no kube-apiserver: tests/kube/build.sh FOLDER builds it, and DYN_KUBE_BIN=FOLDER names it")
+    crds = [stored_as_v1beta1(json.loads(dynamos_file(name).read_text())) for name in CRDS]
+    server = RealKube(Path(folder), tmp_path_factory.mktemp("kube"))
+    try:
+        server.start()
+        server.install(crds)
+        yield server
+    finally:
+        server.stop()
+
+
+def stored_as_v1beta1(crd: dict[str, Any]) -> dict[str, Any]:
+    """Without the operator, which converts, the other version would lose its spec."""
+    for version in crd["spec"]["versions"]:
+        version["storage"] = version is crd["spec"]["versions"][-1]
+    return crd
+
+
+@pytest.fixture(params=WHICH)
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    """Without a graph."""
+    if request.param == "fake":
+        yield FakeWorld()
+        return
+    server: RealKube = request.getfixturevalue("real_kube")
+    found = RealWorld(server)
+    yield found
+    await server.emptied()

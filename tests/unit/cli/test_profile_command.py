@@ -1,0 +1,60 @@
+"""`dynamo profile` refuses what cannot be measured, in a line and before anything starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+import pytest
+
+from dynamo_local.cli.profile import Budget, profile
+from dynamo_local.errors import BadInput
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*words: str) -> None:
+    """The command, with its errors as they are raised."""
+    profile.main(list(words), standalone_mode=False)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("15m", 900.0), ("1.5h", 5400.0)])
+def test_a_budget_is_a_time(text, seconds):
+    """In the units that people write."""
+    assert Budget().convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5s", "soon", "nan", "1d", "9999999h"])
+def test_what_is_no_time_is_refused(text):
+    """And so is more than a year."""
+    with pytest.raises(click.UsageError, match="is no time"):
+        Budget().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--roles", "agg"), "this graph has prefill and decode"),
+        (("--resume",), "nothing to go on with"),
+        (("--VllmWorker.sim.sped=3",), "sped"),
+        (("--namespace", "no/such"), "namespace"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words, said, tmp_path, monkeypatch):
+    """Nothing is started for it, and no folder is made."""
+    monkeypatch.chdir(ROOT / "examples" / "llm")
+    with pytest.raises(BadInput, match=said):
+        run("graphs.disagg:Frontend", "-f", "configs/disagg.yaml", "-o", str(tmp_path / "out"), *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_components_that_are_commands_are_refused_by_name(tmp_path, monkeypatch):
+    """Their engines are somebody else's: nothing in them can be asked to measure."""
+    program = tmp_path / "vllm"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    file = ROOT / "examples" / "vllm_serve" / "agg.yaml"
+    with pytest.raises(BadInput, match="is a command"):
+        run("-f", str(file), "--gpus", "sim:8", "-o", str(tmp_path / "out"))

@@ -1,0 +1,43 @@
+"""A component serves endpoints that its class does not declare, each with the model of its own requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from dynamo_local.components import PrefillWorker
+from dynamo_local.components.measuring import MEASURE, MeasureRequest
+from dynamo_local.worker import endpoints
+
+
+class _Server:
+    """What an `EndpointServer` is made with."""
+
+    def __init__(self, nats: Any, *, subject: str, handler: Any, name: str, decode: Any) -> None:
+        self.name, self.subject, self.decode = name, subject, decode
+
+    async def start(self) -> None:
+        """Nothing listens."""
+
+    async def close(self) -> None:
+        """Nothing did."""
+
+
+async def test_an_added_endpoint_is_registered_and_reads_its_own_requests(monkeypatch):
+    """As `measure` of a worker that can be measured; the declared ones keep theirs, and so does the load."""
+    monkeypatch.setattr(endpoints, "EndpointServer", _Server)
+    more = {MEASURE: (lambda request: request, MeasureRequest)}
+    context: Any = SimpleNamespace(
+        nats=None, lease_id=5, load_source=object(), more_endpoints=more, close_with_worker=lambda close: None
+    )
+    component = SimpleNamespace(status=None, canary=None)
+    identity: Any = SimpleNamespace(namespace="dynamo", component="PrefillWorker")
+    served = endpoints.Endpoints(identity)
+    await served.serve(context, PrefillWorker, component, lambda: None)  # type: ignore[arg-type]
+    assert [key.rpartition("/")[2] for key in served.keys(5)] == ["status:5", "canary:5", "load_metrics:5", "measure:5"]
+    by_name = {server.name: server for server in served._servers}
+    asked = MeasureRequest(prompts=1, tokens=10, seed=3)
+    assert by_name[MEASURE].decode(msgspec.msgpack.encode(asked)) == asked
+    assert by_name["load_metrics"].decode(b"whatever") is None

@@ -1,0 +1,41 @@
+"""The same request to both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.vllm.oracle.comparing import difference, plain
+from tests.vllm.oracle.requests import Case, encoded
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What both said, and the first difference."""
+
+    case: Case
+    ours: Any
+    theirs: Any
+
+    @property
+    def differs(self) -> str | None:
+        """None: nothing."""
+        return difference(self.ours, self.theirs)
+
+
+async def ask_both(graph: str, serve: str, cases: Sequence[Case]) -> list[Outcome]:
+    """One after the other: what an engine computes together differs in the last digits of its numbers."""
+    async with httpx.AsyncClient(timeout=httpx.Timeout(120.0)) as client:
+        return [
+            Outcome(case, *await asyncio.gather(_ask(client, graph, case), _ask(client, serve, case))) for case in cases
+        ]
+
+
+async def _ask(client: httpx.AsyncClient, url: str, case: Case) -> Any:
+    headers = {"content-type": "application/json", **case.headers}
+    response = await client.post(url + case.path, content=encoded(case), headers=headers)
+    return plain(response.status_code, response.content, response.headers.get("content-type", ""))
