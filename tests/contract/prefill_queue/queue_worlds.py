@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from time import monotonic
 
 from dynamo_local.clock import AsyncioClock
+from dynamo_local.ports import QueueDepth
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from tests.fakes.infra.prefill_queue import FakePrefillQueue
 
@@ -22,3 +25,11 @@ class SkewedClock(AsyncioClock):
 
     def wall_s(self) -> float:
         return super().wall_s() + self.ahead_s
+
+
+async def depth_becomes(queue: FakePrefillQueue | JetStreamPrefillQueue, expected: QueueDepth) -> None:
+    """Within five seconds. A server counts what it has stored a moment after it has said that it is stored."""
+    deadline_s = monotonic() + 5.0
+    while (depth := await queue.depth()) != expected and monotonic() < deadline_s:
+        await asyncio.sleep(0.01)
+    assert depth == expected

@@ -13,7 +13,14 @@ from dynamo_local.ports import QueueDepth
 from dynamo_local.runtime.nats import close_quietly
 from dynamo_local.runtime.prefill_queue import keep_in_progress
 from dynamo_local.system.logs.request_log import bound
-from tests.contract.prefill_queue.queue_worlds import ACK_WAIT_S, MAX_DELIVER, SOON_S, MakeQueue, SkewedClock
+from tests.contract.prefill_queue.queue_worlds import (
+    ACK_WAIT_S,
+    MAX_DELIVER,
+    SOON_S,
+    MakeQueue,
+    SkewedClock,
+    depth_becomes,
+)
 from tests.fakes.infra.prefill_queue import FakePrefillQueue
 
 
@@ -43,7 +50,7 @@ async def test_an_entry_over_the_bound_is_refused(make: MakeQueue) -> None:
     queue = make()
     with pytest.raises(InvalidRequest, match=r"12,000,0\d\d bytes is over the .* bytes that NATS takes"):
         await queue.enqueue("r", {"prompt_token_ids": [1] * 3_000_000}, deadline_s=10)
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_entries_come_in_order_and_one_at_a_time(make: MakeQueue) -> None:
@@ -52,24 +59,24 @@ async def test_entries_come_in_order_and_one_at_a_time(make: MakeQueue) -> None:
     for name in ("r1", "r2", "r3"):
         await queue.enqueue(name, {}, deadline_s=10)
     first = await queue.pull(5)
-    assert await queue.depth() == QueueDepth(pending=2, outstanding=3)
+    await depth_becomes(queue, QueueDepth(pending=2, outstanding=3))
     second = await other.pull(5)
     assert first is not None
     assert second is not None
     assert [first.task.request_id, second.task.request_id] == ["r1", "r2"]
-    assert await queue.depth() == QueueDepth(pending=1, outstanding=3)
+    await depth_becomes(queue, QueueDepth(pending=1, outstanding=3))
 
 
 async def test_depth_counts_until_the_ack(make: MakeQueue) -> None:
     """`outstanding` includes what is pulled and not acked; the ack takes it out."""
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)
-    assert await queue.depth() == QueueDepth(1, 1)
+    await depth_becomes(queue, QueueDepth(1, 1))
     pulled = await queue.pull(5)
     assert pulled is not None
-    assert await queue.depth() == QueueDepth(0, 1)
+    await depth_becomes(queue, QueueDepth(0, 1))
     await pulled.ack()
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_pull_of_nothing_is_none(make: MakeQueue) -> None:
@@ -124,7 +131,7 @@ async def test_in_progress_keeps_an_entry(make: MakeQueue) -> None:
     async with keep_in_progress(pulled, ACK_WAIT_S):
         assert await other.pull(2.5 * ACK_WAIT_S) is None
     await pulled.ack()
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_nak_gives_the_entry_back_at_once(make: MakeQueue) -> None:
@@ -160,7 +167,7 @@ async def test_an_entry_that_nobody_finishes_becomes_a_dead_letter(make: MakeQue
         assert pulled.task.attempt == attempt
         await pulled.nak()
     assert await queue.pull(SOON_S) is None
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
     [letter] = await make().dead_letters()
     assert (letter.request_id, letter.run_id, letter.attempts) == ("poison", "a", MAX_DELIVER)
     assert "2 attempts" in letter.reason
@@ -178,7 +185,7 @@ async def test_a_cancelled_entry_is_never_pulled(make: MakeQueue) -> None:
     await queue.enqueue("r1", {}, deadline_s=10)
     await queue.enqueue("r2", {}, deadline_s=10)
     await make().cancel("r1")
-    assert await queue.depth() == QueueDepth(1, 1)
+    await depth_becomes(queue, QueueDepth(1, 1))
     pulled = await queue.pull(5)
     assert pulled is not None
     assert pulled.task.request_id == "r2"
@@ -191,7 +198,7 @@ async def test_cancelling_in_flight_stops_redelivery(make: MakeQueue) -> None:
     pulled = await queue.pull(5)
     assert pulled is not None
     await queue.cancel("r")
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
     assert await make().pull(1.5 * ACK_WAIT_S) is None
     await pulled.ack()
 
@@ -200,7 +207,7 @@ async def test_cancelling_what_is_not_there_is_no_error(make: MakeQueue) -> None
     """A cancellation may come after the ack."""
     queue = make()
     await queue.cancel("never seen")
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_an_expired_entry_is_dropped_unprefilled(make: MakeQueue) -> None:
@@ -214,7 +221,7 @@ async def test_an_expired_entry_is_dropped_unprefilled(make: MakeQueue) -> None:
     assert pulled is not None
     assert pulled.task.request_id == "live"
     await pulled.ack()
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_enqueuing_twice_adds_one_entry(make: MakeQueue) -> None:
@@ -222,7 +229,7 @@ async def test_enqueuing_twice_adds_one_entry(make: MakeQueue) -> None:
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)
     await queue.enqueue("r", {}, deadline_s=10)
-    assert await queue.depth() == QueueDepth(1, 1)
+    await depth_becomes(queue, QueueDepth(1, 1))
 
 
 async def test_a_runs_start_purges_what_earlier_runs_left(make: MakeQueue) -> None:
@@ -233,7 +240,7 @@ async def test_a_runs_start_purges_what_earlier_runs_left(make: MakeQueue) -> No
     assert await old.pull(5) is not None
     await new.enqueue("fresh", {}, deadline_s=60)
     await new.start(purge_stale=True)
-    assert await new.depth() == QueueDepth(1, 1)
+    await depth_becomes(new, QueueDepth(1, 1))
     pulled = await new.pull(5)
     assert pulled is not None
     assert pulled.task.request_id == "fresh"
@@ -258,7 +265,7 @@ async def test_start_without_purge_keeps_everything(make: MakeQueue) -> None:
     queue = make()
     await queue.enqueue("r", {}, deadline_s=60)
     await make("b").start()
-    assert await queue.depth() == QueueDepth(1, 1)
+    await depth_becomes(queue, QueueDepth(1, 1))
 
 
 async def test_an_entry_of_another_run_is_dropped_by_the_consumer(make: MakeQueue) -> None:
@@ -267,7 +274,7 @@ async def test_an_entry_of_another_run_is_dropped_by_the_consumer(make: MakeQueu
     await queue.start(purge_stale=True)
     await orphan.enqueue("stale", {}, deadline_s=60)
     assert await queue.pull(SOON_S) is None
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_one_request_id_in_two_runs_is_two_entries(make: MakeQueue) -> None:
@@ -275,7 +282,7 @@ async def test_one_request_id_in_two_runs_is_two_entries(make: MakeQueue) -> Non
     old, new = make("old"), make("new")
     await old.enqueue("r", {}, deadline_s=60)
     await new.enqueue("r", {}, deadline_s=60)
-    assert (await new.depth()).pending == 2
+    await depth_becomes(new, QueueDepth(2, 2))
     await old.cancel("r")
     pulled = await new.pull(5)
     assert pulled is not None

@@ -7,7 +7,7 @@ import asyncio
 from dynamo_local.core.dispatch.line import LATE_EVERY
 from dynamo_local.ports import QueueDepth
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
-from tests.contract.prefill_queue.queue_worlds import SOON_S, MakeQueue, SkewedClock
+from tests.contract.prefill_queue.queue_worlds import SOON_S, MakeQueue, SkewedClock, depth_becomes
 from tests.fakes.infra.prefill_queue import FakePrefillQueue
 
 
@@ -25,11 +25,12 @@ async def test_what_can_keep_its_target_comes_before_what_cannot(make: MakeQueue
     await queue.enqueue("late", {}, deadline_s=60, start_within_s=-0.1)
     for name in ("r1", "r2"):
         await queue.enqueue(name, {}, deadline_s=60, start_within_s=30)
+    await depth_becomes(queue, QueueDepth(3, 3))
     assert await take(queue) == "r1"
-    assert await queue.depth() == QueueDepth(pending=2, outstanding=2, late=1)
+    await depth_becomes(queue, QueueDepth(pending=2, outstanding=2, late=1))
     await queue.enqueue("r3", {}, deadline_s=60, start_within_s=30)
     assert [await take(queue) for _ in range(3)] == ["r2", "r3", "late"]
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_an_entry_becomes_late_while_it_waits(make: MakeQueue) -> None:
@@ -38,6 +39,7 @@ async def test_an_entry_becomes_late_while_it_waits(make: MakeQueue) -> None:
     queue = make(clock=clock)
     await queue.enqueue("r1", {}, deadline_s=60, start_within_s=5)
     await queue.enqueue("r2", {}, deadline_s=60, start_within_s=30)
+    await depth_becomes(queue, QueueDepth(2, 2))
     clock.ahead_s = 10
     assert [await take(queue), await take(queue)] == ["r2", "r1"]
 
@@ -71,6 +73,7 @@ async def test_a_late_entry_of_a_dead_worker_is_delivered_again(make: MakeQueue)
     assert first.task.attempt == 1
     await first.nak()
     await queue.enqueue("r", {}, deadline_s=60, start_within_s=30)
+    await depth_becomes(queue, QueueDepth(pending=1, outstanding=2))
     assert await take(queue) == "r"
     second = await queue.pull(5)
     assert second is not None
@@ -79,7 +82,7 @@ async def test_a_late_entry_of_a_dead_worker_is_delivered_again(make: MakeQueue)
     assert third is not None
     assert (third.task.request_id, third.task.attempt) == ("late", 3)
     await third.ack()
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_a_late_entry_can_be_cancelled(make: MakeQueue) -> None:
@@ -87,9 +90,10 @@ async def test_a_late_entry_can_be_cancelled(make: MakeQueue) -> None:
     queue = make()
     await queue.enqueue("late", {}, deadline_s=60, start_within_s=-1)
     await queue.enqueue("r1", {}, deadline_s=60, start_within_s=30)
+    await depth_becomes(queue, QueueDepth(2, 2))
     assert await take(queue) == "r1"
     await make().cancel("late")
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
     assert await queue.pull(SOON_S) is None
 
 
@@ -107,4 +111,4 @@ async def test_late_and_other_entries_go_to_exactly_one_of_many_pullers(make: Ma
         await queue.enqueue(f"r{i}", {}, deadline_s=60, start_within_s=-1 if i % 3 == 0 else 30)
     await asyncio.gather(*(work() for _ in range(4)))
     assert sorted(got) == sorted(f"r{i}" for i in range(30))
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))

@@ -16,6 +16,7 @@ from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.nats_errors import flush
 from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
 from dynamo_local.runtime.prefill_queue import queue as prefill_queue
+from tests.contract.prefill_queue.queue_worlds import depth_becomes
 from tests.drivers.servers import RealNats
 
 pytestmark = pytest.mark.infra
@@ -95,7 +96,7 @@ async def test_a_server_restart_changes_nothing(own_nats: RealNats) -> None:
 
         await until(same_depth)
         await pulled.ack()
-        assert await queue.depth() == QueueDepth(2, 2)
+        await depth_becomes(queue, QueueDepth(2, 2))
         rest = [await queue.pull(5), await queue.pull(5)]
         assert [p.task.payload["prompt_token_ids"] for p in rest if p] == [[1], [2]]
         assert [letter.request_id for letter in await queue.dead_letters()] == ["dead"]
@@ -121,7 +122,7 @@ async def test_a_killed_server_loses_no_entry(own_nats: RealNats) -> None:
                 got.add(pulled.task.request_id)
                 await pulled.ack()
         assert got == {f"r{i}" for i in range(20)}
-        assert await queue.depth() == QueueDepth(0, 0)
+        await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_a_waiting_pull_survives_a_restart(own_nats: RealNats) -> None:
@@ -179,7 +180,7 @@ async def test_calls_fail_within_their_deadline_while_the_server_hangs(own_nats:
 
         await until(answers)
         await queue.cancel("r")
-        assert await queue.depth() == QueueDepth(0, 0)
+        await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_an_entry_for_a_cancelled_pull_goes_to_another_worker_at_once(
@@ -236,7 +237,7 @@ async def test_what_is_no_entry_becomes_a_dead_letter(
     [letter] = await queue.dead_letters()
     assert letter.request_id == "r"
     assert "not a prefill entry" in letter.reason
-    assert await queue.depth() == QueueDepth(0, 0)
+    await depth_becomes(queue, QueueDepth(0, 0))
 
 
 async def test_a_full_queue_refuses(nats: Client, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +248,7 @@ async def test_a_full_queue_refuses(nats: Client, namespace: str, monkeypatch: p
     await queue.enqueue("r2", {}, deadline_s=60)
     with pytest.raises(WorkerBusy, match="full; prefill locally"):
         await queue.enqueue("r3", {}, deadline_s=60)
-    assert await queue.depth() == QueueDepth(2, 2)
+    await depth_becomes(queue, QueueDepth(2, 2))
 
 
 async def test_dead_letters_are_bounded(nats: Client, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,7 @@ async def test_purging_touches_no_other_namespace(nats: Client, namespace: str) 
     theirs = JetStreamPrefillQueue(nats, f"{namespace}_x", "old")
     await theirs.enqueue("r", {}, deadline_s=60)
     await ours.start(purge_stale=True)
-    assert await theirs.depth() == QueueDepth(1, 1)
+    await depth_becomes(theirs, QueueDepth(1, 1))
 
 
 async def test_a_changed_configuration_is_applied_to_what_exists(nats: Client, namespace: str) -> None:
