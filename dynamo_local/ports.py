@@ -63,6 +63,10 @@ class KeyValueStore(Protocol):
         """Returns the revision. Raises `LeaseNotFound` if the lease is gone."""
         ...
 
+    async def put_all(self, values: Mapping[str, bytes], lease_id: int = 0) -> int:
+        """All of them at one revision, or none. Returns and raises as `put`."""
+        ...
+
     async def delete(self, key: str) -> bool:
         """Remove the key. Returns whether it was there."""
         ...
@@ -84,18 +88,14 @@ class KeyValueStore(Protocol):
         ...
 
     async def remembers(self, key: str, mod_revision: int) -> bool:
-        """Whether the key was written at that revision in this store's history (compacted counts as yes).
-
-        No means that the store has lost its data since, however far its revision has come again.
-        """
+        """Whether the key was written at that revision in this store's history (compacted counts as yes). No means that
+        the store has lost its data since, however far its revision has come again."""
         ...
 
     def watch_prefix(self, prefix: str, on_lost: Callable[[], None] | None = None) -> AsyncIterator[WatchEvent]:
-        """`SnapshotEvent` first, then changes as they come; survives restarts of the store by re-listing.
-
-        Never ends by itself; closing the iterator ends the watch. While the store is away it waits; `on_lost` is
-        called when that begins (what was yielded may be stale from then until the next `SnapshotEvent`).
-        """
+        """`SnapshotEvent` first, then changes as they come; survives restarts of the store by re-listing. Never ends
+        by itself; closing the iterator ends the watch. While the store is away it waits; `on_lost` is called when that
+        begins (what was yielded may be stale from then until the next `SnapshotEvent`)."""
         ...
 
     async def close(self) -> None:

@@ -1,8 +1,9 @@
 """A worker that begins to decode tries out a hand-off first: a few tokens, prefilled by another one, decoded here.
 
-They do not go through the prefill queue, in which they would wait behind everybody else's. A prefill worker that does
-not answer in time is left aside for the next one; only where none can do it, the flip has failed. Where there is no
-other prefill worker at all (somebody has forced it), the engine has only itself to show.
+They do not go through the prefill queue, in which they would wait behind everybody else's. Each is given time by what
+this engine's hand-offs have taken so far (`prefilling.handoff_times`). Where a prefill worker does not answer soon the
+next one is asked, too; only where none can do it, the flip has failed. Where there is no other prefill worker at all
+(somebody has forced it), the engine has only itself to show.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
+from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
 from dynamo_local.components.messages import CanaryRequest
+from dynamo_local.components.prefilling.handoff_times import MOST_S, HandoffTimes
 from dynamo_local.core.kv.handover import ASK_PREFILL
-from dynamo_local.errors import DynamoError, EngineError, FlipFailed
+from dynamo_local.errors import DeadlineExceeded, DynamoError, EngineError, FlipFailed
 from dynamo_local.ports import EndpointClient, Engine, EngineOutput, EngineRequest, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -26,8 +29,8 @@ log = logging.getLogger(__name__)
 PROMPT_TOKENS = 33
 """More than a block of the usual size of 32: a whole one is moved."""
 NEW_TOKENS = 2
-EACH_S = 2.0
-"""For one prefill worker: milliseconds, or as long as the pass takes that it computes."""
+NEXT_AFTER_S = 2.0
+"""A prefill worker that has not answered by then may be dead: the next one is asked, too."""
 KNOWN_WITHIN_S = 0.5
 """Until the first instances are known; without a prefill worker they never are."""
 
@@ -42,7 +45,7 @@ async def prefilled(engine: Engine, asked: CanaryRequest) -> dict[str, Any]:
 
 class Canary:
     """`workers` are the prefill workers' `canary` endpoints, `itself` the instance that this process is among them;
-    `check` raises `KvTransferError` for KV of another model."""
+    `check` raises `KvTransferError` for KV of another model; `times` are this engine's hand-offs so far."""
 
     def __init__(
         self,
@@ -50,9 +53,13 @@ class Canary:
         workers: EndpointClient,
         check: Callable[[Mapping[str, Any]], Awaitable[None]],
         *,
+        times: HandoffTimes,
         itself: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._itself = itself
+        self._times = times
+        self._clock = clock or AsyncioClock()
         self._engine = engine
         self._workers = workers
         self._check = check
@@ -64,25 +71,59 @@ class Canary:
         known = [instance.instance_id for instance in self._workers.instances()]
         peers = [instance_id for instance_id in known if instance_id != self._itself]
         random.shuffle(peers)
-        failed = []
-        for peer in peers:
-            try:
-                async with asyncio.timeout(EACH_S):
-                    await self._hand_off(peer)
-                return
-            except (DynamoError, TimeoutError) as error:
-                why = str(error) or f"nothing within {EACH_S:g} s"
-                log.warning("the canary of prefill worker %x: %s", peer, why)
-                failed.append(f"{peer:x}: {why}")
-        if failed:
-            raise FlipFailed(f"no hand-off from a prefill worker succeeded: {'; '.join(failed)}")
+        if peers:
+            await self._one_of(peers)
+            return
         log.warning("there is no other prefill worker: only decoding was tried out")
         await self._decoded(_request(None))
 
-    async def _hand_off(self, peer: int) -> None:
+    async def _one_of(self, peers: list[int]) -> None:
+        """Return as soon as one hand-off has succeeded. Whoever is slow is not given up when the next one is asked."""
+        patience_s, failed = self._times.patience_s(), list[str]()
+        asked: dict[asyncio.Task[None], int] = {}
+        try:
+            async with asyncio.timeout(MOST_S):
+                while asked or peers:
+                    if peers:
+                        peer = peers.pop()
+                        asked[asyncio.create_task(self._within(peer, patience_s))] = peer
+                    done, _ = await asyncio.wait(
+                        asked, timeout=NEXT_AFTER_S if peers else None, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in done:
+                        peer, error = asked.pop(task), task.exception()
+                        if error is None:
+                            return
+                        if not isinstance(error, DynamoError | TimeoutError):
+                            raise error
+                        why = str(error) or f"nothing within {patience_s:.1f} s"
+                        log.warning("the canary of prefill worker %x: %s", peer, why)
+                        failed.append(f"{peer:x}: {why}")
+        except TimeoutError:
+            failed += [f"{peer:x}: nothing within {MOST_S:g} s" for peer in asked.values()]
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        raise FlipFailed(
+            f"no hand-off from a prefill worker succeeded: {'; '.join(failed)} ({self._times.words()}); "
+            "a later try is given more time"
+        )
+
+    async def _within(self, peer: int, patience_s: float) -> None:
+        began_s = self._clock.now_s()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._hand_off(peer, patience_s)
+        except (TimeoutError, DeadlineExceeded):
+            self._times.pulls.append(patience_s)  # at least so long: the next try waits longer
+            raise
+        self._times.pulls.append(self._clock.now_s() - began_s)
+
+    async def _hand_off(self, peer: int, patience_s: float) -> None:
         request = _request(None)
         asked = {"request_id": request.request_id, "token_ids": list(request.prompt_token_ids)}
-        stream = await self._workers.call(asked, instance_id=peer, request_id=request.request_id, timeout_s=EACH_S)
+        stream = await self._workers.call(asked, instance_id=peer, request_id=request.request_id, timeout_s=patience_s)
         try:
             answers = [item async for item in stream]
         finally:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
 from dynamo_local.components.prefilling.counts import DispatchCounts
+from dynamo_local.components.prefilling.handoff_times import HandoffTimes
 from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
 from dynamo_local.core.dispatch.prefilling import DecodeSide
 from dynamo_local.core.dispatch.tally import Why
@@ -37,7 +38,9 @@ class DecodeService:
         side: DecodeSide | None = None,
         clock: Clock | None = None,
         counts: DispatchCounts | None = None,
+        times: HandoffTimes | None = None,
     ) -> None:
+        self._times = times or HandoffTimes()
         self._counts = counts or DispatchCounts()
         self._side = side
         self._clock = clock or AsyncioClock()
@@ -106,10 +109,12 @@ class DecodeService:
                 hit_rate = self._engine.prefix_hit_rate(request.prompt_token_ids)
             params = await self._remote.prefill(request, hit_rate)
         if params is not None and self._remote is not None:
-            started = False
+            started, began_s = False, self._clock.now_s()
             try:
                 async with contextlib.aclosing(self._run(replace(request, kv_transfer_params=params))) as outputs:
                     async for output in outputs:
+                        if not started:
+                            self._times.pulls.append(self._clock.now_s() - began_s)
                         started = True
                         yield output
                 return

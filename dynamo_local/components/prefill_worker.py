@@ -13,9 +13,11 @@ from pydantic import Field
 
 from dynamo_local.components.engine_options import ENGINE, EngineConfig, start_observed_engine
 from dynamo_local.components.messages import CanaryRequest
+from dynamo_local.components.prefilling.handoff_times import HANDOFF_TIMES, HandoffTimes
 from dynamo_local.ports import Engine
 from dynamo_local.sdk import async_on_start, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import Work, current_context
+from dynamo_local.system.together import together
 
 if TYPE_CHECKING:
     from dynamo_local.engines.vllm.options import Transfer
@@ -54,12 +56,14 @@ class PrefillWorker:
         self._engine = await start_observed_engine(config, context, kv_events)
         if kv_events is not None:
             kv_events.block_size = self._engine.info.block_size
-        queue = await context.prefill_queue()
+        self._times = context.inherited.get(HANDOFF_TIMES) or HandoffTimes()
+        queue, replies = await together(context.prefill_queue(), context.prefill_replies())
         self._prefiller = Prefiller(
             self._engine,
             queue,
-            await context.prefill_replies(),
+            replies,
             max_concurrent_prefills=config.max_concurrent_prefills,
+            times=self._times,
         )
         card = EngineCard.of(self._engine.info, context.watcher_name)
         if card is not None:
@@ -98,7 +102,7 @@ class PrefillWorker:
 
     def hand_over(self) -> Mapping[str, Any]:
         """See `sdk.flipping.Flippable`."""
-        return {ENGINE: self._engine}
+        return {ENGINE: self._engine, HANDOFF_TIMES: self._times}
 
     async def try_out(self) -> None:
         """See `sdk.flipping.Flippable`. It pulls already; an entry that fails goes back to the queue."""

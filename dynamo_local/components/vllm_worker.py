@@ -15,6 +15,7 @@ from dynamo_local.components.messages import GenerateRequest
 from dynamo_local.components.models_view import ModelCard, engine_api, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
 from dynamo_local.components.prefilling.counts import DispatchCounts
+from dynamo_local.components.prefilling.handoff_times import HANDOFF_TIMES, HandoffTimes
 from dynamo_local.components.targets import EngineTimes, TargetOptions, times_of
 from dynamo_local.core.admission import MAX_NUM_WAITING
 from dynamo_local.core.disagg import DisaggSettings
@@ -25,6 +26,7 @@ from dynamo_local.runtime.kv_wire import KvBlocksRequest
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import WorkerContext, current_context
 from dynamo_local.sdk.flipping import FORMER_INSTANCE
+from dynamo_local.system.together import together
 
 if TYPE_CHECKING:  # imported by `start`, so that importing a graph stays cheap
     from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
@@ -127,7 +129,7 @@ class VllmWorker:
         self._engine = await start_observed_engine(config, context, self._kv_events, self._counts.numbers)
         if self._kv_events is not None:
             self._kv_events.block_size = self._engine.info.block_size
-        self._remote = None
+        self._remote, self._times = None, context.inherited.get(HANDOFF_TIMES) or HandoffTimes()
         if config.remote_prefill and self.prefill_worker is None:
             log.warning("remote-prefill is on, but the graph has no prefill worker: every prefill is local")
         elif config.remote_prefill:
@@ -135,7 +137,9 @@ class VllmWorker:
         if context.flips_to is not None:  # it may hold KV that it has computed as a prefill worker
             context.on_drain(self._engine.wait_handoffs)
         side = None if self._remote is None else self._remote.side
-        self._decoder = DecodeService(self._engine, self._remote, config.max_num_waiting, side, counts=self._counts)
+        self._decoder = DecodeService(
+            self._engine, self._remote, config.max_num_waiting, side, counts=self._counts, times=self._times
+        )
         context.set_dispatch_source(self._counts.told)
         context.set_load_source(self._engine.load, self._engine.load_changed)
         info = self._engine.info
@@ -150,14 +154,19 @@ class VllmWorker:
         default = DisaggSettings(config.max_local_prefill_length, config.max_prefill_queue_size)
         settings = WatchedSettings(context.kv, disagg_settings_key(context.namespace, config.name), default)
         self._stack.push_async_callback(settings.close)
-        await settings.start()
-        workers = await context.endpoint_client(self.prefill_worker.component, "status")
-        self._canaries = await context.endpoint_client(self.prefill_worker.component, "canary")
+        prefill = self.prefill_worker.component
+        _, workers, self._canaries, queue, replies = await together(
+            settings.start(),
+            context.endpoint_client(prefill, "status"),
+            context.endpoint_client(prefill, "canary"),
+            context.prefill_queue(),
+            context.prefill_replies(),
+        )
         self._directory = directory = EngineDirectory(context.kv, context.namespace, self._engine.info)
         self._stack.push_async_callback(directory.close)
         remote = RemotePrefill(
-            await context.prefill_queue(),
-            await context.prefill_replies(),
+            queue,
+            replies,
             settings=lambda: settings.current,
             prefill_workers=lambda: len(workers.instances()),
             conditional=config.conditional_disagg,
@@ -206,7 +215,7 @@ class VllmWorker:
 
     def hand_over(self) -> Mapping[str, Any]:
         """See `sdk.flipping.Flippable`."""
-        return {ENGINE: self._engine}
+        return {ENGINE: self._engine, HANDOFF_TIMES: self._times}
 
     async def try_out(self) -> None:
         """See `sdk.flipping.Flippable`: a few tokens, prefilled by another worker and decoded here."""
@@ -215,7 +224,11 @@ class VllmWorker:
         if self._remote is None:
             raise FlipFailed("remote-prefill is off: a prefill worker has nothing to become here")
         await Canary(
-            self._engine, self._canaries, self._directory.check, itself=self._context.inherited.get(FORMER_INSTANCE)
+            self._engine,
+            self._canaries,
+            self._directory.check,
+            times=self._times,
+            itself=self._context.inherited.get(FORMER_INSTANCE),
         ).sing()
 
     async def settle(self) -> None:

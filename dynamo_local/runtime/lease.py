@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.types import lease_hex
 from dynamo_local.errors import DynamoError, EtcdUnavailable, LeaseNotFound
 from dynamo_local.ports import DeleteEvent, KeyValueStore, SnapshotEvent
+from dynamo_local.system.together import together
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +124,15 @@ class LeaseKeeper:
         Raises `EtcdUnavailable` past the timeout: it may be there, as long as this lease is, and is not put again. And
         `LeaseNotFound` if the lease was revoked or given back: it is not there, and will not be.
         """
-        entry = _Entry(key, value)
-        await self._until(timeout_s, lambda: self._put_entry(entry))
+        await self.register_all([(key, value)], timeout_s)
+
+    async def register_all(
+        self, values: Iterable[tuple[Callable[[int], str], Callable[[int], bytes]]], timeout_s: float = 10.0
+    ) -> None:
+        """`register` of several keys, which come in one revision."""
+        entries = [_Entry(key, value) for key, value in values]
+        if entries:
+            await self._until(timeout_s, lambda: self._put_entries(entries))
 
     async def withdraw(self, keep: Collection[Callable[[int], str]], timeout_s: float = 5.0) -> None:
         """Remove all keys but those; they are not put again until `restore`. The lease lives on.
@@ -146,26 +154,22 @@ class LeaseKeeper:
         await self._until(timeout_s, remove)
 
     async def restore(self, timeout_s: float = 5.0) -> None:
-        """Put what `withdraw` has removed, all at once. Raises as that does; what was put by then stays."""
+        """Put what `withdraw` has removed, all at once. Raises as that does."""
 
         async def put() -> None:
             async with self._lock:
                 if self._state is not _State.HELD:
                     raise LeaseNotFound(f"cannot restore keys: the lease is {self._state.value}")
-                done = await asyncio.gather(*map(self._put, self._withdrawn), return_exceptions=True)
-                failed = [
-                    (entry, error) for entry, error in zip(self._withdrawn, done, strict=True) if error is not None
-                ]
-                self._withdrawn = [entry for entry, _ in failed]
-                for _, error in failed:
-                    raise error
+                await self._put(self._withdrawn)
+                self._withdrawn = []
 
         await self._until(timeout_s, put)
 
     async def put_again(self, key: Callable[[int], str], timeout_s: float = 5.0) -> None:
         """The value of that registered key has changed. Raises as `register`."""
-        for entry in [each for each in self._present() if each.key == key]:
-            await self._until(timeout_s, lambda entry=entry: self._put_entry(entry))  # type: ignore[misc]
+        entries = [each for each in self._present() if each.key == key]
+        if entries:
+            await self._until(timeout_s, lambda: self._put_entries(entries))
 
     async def revoke(self, timeout_s: float = 5.0) -> None:
         """Give the lease back; returns once its keys are gone. Does not set `revoked`; may be called again.
@@ -181,8 +185,7 @@ class LeaseKeeper:
     async def reinstate(self, timeout_s: float = 10.0) -> int:
         """After `revoke`, or after it was revoked: a new lease with all keys, as if it had been lost.
 
-        Returns the new lease's id. Raises `EtcdUnavailable` past the timeout.
-        """
+        Returns the new lease's id. Raises `EtcdUnavailable` past the timeout."""
         if self._state not in (_State.LEFT, _State.REVOKED):
             return self.lease_id
 
@@ -233,8 +236,8 @@ class LeaseKeeper:
 
     async def _grant(self) -> None:
         asked_s = self._clock.now_s()
-        lease_id = await self._kv.grant(self.ttl_s)
-        self._witness = (None, await self._kv.revision())
+        lease_id, revision = await together(self._kv.grant(self.ttl_s), self._kv.revision())
+        self._witness = (None, revision)
         self.lease_id, self._last_good_s, self._missing_age_s = lease_id, asked_s, None
         self._state = _State.HELD
 
@@ -250,8 +253,7 @@ class LeaseKeeper:
             await self._on_regrant(self.lease_id)
             self._to_tell = False
         if self._to_put:
-            for entry in self._present():
-                await self._put(entry)
+            await self._put(self._present())
             self._to_put = False
             await self._watch_own_key()
 
@@ -261,21 +263,24 @@ class LeaseKeeper:
         found, because it took the one that was just registering again for ready.)"""
         return [entry for entry in self._entries if entry not in self._withdrawn]
 
-    async def _put_entry(self, entry: _Entry) -> None:
+    async def _put_entries(self, entries: Sequence[_Entry]) -> None:
         async with self._lock:
             if self._state is not _State.HELD:
-                raise LeaseNotFound(f"cannot register {entry.key(self.lease_id)}: the lease is {self._state.value}")
-            await self._put(entry)
-            if entry not in self._entries:  # not before: what the keeper puts, `register` would hear of only later
-                self._entries.append(entry)
-            if entry is self._entries[0]:
+                first = entries[0].key(self.lease_id)
+                raise LeaseNotFound(f"cannot register {first}: the lease is {self._state.value}")
+            await self._put(entries)
+            # Not before: what the keeper puts, `register` would hear of only later.
+            self._entries += [entry for entry in entries if entry not in self._entries]
+            if self._entries[0] in entries:
                 await self._watch_own_key()
 
-    async def _put(self, entry: _Entry) -> None:
-        key = entry.key(self.lease_id)
-        revision = await self._kv.put(key, entry.value(self.lease_id), self.lease_id)
-        if entry in self._entries[:1] or not self._entries:
-            self._witness = (key, revision)
+    async def _put(self, entries: Sequence[_Entry]) -> None:
+        """All at once: whoever sees one of them finds the others."""
+        values = {entry.key(self.lease_id): entry.value(self.lease_id) for entry in entries}
+        if values:
+            revision = await self._kv.put_all(values, self.lease_id)
+            if (first := (self._entries or entries)[0]) in entries:
+                self._witness = (first.key(self.lease_id), revision)
 
     async def _revoke_and_confirm(self) -> None:
         await self._kv.revoke(self.lease_id)

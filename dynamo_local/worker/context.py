@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ log = logging.getLogger("dynamo_local.worker")
 
 KV_EVENTS, PASSES, SLEEPER = "kv_events", "passes", "sleeper"
 """Under which what tells of an engine is handed on to the next role."""
+QUEUE_KNOWN = "prefill_queue_known"
+"""And that this process has seen the queue's streams."""
 Callback = Callable[[], Awaitable[None]]
 KeyOf = Callable[[int], str]
 """The key under a lease."""
@@ -160,6 +163,7 @@ class Context:
         self._on_drain: list[Callback] = []
         self._on_resume: list[Callback] = []
         self._waiting_keys: list[tuple[KeyOf, bytes]] | None = []
+        self._queue_known = False
 
     # --- for the component (sdk.context.WorkerContext) -------------------------------------------
 
@@ -217,9 +221,12 @@ class Context:
         return await self._plane.client(self.kv, self.namespace, component, endpoint)
 
     async def prefill_queue(self) -> PrefillQueue:
-        queue = JetStreamPrefillQueue(self.nats, self.namespace, self.run_id)
+        queue = JetStreamPrefillQueue(
+            self.nats, self.namespace, self.run_id, known=self.inherited.get(QUEUE_KNOWN, False)
+        )
         self._stack.push_async_callback(queue.close)
         await queue.start()
+        self._queue_known = True
         return queue
 
     async def prefill_replies(self) -> PrefillReplies:
@@ -260,7 +267,8 @@ class Context:
 
     def handed_on(self) -> dict[str, Any]:
         """What stays of this context itself, for the next role's."""
-        own = ((PASSES, self._passes), (KV_EVENTS, self._events), (SLEEPER, self.sleeper))
+        known = self._queue_known or None
+        own = ((PASSES, self._passes), (KV_EVENTS, self._events), (SLEEPER, self.sleeper), (QUEUE_KNOWN, known))
         return {name: each for name, each in own if each is not None}
 
     def take_over(self) -> None:
@@ -279,18 +287,17 @@ class Context:
     async def register_waiting_keys(self) -> None:
         """The worker takes requests now: put the component's keys, and put later ones at once."""
         waiting, self._waiting_keys = self._waiting_keys or [], None
-        for key_of, value in waiting:
-            await self._register(key_of, value)
+        await self._register(waiting)
 
     async def _register_soon(self, key_of: KeyOf, value: bytes) -> None:
         """Before the worker is ready the key waits: a model must not be listed before it can be asked."""
         if self._waiting_keys is not None:
             self._waiting_keys.append((key_of, value))
         else:
-            await self._register(key_of, value)
+            await self._register([(key_of, value)])
 
-    async def _register(self, key_of: KeyOf, value: bytes) -> None:
-        await self._lease.register(key_of, lambda _lease: value)
+    async def _register(self, keys: Iterable[tuple[KeyOf, bytes]]) -> None:
+        await self._lease.register_all((key_of, partial(_always, value)) for key_of, value in keys)
 
     async def answer_planners(self) -> None:
         """Answer what planners ask, if the component has something to tell. Raises `NatsUnavailable`."""
@@ -330,6 +337,10 @@ async def run_all(what: str, callbacks: Iterable[Callback]) -> None:
 
 async def _call(callback: Callback) -> None:
     await callback()
+
+
+def _always(value: bytes, _lease: int) -> bytes:
+    return value
 
 
 async def _never() -> None:

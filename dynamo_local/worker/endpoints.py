@@ -14,6 +14,7 @@ from dynamo_local.runtime.discovery import instance_to_value, make_instance, sub
 from dynamo_local.runtime.requests import EndpointServer, Handler, RequestContext
 from dynamo_local.runtime.requests.frames import decoder_of
 from dynamo_local.sdk.service import DynamoService
+from dynamo_local.system.together import together
 from dynamo_local.worker.context import Context, Identity
 
 log = logging.getLogger("dynamo_local.worker")
@@ -52,8 +53,8 @@ class Endpoints:
                 decode=decoder_of(models[name]),
             )
             context.close_with_worker(server.close)
-            await server.start()
             self._servers.append(server)
+        await together(*(server.start() for server in self._servers))
 
     async def rebind(self, lease_id: int) -> None:
         """Serve the subjects of a new lease instead."""

@@ -33,6 +33,7 @@ from dynamo_local.errors import (
 )
 from dynamo_local.sdk.flipping import FORMER_INSTANCE, Flippable, FlipsIdle
 from dynamo_local.system.start_stages import Stages
+from dynamo_local.system.together import together
 from dynamo_local.worker.context import Connections, run_all
 from dynamo_local.worker.drain import DEREGISTER_PATIENCE_S, LINGER_S
 from dynamo_local.worker.served_role import RoleHost, ServedRole
@@ -192,8 +193,7 @@ class Flipping:
         await component.until_idle()
 
     async def _come_up(self, new: ServedRole, connections: Connections, stages: Stages) -> None:
-        await new.answer(connections.nats)
-        await new.take_lease(connections)
+        await together(new.answer(connections.nats), new.take_lease(connections))
         stages.passed("lease")
         await new.begin(connections)
         stages.passed("start hooks")

@@ -112,8 +112,7 @@ class Registration:
     async def register_endpoints(self) -> None:
         """Whoever sees these keys may send a request at once. Raises as `LeaseKeeper.register`."""
         assert self._lease is not None
-        for key, value in self._endpoints.registrations():
-            await self._lease.register(key, value)
+        await self._lease.register_all(self._endpoints.registrations())
 
     async def register_ready(self, flush: Callable[[], Awaitable[object]]) -> None:
         """Put the last key after `flush`: the endpoints are in the statefile before the worker is seen as ready."""

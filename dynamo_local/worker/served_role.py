@@ -23,6 +23,7 @@ from dynamo_local.sdk.context import Work, set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings, validate_section
+from dynamo_local.system.together import together
 from dynamo_local.worker.context import Callback, Connections, Context, Identity
 from dynamo_local.worker.endpoints import Endpoints
 from dynamo_local.worker.guests.living import Guests
@@ -143,7 +144,6 @@ class ServedRole:
     async def serve(self) -> None:
         """Take requests on NATS before registering: whoever sees the key may send at once."""
         context = self._made
-        await self.endpoints.serve(context, self.service, self.component, self.load)
         publisher = LoadPublisher(
             context.nats,
             context.namespace,
@@ -155,9 +155,12 @@ class ServedRole:
             dispatch=lambda: None if context.dispatch_source is None else context.dispatch_source(),
         )
         self._stack.push_async_callback(publisher.close)
-        await publisher.start()
+        await together(
+            self.endpoints.serve(context, self.service, self.component, self.load),
+            publisher.start(),
+            context.answer_planners(),
+        )
         self._publisher = publisher
-        await context.answer_planners()
 
     async def register(self) -> None:
         """Put all keys but the one that says that it is ready. Raises `EtcdUnavailable`, `LeaseNotFound`."""

@@ -110,6 +110,23 @@ async def test_a_prefix_lists_its_keys_in_order_and_no_others(kv: KeyValueStore,
     assert listed_at == revision
 
 
+async def test_several_keys_come_in_one_revision_or_not_at_all(kv: KeyValueStore, namespace: str) -> None:
+    """Whoever sees one of them finds the others; with a lease that is gone there is none, and the error is typed."""
+    lease_id = await kv.grant(10)
+    await kv.put(f"{namespace}/a", b"old")
+    revision = await kv.put_all({f"{namespace}/a": b"1", f"{namespace}/b": b"2"}, lease_id)
+    kvs, listed_at = await kv.get_prefix(f"{namespace}/")
+    assert [(item.key, item.value, item.lease_id) for item in kvs] == [
+        (f"{namespace}/a", b"1", lease_id),
+        (f"{namespace}/b", b"2", lease_id),
+    ]
+    assert {item.mod_revision for item in kvs} == {revision} == {listed_at}
+    await kv.revoke(lease_id)
+    with pytest.raises(LeaseNotFound):
+        await kv.put_all({f"{namespace}/c": b"3", f"{namespace}/d": b"4"}, lease_id)
+    assert (await kv.get_prefix(f"{namespace}/"))[0] == []
+
+
 async def test_delete_says_whether_the_key_was_there(kv: KeyValueStore, namespace: str) -> None:
     """Deleting twice is no error."""
     await kv.put(f"{namespace}/gone", b"x")
@@ -236,6 +253,7 @@ async def test_a_store_that_is_away_is_a_typed_error_in_time(subject: Subject) -
         lambda: subject.kv.get("a"),
         lambda: subject.kv.get_prefix("a"),
         lambda: subject.kv.put("a", b""),
+        lambda: subject.kv.put_all({"a": b"", "b": b""}),
         lambda: subject.kv.delete("a"),
         lambda: subject.kv.revision(),
         lambda: subject.kv.grant(10),

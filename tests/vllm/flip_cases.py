@@ -92,7 +92,9 @@ async def _flips(served: Served) -> tuple[list[float], int]:
             name: await stack.enter_async_context(endpoint_client(served, name, of)) for name, of in endpoints.items()
         }
         while len(took_s) < FLIPS and failed <= FAILED_MAX:
-            gives, takes = ("PrefillWorker", "VllmWorker") if len(took_s) % 2 else ("VllmWorker", "PrefillWorker")
+            # Not by the number of the flip: one that came too late for us has happened all the same.
+            several = len(names(served, "PrefillWorker")) > 1
+            gives, takes = ("PrefillWorker", "VllmWorker") if several else ("VllmWorker", "PrefillWorker")
             try:
                 took_s.append(await first_answer_s(served, names(served, gives)[-1], clients[takes]))
             except FlipFailed as error:

@@ -17,7 +17,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
+from dynamo_local.components.prefilling.handoff_times import HandoffTimes
 from dynamo_local.core.kv.handover import ASK_PREFILL
 from dynamo_local.errors import (
     DynamoError,
@@ -56,8 +58,17 @@ class Prefiller:
     """
 
     def __init__(
-        self, engine: Engine, queue: PrefillQueue, replies: PrefillReplies, *, max_concurrent_prefills: int = 1
+        self,
+        engine: Engine,
+        queue: PrefillQueue,
+        replies: PrefillReplies,
+        *,
+        max_concurrent_prefills: int = 1,
+        times: HandoffTimes | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self._times = times or HandoffTimes()
+        self._clock = clock or AsyncioClock()
         self._engine = engine
         self._queue = queue
         self._replies = replies
@@ -161,6 +172,7 @@ class Prefiller:
         """The entry and its reply; the reply is an exception if another attempt would fail, too."""
         self.computing += 1
         entry: messages.PrefillEntry | None = None
+        began_s = self._clock.now_s()
         try:
             entry = messages.parse_prefill_entry(pulled.task.payload)
             # A redelivered entry may come to a worker that still computes the first delivery.
@@ -174,6 +186,7 @@ class Prefiller:
                     last = output
             if last is None or last.finish_reason in (None, "error", "abort"):
                 raise EngineError(f"the prefill of {pulled.task.request_id} ended without a result")
+            self._times.prefills.append(self._clock.now_s() - began_s)
             return entry, messages.prefill_reply(last)
         except InvalidRequest as error:
             return entry, error

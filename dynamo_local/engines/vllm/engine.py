@@ -51,11 +51,9 @@ _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abo
 
 
 class VllmEngine(EngineBase):
-    """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it.
-
-    `kv_events` receives the events of the KV cache; without it `prefix_hit_rate` is not known either.
-    `passes` receives what its scheduler does. `processes` makes what starts, watches and ends vLLM's processes.
-    """
+    """An `Engine` that runs vLLM. `name` is the worker's: its ports and its cache folder follow from it. `kv_events`
+    receives the events of the KV cache (without it `prefix_hit_rate` is not known), `passes` what its scheduler does.
+    `processes` makes what starts, watches and ends vLLM's processes."""
 
     def __init__(
         self,
@@ -107,6 +105,8 @@ class VllmEngine(EngineBase):
         # EngineCore sets its process title. Without this, setproctitle would overwrite the environment, by which the
         # processes of a killed run are found.
         os.environ["SPT_NOENV"] = "1"
+        if not self.options.gpus and self.options.transfer != "none":
+            os.environ.setdefault(plugin.NIXL_PAUSE_US, "1000")
         self._listen_to_kv_events()
         self._listen_to_passes()
         started_s = time.monotonic()

@@ -13,6 +13,8 @@ import threading
 
 WORKER_PID = "DYN_ENGINE_OF"
 """Set by the worker for what it starts: its own pid."""
+NIXL_PAUSE_US = "DYN_NIXL_PAUSE_US"
+"""Likewise: microseconds for which NIXL's progress thread pauses; see `starting.processors`."""
 
 _watching = False
 
@@ -24,6 +26,10 @@ def register() -> None:
     if _watching or worker is None or int(worker) == os.getpid():
         return
     _watching = True
+    if pause_us := int(os.environ.get(NIXL_PAUSE_US) or 0):
+        from dynamo_local.engines.vllm.starting.processors import let_nixl_pause
+
+        let_nixl_pause(pause_us)
     fds = []
     for pid in {int(worker), os.getppid()}:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -134,6 +134,13 @@ class EtcdStore:
         """Write; returns the revision. Raises `LeaseNotFound` if the lease is gone."""
         request = rpc.PutRequest(key=key.encode(), value=value, lease=lease_id)
         response = await self._ask(f"put {key}", lambda m: m.kv.Put, request)
+        return int(response.header.revision)
+
+    async def put_all(self, values: Mapping[str, bytes], lease_id: int = 0) -> int:
+        """Write all of them in one transaction; returns the revision. Raises `LeaseNotFound` if the lease is gone."""
+        puts = [rpc.PutRequest(key=key.encode(), value=value, lease=lease_id) for key, value in values.items()]
+        request = rpc.TxnRequest(success=[rpc.RequestOp(request_put=put) for put in puts])
+        response = await self._ask(f"put {', '.join(values)}", lambda m: m.kv.Txn, request)
         return int(response.header.revision)
 
     async def delete(self, key: str) -> bool:

@@ -75,6 +75,7 @@ class JetStreamPrefillQueue:
     """`ports.PrefillQueue` on JetStream. Streams and consumer are created by the first process that uses them.
 
     `run_id` separates this run's entries from those of an earlier run; `clock` gives the wall time of expiries.
+    `known`: this process has found the streams before, so `start` need not ask; if gone, the first call tells.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class JetStreamPrefillQueue:
         ack_wait_s: float = DEFAULT_ACK_WAIT_S,
         max_deliver: int = DEFAULT_MAX_DELIVER,
         clock: Clock | None = None,
+        known: bool = False,
     ) -> None:
         self._nats = nats
         self._js = nats.jetstream(timeout=CALL_TIMEOUT_S)
@@ -98,7 +100,7 @@ class JetStreamPrefillQueue:
         self.ack_wait_s = ack_wait_s
         self.max_deliver = max_deliver
         self._clock = clock or AsyncioClock()
-        self._ready = False
+        self._ready = self._known = known
         self._ready_lock = asyncio.Lock()
         self._inbox = PullInbox(nats, f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{CONSUMER}")
         self._late_inbox = PullInbox(nats, f"$JS.API.CONSUMER.MSG.NEXT.{self._late_stream}.{CONSUMER}")
@@ -108,7 +110,7 @@ class JetStreamPrefillQueue:
     async def start(self, *, purge_stale: bool = False) -> None:
         """Create what is missing. `purge_stale` (the arbiter's start) drops the entries and dead letters
         of other runs of this namespace. Raises `NatsUnavailable`."""
-        await self._ensure(anew=True)
+        await self._ensure(anew=purge_stale or not self._known)
         if purge_stale:
             for stream in (self.stream, self._late_stream, self._dead_stream):
                 await self._purge_other_runs(stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from dynamo_local.errors import EtcdUnavailable, LeaseNotFound
@@ -109,6 +109,10 @@ class FakeEtcd:
         await self._enter("put")
         return self.put_now(key, value, lease_id)
 
+    async def put_all(self, values: Mapping[str, bytes], lease_id: int = 0) -> int:
+        await self._enter("put_all")
+        return self._put_now(values, lease_id)
+
     async def delete(self, key: str) -> bool:
         await self._enter("delete")
         if key not in self._keys:
@@ -207,16 +211,20 @@ class FakeEtcd:
 
     def put_now(self, key: str, value: bytes, lease_id: int = 0) -> int:
         """A put by somebody else, without a turn of the event loop: nobody can come before it."""
+        return self._put_now({key: value}, lease_id)
+
+    def _put_now(self, values: Mapping[str, bytes], lease_id: int) -> int:
         lease = self._lease(lease_id) if lease_id else None
-        before = self._keys.get(key)
-        if before is not None and before.lease_id in self._leases:
-            self._leases[before.lease_id].keys.discard(key)
-        if lease is not None:
-            lease.keys.add(key)
         self._revision += 1
-        self._keys[key] = KeyValue(key, value, lease_id, self._revision)
-        self._history.add((key, self._revision))
-        self._tell(key, PutEvent(self._keys[key]))
+        for key, value in values.items():
+            before = self._keys.get(key)
+            if before is not None and before.lease_id in self._leases:
+                self._leases[before.lease_id].keys.discard(key)
+            if lease is not None:
+                lease.keys.add(key)
+            self._keys[key] = KeyValue(key, value, lease_id, self._revision)
+            self._history.add((key, self._revision))
+            self._tell(key, PutEvent(self._keys[key]))
         return self._revision
 
     def _drop(self, key: str) -> None:

@@ -365,7 +365,7 @@ async def test_a_later_lease_carries_only_what_etcd_has_taken(worker: Worker) ->
     `register` had tried again: others saw the worker in a role which it did not know yet that it had."""
     worker.etcd.available = False
     registering = asyncio.create_task(worker.keeper.register(lambda lease: f"w/c:{lease:x}", lambda lease: b"c"))
-    await eventually(lambda: worker.etcd.calls.count("put") == 3, DEADLINE_S)
+    await eventually(lambda: worker.etcd.calls.count("put_all") == 3, DEADLINE_S)
     worker.etcd.restart(lose_data=True)
     async with asyncio.timeout(DEADLINE_S):
         while f"w/c:{worker.keeper.lease_id:x}" not in await worker.keys():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.engines.vllm.starting import launcher
+from dynamo_local.engines.vllm.starting.processors import unpin
 from dynamo_local.errors import EngineError
 
 
@@ -30,6 +31,7 @@ class CoreProcesses:
         if not building.done():
             building.cancel()
             raise EngineError(f"vLLM did not start: {self._failed.result()}; see above")
+        await asyncio.to_thread(unpin, [pid for pid, _ in self._pids()])
         return building.result()
 
     def launch(self, config: Any, folder: Path) -> dict[str, str] | None:
