@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import statistics
+import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.actuators.ways import WAKE_S, WAYS, Way
-from benchmarks.harness import Report, at_most
+from benchmarks.actuators.facts import Facts, OfEngine
+from benchmarks.actuators.page import report
+from benchmarks.actuators.ways import WAYS, Way
+from benchmarks.harness import Report, machine
 from dynamo_local.components.messages import generate_request
 from dynamo_local.core.lead_times import Rung
 from dynamo_local.engines.vllm.checking import is_installed
 from dynamo_local.ports import SamplingParams
 from tests.drivers.endpoint_client import endpoint_client
-from tests.drivers.served import ROOT, Served
+from tests.drivers.scaled import PATIENCE_S, names, settled
+from tests.drivers.served import ROOT, Served, auntil
 
-COLD_SHARE_TARGET = 1 / 3
-FLIP_TARGET_S = 0.5
-WAKE_BEYOND_TARGET_S = 0.05
-"""Beyond what the engine is configured to take."""
-FLIPS = (Rung.FLIP_TO_DECODE, Rung.FLIP_TO_PREFILL)
+STAGES = re.compile(r"the start took [\d.]+ s: (.*)$", re.MULTILINE)
 TOKEN_IDS = [300, 301, 302, 303, 304, 305, 306, 307]
 FIRST_TOKEN_TIMEOUT_S = 600.0
 
@@ -33,9 +32,14 @@ MakeServed = Callable[[Way], Served]
 
 def run(short: bool) -> Report:
     """Seconds of each way on each engine."""
-    report = Report("actuators")
-    rounds = 2 if short else 10
-    _measured(report, "sim", asyncio.run(_measure(_on_sim, rounds)))
+    return report(measure(short))
+
+
+def measure(short: bool) -> Facts:
+    """The simulated engine, and vLLM where it is installed."""
+    rounds, load = 2 if short else 10, os.getloadavg()[0]
+    facts = Facts(machine(), (load, load))
+    facts.engines["simulated engine"] = asyncio.run(_measure(_on_sim, rounds))
     if is_installed():
         from tests.vllm.make_tiny_model import make
 
@@ -43,31 +47,11 @@ def run(short: bool) -> Report:
             model = make(Path(folder) / "tiny", sorted((ROOT / "docs").glob("*.md")))
             ways = [way for way in WAYS if way.on_vllm]
             found = asyncio.run(_measure(lambda way: _on_vllm(model, way), 1 if short else 5, ways))
-            _measured(report, "vLLM (CPU)", found)
+        facts.engines["vLLM, CPU build, a tiny model"] = found
     else:
-        report.notes.append("vLLM is not installed here: tests/vllm/install.sh VENV installs its CPU build")
-    return report
-
-
-def _measured(report: Report, engine: str, found: dict[Rung, list[float]]) -> None:
-    """Of a flip to prefill the first token is that of the canary's prompt: all that a prefill worker answers with."""
-    for rung, seconds in found.items():
-        report.add(f"{engine}, {rung}: command to first token", "s", seconds)
-        if rung in FLIPS:
-            p99_s = sorted(seconds)[max(0, math.ceil(0.99 * len(seconds)) - 1)]
-            report.add(f"{engine}, {rung}: p99 of {len(seconds)}", "s", [p99_s], at_most(FLIP_TARGET_S))
-        if rung is Rung.WAKE_1:
-            beyond = [one - WAKE_S for one in seconds]
-            report.add(f"{engine}, {rung}: beyond wake_s", "s", beyond, at_most(WAKE_BEYOND_TARGET_S))
-    cold_s = statistics.median(found[Rung.COLD])
-    for rung, seconds in found.items():
-        if rung is not Rung.COLD:
-            report.add(
-                f"{engine}, {rung}: of a cold start",
-                "",
-                [statistics.median(seconds) / cold_s],
-                at_most(COLD_SHARE_TARGET),
-            )
+        facts.absent.append("vLLM was not installed there (tests/vllm/install.sh VENV installs its CPU build).")
+    facts.load = load, os.getloadavg()[0]
+    return facts
 
 
 def _on_sim(way: Way) -> Served:
@@ -82,9 +66,9 @@ def _on_vllm(model: Path, way: Way) -> Served:
     return cpu_host(model).aggregated(folder, words=way.words)
 
 
-async def _measure(make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS) -> dict[Rung, list[float]]:
+async def _measure(make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS) -> OfEngine:
     """Each way in turn, in every round. The first worker of a name fills caches: a round before is not counted."""
-    found: dict[Rung, list[float]] = {way.rung: [] for way in ways}
+    found = OfEngine({way.rung: [] for way in ways}, {way.rung: [] for way in ways})
     with ExitStack() as stack:
         graphs = []
         for way in ways:
@@ -99,10 +83,23 @@ async def _measure(make: MakeServed, rounds: int, ways: Sequence[Way] = WAYS) ->
                     if turn:
                         await way.prepare(served)
                     seconds = await _first_token(way, served)
+                    stages = await _stages(way, served)
                     await way.undo(served)
                     if n:
-                        found[way.rung].append(seconds)
+                        found.seconds[way.rung].append(seconds)
+                        found.stages[way.rung] += stages
     return found
+
+
+async def _stages(way: Way, served: Served) -> list[dict[str, float]]:
+    """Of the start, by the line that the new worker writes; none where nothing was started."""
+    if way.rung not in (Rung.COLD, Rung.SPARE):
+        return []
+    await settled(served, PATIENCE_S)
+    log = Path(served.worker(names(served, way.component)[-1])["log_file"])
+    line = (await auntil(lambda: STAGES.findall(log.read_text()), what=log.read_text))[-1]
+    each = (word.rpartition(" ") for word in line.split(", "))
+    return [{stage: float(seconds) for stage, _, seconds in each}]
 
 
 async def _first_token(way: Way, served: Served) -> float:

@@ -1,0 +1,65 @@
+"""What a run of the ways leaves behind, as values and as a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from dynamo_local.core.lead_times import Rung
+
+Seconds = dict[Rung, list[float]]
+"""Of each way, one per time."""
+
+
+@dataclass(slots=True)
+class OfEngine:
+    """`stages` of each start, by rung: its worker's own line, stage by stage."""
+
+    seconds: Seconds = field(default_factory=dict)
+    stages: dict[Rung, list[dict[str, float]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Facts:
+    """`engines` by name; `load` is the machine's before and after; `absent` says what was not measured, and why."""
+
+    machine: dict[str, Any]
+    load: tuple[float, float]
+    engines: dict[str, OfEngine] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+
+    @classmethod
+    def load_from(cls, text: str) -> Self:
+        """What `dumps` gave."""
+        raw = json.loads(text)
+        engines = {
+            name: OfEngine(
+                {Rung(rung): seconds for rung, seconds in of["seconds"].items()},
+                {Rung(rung): stages for rung, stages in of["stages"].items()},
+            )
+            for name, of in raw["engines"].items()
+        }
+        before, after = raw["load"]
+        return cls(raw["machine"], (before, after), engines, raw["absent"])
+
+    def dumps(self) -> str:
+        """JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+
+@dataclass(slots=True)
+class Kept:
+    """`measured_pages.KeptFacts` of them."""
+
+    facts: Facts
+
+    @classmethod
+    def load(cls, path: Path, /) -> Self:
+        """See `KeptFacts`."""
+        return cls(Facts.load_from(path.read_text(encoding="utf-8")))
+
+    def save(self, path: Path, /) -> None:
+        """See `KeptFacts`."""
+        path.write_text(self.facts.dumps(), encoding="utf-8")
