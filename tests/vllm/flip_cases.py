@@ -46,7 +46,7 @@ class Flipping:
             assert sorted(pid for name, pid in served.pids().items() if "Worker" in name) == workers
             files = {row["log_file"] for row in served.status()["workers"] if "Worker" in row["component"]}
             served.down()
-        logs = [Path(file).read_text() for file in files]
+            logs = [Path(file).read_text() for file in files]
         print(f"{FLIPS} flips, {failed} failed, {len(prompt_tokens)} answers, load {os.getloadavg()[0]:.1f}")
         print(f"seconds from the command to the first answer: {quantiles(took_s)}; {sorted(took_s)}")
         _accounted(logs, prompt_tokens, FLIPS, exact=failed == 0)

