@@ -79,7 +79,7 @@ class Canary:
 
     async def _one_of(self, peers: list[int]) -> None:
         """Return as soon as one hand-off has succeeded. Whoever is slow is not given up when the next one is asked."""
-        patience_s, failed = self._times.patience_s(), list[str]()
+        patience_s, because, failed = self._times.patience_s(), self._times.words(), list[str]()
         asked: dict[asyncio.Task[None], int] = {}
         try:
             async with asyncio.timeout(MOST_S):
@@ -106,7 +106,7 @@ class Canary:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
         raise FlipFailed(
-            f"no hand-off from a prefill worker succeeded: {'; '.join(failed)} ({self._times.words()}); "
+            f"no hand-off from a prefill worker succeeded: {'; '.join(failed)} ({because}); "
             "a later try is given more time"
         )
 

@@ -82,7 +82,7 @@ def test_a_quick_engine_waits_for_a_dead_peer_no_longer_than_before() -> None:
     took_s, _, why = sung({1: answers(60.0)}, times=times)
     assert took_s == LEAST_S
     assert "nothing within 2.0 s" in why
-    assert "took 0.01 s at most" in why or "took 2.00 s at most" in why
+    assert "took 0.01 s at most" in why
 
 
 def test_the_first_hand_off_is_given_more_time_and_a_try_that_failed_makes_the_next_one_longer() -> None:
