@@ -92,7 +92,8 @@ class RealKube:
             assert status == 201, said
         for crd in crds:
             spec = crd["spec"]
-            path = f"/apis/{spec['group']}/v1beta1/namespaces/default/{spec['names']['plural']}"
+            version = spec["versions"][-1]["name"]
+            path = f"/apis/{spec['group']}/{version}/namespaces/default/{spec['names']['plural']}"
             self._until(lambda path=path: self._ask("GET", path)[0] == 200, 30.0, f"{path} is served")
 
     def kubeconfig(self, token: str | None = None) -> Path:
@@ -159,6 +160,7 @@ class RealKube:
         for base, plural in (
             ("/apis/nvidia.com/v1beta1", "dynamographdeployments"),
             ("/apis/nvidia.com/v1beta1", "dynamographdeploymentscalingadapters"),
+            ("/apis/nvidia.com/v1alpha1", "dynamoworkermetadatas"),
             ("/apis/coordination.k8s.io/v1", "leases"),
         ):
             answer = await admin.request("DELETE", f"{base}/namespaces/default/{plural}")

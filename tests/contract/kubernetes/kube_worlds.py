@@ -15,7 +15,10 @@ from tests.drivers.kube_server import RealKube
 from tests.fakes.kubernetes.api_server import Kube, Rule
 from tests.tools.dynamos_files import dynamos_file
 
-CRDS = ("nvidia.com_dynamographdeployments.json", "nvidia.com_dynamographdeploymentscalingadapters.json")
+CRDS = tuple(
+    f"nvidia.com_{plural}.json"
+    for plural in ("dynamographdeployments", "dynamographdeploymentscalingadapters", "dynamoworkermetadatas")
+)
 WHICH = ["fake", pytest.param("real", marks=pytest.mark.full)]
 NAMESPACE = "default"
 

@@ -1,0 +1,55 @@
+"""What the graph's workers tell of themselves, where Dynamo discovers them by Kubernetes: their engines' limits.
+
+Each has an object `DynamoWorkerMetadata`, whose `spec.data` holds its endpoints and its model cards. The operator may
+put a hash behind a worker's namespace within Dynamo, so that those of a rolling update are told apart. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_local.commands.dynamo_1x.cards import limits_of
+from dynamo_local.planner.values.passes import Capabilities
+
+WORKER_HASH = r"(-[0-9a-f]{8})?"
+"""Of the workers' part of the graph's specification, behind its namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """`namespaces` in which workers of the graph are; the limits of their engines, by Dynamo's name of the component.
+    Workers of one component have the same; during a rolling update those of the newest hash seen last count."""
+
+    namespaces: frozenset[str] = frozenset()
+    limits: Mapping[str, Capabilities] = field(default_factory=dict)
+
+
+def registered(objects: Iterable[Any], namespace: str) -> Registered:
+    """Of these objects, those that belong to the graph with that namespace. What cannot be read is left out."""
+    ours = re.compile(re.escape(namespace) + WORKER_HASH)
+    namespaces, limits = set[str](), dict[str, Capabilities]()
+    for entry in _entries(objects):
+        where, component = entry.get("namespace"), entry.get("component")
+        if not isinstance(where, str) or not isinstance(component, str) or ours.fullmatch(where) is None:
+            continue
+        namespaces.add(where)
+        told = limits_of(json.dumps(entry).encode()) if "card_json" in entry else {}
+        if told and component not in limits:
+            dp_size = told.pop("dp_size") or 1
+            limits[component] = Capabilities(**told, dp_size=dp_size)
+    return Registered(frozenset(namespaces), limits)
+
+
+def _entries(objects: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    """Cards and endpoints of all objects."""
+    for one in objects:
+        data: Any = one
+        for name in ("spec", "data"):
+            data = data.get(name) if isinstance(data, dict) else None
+        for kind in ("model_cards", "endpoints"):
+            found = data.get(kind) if isinstance(data, dict) else None
+            yield from (entry for entry in (found.values() if isinstance(found, dict) else ()) if isinstance(entry, dict))
