@@ -122,5 +122,7 @@ class HeardPasses:
     def capabilities(self) -> Mapping[str, Capabilities]:
         """See `PassSource`. Of a component that nobody has registered policies take Dynamo's defaults."""
         names = {"prefill": DYNAMOS_NAMES[Role.PREFILL], "decode": DYNAMOS_NAMES[Role.DECODE]}
-        found = {pool.component: self.registered.limits.get(names[role]) for role, pool in self._pools().by_role.items()}
+        found = {
+            pool.component: self.registered.limits.get(names[role]) for role, pool in self._pools().by_role.items()
+        }
         return {component: limits for component, limits in found.items() if limits is not None}

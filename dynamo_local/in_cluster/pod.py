@@ -100,9 +100,10 @@ async def _passes(
     if not url:
         log.info("NATS_SERVER is not set: the engines' passes are not heard")
         return None
+    from dynamo_local.infra.access import NatsAccess
     from dynamo_local.runtime.nats import connect_nats
 
-    nats = await connect_nats(url)
+    nats = await connect_nats(url, NatsAccess.of(os.environ), name="dynamo-planner")
     stack.push_async_callback(nats.close)
     heard = HeardPasses(clock, connector.pools)
     stack.push_async_callback(heard.close)

@@ -47,9 +47,10 @@ def registered(objects: Iterable[Any], namespace: str) -> Registered:
 def _entries(objects: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
     """Cards and endpoints of all objects."""
     for one in objects:
-        data: Any = one
-        for name in ("spec", "data"):
-            data = data.get(name) if isinstance(data, dict) else None
+        data = _dict(_dict(_dict(one).get("spec")).get("data"))
         for kind in ("model_cards", "endpoints"):
-            found = data.get(kind) if isinstance(data, dict) else None
-            yield from (entry for entry in (found.values() if isinstance(found, dict) else ()) if isinstance(entry, dict))
+            yield from map(_dict, _dict(data.get(kind)).values())
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

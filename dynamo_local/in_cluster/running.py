@@ -114,9 +114,7 @@ class PodPlanner:
         loads = self._loads if self.options.policy == "load" else None
         loop = PlannerLoop(
             _Graph(self._connector, loads),
-            Puller(
-                loads or _Unmeasured(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes
-            ),
+            Puller(loads or _Unmeasured(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
             self._connector,
             self._clock,
             last_number=logged.log.last_seq,

@@ -8,12 +8,13 @@ never get ready, a `rollout` is reported while it is set, and a stopped operator
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.kubernetes.model import ADAPTER_PLURAL, GRAPH_PLURAL, adapter_name
-from dynamo_local.planner.connectors.kubernetes.api import JSON_PATCH, MERGE_PATCH, Transport
+from dynamo_local.planner.connectors.kubernetes.api import JSON_PATCH, MERGE_PATCH, ApiAway, Transport
 
 EVERY_S = 0.2
 PENDS = float("inf")
@@ -74,7 +75,8 @@ class Operator:
         while True:
             await self._clock.sleep_until(self._clock.now_s() + EVERY_S)
             if not self.stopped:
-                await self.reconcile()
+                with suppress(ApiAway):  # it is tried again
+                    await self.reconcile()
 
     async def reconcile(self) -> None:
         """Look at the graph and its adapters once, and write the status."""

@@ -33,7 +33,9 @@ def worker_metadata(
     }
 
 
-def told_pass(worker: str, at_s: float, *, number: int = 1, kv: int = 0, running: int = 0, waits: int = 0) -> ForwardPass:
+def told_pass(
+    worker: str, at_s: float, *, number: int = 1, kv: int = 0, running: int = 0, waits: int = 0
+) -> ForwardPass:
     """Of a decode engine with so much KV, or of a prefill engine with so many requests that wait."""
     return ForwardPass(
         EngineId(worker),

@@ -30,7 +30,7 @@ from tests.fakes.kubernetes.api_server import Kube
 from tests.fakes.kubernetes.demand import Demand
 from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, beta
 from tests.fakes.kubernetes.planned import Planned, planned
-from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, worker_metadata, told_pass
+from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, told_pass, worker_metadata
 from tests.fakes.planner.planner_loop import on_virtual_time
 
 SLO = {"policy": "slo", "ttft_ms": 400, "itl_ms": 10, "max_gpu_budget": 8}
@@ -73,9 +73,7 @@ class Rig:
         """Each worker that is ready tells a pass a second, from now on: of so much KV, or with so many that wait."""
         heard, number = planner.passes, itertools.count(1)
         assert heard is not None
-        heard.registered = registered(
-            [worker_metadata("d", 1), worker_metadata("p", 2, "prefill")], NAMESPACE
-        )
+        heard.registered = registered([worker_metadata("d", 1), worker_metadata("p", 2, "prefill")], NAMESPACE)
         while True:
             now_s, n = self.world.clock.now_s(), next(number)
             for role, pool in self.world.connector.pools().by_role.items():

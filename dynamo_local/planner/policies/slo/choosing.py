@@ -94,8 +94,8 @@ def overrun_yield(now: Fleet, moment: Moment, bounds: Bounds) -> float | None:
     of what is expected; None where they are not overrun."""
     if moment.served(now) >= OVERRUN * moment.rate:
         return None
-    most = [_enough(moment, role, bounds.floors[role]) for role in (0, 1)]
-    fleets = itertools.product(*(range(low, high + 1) for low, high in zip(bounds.floors, most, strict=True)))
+    prefills, decodes = (range(low, _enough(moment, role, low) + 1) for role, low in enumerate(bounds.floors))
+    fleets = itertools.product(prefills, decodes)
     return max((moment.served(each) / bounds.held(each) for each in fleets if bounds.fits(each)), default=None)
 
 

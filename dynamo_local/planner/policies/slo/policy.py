@@ -21,7 +21,16 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.holding import holding
 from dynamo_local.planner.policies.rules import floor_workers
 from dynamo_local.planner.policies.slo import words
-from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, grown, overrun_yield, price, shrunk, swapped
+from dynamo_local.planner.policies.slo.choosing import (
+    Bounds,
+    Fleet,
+    Moment,
+    grown,
+    overrun_yield,
+    price,
+    shrunk,
+    swapped,
+)
 from dynamo_local.planner.policies.slo.correcting import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.keeping import clearing
 from dynamo_local.planner.policies.slo.ladder import rungs_of
