@@ -122,7 +122,5 @@ class HeardPasses:
     def capabilities(self) -> Mapping[str, Capabilities]:
         """See `PassSource`. Of a component that nobody has registered policies take Dynamo's defaults."""
         names = {"prefill": DYNAMOS_NAMES[Role.PREFILL], "decode": DYNAMOS_NAMES[Role.DECODE]}
-        found = {
-            pool.component: self.registered.limits.get(names[role]) for role, pool in self._pools().by_role.items()
-        }
-        return {component: limits for component, limits in found.items() if limits is not None}
+        limits, pools = self.registered.limits, self._pools().by_role.items()
+        return {pool.component: limits[names[role]] for role, pool in pools if names[role] in limits}

@@ -53,7 +53,8 @@ class PlannerProcess:
 
 @dataclass(slots=True)
 class Cluster:
-    """`rate` is how many requests per second the clients send; `url` where the frontend is."""
+    """`rate` is how many requests per second the clients send, `lengths` are their ISL and OSL; `url` is where the
+    frontend is."""
 
     admin: Transport
     kubeconfig: Path
@@ -61,6 +62,7 @@ class Cluster:
     operator: Operator
     url: str = ""
     rate: float = BUSY
+    lengths: tuple[int, int] = (ISL, OSL)
     version: str = "v1beta1"
     planners: list[PlannerProcess] = field(default_factory=list)
 
@@ -151,7 +153,7 @@ async def cluster(
     await made.made(graph)
     await works.start()
     try:
-        with serving(frontend(lambda: made.rate, ISL, OSL)) as made.url:
+        with serving(frontend(lambda: made.rate, lambda: made.lengths)) as made.url:
             yield made
     finally:
         await works.close()

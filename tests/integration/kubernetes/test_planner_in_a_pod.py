@@ -19,7 +19,7 @@ from tests.fakes.kubernetes.graphs import NAME, alpha, beta
 
 __all__ = ["old_kube", "real_kube"]
 
-BUDGET = 7
+BUDGET = 8
 COMMON = {"ttft_ms": 400, "itl_ms": 12, "max_gpu_budget": BUDGET, "environment": "kubernetes"}
 PROFILED = {
     **COMMON,
@@ -27,6 +27,8 @@ PROFILED = {
     "throughput_adjustment_interval_seconds": 6,
     "profile_results_dir": "dynamo_H200_TP1P_TP1D",
 }
+LOADS = {"slo": (32.0, (2500, 350))}
+"""Requests per second and lengths, where 3P4D is what they need."""
 POLICIES: dict[str, dict[str, Any]] = {
     "throughput-load": {**PROFILED, "optimization_target": "sla"},
     "sla": {**PROFILED, "policy": "sla"},
@@ -71,6 +73,7 @@ async def test_a_planner_in_a_pod_follows_a_load_up_and_down(tmp_path: Path) -> 
 async def test_each_policy_does_on_a_real_api_server(policy: str, tmp_path: Path, real_kube: RealKube) -> None:
     """Its answers, its versions, its TLS and its tokens. The frontend tells no latencies."""
     async with real_kube.lent(), cluster(real_kube.client(), real_kube.kubeconfig(), tmp_path) as here:
+        here.rate, here.lengths = LOADS.get(policy, (here.rate, here.lengths))
         await up_and_down(here, POLICIES[policy])
 
 

@@ -140,7 +140,7 @@ class KubeApi:
     # --- workers -----------------------------------------------------------------------------------
 
     async def worker_metadata(self) -> tuple[Mapping[str, Any], ...]:
-        """The `DynamoWorkerMetadata` objects of the namespace. Raises `NotThere` where this cluster has no such kind."""
+        """The `DynamoWorkerMetadata` objects of the namespace. Raises `NotThere` where the cluster has no such kind."""
         path = f"/apis/{V1ALPHA1}/namespaces/{self.namespace}/{METADATA_PLURAL}"
         answer = _checked(await self._transport.request("GET", path), METADATA_PLURAL, self.namespace)
         return tuple(one for one in answer.get("items") or () if isinstance(one, dict))

@@ -35,8 +35,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the planner's options say. `prefill`: whether they are for a graph with prefill workers of its own (None: for
-    either). `only`: the one role that is planned."""
+    """What the planner's options say. `prefill`: whether they are for a graph with prefill workers of its own (None:
+    for either). `only`: the one role that is planned."""
 
     max_gpus: int
     floors: Mapping[Role, int]
