@@ -128,6 +128,7 @@ class Operator:
         return {
             "state": "successful" if whole else "pending",
             "observedGeneration": graph["metadata"]["generation"],
+            "conditions": [_ready(whole)],
             self._field: told,
             "rollingUpdate": {"phase": self.rollout} if self.rollout else None,
         }
@@ -148,6 +149,12 @@ class Operator:
                     pods.ready_at[n] = now_s + self.start_s
                     held += _gpus(name)
         self.peak = max(self.peak, held)
+
+
+def _ready(whole: bool) -> dict[str, Any]:
+    """The condition that `kubectl wait` waits for."""
+    told = {"type": "Ready", "status": "True" if whole else "False", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    return {**told, "reason": "all_resources_are_ready" if whole else "some_resources_are_not_ready", "message": ""}
 
 
 def _components(graph: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
