@@ -39,8 +39,13 @@ def registered(objects: Iterable[Any], namespace: str) -> Registered:
         namespaces.add(where)
         told = limits_of(json.dumps(entry).encode()) if "card_json" in entry else {}
         if told and component not in limits:
-            dp_size = told.pop("dp_size") or 1
-            limits[component] = Capabilities(**told, dp_size=dp_size)
+            limits[component] = Capabilities(
+                max_num_batched_tokens=told["max_num_batched_tokens"],
+                max_num_seqs=told["max_num_seqs"],
+                max_kv_tokens=told["max_kv_tokens"],
+                context_length=told["context_length"],
+                dp_size=told["dp_size"] or 1,
+            )
     return Registered(frozenset(namespaces), limits)
 
 

@@ -10,12 +10,12 @@ import pytest
 from dynamo_local.kubernetes.model import document
 from dynamo_local.manifests.exporting.graph import Wish
 from dynamo_local.manifests.versions import as_v1alpha1
-from tests.contract.kubernetes.kube_worlds import real_kube
+from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_server import RealKube
 from tests.tools.clean_imports import clean_imports
 from tests.unit.manifests.carried import EXAMPLES, PLANNED, WISH, exported
 
-__all__ = ["real_kube"]
+__all__ = ["old_kube", "real_kube"]
 
 pytestmark = pytest.mark.full
 
@@ -46,7 +46,7 @@ def _clean_imports() -> Iterator[None]:
 
 
 async def applied(server: RealKube, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the server makes of it, without keeping it: a version that is not stored would lose its spec there."""
+    """What the server makes of it, without keeping it."""
     base = "/api" if manifest["apiVersion"] == "v1" else "/apis"
     where = f"{base}/{manifest['apiVersion']}/namespaces/default/{PLURALS[manifest['kind']]}?dryRun=All"
     answer = await server.client().request("POST", where, manifest)
@@ -65,12 +65,13 @@ def lost(sent: Any, kept: Any, where: str = "") -> list[str]:
 
 @pytest.mark.parametrize("wish", [WISH, PLANNED], ids=["alone", "planned"])
 @pytest.mark.parametrize("file", CARRIED)
-async def test_what_is_exported_is_taken_whole(file: str, wish: Wish, real_kube: RealKube) -> None:
-    """Both versions of the graph, and the planner's rights beside it."""
+async def test_what_is_exported_is_taken_whole(file: str, wish: Wish, real_kube: RealKube, old_kube: RealKube) -> None:
+    """Both versions of the graph, each where it is the stored one, and the planner's rights beside it."""
     found = exported((EXAMPLES / file).read_text(), wish, target=CARRIED[file])
-    for manifest in (document(found.graph), document(as_v1alpha1(found.graph)), *found.beside):
-        kept = await applied(real_kube, manifest)
-        assert lost(manifest, kept) == []
+    for manifest in (document(found.graph), *found.beside):
+        assert lost(manifest, await applied(real_kube, manifest)) == []
+    older = document(as_v1alpha1(found.graph))
+    assert lost(older, await applied(old_kube, older)) == []
 
 
 async def test_a_field_that_dynamo_does_not_have_is_noticed(real_kube: RealKube) -> None:
