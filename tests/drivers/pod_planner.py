@@ -134,7 +134,8 @@ class Cluster:
         try:
             yield one
         finally:
-            self.planners.remove(one)
+            if one in self.planners:
+                self.planners.remove(one)
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
             code = await asyncio.wait_for(process.wait(), 60)

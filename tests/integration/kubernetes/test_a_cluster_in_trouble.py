@@ -131,8 +131,6 @@ async def test_a_planner_that_is_killed_is_followed_by_the_other_one(real_kube: 
 
                 await here.until(waits)
                 assert "this planner leads" not in third.log
-        here.planners.append(first)
-        here.planners.clear()
 
 
 async def test_pods_that_pend_do_not_keep_a_graph_large(real_kube: RealKube, tmp_path: Path) -> None:
