@@ -40,6 +40,11 @@ def is_meant(words: Sequence[str]) -> bool:
 @click.option("--kubeconfig", type=click.Path(path_type=Path, dir_okay=False), help="Outside of a cluster: this file.")
 @click.option("--frontend", help="URL of the frontends' /metrics.  [default: http://GRAPH-frontend:8000/metrics]")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Port of /metrics; 0: none.  [default: 9085]")
+@click.option(
+    "--system-port",
+    type=click.IntRange(0, 65535),
+    help="Port of /live and /health; 0: none.  [default: $DYN_SYSTEM_PORT, else 9090 in a pod]",
+)
 @click.option("--logs", type=click.Path(path_type=Path, file_okay=False), default=Path("planner_logs"))
 @planner_options
 def in_cluster(
@@ -49,6 +54,7 @@ def in_cluster(
     kubeconfig: Path | None,
     frontend: str | None,
     metrics_port: int | None,
+    system_port: int | None,
     logs: Path,
     **options: Any,
 ) -> None:
@@ -61,7 +67,7 @@ def in_cluster(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     planner, port = read_config(config, given_options(options))
     port = port if metrics_port is None else metrics_port
-    asyncio.run(_run(PodOptions(planner, port, graph, kubernetes_namespace, kubeconfig, frontend, logs)))
+    asyncio.run(_run(PodOptions(planner, port, system_port, graph, kubernetes_namespace, kubeconfig, frontend, logs)))
 
 
 async def _run(options: PodOptions) -> None:

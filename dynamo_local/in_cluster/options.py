@@ -26,10 +26,11 @@ DYNAMOS_POLICY = "throughput-load"
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """`planner` is the section `Planner`; the rest is about the pod. None: as found there."""
+    """`planner` is the section `Planner`; the rest is about the pod. None: as found there; port 0: none."""
 
     planner: PlannerConfig
     metrics_port: int = METRICS_PORT
+    system_port: int | None = None
     graph: str | None = None
     namespace: str | None = None
     kubeconfig: Path | None = None
@@ -55,13 +56,6 @@ def read_config(text: str | None, given: Mapping[str, Any]) -> tuple[PlannerConf
         )
     values.setdefault("policy", DYNAMOS_POLICY)
     config = planner_section("--config", own_names("--config", values, str(values["policy"])))
-    if config.policy == "load":
-        raise ConfigError(
-            "policy load goes by the load of each worker, which a planner on Kubernetes is not told; throughput-load "
-            "with optimization_target load goes by the engines' passes instead"
-        )
-    if config.policy == "throughput-load" and config.mode in ("prefill", "decode"):
-        raise ConfigError(f"mode {config.mode}: on Kubernetes both roles are planned together; leave mode out")
     return config, metrics_port
 
 
@@ -87,11 +81,13 @@ def expected_of(config: PlannerConfig) -> Expected:
     def floor(own: int | None) -> int:
         return config.min_endpoint if own is None else own
 
-    disaggregated = config.policy in ("sla", "slo") or config.mode == "disagg"
+    mode = config.mode if config.policy == "throughput-load" else None
+    disaggregated = True if config.policy in ("sla", "slo") or mode == "disagg" else False if mode == "agg" else None
     return Expected(
         max_gpus=config.max_gpu_budget,
         floors={Role.PREFILL: floor(config.prefill_min_endpoint), Role.DECODE: floor(config.decode_min_endpoint)},
         model=config.served_model_name,
         gpus={Role.PREFILL: config.prefill_engine_num_gpu, Role.DECODE: config.decode_engine_num_gpu},
-        prefill=disaggregated or None,
+        prefill=disaggregated,
+        only={"prefill": Role.PREFILL, "decode": Role.DECODE}.get(mode or ""),
     )

@@ -6,20 +6,25 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 from prometheus_client import generate_latest
 
 from dynamo_local.autoscale.planner_options import prometheus_options
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.core.types import Role
+from dynamo_local.errors import ConfigError
 from dynamo_local.in_cluster.frontends import FrontendScrapes
 from dynamo_local.in_cluster.hearing import HeardPasses
 from dynamo_local.in_cluster.options import PodOptions, expected_of
+from dynamo_local.in_cluster.probed import PORT, PORT_VARIABLE, probes_app
+from dynamo_local.in_cluster.registered import Registered, registered
 from dynamo_local.in_cluster.running import PodPlanner, tell
 from dynamo_local.planner.connectors.kubernetes.api import KubeApi
 from dynamo_local.planner.connectors.kubernetes.connector import KubernetesConnector
 from dynamo_local.planner.connectors.kubernetes.electing import Election
 from dynamo_local.planner.connectors.kubernetes.official import connected, parent
-from dynamo_local.planner.sources import PassSource, TrafficSource
+from dynamo_local.planner.sources import TrafficSource
 from dynamo_local.planner.sources.prometheus import PrometheusTraffic
 
 log = logging.getLogger(__name__)
@@ -34,30 +39,32 @@ async def started(options: PodOptions, identity: str) -> Callable[[], Awaitable[
         transport = connected(options.kubeconfig)
         name, namespace = parent(os.environ.get, options.graph, options.namespace, transport.namespace)
         clock, api = AsyncioClock(), KubeApi(transport, namespace, name)
-        connector = KubernetesConnector(api, clock, expected_of(options.planner), tell=tell)
+        expected = expected_of(options.planner)
+        connector = KubernetesConnector(api, clock, expected, tell=tell)
         traffic = await _traffic(options, name, namespace, connector, clock, stack)
         planner = PodPlanner(
             options.planner,
             connector,
-            Election(api, clock, lease_name(name), identity),
+            Election(api, clock, lease_name(name, expected.only), identity),
             clock,
             options.logs,
             name=name,
             traffic=traffic,
-            passes=await _passes(dynamo_namespace(options, name, namespace), connector, clock, stack),
+            passes=await _passes(api, dynamo_namespace(options, name, namespace), connector, clock, stack),
         )
+        await _serve_probes(planner, options.system_port, stack)
         stack.push_async_callback(planner.stop)
         await planner.start()
         if options.metrics_port:
-            await _serve(planner, options.metrics_port, stack)
+            await _serve(metrics_of(planner), options.metrics_port, "Planner.metrics-port", stack)
         log.info("planning %s in namespace %s by %s", name, namespace, options.planner.policy)
         return stack.pop_all().aclose
     raise AssertionError("unreachable")
 
 
-def lease_name(graph: str) -> str:
-    """The Lease by which one planner of the graph acts."""
-    return f"{graph}-dynamo-local-planner"
+def lease_name(graph: str, only: Role | None = None) -> str:
+    """The Lease by which one planner of the graph acts; planners of one role alone have one for each role."""
+    return f"{graph}-dynamo-local-planner{'' if only is None else f'-{only}'}"
 
 
 def dynamo_namespace(options: PodOptions, name: str, namespace: str) -> str:
@@ -87,26 +94,47 @@ async def _traffic(
 
 
 async def _passes(
-    dynamo: str, connector: KubernetesConnector, clock: Clock, stack: AsyncExitStack
-) -> PassSource | None:
+    api: KubeApi, dynamo: str, connector: KubernetesConnector, clock: Clock, stack: AsyncExitStack
+) -> HeardPasses | None:
     url = os.environ.get("NATS_SERVER")
     if not url:
         log.info("NATS_SERVER is not set: the engines' passes are not heard")
         return None
+    from dynamo_local.infra.access import NatsAccess
     from dynamo_local.runtime.nats import connect_nats
 
-    nats = await connect_nats(url)
+    nats = await connect_nats(url, NatsAccess.of(os.environ), name="dynamo-planner")
     stack.push_async_callback(nats.close)
     heard = HeardPasses(clock, connector.pools)
-    await heard.listen(nats, dynamo)
+    stack.push_async_callback(heard.close)
+
+    async def look() -> Registered:
+        return registered(await api.worker_metadata(), dynamo)
+
+    await heard.follow(nats, dynamo, look)
     return heard
 
 
-async def _serve(planner: PodPlanner, port: int, stack: AsyncExitStack) -> None:
-    from dynamo_local.components.openai.server import HttpServer, bind_socket
+async def _serve_probes(planner: PodPlanner, port: int | None, stack: AsyncExitStack) -> None:
+    if port is None:
+        told = os.environ.get(PORT_VARIABLE) or (str(PORT) if "KUBERNETES_SERVICE_HOST" in os.environ else "0")
+        if not told.isdecimal():
+            raise ConfigError(f"{PORT_VARIABLE} must be a port, or 0 for none, and not {told!r}")
+        port = int(told)
+    if port:
+        await _serve(probes_app(planner.unhealthy), port, "Planner.system-port", stack)
+
+
+def metrics_of(planner: PodPlanner) -> Any:
+    """The application of its /metrics."""
     from dynamo_local.telemetry.exporter import metrics_app
 
-    app = metrics_app(lambda: generate_latest(planner.registry))
-    server = HttpServer(app, bind_socket(ANYWHERE, port, option="Planner.metrics-port"), idle=True)
+    return metrics_app(lambda: generate_latest(planner.registry))
+
+
+async def _serve(app: Any, port: int, option: str, stack: AsyncExitStack) -> None:
+    from dynamo_local.components.openai.server import HttpServer, bind_socket
+
+    server = HttpServer(app, bind_socket(ANYWHERE, port, option=option), idle=True)
     await server.start()
     stack.push_async_callback(server.stop)

@@ -17,21 +17,29 @@ from dynamo_local.config import PlannerConfig
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import Load
 from dynamo_local.errors import ConfigError
+from dynamo_local.in_cluster.hearing import HeardPasses
+from dynamo_local.in_cluster.loads import LoadsOfPasses
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.connectors.kubernetes.connector import KubernetesConnector
 from dynamo_local.planner.connectors.kubernetes.electing import Election
 from dynamo_local.planner.forecasting.runners import ArbiterForecaster
-from dynamo_local.planner.loop import PlannerLoop
+from dynamo_local.planner.loop import PlannerLoop, PlannerState
 from dynamo_local.planner.pulling import Puller, Sampled
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
 from dynamo_local.planner.records.ticks import TickLog, tick_log_path
-from dynamo_local.planner.sources import PassSource, TrafficSource
+from dynamo_local.planner.sources import TrafficSource
 from dynamo_local.planner.values.pools import WorkerPools
 from dynamo_local.telemetry.planner_gauges import PlannerNow
 from dynamo_local.telemetry.planner_report.schedule import ReportSchedule
 from dynamo_local.telemetry.planner_views import PlannerMetrics
 
 log = logging.getLogger(__name__)
+
+NO_PASSES = (
+    "policy load goes by the load of each worker, which on Kubernetes follows from the engines' passes, and these are "
+    "heard over NATS: NATS_SERVER is not set (the operator sets it where its platform has NATS). slo, sla and "
+    "throughput-load with optimization_target sla go by the traffic alone"
+)
 
 
 class PodPlanner:
@@ -47,7 +55,7 @@ class PodPlanner:
         *,
         name: str,
         traffic: TrafficSource | None,
-        passes: PassSource | None = None,
+        passes: HeardPasses | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.options = options
@@ -58,7 +66,8 @@ class PodPlanner:
         self._logs = logs
         self._name = name
         self._traffic = traffic
-        self._passes = passes
+        self.passes = passes
+        self._loads = None if passes is None else LoadsOfPasses(passes, connector.pools, clock)
         self._forecaster = ArbiterForecaster()
         self._background: set[asyncio.Task[Any]] = set()
         self._logged: list[LoggedDecisions | LoggedTicks] = []
@@ -68,6 +77,8 @@ class PodPlanner:
     async def start(self) -> None:
         """Check the graph, stand for election, and plan. Raises `GraphUnfit`, `Forbidden`, `ConfigError`."""
         options = policy_options(self.options)
+        if self.options.policy == "load" and self._loads is None:
+            raise ConfigError(NO_PASSES)
         policy = await asyncio.to_thread(policy_of, options)
         await self._connector.start()
         await self._election.start()
@@ -100,9 +111,10 @@ class PodPlanner:
         logged = await asyncio.to_thread(LoggedDecisions, DecisionLog, decisions, self._run, tell)
         recorder = await asyncio.to_thread(LoggedTicks, TickLog, ticks, self._run, tell)
         self._logged = [logged, recorder]
+        loads = self._loads if self.options.policy == "load" else None
         loop = PlannerLoop(
-            _Graph(self._connector),
-            Puller(_Unmeasured(), None, self._clock, traffic=self._traffic, passes=self._passes),
+            _Graph(self._connector, loads),
+            Puller(loads or _Unmeasured(), self._queue(loads), self._clock, traffic=self._traffic, passes=self.passes),
             self._connector,
             self._clock,
             last_number=logged.log.last_seq,
@@ -121,6 +133,16 @@ class PodPlanner:
             tell=tell,
         )
         return loop
+
+    def _queue(self, loads: LoadsOfPasses | None) -> LoadsOfPasses | None:
+        return loads if self._connector.seen.prefill is not None else None
+
+    def unhealthy(self) -> str | None:
+        """Why this planner does not plan as it should; None where it does, or holds for a reason of its own."""
+        if self.loop is None or self.loop.state is PlannerState.STOPPED:
+            return "it has not begun yet"
+        trouble = self.loop.trouble
+        return trouble if trouble is not None and trouble.startswith("a tick failed") else None
 
     def _now(self) -> PlannerNow:
         loop = self.loop
@@ -152,21 +174,22 @@ def _made_folder(logs: Path) -> None:
 class _Graph:
     """What the loop sees: `loop.World`."""
 
-    def __init__(self, connector: KubernetesConnector) -> None:
+    def __init__(self, connector: KubernetesConnector, loads: LoadsOfPasses | None) -> None:
         self._connector = connector
+        self._loads = loads
 
     def worker_pools(self) -> WorkerPools:
         return self._connector.worker_pools()
 
     def ready(self) -> tuple[str, ...]:
-        return ()
+        return () if self._loads is None else self._loads.ready()
 
     def blind(self) -> str | None:
         return self._connector.blind()
 
 
 class _Unmeasured:
-    """Loads of single workers are not measured here, and no policy that runs here asks for them."""
+    """Loads of single workers are measured for the policy `load` alone: no other one asks for them."""
 
     async def loads(self) -> dict[str, Sampled[Load]]:
         return {}

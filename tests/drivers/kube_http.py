@@ -56,8 +56,9 @@ def api_over_http(kube: Kube) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def frontend(rate: Callable[[], float], isl: int, osl: int) -> type[BaseHTTPRequestHandler]:
-    """Dynamo's frontend as far as a planner asks it: its counters grow by so many requests per second."""
+def frontend(rate: Callable[[], float], lengths: Callable[[], tuple[int, int]]) -> type[BaseHTTPRequestHandler]:
+    """Dynamo's frontend as far as a planner asks it: its counters grow by so many requests per second of these ISL and
+    OSL. It tells no latencies."""
     counted = {"requests": 0.0, "at_s": time.monotonic()}
     lock = threading.Lock()
 
@@ -69,7 +70,7 @@ def frontend(rate: Callable[[], float], isl: int, osl: int) -> type[BaseHTTPRequ
                 counted["at_s"] = now_s
                 n = counted["requests"]
             lines = [f'dynamo_frontend_requests_started_total{{model="m"}} {n}']
-            for name, mean in (("input_sequence_tokens", isl), ("output_sequence_tokens", osl)):
+            for name, mean in zip(("input_sequence_tokens", "output_sequence_tokens"), lengths(), strict=True):
                 lines += [f"dynamo_frontend_{name}_sum {n * mean}", f"dynamo_frontend_{name}_count {n}"]
             _reply(self, 200, "\n".join([*lines, ""]), "text/plain")
 

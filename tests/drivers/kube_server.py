@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import secrets
+import signal
 import ssl
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from dynamo_local.planner.connectors.kubernetes.official import connected
 from tests.fakes.kubernetes.api_server import Rule
 from tests.tools.free_port import free_port
 
-START_S = 90.0
+START_S = 300.0
 STOP_S = 20.0
 CRD_PATH = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
@@ -36,6 +38,7 @@ class RealKube:
         self._port = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._accounts = 0
+        self._kinds: list[str] = []
 
     def start(self) -> None:
         """Start both, and wait until the server is ready."""
@@ -78,6 +81,18 @@ class RealKube:
                 process.kill()
                 process.wait(STOP_S)
 
+    def hang(self, hung: bool) -> None:
+        """The API server stands still, and answers nobody; or it goes on."""
+        self._processes[1].send_signal(signal.SIGSTOP if hung else signal.SIGCONT)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """To a test, which leaves nothing behind."""
+        try:
+            yield
+        finally:
+            await self.emptied()
+
     def _ready(self) -> bool:
         for process in self._processes:
             assert process.poll() is None, f"a server has ended; its log is in {self.folder}"
@@ -92,8 +107,10 @@ class RealKube:
             assert status == 201, said
         for crd in crds:
             spec = crd["spec"]
-            path = f"/apis/{spec['group']}/v1beta1/namespaces/default/{spec['names']['plural']}"
-            self._until(lambda path=path: self._ask("GET", path)[0] == 200, 30.0, f"{path} is served")
+            version = next(one["name"] for one in spec["versions"] if one["storage"])
+            path = f"/apis/{spec['group']}/{version}/namespaces/default/{spec['names']['plural']}"
+            self._until(lambda path=path: self._ask("GET", path)[0] == 200, 60.0, f"{path} is served")
+            self._kinds.append(path)
 
     def kubeconfig(self, token: str | None = None) -> Path:
         """Of the administrator, or of whoever has this token."""
@@ -156,12 +173,8 @@ class RealKube:
     async def emptied(self) -> None:
         """Graphs, adapters and leases of the last test are removed."""
         admin = self.client()
-        for base, plural in (
-            ("/apis/nvidia.com/v1beta1", "dynamographdeployments"),
-            ("/apis/nvidia.com/v1beta1", "dynamographdeploymentscalingadapters"),
-            ("/apis/coordination.k8s.io/v1", "leases"),
-        ):
-            answer = await admin.request("DELETE", f"{base}/namespaces/default/{plural}")
+        for where in (*self._kinds, "/apis/coordination.k8s.io/v1/namespaces/default/leases"):
+            answer = await admin.request("DELETE", where)
             assert answer.status == 200, answer
 
     def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:

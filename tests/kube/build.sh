@@ -1,10 +1,11 @@
 #!/bin/bash
-# kube-apiserver 1.20 and etcd for `tox -e kube`, from Debian 12's packages: build.sh FOLDER. Nothing to do where they are.
+# kube-apiserver 1.20, etcd and kubectl for `tox -e kube`, from Debian 12's packages: build.sh FOLDER. Nothing to do where
+# they are.
 # Needs a Debian-based machine with dpkg-dev, 4 GB of scratch space below FOLDER, and five minutes or more.
 # Nothing is installed: packages are downloaded with lists of their own, unpacked below FOLDER, and removed at the end.
 set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
-[[ -x $out/kube-apiserver && -x $out/etcd ]] && exit 0
+[[ -x $out/kube-apiserver && -x $out/etcd && -x $out/kubectl ]] && exit 0
 work=$out/build
 log=$out/build.log
 trap 'status=$?; rm -rf "$work"; [[ $status -eq 0 ]] || tail -n 20 "$log" >&2' EXIT
@@ -24,6 +25,10 @@ apt=(apt-get -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourcepar
 cd "$work"
 say "downloading"
 "${apt[@]}" update
+"${apt[@]}" download kubernetes-client
+dpkg -x ./kubernetes-client_*.deb client
+cp client/usr/bin/kubectl "$out/"
+[[ -x $out/kube-apiserver && -x $out/etcd ]] && exit 0
 "${apt[@]}" source --download-only --only-source kubernetes
 "${apt[@]}" download golang-1.19-go golang-1.19-src golang-github-modern-go-reflect2-dev etcd-server
 say "unpacking"

@@ -70,17 +70,19 @@ def kubernetes(
     wish = _wish(spec.namespace, planner_starts(loaded, config, flag=words["planner"]), words)
     exported = exported_graph(loaded, spec, config, wish)
     graph = document(as_v1alpha1(exported.graph) if api_version == "v1alpha1" else exported.graph)
-    written = None if output is None else _write(output / f"{wish.name}.yaml", yaml_text(graph))
+    text = yaml_text(*exported.beside, graph)
+    written = None if output is None else _write(output / f"{wish.name}.yaml", text)
     if as_json:
         print_json(
             exported.notes,
             file=written,
             document=graph,
+            beside=list(exported.beside),
             secret=wish.secret,
             secret_keys=exported.secret_keys(wish.secret),
         )
         return
-    click.echo(yaml_text(graph).rstrip() if written is None else written)
+    click.echo(text.rstrip() if written is None else written)
     print_notes(exported.notes)
     keys = exported.secret_keys(wish.secret)
     if keys:

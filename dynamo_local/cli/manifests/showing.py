@@ -13,11 +13,11 @@ from dynamo_local.manifests.notes import Kind, Note
 WIDTH = 140
 
 
-def yaml_text(document: Mapping[str, Any]) -> str:
-    """A document as people write it: keys in their order, no folded lines."""
+def yaml_text(*documents: Mapping[str, Any]) -> str:
+    """Documents as people write them: keys in their order, no folded lines."""
     import yaml
 
-    return yaml.safe_dump(dict(document), sort_keys=False, width=1_000_000, allow_unicode=True)
+    return str(yaml.safe_dump_all(map(dict, documents), sort_keys=False, width=1_000_000, allow_unicode=True))
 
 
 def print_json(notes: Sequence[Note], **more: Any) -> None:

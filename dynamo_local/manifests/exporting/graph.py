@@ -30,7 +30,7 @@ from dynamo_local.kubernetes.model import (
 )
 from dynamo_local.kubernetes.program import module_of
 from dynamo_local.manifests.exporting.environment import NIXL_HOST, POD_IP, field_variable, pod_variables
-from dynamo_local.manifests.exporting.planner import planner_component
+from dynamo_local.manifests.exporting.planner import planner_component, rights
 from dynamo_local.manifests.exporting.processes import NoProcess, process_of
 from dynamo_local.manifests.exporting.resources import container_resources
 from dynamo_local.manifests.exporting.words import PodProcess, model_note, pod_process, split, with_mode
@@ -70,6 +70,8 @@ class Exported:
 
     graph: GraphV1Beta1
     notes: tuple[Note, ...]
+    beside: tuple[dict[str, Any], ...] = ()
+    """Objects that the graph needs: the planner's service account and its rights."""
 
     def secret_keys(self, secret: str) -> tuple[str, ...]:
         """The keys that are read from this Secret."""
@@ -100,7 +102,7 @@ def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, wish: Wish) -> 
     notes = [note for part in parts for note in part.notes]
     if wish.planner_image is not None:
         planner, told = planner_component(
-            config.service(PLANNER), wish.planner_image, _frontend_service(wish.name, components)
+            config.service(PLANNER), wish.planner_image, _frontend_service(wish.name, components), _account(wish)
         )
         for component in components:
             if component.type in PLANNED:
@@ -118,7 +120,12 @@ def export(loaded: LoadedGraph, spec: GraphSpec, config: Config, wish: Wish) -> 
         metadata=Metadata(name=wish.name),
         spec=KubernetesSpec(components=components),
     )
-    return Exported(graph, tuple(dict.fromkeys(notes)))
+    beside = () if wish.planner_image is None else rights(_account(wish))
+    return Exported(graph, tuple(dict.fromkeys(notes)), beside)
+
+
+def _account(wish: Wish) -> str:
+    return f"{wish.name}-planner"
 
 
 def _frontend_service(name: str, components: list[Component]) -> str | None:

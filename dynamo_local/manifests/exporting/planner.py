@@ -17,6 +17,14 @@ from dynamo_local.kubernetes.model import (
 from dynamo_local.manifests.notes import Kind, Note, left_out
 
 NAME = "Planner"
+RIGHTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("nvidia.com", "dynamographdeployments", ("get", "patch")),
+    ("nvidia.com", "dynamographdeploymentscalingadapters/scale", ("get", "patch")),
+    ("nvidia.com", "dynamoworkermetadatas", ("list",)),
+    ("coordination.k8s.io", "leases", ("get", "create", "update")),
+)
+"""The least that suffices; the service account that the operator gives a planner has no leases, and may not read an
+adapter's scale."""
 MODULE = "dynamo_local.planner"
 _HERE = "of a planner in the arbiter of one host"
 _REASONS = {
@@ -29,11 +37,11 @@ _REASONS = {
 
 
 def planner_component(
-    section: Mapping[str, Any], image: str, frontend: str | None
+    section: Mapping[str, Any], image: str, frontend: str | None, account: str
 ) -> tuple[Component, tuple[Note, ...]]:
     """The component, and which options have no place there. The section is valid, its keys have underscores.
 
-    `frontend` is the name of the Service whose /metrics tell the traffic.
+    `frontend` is the name of the Service whose /metrics tell the traffic, `account` that of `rights`.
     """
     unread = [key for key in section if key in _REASONS or key.startswith("virtual_")]
     notes = left_out(NAME, _REASONS, unread, _HERE)
@@ -48,8 +56,24 @@ def planner_component(
         command=["python3", "-m", MODULE],
         args=["--environment", "kubernetes", "--config", json.dumps(kept), *_traffic(frontend)],
     )
-    template = PodTemplate(spec=PodSpec(containers=[container]))
+    template = PodTemplate(spec=PodSpec(containers=[container], service_account_name=account))
     return Component(name=NAME, type=ComponentType.PLANNER, replicas=1, pod_template=template), notes
+
+
+def rights(account: str) -> tuple[dict[str, Any], ...]:
+    """A service account that may do what a planner does, and nothing else."""
+    name = {"metadata": {"name": account}}
+    group = "rbac.authorization.k8s.io"
+    rules = [{"apiGroups": [api], "resources": [what], "verbs": list(verbs)} for api, what, verbs in RIGHTS]
+    role = {"apiVersion": f"{group}/v1", "kind": "Role", **name, "rules": rules}
+    binding = {
+        "apiVersion": f"{group}/v1",
+        "kind": "RoleBinding",
+        **name,
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": account},
+        "subjects": [{"kind": "ServiceAccount", "name": account}],
+    }
+    return {"apiVersion": "v1", "kind": "ServiceAccount", **name}, role, binding
 
 
 def _traffic(frontend: str | None) -> list[str]:

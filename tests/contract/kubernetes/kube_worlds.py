@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from tests.drivers.kube_server import RealKube
 from tests.fakes.kubernetes.api_server import Kube, Rule
 from tests.tools.dynamos_files import dynamos_file
 
-CRDS = ("nvidia.com_dynamographdeployments.json", "nvidia.com_dynamographdeploymentscalingadapters.json")
+CRDS = tuple(
+    f"nvidia.com_{plural}.json"
+    for plural in ("dynamographdeployments", "dynamographdeploymentscalingadapters", "dynamoworkermetadatas")
+)
 WHICH = ["fake", pytest.param("real", marks=pytest.mark.full)]
 NAMESPACE = "default"
 
@@ -58,11 +61,21 @@ World = FakeWorld | RealWorld
 @pytest.fixture(scope="session")
 def real_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKube]:
     """Runs for the session; Dynamo's CRDs are in it, stored as v1beta1."""
+    yield from _started(tmp_path_factory.mktemp("kube"), stored_as_v1beta1)
+
+
+@pytest.fixture(scope="session")
+def old_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKube]:
+    """One whose CRDs have no v1beta1."""
+    yield from _started(tmp_path_factory.mktemp("old"), with_v1alpha1_alone)
+
+
+def _started(where: Path, made: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[RealKube]:
     folder = os.environ.get("DYN_KUBE_BIN")
     if not folder:
         pytest.skip("no kube-apiserver: tests/kube/build.sh FOLDER builds it, and DYN_KUBE_BIN=FOLDER names it")
-    crds = [stored_as_v1beta1(json.loads(dynamos_file(name).read_text())) for name in CRDS]
-    server = RealKube(Path(folder), tmp_path_factory.mktemp("kube"))
+    crds = [made(json.loads(dynamos_file(name).read_text())) for name in CRDS]
+    server = RealKube(Path(folder), where)
     try:
         server.start()
         server.install(crds)
@@ -75,6 +88,15 @@ def stored_as_v1beta1(crd: dict[str, Any]) -> dict[str, Any]:
     """Without the operator, which converts, the other version would lose its spec."""
     for version in crd["spec"]["versions"]:
         version["storage"] = version is crd["spec"]["versions"][-1]
+    return crd
+
+
+def with_v1alpha1_alone(crd: dict[str, Any]) -> dict[str, Any]:
+    """As operators before 1.2 install it."""
+    crd["spec"]["versions"] = [one for one in crd["spec"]["versions"] if one["name"] == "v1alpha1"]
+    for version in crd["spec"]["versions"]:
+        version["storage"] = True
+    crd["spec"].pop("conversion", None)
     return crd
 
 

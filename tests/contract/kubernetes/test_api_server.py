@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_local.in_cluster.registered import registered
 from dynamo_local.planner.connectors.kubernetes.api import (
     JSON_PATCH,
     MERGE_PATCH,
@@ -18,9 +19,11 @@ from dynamo_local.planner.connectors.kubernetes.changing import PatchGraph, Scal
 from dynamo_local.planner.connectors.kubernetes.leading import claimed, looked
 from tests.contract.kubernetes.kube_worlds import World
 from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, adapter, beta
+from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, worker_metadata
 
 GRAPHS = "/apis/nvidia.com/v1beta1/namespaces/default/dynamographdeployments"
 ADAPTERS = "/apis/nvidia.com/v1beta1/namespaces/default/dynamographdeploymentscalingadapters"
+WORKERS = "/apis/nvidia.com/v1alpha1/namespaces/default/dynamoworkermetadatas"
 GPUS = {PREFILL: 1, DECODE: 1}
 
 
@@ -154,6 +157,18 @@ async def test_an_adapter_is_scaled_once_from_what_was_read(world: World) -> Non
     assert set((await api.graph()).adapters) == {PREFILL}
     with pytest.raises(NotThere):
         await api.scale(write)
+
+
+async def test_workers_that_registered_are_listed(world: World) -> None:
+    """Each has an object of its own; what is in it is kept as it was."""
+    api = KubeApi(world.admin, "default", NAME)
+    assert await api.worker_metadata() == ()
+    for name, instance in (("decode-0", 7), ("decode-1", 8)):
+        answer = await world.admin.request("POST", WORKERS, worker_metadata(name, instance))
+        assert answer.status == 201, answer.body
+    found = registered(await api.worker_metadata(), NAMESPACE)
+    assert found.namespaces == {NAMESPACE}
+    assert found.limits["backend"].max_kv_tokens == KV_BLOCKS * BLOCK
 
 
 async def test_a_lease_has_one_writer(world: World) -> None:

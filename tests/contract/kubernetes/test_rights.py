@@ -46,6 +46,7 @@ async def life(client: Transport) -> None:
         if not isinstance(done, Committed):
             raise Forbidden(f"{done.code}: {done.reason}")
         await election.renew()
+        await api.worker_metadata()
     finally:
         await election.close()
         await connector.close()

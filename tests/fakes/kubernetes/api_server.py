@@ -21,6 +21,7 @@ PATH = re.compile(
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>status|scale))?"
 )
 GRAPHS, ADAPTERS = "dynamographdeployments", "dynamographdeploymentscalingadapters"
+METADATA = "dynamoworkermetadatas"
 REJECTED = "the server rejected our request due to an error in our request"
 """What a server says of a JSON patch that does not fit."""
 TYPES = {"frontend", "worker", "prefill", "decode", "planner", "epp"}
@@ -44,6 +45,10 @@ class Kube:
     """Awaited before each request is carried out: another one may come first."""
     lose_answers: bool = False
     """Writes arrive, and nobody hears of it."""
+
+    def served(self, plural: str) -> tuple[str, ...]:
+        """In which versions of Dynamo's API its objects are."""
+        return ("v1alpha1",) if plural == METADATA else self.versions
 
     def client(self, allowed: frozenset[Rule] | None = None, *, known: bool = True) -> FakeTransport:
         """Somebody with that role (None: who may do all)."""
@@ -84,15 +89,17 @@ class FakeTransport:
         group, _, version = found["version"].partition("/")
         plural, sub = found["plural"], found["sub"]
         resource = f"{plural}/{sub}" if sub else plural
-        if self._allowed is not None and (resource, VERBS[method]) not in self._allowed:
+        verb = "list" if method == "GET" and found["name"] is None else VERBS[method]
+        if self._allowed is not None and (resource, verb) not in self._allowed:
             who = 'User "planner" cannot'
-            return _status(
-                403, "Forbidden", f'{plural}.{group} is forbidden: {who} {VERBS[method]} resource "{resource}"'
-            )
-        served = self._kube.versions if group == "nvidia.com" else GROUPS.get(group, ())
+            return _status(403, "Forbidden", f'{plural}.{group} is forbidden: {who} {verb} resource "{resource}"')
+        served = GROUPS.get(group, ()) if group != "nvidia.com" else self._kube.served(plural)
         if version not in served:
             return Answer(404, {})
         key = (found["namespace"], plural, found["name"] or "")
+        if verb == "list":
+            items = [one for (where, kind, _), one in self._kube.objects.items() if (where, kind) == key[:2]]
+            return Answer(200, {"items": items})
         if method == "POST":
             return self._create((key[0], plural), body)
         stored = self._kube.objects.get(key)

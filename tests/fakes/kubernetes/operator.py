@@ -8,12 +8,13 @@ never get ready, a `rollout` is reported while it is set, and a stopped operator
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.kubernetes.model import ADAPTER_PLURAL, GRAPH_PLURAL, adapter_name
-from dynamo_local.planner.connectors.kubernetes.api import JSON_PATCH, MERGE_PATCH, Transport
+from dynamo_local.planner.connectors.kubernetes.api import JSON_PATCH, MERGE_PATCH, ApiAway, Transport
 
 EVERY_S = 0.2
 PENDS = float("inf")
@@ -74,7 +75,8 @@ class Operator:
         while True:
             await self._clock.sleep_until(self._clock.now_s() + EVERY_S)
             if not self.stopped:
-                await self.reconcile()
+                with suppress(ApiAway):  # it is tried again
+                    await self.reconcile()
 
     async def reconcile(self) -> None:
         """Look at the graph and its adapters once, and write the status."""
@@ -126,6 +128,7 @@ class Operator:
         return {
             "state": "successful" if whole else "pending",
             "observedGeneration": graph["metadata"]["generation"],
+            "conditions": [_ready(whole)],
             self._field: told,
             "rollingUpdate": {"phase": self.rollout} if self.rollout else None,
         }
@@ -146,6 +149,12 @@ class Operator:
                     pods.ready_at[n] = now_s + self.start_s
                     held += _gpus(name)
         self.peak = max(self.peak, held)
+
+
+def _ready(whole: bool) -> dict[str, Any]:
+    """The condition that `kubectl wait` waits for."""
+    told = {"type": "Ready", "status": "True" if whole else "False", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    return {**told, "reason": "all_resources_are_ready" if whole else "some_resources_are_not_ready", "message": ""}
 
 
 def _components(graph: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:

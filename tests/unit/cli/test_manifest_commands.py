@@ -75,7 +75,9 @@ def test_a_planner_needs_an_image_of_its_own(
     assert export(monkeypatch, *words) == EXIT_BAD_INPUT
     assert "--planner-image IMAGE" in capsys.readouterr().err
     assert export(monkeypatch, *words, "--planner-image", "planner:1") == EXIT_OK
-    assert "Planner" in [one["name"] for one in yaml.safe_load(capsys.readouterr().out)["spec"]["components"]]
+    account, role, binding, graph = yaml.safe_load_all(capsys.readouterr().out)
+    assert [one["kind"] for one in (account, role, binding)] == ["ServiceAccount", "Role", "RoleBinding"]
+    assert "Planner" in [one["name"] for one in graph["spec"]["components"]]
 
 
 @pytest.mark.parametrize(

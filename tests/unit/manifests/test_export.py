@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from dynamo_local.kubernetes.model import document
 from dynamo_local.manifests.exporting.graph import Wish
@@ -135,6 +136,13 @@ def test_a_planner_is_a_component_with_its_options_and_every_worker_has_an_adapt
         *("--frontend", "http://graph-frontend:8000/metrics"),
     ]
     assert main_of(planner)["image"] == "planner:1"
+    assert planner["podTemplate"]["spec"]["serviceAccountName"] == "graph-planner"
+    account, role, binding = found.beside
+    assert {one["metadata"]["name"] for one in found.beside} == {"graph-planner"}
+    assert (account["kind"], binding["roleRef"]["name"]) == ("ServiceAccount", "graph-planner")
+    example = EXAMPLES / "kubernetes/planner.yaml"
+    assert role["rules"] in [one.get("rules") for one in yaml.safe_load_all(example.read_text())]
+    assert exported(text).beside == ()
     assert {name for name, one in components(found).items() if "scalingAdapter" in one} == {"Decode", "Prefill"}
     assert {"Planner.enabled", "Planner.actuators"} <= set(told(found.notes, "left out"))
     assert not any("scalingAdapter" in one for one in components(exported(text)).values())

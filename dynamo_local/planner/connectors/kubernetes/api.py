@@ -15,6 +15,7 @@ from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.kubernetes.model import (
     ADAPTER_PLURAL,
     GRAPH_PLURAL,
+    METADATA_PLURAL,
     V1ALPHA1,
     V1BETA1,
     WrongKind,
@@ -135,6 +136,14 @@ class KubeApi:
 
     def _scale(self, name: str) -> str:
         return f"{self._path(self._version, ADAPTER_PLURAL, name)}/scale"
+
+    # --- workers -----------------------------------------------------------------------------------
+
+    async def worker_metadata(self) -> tuple[Mapping[str, Any], ...]:
+        """The `DynamoWorkerMetadata` objects of the namespace. Raises `NotThere` where the cluster has no such kind."""
+        path = f"/apis/{V1ALPHA1}/namespaces/{self.namespace}/{METADATA_PLURAL}"
+        answer = _checked(await self._transport.request("GET", path), METADATA_PLURAL, self.namespace)
+        return tuple(one for one in answer.get("items") or () if isinstance(one, dict))
 
     # --- the lease ---------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ class FaultCode(enum.StrEnum):
 
     ROLE_MISSING = "role_missing"
     ROLE_TWICE = "role_twice"
+    NOT_AGGREGATED = "not_aggregated"
     NOT_FOUND_AS_PREFILL = "not_found_as_prefill"
     MODELS_DIFFER = "models_differ"
     GPUS_UNKNOWN = "gpus_unknown"
@@ -34,19 +35,21 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the planner's options say. `prefill`: they are for a graph with prefill workers of its own."""
+    """What the planner's options say. `prefill`: whether they are for a graph with prefill workers of its own (None:
+    for either). `only`: the one role that is planned."""
 
     max_gpus: int
     floors: Mapping[Role, int]
     model: str | None = None
     gpus: Mapping[Role, int | None] | None = None
     prefill: bool | None = None
+    only: Role | None = None
 
 
 def faults(seen: Seen, expected: Expected) -> tuple[Fault, ...]:
     """Every fault; none where a planner can begin."""
     found = list(_of_roles(seen, expected))
-    if not seen.of_role(Role.DECODE, Role.AGGREGATED):
+    if not seen.planned or (expected.only is None and not seen.of_role(Role.DECODE, Role.AGGREGATED)):
         return tuple(found)
     found += [*_of_models(seen, expected), *_of_gpus(seen, expected)]
     for one in seen.planned:
@@ -58,14 +61,21 @@ def faults(seen: Seen, expected: Expected) -> tuple[Fault, ...]:
 
 def _of_roles(seen: Seen, expected: Expected) -> Iterator[Fault]:
     there = ", ".join(f"{one.name} ({one.kind or 'no type'})" for one in seen.components) or "nothing"
-    for words, roles in (("prefill", (Role.PREFILL,)), ("decode", (Role.DECODE, Role.AGGREGATED))):
-        found = seen.of_role(*roles)
-        if not found and (words == "decode" or expected.prefill):
+    roles = {Role.PREFILL: ("prefill", (Role.PREFILL,)), Role.DECODE: ("decode", (Role.DECODE, Role.AGGREGATED))}
+    needed = {Role.DECODE, *([Role.PREFILL] if expected.prefill else [])} if expected.only is None else {expected.only}
+    for role, (words, any_of) in roles.items():
+        if expected.only not in (None, role):
+            continue
+        found = seen.of_role(*any_of)
+        if not found and role in needed:
             yield Fault(FaultCode.ROLE_MISSING, f"{seen.name} has no {words} component; it has {there}")
         if len(found) > 1:
             names = ", ".join(one.name for one in found)
             why = f"{seen.name} has several {words} components ({names}); a planner scales one of each role"
             yield Fault(FaultCode.ROLE_TWICE, why)
+    if expected.prefill is False and (prefills := seen.of_role(Role.PREFILL)):
+        why = f"the mode is agg, but {prefills[0].name} of {seen.name} prefills: leave mode out to have what it is"
+        yield Fault(FaultCode.NOT_AGGREGATED, why)
     for one in seen.of_role(Role.PREFILL):
         if one.vllm and one.disaggregation != "prefill":
             why = (

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from dynamo_local.clock import Clock
 from dynamo_local.core.notes import About, Over, Tell, Trouble
@@ -86,7 +87,7 @@ class KubernetesConnector:
 
     async def start(self) -> Seen:
         """Check the graph, and follow it. Raises `GraphUnfit` with all that is wrong, and errors of the API server."""
-        seen = await self._api.graph()
+        seen = await self._graph()
         found = faults(seen, self._expected)
         if found:
             raise GraphUnfit(seen.name, found)
@@ -110,11 +111,14 @@ class KubernetesConnector:
             except Exception:
                 log.exception("looking at the graph failed; it goes on")
 
+    async def _graph(self) -> Seen:
+        return replace(await self._api.graph(), only=self._expected.only)
+
     async def look(self) -> Seen:
         """Read the graph now. Raises what the API server says."""
         async with self._reading:
             try:
-                seen = await self._api.graph()
+                seen = await self._graph()
             except DynamoError as error:
                 self._gone = str(error)
                 if not isinstance(error, ApiAway):
@@ -205,6 +209,7 @@ class KubernetesConnector:
     async def _carried_out(self, targets: Mapping[str, int], done: dict[str, int]) -> Committed | Refused:
         for left in reversed(range(TRIES)):
             seen = await self.look()
+            targets = _own(targets, seen)
             decided_from = {**self._decided_from, **done}
             writes = change(seen, targets, decided_from, self.gpus, self._expected.max_gpus)
             if isinstance(writes, Refusal):
@@ -251,10 +256,19 @@ class NotLeading(DynamoError):
     retryable = True
 
 
+def _own(targets: Mapping[str, int], seen: Seen) -> Mapping[str, int]:
+    """Without the role that is another planner's: its number is told with every decision, and never changed."""
+    if seen.only is None:
+        return targets
+    planned = {one.name for one in seen.planned}
+    return {name: number for name, number in targets.items() if name in planned}
+
+
 def _unplannable(seen: Seen, expected: Expected) -> str | None:
     """A graph that has lost a role, or whose GPUs are not known any more, cannot be counted."""
-    if not seen.of_role(Role.DECODE, Role.AGGREGATED):
-        return f"{seen.name} has no decode component any more"
+    needed = Role.DECODE if expected.only is None else expected.only
+    if not any((one.role is Role.PREFILL) == (needed is Role.PREFILL) for one in seen.workers):
+        return f"{seen.name} has no {'prefill' if needed is Role.PREFILL else 'decode'} component any more"
     given = expected.gpus or {}
     unknown = [name for name, gpus in gpus_of(seen, given).items() if not gpus]
     return f"how many GPUs a replica of {unknown[0]} holds is not known any more" if unknown else None

@@ -16,6 +16,9 @@ from dynamo_local.core.types import Role
 from dynamo_local.planner.connectors.kubernetes.values import Component, Counts, Seen
 from dynamo_local.planner.values.pools import Pool, WorkerPools
 
+NO_DECODE = Pool("(no decode component)", gpus_per_worker=0, ready=0)
+"""Of a graph whose prefill workers alone are planned, and which has no others."""
+
 PENDING_AFTER_S = 120.0
 SLOW_START = 2.0
 """A start that takes so many times what starts take pends."""
@@ -40,7 +43,7 @@ class Counting:
 
     def saw(self, seen: Seen, now_s: float) -> None:
         """The graph, looked at now."""
-        for one in seen.planned:
+        for one in seen.workers:
             times, counts, wanted = self._of(one), one.counts or Counts(), seen.wanted(one)
             ready = min(counts.ready or 0, wanted)
             if ready > times.ready:
@@ -59,7 +62,8 @@ class Counting:
     def pools(self, seen: Seen, gpus: Mapping[str, int], now_s: float) -> WorkerPools:
         """As last seen. `gpus` is what a replica of each component holds."""
         prefill = None if seen.prefill is None else self._pool(seen, seen.prefill, gpus, now_s)
-        decode = self._pool(seen, seen.decode, gpus, now_s)
+        decodes = any(one.role is not Role.PREFILL for one in seen.workers)
+        decode = self._pool(seen, seen.decode, gpus, now_s) if decodes else NO_DECODE
         return WorkerPools(prefill, decode, pending=seen.hindrance is not None)
 
     def _of(self, one: Component) -> _Times:
@@ -103,8 +107,8 @@ def drifted(seen: Seen) -> tuple[str, ...]:
 
 
 def gpus_of(seen: Seen, given: Mapping[Role, int | None]) -> dict[str, int]:
-    """What a replica of each planned component holds: as the graph says, else as the options do (`given`)."""
-    return {one.name: one.gpus if one.gpus is not None else given_for(one, given) or 0 for one in seen.planned}
+    """What a replica of each component of workers holds: as the graph says, else as the options do (`given`)."""
+    return {one.name: one.gpus if one.gpus is not None else given_for(one, given) or 0 for one in seen.workers}
 
 
 def given_for(one: Component, given: Mapping[Role, int | None]) -> int | None:

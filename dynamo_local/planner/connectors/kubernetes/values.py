@@ -72,6 +72,8 @@ class Seen:
     deleting: bool = False
     trouble: str = ""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    only: Role | None = None
+    """The one role that this planner scales (PREFILL or DECODE); None: all that are there."""
 
     def of_role(self, *roles: Role) -> tuple[Component, ...]:
         """Its components with one of these roles."""
@@ -84,13 +86,22 @@ class Seen:
 
     @property
     def decode(self) -> Component:
-        """The component that decodes. StopIteration is no answer: `checking` has refused a graph without one."""
+        """The component that decodes. `checking` has refused a graph without one, unless only its prefill workers are
+        planned."""
         return self.of_role(Role.DECODE, Role.AGGREGATED)[0]
+
+    @property
+    def workers(self) -> tuple[Component, ...]:
+        """One component of each role; prefill first."""
+        prefill, decode = self.of_role(Role.PREFILL), self.of_role(Role.DECODE, Role.AGGREGATED)
+        return (*prefill[:1], *decode[:1])
 
     @property
     def planned(self) -> tuple[Component, ...]:
         """What a planner scales; prefill first."""
-        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        if self.only is None:
+            return self.workers
+        return tuple(one for one in self.workers if (one.role is Role.PREFILL) == (self.only is Role.PREFILL))
 
     def wanted(self, component: Component) -> int:
         """Replicas asked for: by its adapter, where it has one."""

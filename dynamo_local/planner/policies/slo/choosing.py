@@ -5,7 +5,8 @@ and ITL by the number of prefill and of decode workers. A fleet's *yield* then i
 both.
 
 * **Price.** A GPU is worth its place if it serves `thrift × THRIFT × (1 − target) / 1 %` of what a GPU of this
-  deployment serves in the mean. So a target of 99 % asks for ten times as much as one of 99.9 %.
+  deployment serves in the mean. So a target of 99 % asks for ten times as much as one of 99.9 %. Where the workers of
+  now are overrun, the requests that come are not what their GPUs serve: then one of the best fleet is looked at.
 * **Shrinking.** The workers of now serve all moments from now to the lead: one that goes cannot be back before. One
   stays if there is any stretch from now on in which it is worth more than its price, summed over that stretch.
 * **Growing.** A worker that is ordered now serves from the lead on; it must be worth its rung's `order_price`.
@@ -13,6 +14,7 @@ both.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,6 +22,8 @@ from itertools import accumulate
 from dynamo_local.planner.queueing.shares import Shares
 
 THRIFT = 0.12
+OVERRUN = 0.5
+"""Workers that keep the targets of less than this share of the requests are overrun."""
 EPSILON = 1e-9
 
 Fleet = tuple[int, int]
@@ -83,6 +87,16 @@ class Bounds:
 def price(target: float, thrift: float, mean_rate: float, mean_gpus: float) -> float:
     """Requests per second that a GPU must serve beyond what is served without it."""
     return thrift * THRIFT * max(1e-4, 1.0 - target) / 0.01 * mean_rate / max(mean_gpus, 1.0)
+
+
+def overrun_yield(now: Fleet, moment: Moment, bounds: Bounds) -> float | None:
+    """Requests per second that a GPU of the best fleet would serve, where the workers of now serve less than `OVERRUN`
+    of what is expected; None where they are not overrun."""
+    if moment.served(now) >= OVERRUN * moment.rate:
+        return None
+    prefills, decodes = (range(low, _enough(moment, role, low) + 1) for role, low in enumerate(bounds.floors))
+    fleets = itertools.product(prefills, decodes)
+    return max((moment.served(each) / bounds.held(each) for each in fleets if bounds.fits(each)), default=None)
 
 
 def shrunk(now: Fleet, moments: Sequence[Moment], gpu_price: float, bounds: Bounds) -> Fleet:

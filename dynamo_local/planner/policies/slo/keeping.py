@@ -29,13 +29,15 @@ class Kept:
     hopeless: float = 0.0
 
     def after(self, ended: Sequence[Ended], hopeless: float, span_s: float, ttft_s: float, itl_s: float) -> Kept:
-        """With the answers of one more interval of `span_s`, of which any fleet would miss that share."""
+        """With the answers of one more interval of `span_s`, of which any fleet would miss that share. One of which
+        no latency is known says nothing of what was kept."""
         fades = math.exp(-span_s / MEMORY_S)
-        missed = sum((each.ttft_s or 0.0) > ttft_s or (each.itl_s or 0.0) > itl_s for each in ended)
+        known = [each for each in ended if each.ttft_s is not None or each.itl_s is not None]
+        missed = sum((each.ttft_s or 0.0) > ttft_s or (each.itl_s or 0.0) > itl_s for each in known)
         return Kept(
-            self.answers * fades + len(ended),
+            self.answers * fades + len(known),
             self.missed * fades + missed,
-            self.hopeless * fades + hopeless * len(ended),
+            self.hopeless * fades + hopeless * len(known),
         )
 
     def factor(self, target: float) -> float:

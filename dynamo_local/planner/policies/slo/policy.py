@@ -21,7 +21,16 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.holding import holding
 from dynamo_local.planner.policies.rules import floor_workers
 from dynamo_local.planner.policies.slo import words
-from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, grown, price, shrunk, swapped
+from dynamo_local.planner.policies.slo.choosing import (
+    Bounds,
+    Fleet,
+    Moment,
+    grown,
+    overrun_yield,
+    price,
+    shrunk,
+    swapped,
+)
 from dynamo_local.planner.policies.slo.correcting import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.keeping import clearing
 from dynamo_local.planner.policies.slo.ladder import rungs_of
@@ -137,7 +146,7 @@ class SloPolicy:
         if not self._due(state, pull) or state.held is not None or not state.expected:
             return state, ()
         now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
-        gpu_price = self.price(state)
+        gpu_price = self.price(state, pull.pools)
         fleet = shrunk(now, state.moments, gpu_price, bounds)
         if pull.at_s < state.first_until_s and state.first is not None:
             fleet = (max(fleet[0], min(state.first[0], now[0])), max(fleet[1], min(state.first[1], now[1])))
@@ -172,7 +181,7 @@ class SloPolicy:
         now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
         asked = (wanted.get("prefill", now[0]), wanted.get("decode", now[1]))
         fleet = within(asked, now, bounds)
-        found = reasons(state, pull.pools, asked, fleet, self.price(state), bounds, self.options)
+        found = reasons(state, pull.pools, asked, fleet, self.price(state, pull.pools), bounds, self.options)
         return after, Decision(
             now_s=pull.at_s,
             targets={pool.component: count for pool, count in zip(pull.pools.all, fleet, strict=True)},
@@ -197,11 +206,13 @@ class SloPolicy:
         floors = tuple(max(1, low.min_endpoint, floor_workers(low.min_gpu_budget, each)) for each in gpus)
         return Bounds(gpus, (floors[0], floors[1]), low.max_gpu_budget)
 
-    def price(self, state: SloState) -> float:
+    def price(self, state: SloState, pools: WorkerPools) -> float:
         """Of a GPU, in requests per second."""
-        options = self.options
-        paid = price(options.target, options.thrift, state.means.rate, state.means.gpus)
-        return paid * state.kept.factor(options.target)
+        options, rate, gpus = self.options, state.means.rate, max(state.means.gpus, 1.0)
+        if state.expected and pools.prefill is not None:
+            served = overrun_yield(_capacity(pools), state.expected[0], self.bounds(pools))
+            rate = rate if served is None else min(rate, served * gpus)
+        return price(options.target, options.thrift, rate, gpus) * state.kept.factor(options.target)
 
     def _due(self, state: SloState, pull: Pull) -> bool:
         return pull.at_s >= state.due_s - SLACK_S

@@ -34,12 +34,14 @@ def _few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class World:
-    """Workers that are there at once when they are wanted, and clients with a rate over time."""
+    """Workers that are there at once when they are wanted, and clients with a rate over time. `told`: their latencies
+    are known."""
 
-    def __init__(self, options: SloOptions, fleet: tuple[int, int], slower: float = 1.0) -> None:
+    def __init__(self, options: SloOptions, fleet: tuple[int, int], slower: float = 1.0, *, told: bool = True) -> None:
         self.driver = PolicyDriver(policy_of(options), 0.0, forecaster=InlineForecaster())
         self.fleet = fleet
         self.slower = slower
+        self.told = told
         self.queue = 0
         self.decisions: list[Decision] = []
 
@@ -63,7 +65,8 @@ class World:
         for _ in range(20):  # streams last longer on slower engines, and so are more at once (Little's law)
             streams = max(1.0, rate / self.fleet[1] * OSL * itl_s)
             itl_s = PASSES.itl_s(int(streams * context), context) * self.slower
-        ended = tuple(Ended(at, ISL, OSL, PASSES.ttft_s(ISL) * self.slower + itl_s, itl_s) for at in began)
+        told = (PASSES.ttft_s(ISL) * self.slower + itl_s, itl_s) if self.told else (None, None)
+        ended = tuple(Ended(at, ISL, OSL, *told) for at in began)
         return Requests(at_s - 5, at_s, began, ended)
 
     @property
@@ -171,6 +174,18 @@ def test_a_price_follows_what_was_kept() -> None:
     assert factor(100, 10_000) == pytest.approx(1.0)
     assert factor(1_080, 10_000, hopeless=0.1) == pytest.approx(factor(80, 10_000))
     assert factor(0, 0) == 1.0
+    unknown = [Ended(1.0, 100, 10)] * 10_000
+    assert Kept().after(unknown, 0.0, 5.0, 1.0, 0.05).factor(0.99) == 1.0, "nobody knows what these have kept"
+
+
+@pytest.mark.parametrize("rate", [60.0, 120.0])
+def test_a_fleet_that_is_overrun_from_the_first_request_on_grows(rate: float) -> None:
+    """A price of what a GPU serves in the mean was one of what came: on two GPUs that serve next to nothing of it the
+    third seemed too dear, for ever."""
+    options = replace(OPTIONS, max_gpu_budget=24)
+    world = World(options, (1, 1), told=False)
+    world.run(60, lambda at_s: rate)
+    assert sum(world.fleet) > 6, world.decisions[-1].reasons[0].why
 
 
 def test_a_reason_tells_forecast_band_price_and_who_binds() -> None:

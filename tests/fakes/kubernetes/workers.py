@@ -1,0 +1,47 @@
+"""Dynamo's workers as they register on Kubernetes, and the passes of their engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamo_local.core.passes import EngineId, ForwardPass, Requests
+
+NAMESPACE = "default-serving"
+"""Of the graph `serving` in the namespace `default`, within Dynamo."""
+KV_BLOCKS, BLOCK = 1000, 16
+
+
+def worker_metadata(
+    name: str, instance: int, component: str = "backend", *, namespace: str = NAMESPACE, blocks: int | None = KV_BLOCKS
+) -> dict[str, Any]:
+    """Its `DynamoWorkerMetadata`: an endpoint and a model card, as Dynamo 1.2 writes them."""
+    place = {"namespace": namespace, "component": component, "endpoint": "generate", "instance_id": instance}
+    engine = {"total_kv_blocks": blocks, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    card = {"display_name": "m", "kv_cache_block_size": BLOCK, "context_length": 40960, "runtime_config": engine}
+    key = f"{namespace}/{component}/generate/{instance:x}"
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoWorkerMetadata",
+        "metadata": {"name": name},
+        "spec": {
+            "data": {
+                "endpoints": {key: {"type": "Endpoint", **place, "transport": {"tcp": "10.0.0.1:9999/x"}}},
+                "model_cards": {key: {"type": "Model", **place, "card_json": card, "model_suffix": None}},
+                "event_channels": {},
+            }
+        },
+    }
+
+
+def told_pass(
+    worker: str, at_s: float, *, number: int = 1, kv: int = 0, running: int = 0, waits: int = 0
+) -> ForwardPass:
+    """Of a decode engine with so much KV, or of a prefill engine with so many requests that wait."""
+    return ForwardPass(
+        EngineId(worker),
+        number,
+        0.01,
+        Requests(num_decode_requests=running, sum_decode_kv_tokens=kv),
+        Requests(num_prefill_requests=waits, sum_prefill_tokens=100 * waits),
+        at_s,
+    )
