@@ -9,7 +9,10 @@ both.
   now are overrun, the requests that come are not what their GPUs serve: then one of the best fleet is looked at.
 * **Shrinking.** The workers of now serve all moments from now to the lead: one that goes cannot be back before. One
   stays if there is any stretch from now on in which it is worth more than its price, summed over that stretch.
+  A quicker rung shortens the stretch; what it could bring is there for the slower rungs' stretches, too.
 * **Growing.** A worker that is ordered now serves from the lead on; it must be worth its rung's `order_price`.
+
+With more rungs than cold starts: `climbing`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 from dynamo_local.planner.queueing.shares import Shares
 
@@ -28,6 +32,31 @@ EPSILON = 1e-9
 
 Fleet = tuple[int, int]
 """Prefill and decode workers."""
+
+
+class Expected(Protocol):
+    """A moment to come, as the choice sees it."""
+
+    @property
+    def scenarios(self) -> tuple[tuple[float, Shares], ...]:
+        """See `Moment`."""
+        ...
+
+    def served(self, fleet: Fleet) -> float:
+        """See `Moment`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The moments from now to a rung's lead, and the workers that quicker rungs can bring within it."""
+
+    moments: Sequence[Expected]
+    sooner: Fleet = (0, 0)
+
+    def worth(self, fleet: Fleet, other: Fleet, gpu_price: float, bounds: Bounds) -> float:
+        """See `worth`."""
+        return worth(plus(fleet, self.sooner), plus(other, self.sooner), self.moments, gpu_price, bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +94,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """GPUs of a worker of either role, the fewest workers, and the most GPUs."""
+    """GPUs of a worker of either role, the fewest workers, and the most and the fewest GPUs of both."""
 
     gpus: Fleet
     floors: Fleet
     max_gpus: int
+    min_gpus: int = 0
 
     def held(self, fleet: Fleet) -> int:
         """GPUs of these workers."""
@@ -81,7 +111,8 @@ class Bounds:
 
     def above_floors(self, fleet: Fleet) -> bool:
         """Whether there may be so few."""
-        return fleet[0] >= self.floors[0] and fleet[1] >= self.floors[1]
+        roles = fleet[0] >= self.floors[0] and fleet[1] >= self.floors[1]
+        return roles and self.held(fleet) >= self.min_gpus
 
 
 def price(target: float, thrift: float, mean_rate: float, mean_gpus: float) -> float:
@@ -99,35 +130,48 @@ def overrun_yield(now: Fleet, moment: Moment, bounds: Bounds) -> float | None:
     return max((moment.served(each) / bounds.held(each) for each in fleets if bounds.fits(each)), default=None)
 
 
-def shrunk(now: Fleet, moments: Sequence[Moment], gpu_price: float, bounds: Bounds) -> Fleet:
-    """As many fewer as are not worth their price in any stretch of these moments, which begin now."""
+def plus(fleet: Fleet, more: Fleet) -> Fleet:
+    """Both together."""
+    return fleet[0] + more[0], fleet[1] + more[1]
+
+
+def shrunk(now: Fleet, stretches: Sequence[Stretch], gpu_price: float, bounds: Bounds) -> Fleet:
+    """As many fewer as are not worth their price in any part, from now on, of any of these stretches."""
     fleet = now
     while True:
         fewer = [(fleet[0] - 1, fleet[1]), (fleet[0], fleet[1] - 1), (fleet[0] - 1, fleet[1] - 1)]
         for other in fewer:
-            if bounds.above_floors(other) and worth(fleet, other, moments, gpu_price, bounds) <= 0:
+            if bounds.above_floors(other) and not any(
+                each.worth(fleet, other, gpu_price, bounds) > 0 for each in stretches
+            ):
                 fleet = other
                 break
         else:
             return fleet
 
 
-def worth(fleet: Fleet, other: Fleet, moments: Sequence[Moment], gpu_price: float, bounds: Bounds) -> float:
+def worth(fleet: Fleet, other: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bounds) -> float:
     """The most that `fleet` gains over the smaller `other` in any stretch from now on, beyond its price."""
     spared = gpu_price * (bounds.held(fleet) - bounds.held(other))
     return max(accumulate(each.served(fleet) - each.served(other) - spared for each in moments), default=0.0)
 
 
 def grown(
-    fleet: Fleet, now: Fleet, moment: Moment, gpu_price: float, order_price: float, most: int, bounds: Bounds
+    fleet: Fleet,
+    now: Fleet,
+    moment: Expected,
+    gpu_price: float,
+    order_price: float,
+    bounds: Bounds,
+    most: Fleet | None = None,
 ) -> Fleet:
-    """The best fleet at the rung's lead, not below `fleet`; those beyond `now` are ordered, `most` at most."""
+    """The best fleet at the rung's lead, not below `fleet`; those beyond `now` are ordered, `most` of them at most."""
     base, best, gain = moment.served(fleet), fleet, EPSILON
     for prefill in range(fleet[0], _enough(moment, 0, fleet[0]) + 1):
         for decode in range(fleet[1], _enough(moment, 1, fleet[1]) + 1):
             other = (prefill, decode)
             ordered = (max(0, prefill - now[0]), max(0, decode - now[1]))
-            if not bounds.fits(other) or sum(ordered) > most:
+            if not bounds.fits(other) or (most is not None and (ordered[0] > most[0] or ordered[1] > most[1])):
                 break
             paid = bounds.held(other) - bounds.held(fleet) + (order_price - 1) * bounds.held(ordered)
             value = moment.served(other) - base - gpu_price * paid
@@ -136,7 +180,17 @@ def grown(
     return best
 
 
-def _enough(moment: Moment, role: int, least: int) -> int:
+def filled(fleet: Fleet, moment: Expected, bounds: Bounds) -> Fleet:
+    """With as many more as there always are, each where it serves most."""
+    while bounds.held(fleet) < bounds.min_gpus:
+        more = [other for other in (plus(fleet, (1, 0)), plus(fleet, (0, 1))) if bounds.fits(other)]
+        if not more:
+            break
+        fleet = max(more, key=moment.served)
+    return fleet
+
+
+def _enough(moment: Expected, role: int, least: int) -> int:
     """So many that more would not serve more."""
     most = least
     for _, shares in moment.scenarios:
@@ -146,7 +200,7 @@ def _enough(moment: Moment, role: int, least: int) -> int:
     return most
 
 
-def swapped(fleet: Fleet, moments: Sequence[Moment], gpu_price: float, order_price: float, bounds: Bounds) -> Fleet:
+def swapped(fleet: Fleet, moments: Sequence[Expected], gpu_price: float, order_price: float, bounds: Bounds) -> Fleet:
     """At the budget: a worker of one role in place of one of the other, where that gains more than it costs."""
     if bounds.fits((fleet[0] + 1, fleet[1])) or bounds.fits((fleet[0], fleet[1] + 1)):
         return fleet

@@ -14,9 +14,15 @@ MEMORY_S = 900.0
 """Answers of so long ago count e⁻¹."""
 PRIOR_ANSWERS = 300.0
 """As if so many had been answered before, just as many of them late as the target allows."""
-EXPONENT = 0.5
-FACTOR_MAX = 1.5
-"""A price goes by the root of what may be missed over what was, up to this factor."""
+AIM = 0.35
+"""It is aimed at so much of what the target lets be missed: what is to come is not known, and a share that only its
+mean keeps is missed half of the time."""
+EXPONENT, FACTOR_MAX = 0.5, 1.2
+"""While less is missed than is aimed at, a price goes by the root of what may be missed over what was, up to this
+factor. Up to 1.5 as it was, what a calm stretch had saved was spent on the first rise."""
+EXPONENT_BELOW, FACTOR_MIN = 1.0, 0.25
+"""While more is missed it goes by the ratio itself, down to this factor: forecasts, or the queueing twin, promise more
+than comes true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +47,17 @@ class Kept:
         )
 
     def factor(self, target: float) -> float:
-        """What a price is multiplied with: above 1 while less is missed, that more GPUs would have kept, than the
-        target allows. Never below: where much is missed GPUs are dear, and are worth it or not by what they serve."""
+        """What a price is multiplied with: above 1 while less is missed, that more GPUs would have kept, than is aimed
+        at, below 1 while more is. The more of what may be missed any fleet would miss, the less it goes below 1: where
+        the target is out of reach no number of GPUs ends that, and a GPU is worth what it serves."""
         allowed = max(1e-4, 1.0 - target)
-        avoidable = max(0.0, self.missed - self.hopeless) + PRIOR_ANSWERS * allowed
-        ratio = allowed * (self.answers + PRIOR_ANSWERS) / avoidable
-        return min(max(ratio**EXPONENT, 1.0), FACTOR_MAX)
+        prior = PRIOR_ANSWERS * allowed * AIM
+        avoidable = max(0.0, self.missed - self.hopeless) + prior
+        ratio = allowed * AIM * (self.answers + PRIOR_ANSWERS) / avoidable
+        if ratio >= 1:
+            return min(ratio**EXPONENT, FACTOR_MAX)
+        reach = max(0.0, 1.0 - self.hopeless / (allowed * max(self.answers, 1.0)))
+        return max(ratio ** (EXPONENT_BELOW * reach), FACTOR_MIN)
 
 
 def clearing(reading: Reading, rate: float, ttft_s: float, within_s: float) -> float:

@@ -1,46 +1,68 @@
 """The rungs: ways to more workers, each with its own lead and its own cost, as data. Pure.
 
-A slow rung is taken for what is expected at its lead, a fast one for what the slow ones did not foresee. Today there is
-one, the cold start; a rung that a deployment does not have is absent.
+A slow rung is taken for what is expected at its lead, a fast one for what the slow ones did not foresee. A rung that a
+deployment does not have is absent; one that was there once stays, also while no worker can take it.
+
+* A cold start (or one from a spare: the lead that was seen is what counts) brings as many as there are GPUs.
+* A wake brings those that sleep. What they could bring need not be started, nor held.
+* A flip brings one of the other role. So the slower rungs decide how many there are, and flips of which role.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dynamo_local.core import lead_times
 from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.values.pools import WorkerPools
 
-COLD_START = "cold_start"
+COLD_START, WAKE, FLIP = "cold_start", "wake", "flip"
 LEAD_CHANGED = 1.25
 """A lead is another one where it differs by this factor: what was learned of the old one holds until then."""
+ORDER_PRICE: Mapping[str, float] = {COLD_START: 2.0, WAKE: 1.5, FLIP: 1.0}
+"""What a GPU that is taken this way must be worth, in prices of one that is held: it is paid while it starts, and may
+be wanted for a short while."""
+LEAD_S: Mapping[str, float] = {WAKE: 5.0, FLIP: 1.0}
+"""Until one was seen."""
+WAKES = (lead_times.Rung.WAKE_1, lead_times.Rung.WAKE_2)
+FLIPS = (lead_times.Rung.FLIP_TO_PREFILL, lead_times.Rung.FLIP_TO_DECODE)
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """`lead_s`: from the decision to a worker that serves. `order_price`: what a GPU that is taken this way must be
-    worth, in prices of one that is held (more than 1: it is paid while it starts, and may be wanted for a short while).
-    `available`: workers that can be had this way, None for as many as there are GPUs."""
+    """`lead_s`: from the decision to a worker that serves."""
 
     name: str
     lead_s: float
-    order_price: float
-    available: int | None = None
+
+    @property
+    def order_price(self) -> float:
+        """See `ORDER_PRICE`."""
+        return ORDER_PRICE[self.name]
 
     def lead_bins(self, interval_s: float) -> int:
         """In intervals: a decision that is made now is in force at the lead, and the next one an interval later."""
         return max(1, math.ceil((self.lead_s + interval_s) / interval_s - 0.5))
 
 
-ORDER_PRICE = 2.0
-
-
 def rungs_of(pools: WorkerPools, options: SloOptions, before: tuple[Rung, ...] = ()) -> tuple[Rung, ...]:
-    """The rungs that there are, the slowest first, with leads as they were seen (the median of the last starts)."""
-    seen = max((pool.start_up_s or 0.0 for pool in pools.all), default=0.0)
-    lead_s = seen or options.start_up_s
-    known = next((rung for rung in before if rung.name == COLD_START), None)
-    if known is not None and known.lead_s / LEAD_CHANGED <= lead_s <= known.lead_s * LEAD_CHANGED:
-        lead_s = known.lead_s
-    return (Rung(COLD_START, lead_s, ORDER_PRICE),)
+    """The rungs that there are, the slowest first, with leads as they were seen (the median of the last ones)."""
+    known = {rung.name: rung.lead_s for rung in before}
+    found = {COLD_START: max((pool.start_up_s or 0.0 for pool in pools.all), default=0.0) or options.start_up_s}
+    if WAKE in known or any(pool.asleep for pool in pools.all):
+        found[WAKE] = _seen(pools, WAKES) or LEAD_S[WAKE]
+    if FLIP in known or any(pool.flippable for pool in pools.all):
+        found[FLIP] = _seen(pools, FLIPS) or LEAD_S[FLIP]
+    return tuple(Rung(name, _steady(lead_s, known.get(name))) for name, lead_s in found.items())
+
+
+def _seen(pools: WorkerPools, ways: Sequence[str]) -> float:
+    return max((pool.leads.get(way, 0.0) for pool in pools.all for way in ways), default=0.0)
+
+
+def _steady(lead_s: float, before: float | None) -> float:
+    if before is not None and before / LEAD_CHANGED <= lead_s <= before * LEAD_CHANGED:
+        return before
+    return lead_s

@@ -21,19 +21,11 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.holding import holding
 from dynamo_local.planner.policies.rules import floor_workers
 from dynamo_local.planner.policies.slo import words
-from dynamo_local.planner.policies.slo.choosing import (
-    Bounds,
-    Fleet,
-    Moment,
-    grown,
-    overrun_yield,
-    price,
-    shrunk,
-    swapped,
-)
+from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, overrun_yield, price, swapped
+from dynamo_local.planner.policies.slo.climbing import Ahead, climbed, quick
 from dynamo_local.planner.policies.slo.correcting import Learning, Served, learned, with_served
 from dynamo_local.planner.policies.slo.keeping import clearing
-from dynamo_local.planner.policies.slo.ladder import rungs_of
+from dynamo_local.planner.policies.slo.ladder import FLIP, rungs_of
 from dynamo_local.planner.policies.slo.lengths import demands
 from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.slo.outlook import Scenario
@@ -126,8 +118,12 @@ class SloPolicy:
             return replace(state, held=(SloRule.PREDICT_FAILED, told.reason)), None
         known = dict(zip(rates, told, strict=True))
         newest = tuple(_moment(state, index, known) for index in range(len(state.rungs)))
-        lead = state.outlooks[0].lead_bins
-        state = replace(state, moments=(*state.moments, newest[0])[-lead:], expected=newest)
+        before = state.moments or ((),) * len(newest)
+        moments = tuple(
+            (*until, at_lead)[-outlook.lead_bins :]
+            for until, at_lead, outlook in zip(before, newest, state.outlooks, strict=True)
+        )
+        state = replace(state, moments=moments, expected=newest)
         return state, self._prediction(state)
 
     def _prediction(self, state: SloState) -> Prediction:
@@ -147,17 +143,26 @@ class SloPolicy:
             return state, ()
         now, bounds = _capacity(pull.pools), self.bounds(pull.pools)
         gpu_price = self.price(state, pull.pools)
-        fleet = shrunk(now, state.moments, gpu_price, bounds)
-        if pull.at_s < state.first_until_s and state.first is not None:
-            fleet = (max(fleet[0], min(state.first[0], now[0])), max(fleet[1], min(state.first[1], now[1])))
-        for rung, moment in zip(state.rungs, state.expected, strict=True):
-            most = bounds.max_gpus if rung.available is None else rung.available
-            fleet = grown(fleet, now, moment, gpu_price, rung.order_price, most, bounds)
-        if fleet == now:
-            fleet = swapped(fleet, (*state.moments, *state.expected), gpu_price, state.rungs[0].order_price, bounds)
+        ladder = [
+            Ahead(rung, at_lead, until)
+            for rung, at_lead, until in zip(state.rungs, state.expected, state.moments, strict=True)
+        ]
+        fleet, flips = climbed(now, ladder, quick(pull.pools, pull.reading), gpu_price, bounds)
+        fleet = self._not_below_the_first(state, pull, fleet, now, flips)
+        if fleet == now and all(rung.name != FLIP for rung in state.rungs):
+            fleet = swapped(
+                fleet, (*state.moments[0], state.expected[0]), gpu_price, state.rungs[0].order_price, bounds
+            )
         targets = (ComponentTarget("prefill", fleet[0]), ComponentTarget("decode", fleet[1]))
         said = f"{fleet[0]} prefill and {fleet[1]} decode workers for {state.expected[0].rate:.3g} requests/s"
-        return replace(state, chosen=fleet), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
+        return replace(state, chosen=fleet, flips=flips), (Proposal(PLUGIN_ID, PRIORITY, Override(targets, said)),)
+
+    def _not_below_the_first(self, state: SloState, pull: Pull, fleet: Fleet, now: Fleet, flips: int) -> Fleet:
+        """For a while not below the fleet of the start, but for flips: these take from one role what the other gets."""
+        if state.first is None or pull.at_s >= state.first_until_s:
+            return fleet
+        least = (min(state.first[0], now[0]) - max(0, flips), min(state.first[1], now[1]) - max(0, -flips))
+        return max(fleet[0], least[0]), max(fleet[1], least[1])
 
     # --- settle --------------------------------------------------------------------------------
 
@@ -204,7 +209,12 @@ class SloPolicy:
         gpus = (max(1, pools.prefill.gpus_per_worker), max(1, pools.decode.gpus_per_worker))
         low = self.options
         floors = tuple(max(1, low.min_endpoint, floor_workers(low.min_gpu_budget, each)) for each in gpus)
-        return Bounds(gpus, (floors[0], floors[1]), low.max_gpu_budget)
+        found = Bounds(gpus, (floors[0], floors[1]), low.max_gpu_budget)
+        if found.fits(found.floors):
+            return found
+        # More than each role can have: so many are always on, and only the split is chosen.
+        least = max(1, low.min_endpoint)
+        return replace(found, floors=(least, least), min_gpus=min(low.min_gpu_budget, low.max_gpu_budget))
 
     def price(self, state: SloState, pools: WorkerPools) -> float:
         """Of a GPU, in requests per second."""
@@ -253,7 +263,7 @@ class SloPolicy:
         """With what the answers say of the engines, of what was kept, and of what waits."""
         options = self.options
         ttft_s, itl_s = options.ttft_ms / 1000, options.itl_ms / 1000
-        newest = state.moments[-1] if state.moments else None
+        newest = state.moments[0][-1] if state.moments and state.moments[0] else None
         hopeless = 0.0 if newest is None else newest.hopeless
         rate = state.rates[0] if state.rates else 0.0
         more = clearing(reading, rate, ttft_s, state.rungs[0].lead_s)

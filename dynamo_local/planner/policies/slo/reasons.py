@@ -77,7 +77,7 @@ def _rule(
         return SloRule.MIN_ENDPOINT
     if fleet[role] == bounds.floors[role] and capacity == fleet[role]:
         fewer = _changed(fleet, role, -1)
-        if worth(fleet, fewer, state.moments, gpu_price, bounds) <= 0:
+        if not state.moments or worth(fleet, fewer, state.moments[0], gpu_price, bounds) <= 0:
             return SloRule.MIN_ENDPOINT
     return SloRule.NO_CHANGE if fleet[role] == capacity else SloRule.SCALE
 
@@ -123,6 +123,10 @@ def _numbers(
         "gpus_per_worker": float(bounds.gpus[role]),
         "ttft_ms" if role == 0 else "itl_ms": options.ttft_ms if role == 0 else options.itl_ms,
     }
+    for rung, moment in zip(state.rungs[1:], state.expected[1:], strict=True):
+        numbers |= {f"{rung.name}_lead_s": rung.lead_s, f"{rung.name}_requests_per_second": moment.rate}
+    if state.flips:
+        numbers["flips"] = float(state.flips if role else -state.flips)
     factor = state.factors.prefill if role == 0 else state.factors.decode
     return numbers | {"profile_factor": factor}
 

@@ -47,12 +47,13 @@ class SloState:
     """`began_s` and `due_s` are of the interval that is under way.
 
     `rates` are those of the intervals, the newest first; `began` the last arrivals and `ended` the last answers,
-    ascending. `outlooks` are by rung. `demands` were taken at `demands_at_s`. `moments` are what was expected, by the
-    decisions of the last lead, of the moments from now to the lead, the next one first. `served` are the workers of the
-    last minutes, `kept` what was kept of the last answers, and `clearing` what is to be served beyond the rate at the
-    lead (requests/s), to get rid of what waits; `scenarios` are those of each rung, with that. `first` is the fleet of
-    the start, which is not gone below until `first_until_s`. `held`: why this tick plans nothing (rule, words);
-    `expected` is what this tick expects at the lead of each rung, `chosen` the fleet that it proposes.
+    ascending. `outlooks` are by rung. `demands` were taken at `demands_at_s`. `moments` are, by rung, what was
+    expected, by the decisions of the last lead, of the moments from now to the lead, the next one first. `served` are
+    the workers of the last minutes, `kept` what was kept of the last answers, and `clearing` what is to be served
+    beyond the rate at the lead (requests/s), to get rid of what waits; `scenarios` are those of each rung, with that.
+    `first` is the fleet of the start, which is not gone below until `first_until_s`. `held`: why this tick plans
+    nothing (rule, words); `expected` is what this tick expects at the lead of each rung, `chosen` the fleet that it
+    proposes, of which `flips` decode workers were prefill workers (negative: the other way).
     """
 
     began_s: float
@@ -65,7 +66,7 @@ class SloState:
     demands: tuple[Demand, ...] = ()
     demands_at_s: float = float("-inf")
     demands_for: Factors = Factors()  # noqa: RUF009 - frozen
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[tuple[Moment, ...], ...] = ()
     means: Means = Means()
     factors: Factors = Factors()  # noqa: RUF009 - frozen
     served: tuple[Served, ...] = ()
@@ -77,6 +78,7 @@ class SloState:
     held: tuple[str, str] | None = None
     expected: tuple[Moment, ...] = ()
     chosen: Fleet | None = None
+    flips: int = 0
     decided: tuple[float, tuple[Reading, ...]] = (0.0, ())
 
 
@@ -131,13 +133,16 @@ def with_requests(state: SloState, seen: Requests, gpus: int) -> SloState:
 
 
 def with_rungs(state: SloState, rungs: tuple[Rung, ...], interval_s: float) -> SloState:
-    """These are the rungs. An outlook at another lead begins with what is remembered of the rates."""
+    """These are the rungs. An outlook at another lead begins with what is remembered of the rates; the moments of a
+    rung that was there stay."""
     known = {outlook.lead_bins: outlook for outlook in state.outlooks}
     outlooks = []
     for rung in rungs:
         bins = rung.lead_bins(interval_s)
         outlooks.append(known[bins] if bins in known else _replayed(bins, state.rates))
-    return replace(state, rungs=rungs, outlooks=tuple(outlooks))
+    before = {rung.name: moments for rung, moments in zip(state.rungs, state.moments, strict=False)}
+    moments = tuple(before.get(rung.name, ()) for rung in rungs)
+    return replace(state, rungs=rungs, outlooks=tuple(outlooks), moments=moments)
 
 
 def _replayed(lead_bins: int, rates: Sequence[float]) -> Outlook:

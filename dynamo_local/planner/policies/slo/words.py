@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dynamo_local.planner.policies.slo.ladder import FLIP, WAKE
 from dynamo_local.planner.policies.slo.state import SloState
 
 NEEDS_PREFILL = "the policy slo is for graphs with prefill workers of their own; throughput-load plans this one"
@@ -11,6 +12,7 @@ NOT_ACKNOWLEDGED = "the environment has not acknowledged the last decision yet"
 NOBODY_YET = "no request has been answered yet, so that lengths are not known"
 
 ROLES = ("prefill", "decode")
+QUICKER = (WAKE, FLIP)
 FACTOR_SAID = 0.3
 """From so much on a person is told that the profile is another engine's."""
 
@@ -22,7 +24,8 @@ def why(rule: str, numbers: Mapping[str, float], role: int) -> str:
     told = (
         f"{numbers['expected_requests_per_second']:.3g} requests/s expected in {numbers['lead_s']:.0f} s "
         f"({numbers['low_requests_per_second']:.3g} to {numbers['high_requests_per_second']:.3g}), "
-        f"{numbers['requests_per_second']:.3g} now{_clearing(numbers)}; with {_count(numbers['workers_wanted'])} "
+        f"{numbers['requests_per_second']:.3g} now{_sooner(numbers)}{_clearing(numbers)}; "
+        f"with {_count(numbers['workers_wanted'])}{_flips(numbers)} "
         f"{100 * numbers['attainment']:.1f} % keep the targets, {_binds(numbers)}; "
         f"one less would miss {_requests(numbers['less_misses_per_hour'])} an hour, one more would save "
         f"{_requests(numbers['more_saves_per_hour'])}, and a GPU must be worth "
@@ -47,6 +50,22 @@ def notes(state: SloState) -> tuple[str, ...]:
                 "a profile of these engines would be better"
             )
     return tuple(found)
+
+
+def _sooner(numbers: Mapping[str, float]) -> str:
+    """What is expected at the leads of the quicker rungs."""
+    return "".join(
+        f", {numbers[f'{rung}_requests_per_second']:.3g} in {numbers[f'{rung}_lead_s']:.2g} s (a {rung})"
+        for rung in QUICKER
+        if f"{rung}_lead_s" in numbers
+    )
+
+
+def _flips(numbers: Mapping[str, float]) -> str:
+    count = numbers.get("flips", 0.0)
+    if not count:
+        return ""
+    return f" ({abs(count):g} {'more' if count > 0 else 'fewer'} by flips)"
 
 
 def _clearing(numbers: Mapping[str, float]) -> str:

@@ -13,7 +13,7 @@ from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.forecasting.runners import InlineForecaster
 from dynamo_local.planner.policies.slo import lengths
-from dynamo_local.planner.policies.slo.keeping import FACTOR_MAX, Kept
+from dynamo_local.planner.policies.slo.keeping import AIM, FACTOR_MAX, FACTOR_MIN, Kept
 from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.values.decisions import Decision
 from dynamo_local.planner.values.pools import Pool, WorkerPools
@@ -164,18 +164,35 @@ def test_what_waits_is_cleared_beside_what_comes() -> None:
 def test_a_price_follows_what_was_kept() -> None:
     late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
 
-    def factor(missed: int, of: int, hopeless: float = 0.0) -> float:
+    def factor(missed: int, of: int) -> float:
         answers = [late] * missed + [fine] * (of - missed)
+        return Kept().after(answers, 0.0, 5.0, 1.0, 0.05).factor(0.99)
+
+    aim = round(100 * AIM)  # of 10,000 answers
+    assert factor(0, 10_000) == FACTOR_MAX
+    assert factor(round(0.9 * aim), 10_000) == pytest.approx((1 / 0.9) ** 0.5, abs=0.02)
+    assert factor(aim, 10_000) == pytest.approx(1.0)
+    assert factor(2 * aim, 10_000) == pytest.approx(0.5, abs=0.02)
+    assert factor(1_000, 10_000) == FACTOR_MIN
+    assert factor(0, 0) == pytest.approx(1.0)
+
+
+def test_a_target_that_no_fleet_reaches_makes_no_gpu_cheaper() -> None:
+    """On long prompts a third of the misses is nobody's fault: chasing them bought GPUs without end."""
+    late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
+    answers = [late] * 400 + [fine] * 9_600
+
+    def factor(hopeless: float) -> float:
         return Kept().after(answers, hopeless, 5.0, 1.0, 0.05).factor(0.99)
 
-    assert factor(0, 10_000) == FACTOR_MAX
-    assert factor(1_000, 10_000) == 1.0
-    assert 1.0 < factor(80, 10_000) < FACTOR_MAX
-    assert factor(100, 10_000) == pytest.approx(1.0)
-    assert factor(1_080, 10_000, hopeless=0.1) == pytest.approx(factor(80, 10_000))
-    assert factor(0, 0) == 1.0
+    assert factor(0.0) == FACTOR_MIN
+    assert FACTOR_MIN < factor(0.005) < 1.0
+    assert factor(0.015) == 1.0
+
+
+def test_answers_without_latencies_change_no_price() -> None:
     unknown = [Ended(1.0, 100, 10)] * 10_000
-    assert Kept().after(unknown, 0.0, 5.0, 1.0, 0.05).factor(0.99) == 1.0, "nobody knows what these have kept"
+    assert Kept().after(unknown, 0.0, 5.0, 1.0, 0.05).factor(0.99) == pytest.approx(1.0), "what was kept is not known"
 
 
 @pytest.mark.parametrize("rate", [60.0, 120.0])
