@@ -1,6 +1,6 @@
 """Ten minutes of conversations as they were recorded, at real speed: `slo` plans real processes as it plans their twin.
 
-`$DYN_TWIN_MINUTES` is how long (10), `$DYN_TRACES` where the recorded hour lies; without it, requests are made like them.
+`$DYN_TWIN_MINUTES` is how long (10), `$DYN_TRACES` where the recorded hour lies; without it, requests are made.
 """
 
 from __future__ import annotations
