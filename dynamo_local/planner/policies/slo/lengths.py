@@ -50,8 +50,8 @@ def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float) -> 
 
 
 def _left(sample: Sequence[Ended], window_s: float) -> list[float]:
-    """Of each answer, how long before the window's end it may have begun; `lasted_s`, thousands of times in the arbiter's
-    loop."""
+    """Of each answer, how long before the window's end it may have begun: by `lasted_s`, which thousands of calls in
+    the arbiter's loop would take too long."""
     return [
         window_s - ((each.ttft_s or 0.0) + (each.itl_s or 0.0) * (each.osl - 1 if each.osl > 1 else 0))
         for each in sample
