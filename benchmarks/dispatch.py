@@ -37,7 +37,7 @@ from dynamo_local.twin.trace import TraceRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "routing.md"
 COMMAND = "python -m benchmarks.dispatch --page"
-AZURE = "azure2023_conv.mooncake.jsonl.gz"
+AZURE, SIN_45 = "azure2023_conv.mooncake.jsonl.gz", "sin_rr5-45_T600_d1800_i3000o300.jsonl.gz"
 WORKERS = 64
 STREAMS = 64
 """Answers that run on a decode worker whose decision is measured."""
@@ -59,6 +59,7 @@ class Trial:
 
 
 azure = partial(kept, AZURE, "chat,rate=5.5,isl=900,isl-sigma=0.9,osl=150,reuse=0,system=0")
+waves = partial(kept, SIN_45, "sin,rate=25,amplitude=0.8,period=600,duration=1800,isl=3000,osl=300")
 BURSTS = "chat,duration=1800,rate=4,cv=3,reuse=0.2"
 CODE = "code,duration=1800,rate=12"
 
@@ -72,6 +73,7 @@ TRIALS = (
         ((2, 1), (3, 1), (4, 1), (2, 2), (1, 3), (4, 4), (0, 4), (3, 2)),
     ),
     Trial("Azure conversation", azure, 2000, 100, 0.1, ((3, 5), (4, 5), (2, 6), (5, 3), (0, 8))),
+    Trial("sin 5–45", waves, 200, 10, 1.0, ((3, 3), (4, 3))),
     Trial("`--generate sin`", partial(generated, "sin"), 200, 10, 1.0, ((1, 2), (2, 2))),
     Trial(f"`--generate {BURSTS}`", partial(generated, BURSTS), 2000, 50, 1.0, ((3, 2),)),
     Trial(f"`--generate {CODE}`", partial(generated, CODE), 500, 20, 1.0, ((1, 1), (2, 1))),

@@ -11,23 +11,28 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.harness import Report, at_most
-from dynamo_local.core.types import Load
+from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
+from dynamo_local.planner.forecasting.answering import answer
 from dynamo_local.planner.forecasting.runners import InlineForecaster
 from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
 from dynamo_local.planner.policies.options import PolicyOptions, name_of
 from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.values.decisions import Observation
+from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
 from dynamo_local.planner.values.pools import Pool, WorkerPools
 from dynamo_local.planner.values.readings import Reading
 from dynamo_local.profiles import DEFAULT_PROFILE
-from tests.fakes.planner.busy_hosts import BOTH_LOOPS, WORKERS, busy_pull
+from tests.fakes.planner.busy_hosts import BOTH_LOOPS, REQUESTS_PER_S, WORKERS, busy_pull
 
 READINGS = 30
 TICK_US, PULL_US, POLICY_MS = 100.0, 1000.0, 5.0
 WARM_UP = 6
 
+SLO_CORE_PERCENT = 2.0
+SLO = SloOptions(DEFAULT_PROFILE, ttft_ms=200.0, itl_ms=10.0, max_gpu_budget=WORKERS)
 SLA = SlaOptions(DEFAULT_PROFILE, adjustment_interval_s=30.0, max_gpu_budget=WORKERS)
 
 
@@ -49,6 +54,17 @@ def run(short: bool) -> Report:
     for options in (SLA, BOTH_LOOPS):
         samples = [_policy_ms(options, calls=6 if short else 30) for _ in range(rounds)]
         report.add(f"decision, {name_of(options)}", "ms", samples, at_most(POLICY_MS))
+    loop_ms, forecast_ms = _slo_ms(ticks=20 if short else 120)
+    report.add("decision, slo: in the loop", "ms", loop_ms, at_most(POLICY_MS))
+    interval_ms = SLO.adjustment_interval_s * 1000
+    both = [100 * (loop + forecast) / interval_ms for loop, forecast in zip(loop_ms, forecast_ms, strict=True)]
+    report.add(
+        "decisions, slo: with the process of forecasts, mean",
+        "% core",
+        [statistics.fmean(both)],
+        at_most(SLO_CORE_PERCENT),
+    )
+    report.notes.append(f"slo: {REQUESTS_PER_S:g} requests/s, and half of that more and less within ten minutes")
     report.notes.append(
         f"{WORKERS} workers, {READINGS} readings, random loads; each sample is the best of {calls} calls"
     )
@@ -66,6 +82,39 @@ def _policy_ms(options: PolicyOptions, *, calls: int) -> float:
         if windows and decision is not None and tick > WARM_UP:
             took_ms.append((time.thread_time() - began_s) * 1e3)
     return statistics.median(took_ms)
+
+
+class _Aside:
+    """Answers at once, and says what that took: in the arbiter another process does it."""
+
+    def __init__(self) -> None:
+        self.took_s = 0.0
+
+    async def run(self, task: ForecastTask, deadline_s: float) -> Forecasts | Missing:
+        began_s = time.thread_time()
+        try:
+            return answer(task)
+        finally:
+            self.took_s += time.thread_time() - began_s
+
+    async def close(self) -> None:
+        return
+
+
+def _slo_ms(*, ticks: int) -> tuple[list[float], list[float]]:
+    """CPU of so many decisions of `slo` on a busy host whose load swings: in the loop, and of the queueing twin."""
+    aside = _Aside()
+    driver = PolicyDriver(policy_of(SLO), 0.0, forecaster=aside)
+    loop_ms, forecast_ms = list[float](), list[float]()
+    for tick in range(WARM_UP + ticks):
+        seen = busy_pull(driver.next_at_s, tick, driver.wants)
+        aside.took_s, began_s = 0.0, time.thread_time()
+        driver.tick_now(seen)
+        took_s = time.thread_time() - began_s
+        if tick >= WARM_UP:
+            loop_ms.append((took_s - aside.took_s) * 1e3)
+            forecast_ms.append(aside.took_s * 1e3)
+    return loop_ms, forecast_ms
 
 
 def _observation() -> Observation:

@@ -37,7 +37,8 @@ from dynamo_local.twin.options import FleetShape, TwinOptions
 from dynamo_local.twin.simulation import Simulation
 
 POLICIES = ("load", "sla", "throughput-load", "slo")
-CLAIRVOYANT = "clairvoyant"
+CLAIRVOYANT, FIXED = "clairvoyant", "fixed"
+CASES = (FIXED, CLAIRVOYANT, *POLICIES)
 TWIN, REPLAY = "our twin", "Dynamo's replay"
 ENOUGH = 0.9995
 """A fixed fleet that serves so many is the last of the frontier: more GPUs cannot do better."""
@@ -109,15 +110,20 @@ class Run:
 
 
 def measure_all(
-    facts: Facts, names: Sequence[str], limit: int | None, until_s: float, say: Callable[[str], None]
+    facts: Facts,
+    names: Sequence[str],
+    cases: Sequence[str],
+    limit: int | None,
+    until_s: float,
+    say: Callable[[str], None],
 ) -> bool:
-    """All runs of the trials with these names (none: of all) that are not kept yet; whether none is left. None is begun
-    after `until_s` (`time.monotonic`)."""
+    """All runs of the trials with these names and of these cases (none: of all) that are not kept yet; whether none is
+    left. None is begun after `until_s` (`time.monotonic`)."""
     for trial in TRIALS:
         if names and trial.name not in names:
             continue
         requests = trial.requests(limit)
-        for run in _runs(trial, requests, facts):
+        for run in _runs(trial, requests, facts, cases or CASES):
             if time.monotonic() >= until_s:
                 return False
             row = _made(run, requests)
@@ -129,21 +135,21 @@ def measure_all(
     return True
 
 
-def _runs(trial: Trial, requests: Requests, facts: Facts) -> Iterator[Run]:
-    """Those that are missing: planners first, then fixed fleets, the smallest first."""
+def _runs(trial: Trial, requests: Requests, facts: Facts, cases: Sequence[str]) -> Iterator[Run]:
+    """Those that are missing: fixed fleets first, the smallest first, then who knows the demand, then planners."""
     done = {row.key: row for row in facts.rows}
     count = len(requests.rows)
-    for case in (*reversed(POLICIES), CLAIRVOYANT):
-        known = any(key[:3] == (TWIN, trial.name, case) and key[4] == count for key in done)
-        if not known:
-            yield Run(trial, case, trial.first)
-    for fleet in frontier(trial, requests):
-        row = done.get((TWIN, trial.name, "fixed", fleet, count))
+    for fleet in frontier(trial, requests) if FIXED in cases else ():
+        row = done.get((TWIN, trial.name, FIXED, fleet, count))
         if row is None:
-            yield Run(trial, "fixed", fleet)
+            yield Run(trial, FIXED, fleet)
             row = facts.rows[-1]
         if row.attainment >= ENOUGH:
-            return
+            break
+    for case in CASES:
+        known = any(key[:3] == (TWIN, trial.name, case) and key[4] == count for key in done)
+        if case in cases and case != FIXED and not known:
+            yield Run(trial, case, trial.first)
 
 
 def frontier(trial: Trial, requests: Requests) -> list[Fleet]:
@@ -182,7 +188,7 @@ def _made(run: Run, requests: Requests) -> Row:
         conditional=False,
     )
     fleet = run.fleet
-    if run.case == "fixed":
+    if run.case == FIXED:
         done = run_case(requests.rows, Case("", options))
     elif run.case == CLAIRVOYANT:
         knows = clairvoyant(requests.rows, slo_options(trial))

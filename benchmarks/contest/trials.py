@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.dispatch import azure
-from benchmarks.traces import Requests, conversation, kept
+from benchmarks.dispatch import BURSTS, CODE, SIN_45, azure, waves
+from benchmarks.traces import Requests, conversation, generated, kept
 from dynamo_local.twin.options import Slo
 
 Fleet = tuple[int, int]
@@ -17,8 +17,8 @@ Fleet = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Requests, and under what they are served. `speed`: the engine does so many times as much as its profile says.
-    `file` is the recorded trace's, where there is one; `clairvoyant` the GPU-hours of a planner in Dynamo's replay that
-    knew the demand (None: not measured)."""
+    `file` is the recorded trace's ("": the requests are always made); `clairvoyant` the GPU-hours of a planner in
+    Dynamo's replay that knew the demand (None: not measured)."""
 
     name: str
     requests: Callable[[int | None], Requests]
@@ -31,7 +31,15 @@ class Trial:
     clairvoyant: float | None = None
 
 
-SIN_20, SIN_45 = "sin_rr5-20_T150_d600_i3000o150.jsonl.gz", "sin_rr5-45_T600_d1800_i3000o300.jsonl.gz"
+SIN_20 = "sin_rr5-20_T150_d600_i3000o150.jsonl.gz"
+
+WAVES = "sin,rate=15,amplitude=0.7,period=300,duration=900,isl=2000,osl=200"
+
+
+def _made(word: str, limit: int | None) -> Requests:
+    """Requests that every clone can make, and that no constant of `slo` was chosen on."""
+    return generated(word, limit)
+
 
 TRIALS = (
     Trial(
@@ -45,7 +53,7 @@ TRIALS = (
     ),
     Trial(
         "sin 5–45",
-        partial(kept, SIN_45, "sin,rate=25,amplitude=0.8,period=600,duration=1800,isl=3000,osl=300"),
+        waves,
         SIN_45,
         Slo(200, 10),
         30.0,
@@ -74,4 +82,7 @@ TRIALS = (
         speed=0.1,
         clairvoyant=7.56,
     ),
+    Trial("made chat", partial(_made, BURSTS), "", Slo(2000, 50), 60.0, 8, (2, 1)),
+    Trial("made code", partial(_made, CODE), "", Slo(500, 20), 30.0, 8, (2, 1)),
+    Trial("made sin", partial(_made, WAVES), "", Slo(300, 15), 20.0, 8, (2, 1)),
 )

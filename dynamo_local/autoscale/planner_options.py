@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo_local.autoscale.fitting_profile import check_profile
 from dynamo_local.config import PlannerConfig, check_planner, planned_components, planner_section
-from dynamo_local.config.planner.options import POLICIES, options_of, own_names
+from dynamo_local.config.planner.options import POLICIES, chosen_policy, options_of, own_names
 from dynamo_local.core.actuators import EVERY, WAKES, Actuator
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import BadInput, ConfigError
@@ -27,15 +27,18 @@ from dynamo_local.profiles import DEFAULT_PROFILE, shipped_profiles
 def changed_options(before: PlannerConfig, given: Mapping[str, Any], graph: GraphSpec) -> PlannerConfig:
     """These over the options of before, checked as a whole. Raises `ConfigError` that names the option.
 
-    Another policy begins with the defaults of its own options.
+    Another policy begins with the defaults of its own options. Targets choose one as in a section: where nobody has
+    named any.
     """
     found = {key.replace("-", "_"): value for key, value in given.items()}
-    policy = str(found.get("policy", before.policy))
+    named = "policy" in before.model_fields_set
+    policy = str(found.get("policy", before.policy)) if named else chosen_policy(found, before.policy)
     found = own_names("Planner", found, policy)
     if "enabled" in found:
         raise BadInput("enabled belongs to the configuration's Planner section; say start or stop")
     now = before.model_dump(exclude_unset=True, exclude={"enabled"})
     if policy != before.policy and policy in POLICIES:
+        found["policy"] = policy
         now = {name: value for name, value in now.items() if name in options_of(policy)}
     config = planner_section("Planner", {**now, **found})
     planned_components(graph)

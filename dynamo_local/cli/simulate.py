@@ -225,10 +225,10 @@ def _case(
 
 def _with_targets(given: Mapping[str, Mapping[str, Any]], words: Mapping[str, Any]) -> dict[str, Any]:
     """The planner's options. A policy with targets has those of the run, and the profile that the engines run by."""
-    from dynamo_local.config.planner.options import POLICIES, options_of, own_names
+    from dynamo_local.config.planner.options import POLICIES, chosen_policy, options_of, own_names
     from dynamo_local.engines.sim.options import SimOptions
 
-    policy = str(given["planner"].get("policy", "load"))
+    policy = chosen_policy(given["planner"])
     found = own_names("--planner", given["planner"], policy)
     profile = given["sim"].get("profile", SimOptions().profile)
     of_the_run = {"ttft_ms": words["ttft_ms"], "itl_ms": words["itl_ms"], "profile_results_dir": profile}

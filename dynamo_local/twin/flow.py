@@ -128,6 +128,8 @@ class Flow:
     def _roll(self, process: Process, now_s: float) -> None:
         self._dirty.add(process.instance_id)
         for event in process.scheduler.advance(now_s):
+            if type(event) is Tokens and event.first and process.side is None:
+                continue  # most events; only first tokens are looked at
             self._on_event(process, event, now_s)
 
     def _on_event(self, process: Process, event: Event, now_s: float) -> None:

@@ -39,6 +39,11 @@ _ALIASES: Mapping[type[BaseModel], Mapping[str, str]] = {
 }
 
 
+BY_TARGETS = "slo"
+"""Who plans where targets are given, and no policy."""
+_LATENCIES = frozenset({"ttft_ms", "itl_ms", *latencies.ALIASES})
+
+
 def options_of(policy: str) -> tuple[str, ...]:
     """The names of the options that a policy takes."""
     return tuple(name for group in POLICIES[policy] for name in group.model_fields)
@@ -66,7 +71,10 @@ class PlannerConfig(
         for name in type(self).model_fields:
             if name in self.model_fields_set and name not in known:
                 owners = " and ".join(policy for policy in POLICIES if name in options_of(policy))
-                raise ValueError(f"{name} is an option of the policy {owners}, and the policy is {self.policy}")
+                raise ValueError(
+                    f"{name} is an option of the policy {owners}, and the policy is {self.policy} (without `policy` it "
+                    f"is {BY_TARGETS} where ttft or itl is given, else load)"
+                )
         return self
 
     @model_validator(mode="after")
@@ -109,7 +117,18 @@ def planner_section(section: str, values: Mapping[str, Any]) -> PlannerConfig:
 
     `section` says in the error where they stand.
     """
-    return validate_section(PlannerConfig, section, own_names(section, values, str(values.get("policy", "load"))))
+    policy = chosen_policy(values)
+    found = own_names(section, values, policy)
+    if policy == BY_TARGETS and "policy" not in found:
+        found["policy"] = policy
+    return validate_section(PlannerConfig, section, found)
+
+
+def chosen_policy(values: Mapping[str, Any], otherwise: str = "load") -> str:
+    """The policy that these values name. Where they name none: `slo` if they give a target for latencies."""
+    if "policy" in values:
+        return str(values["policy"])
+    return BY_TARGETS if any(underscored(key) in _LATENCIES for key in values) else otherwise
 
 
 def own_names(section: str, values: Mapping[str, Any], policy: str) -> dict[str, Any]:

@@ -27,8 +27,8 @@ class SharedFields(BaseModel):
     enabled: bool = True
     """Whether the section starts the planner with the graph; `dynamo planner start` starts it at any time."""
     policy: Literal["load", "sla", "slo", "throughput-load"] = "load"
-    """Who decides: `load` by thresholds, `slo`, `sla` and `throughput-load` by targets for latencies
-    (`slo` is on trial)."""
+    """Who decides: `load` by thresholds, `slo`, `sla` and `throughput-load` by targets for latencies. Where `ttft` or
+    `itl` is given, and no policy, it is `slo`."""
     namespace: str | None = None
     """Namespace that the planner looks at; the graph's own, or it is refused."""
     served_model_name: str | None = None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from dynamo_local.config.planner.options import BY_TARGETS, chosen_policy
 from dynamo_local.kubernetes.model import (
     MAIN_CONTAINER,
     Component,
@@ -46,6 +47,8 @@ def planner_component(
     unread = [key for key in section if key in _REASONS or key.startswith("virtual_")]
     notes = left_out(NAME, _REASONS, unread, _HERE)
     kept = {key: value for key, value in section.items() if key not in unread}
+    if chosen_policy(section) == BY_TARGETS:
+        kept.setdefault("policy", BY_TARGETS)  # a pod to which none is named plans as Dynamo does
     profile = kept.get("profile_results_dir")
     if isinstance(profile, str) and "/" in profile:
         text = f"{profile} is a folder of this host: mount it into the planner's pod"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo_local.config import planner_section
-from dynamo_local.config.planner.options import known_names
+from dynamo_local.config.planner.options import BY_TARGETS, chosen_policy, known_names
 from dynamo_local.errors import ConfigError
 from dynamo_local.kubernetes.model import Component, Container
 from dynamo_local.kubernetes.program import module_of, option
@@ -20,7 +20,8 @@ FIRST = "planner_sla"
 DYNAMOS = ("dynamo.planner", FIRST)
 _OF_THE_CLUSTER = ("environment", "namespace", "config", "frontend", "graph", "kubernetes_namespace", "metrics_port")
 _POLICY = "throughput-load"
-"""What Dynamo's planner does is this policy, under the same names; its first one was `sla`."""
+"""What Dynamo's planner does is this policy, under the same names, and ours does in a pod where none is named; Dynamo's
+first one was `sla`."""
 
 
 def planner_of(component: Component) -> tuple[dict[str, Any] | None, tuple[Note, ...]]:
@@ -36,6 +37,8 @@ def planner_of(component: Component) -> tuple[dict[str, Any] | None, tuple[Note,
     section: dict[str, Any] = {}
     if module != MODULE:
         section["policy"] = "sla" if module.endswith(FIRST) else _POLICY
+    elif chosen_policy(given) == BY_TARGETS:
+        section["policy"] = _POLICY  # unless it is named, below: here targets alone would choose another one
     names = known_names()
     for key, value in given.items():
         where = f"{component.name}.{key}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ GRID = math.log(1.08)
 """Rates are looked at in steps of 8 %: nearer ones are the same question again, and its answer is known."""
 RATE_MIN = 0.02
 EVALUATORS = 4
+PROMPTS_MAX = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +118,24 @@ def _evaluator(options: tuple[tuple[str, Any], ...]) -> Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class _Faster:
-    """A profile's engine, so many times as fast."""
+    """A profile's engine, so many times as fast. What a prompt takes is remembered: the arbiter's loop asks for the
+    same ones at each decision."""
 
     profile: ProfileModel
     speed: float
+    _known: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def max_kv_tokens(self) -> int:
         return self.profile.max_kv_tokens
 
     def ttft_s(self, prompt_tokens: int) -> float:
-        return self.profile.ttft_s(prompt_tokens) / self.speed
+        known = self._known.get(prompt_tokens)
+        if known is None:
+            if len(self._known) >= PROMPTS_MAX:
+                self._known.clear()
+            known = self._known[prompt_tokens] = self.profile.ttft_s(prompt_tokens) / self.speed
+        return known
 
     def itl_s(self, active_kv_tokens: int, mean_context: float) -> float:
         return self.profile.itl_s(active_kv_tokens, mean_context) / self.speed

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
-from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass, Requests
+from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass
+from dynamo_local.planner.values.passes import Requests as PassRequests
 from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values.requests import Ended, Requests
 from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.profiles import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
 
 WORKERS = 64
 """Half of them prefill."""
+REQUESTS_PER_S = 200.0
 PASSES = 64
 """Of each engine, since the last pull."""
 LIMITS = Capabilities(8192, 256, 1_000_000, 131_072)
@@ -38,13 +44,26 @@ def busy_pull(at_s: float, tick: int, wants: Wants) -> Pull:
     if window_s is not None:
         traffic = Traffic(at_s, window_s, 300.0 + tick % 40, 3000.0, 200.0, 120.0, 9.0, 2.0, 0.2, 1.0)
     limits = {PREFILL: LIMITS, DECODE: LIMITS}
-    return Pull(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits)
+    requests = _requests(at_s, window_s) if wants.requests and window_s is not None else None
+    return Pull(reading(at_s, 1, 0.7, WORKERS // 2), pools, traffic, engines, limits, requests=requests)
+
+
+def _requests(at_s: float, window_s: float) -> Requests:
+    """Those of a window, one by one: lengths of all kinds, and a rate that swings by half within ten minutes."""
+    rng, since_s = random.Random(at_s), at_s - window_s
+    rate = REQUESTS_PER_S * (1 + 0.5 * math.sin(2 * math.pi * at_s / 600))
+    began = sorted(rng.uniform(since_s, at_s) for _ in range(round(rate * window_s)))
+    ended = tuple(
+        Ended(end_s, int(rng.lognormvariate(7.8, 0.7)) + 1, int(rng.lognormvariate(5.5, 0.7)) + 1, 0.1, 0.008)
+        for end_s in began
+    )
+    return Requests(since_s, at_s, tuple(began), ended)
 
 
 def _pass(engine: EngineId, at_s: float, tick: int, number: int, *, prefill: bool) -> ForwardPass:
     more = (tick * 7 + number * 13) % 50
     if prefill:
-        scheduled = Requests(num_prefill_requests=1, sum_prefill_tokens=500 + 40 * more)
+        scheduled = PassRequests(num_prefill_requests=1, sum_prefill_tokens=500 + 40 * more)
     else:
-        scheduled = Requests(num_decode_requests=4 + more, sum_decode_kv_tokens=(4 + more) * 3000)
+        scheduled = PassRequests(num_decode_requests=4 + more, sum_decode_kv_tokens=(4 + more) * 3000)
     return ForwardPass(engine, tick * PASSES + number, 0.01 + 0.0004 * more, scheduled, at_s=at_s)

@@ -7,20 +7,13 @@ say anything about that: then the test is skipped, with what it measured.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-from httpx import HTTPError
-from openai import APIError, AsyncOpenAI
 
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.policies.load import LoadOptions
@@ -32,9 +25,8 @@ from dynamo_local.twin.metrics import measure
 from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
 from dynamo_local.twin.simulation import Run
 from dynamo_local.twin.trace import TraceRequest
-from tests.drivers.planned import planner
+from tests.drivers.beside_twin import Watched, all_answered, counter, play, unless_busy
 from tests.drivers.served import Served
-from tests.drivers.timed import timed
 from tests.fakes.profile_folders import slow_engine
 
 pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(300)]
@@ -42,21 +34,7 @@ pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(300)]
 SPEED = 0.1
 SIM = SimOptions(speed=SPEED, num_gpu_blocks=400)
 WORDS = (f"--Common.sim.speed={SPEED}", "--Common.sim.num-gpu-blocks=400")
-BUSY_MAX_PERCENT = 60.0
 AGREE = 0.10
-POLL_S = 0.2
-
-
-@dataclass
-class Watched:
-    """What was measured of the real graph. `counts` are `(at_s, ready by role)`, from the first arrival."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    itl_s: list[float] = field(default_factory=list)
-    counts: list[tuple[float, dict[str, int]]] = field(default_factory=list)
-    busy_percent: float = 0.0
-    failed: list[str] = field(default_factory=list)
-    """Requests without a whole answer, in words."""
 
 
 def poisson(rates: Sequence[tuple[float, float]], *, isl: int, osl: int, seed: int) -> list[TraceRequest]:
@@ -69,84 +47,6 @@ def poisson(rates: Sequence[tuple[float, float]], *, isl: int, osl: int, seed: i
             found.append(TraceRequest(at_s, isl, osl))
         begin_s += seconds
     return found
-
-
-async def play(served: Served, trace: Sequence[TraceRequest], *, planned: bool = False) -> Watched:
-    """The trace, open loop, against the graph. `planned`: the planner's interval begins with the trace, as the twin's
-    does. Whether all answers were complete is the caller's to say (`all_answered`): it knows how busy the host was."""
-    watched = Watched()
-    rng = random.Random(1)
-    prompts = [[rng.randrange(259, 2048) for _ in range(request.input_length)] for request in trace]
-    async with served.client() as client:
-        await ask(client, prompts[0][:50], 4)  # the first request of a connection pays for its imports
-        psutil.cpu_percent()
-        if planned:
-            planner(served, "pause")
-            planner(served, "resume")
-        frontend = served.pids()["Frontend"]
-        begin_s = time.monotonic()
-        watching = asyncio.create_task(watch(served, watched, begin_s))
-
-        async def one(request: TraceRequest, prompt: list[int]) -> None:
-            await asyncio.sleep(begin_s + request.at_s - time.monotonic())
-            asked_s = time.monotonic()
-            try:
-                first_s, last_s, tokens = await ask(client, prompt, request.output_length)
-            except (APIError, HTTPError, AssertionError) as error:  # in a stream the client lets httpx's errors through
-                cause = f" ({error.__cause__!r})" if error.__cause__ is not None else ""
-                watched.failed.append(f"at {request.at_s:.1f} s: {type(error).__name__}: {error}{cause}")
-                return
-            if tokens != request.output_length:
-                watched.failed.append(f"at {request.at_s:.1f} s: {tokens} of {request.output_length} tokens")
-                return
-            watched.ttft_s.append(first_s - asked_s)
-            if tokens > 1:
-                watched.itl_s.append((last_s - first_s) / (tokens - 1))
-
-        async with asyncio.TaskGroup() as group:
-            for request, prompt in zip(trace, prompts, strict=True):
-                group.create_task(one(request, prompt))
-        watched.busy_percent = psutil.cpu_percent()
-        watching.cancel()
-        await asyncio.wait([watching])
-    # However busy the host: nothing here may end the Frontend.
-    assert served.pids().get("Frontend") == frontend, f"the Frontend was started again; failed: {watched.failed}"
-    return watched
-
-
-async def ask(client: AsyncOpenAI, prompt: list[int], tokens: int) -> tuple[float, float, int]:
-    """When the first and the last token came, and how many there were."""
-    times, count = await timed(client, prompt, tokens)
-    assert times, "the stream ended without a token"
-    return times[0], times[-1], count or 0
-
-
-async def watch(served: Served, watched: Watched, begin_s: float) -> None:
-    while True:
-        workers = (await asyncio.to_thread(served.status))["workers"]
-        ready = [worker["watcher_name"] for worker in workers if worker["state"] == "ready"]
-        counts = {
-            role: sum(component in name for name in ready)
-            for role, component in (("prefill", "_PrefillWorker"), ("decode", "_VllmWorker"))
-        }
-        watched.counts.append((time.monotonic() - begin_s, counts))
-        await asyncio.sleep(POLL_S)
-
-
-@contextmanager
-def unless_busy(watched: Watched) -> Iterator[None]:
-    """A disagreement on a host that others keep busy is theirs."""
-    try:
-        yield
-    except AssertionError as error:
-        if watched.busy_percent > BUSY_MAX_PERCENT:
-            pytest.skip(f"the host was {watched.busy_percent:.0f} % busy: {error}".splitlines()[0])
-        raise
-
-
-def all_answered(watched: Watched) -> None:
-    """No request was lost."""
-    assert watched.failed == [], f"{len(watched.failed)} requests failed: {watched.failed[:3]}"
 
 
 def agree(watched: Watched, run: Run) -> None:
@@ -280,16 +180,3 @@ def evenly(rates: Sequence[tuple[float, float]], *, isl: int, osl: int) -> list[
         found += [TraceRequest(begin_s + n / rate, isl, osl) for n in range(int(seconds * rate))]
         begin_s += seconds
     return found
-
-
-def counter(run: Run) -> Callable[[str, float], int]:
-    """`(role, at_s)` to how many were ready in the twin."""
-
-    def ready(role: str, at_s: float) -> int:
-        last: Any = run.points[0]
-        for point in run.points:
-            if point.at_s <= at_s:
-                last = point
-        return int(getattr(last, role).ready)
-
-    return ready

@@ -101,12 +101,27 @@ async def test_another_policy_begins_at_run_time_with_options_of_its_own(arbiter
     assert (options["policy"], options["adjustment_interval"]) == ("load", 30)
 
 
+async def test_targets_bring_slo_where_nobody_has_named_a_policy_and_only_there(arbiter: Arbiter) -> None:
+    await arbiter.planning.start({**QUICK, "max_gpu_budget": 6})
+    options = (await arbiter.planning.set({"ttft": 300}))["options"]
+    assert (options["policy"], options["ttft_ms"], options["max_gpu_budget"]) == ("slo", 300, 6)
+    kept = {"policy": "slo", "ttft_ms": 300, "max_gpu_budget": 6, "metric_pulling_interval": 0.2}
+    assert arbiter.kept() == PlannerEntry(state="running", options=kept)
+    assert (await arbiter.planning.set({"itl": 20}))["options"]["policy"] == "slo"
+    await arbiter.planning.set({"policy": "load"})
+    with pytest.raises(ConfigError, match="and the policy is load"):
+        await arbiter.planning.set({"ttft_ms": 300})
+    await arbiter.planning.set({"policy": "throughput-load"})
+    assert (await arbiter.planning.set({"ttft": 300}))["options"]["policy"] == "throughput-load"
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"policy": "sla"}, "profile-results-dir"),
         ({"policy": "sla", "profile-results-dir": "/nowhere"}, "/nowhere"),
-        ({"ttft": 300}, "ttft.*load"),
+        ({"policy": "load", "ttft": 300}, "ttft.*load"),
+        ({"ttft": 300, "decode-kv-scale-up-threshold": 0.8}, "is an option of the policy load, and the policy is slo"),
         ({"policy": "throughput-load", "prefill-queue-scale-up-threshold": 1}, "is an option of the policy load"),
         ({"policy": "fast"}, "policy"),
     ],

@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.contest import measuring
 from benchmarks.contest.clairvoyant import STEP_S, clairvoyant
 from benchmarks.contest.measuring import REPLAY, TWIN, Facts, Row, frontier, measure_all, planner_options, slo_options
 from benchmarks.contest.page import beaten_by, picture, section
@@ -22,6 +21,9 @@ SIN = TRIALS[0]
 ROW = Row(TWIN, SIN.name, "fixed", (2, 2), 100, 0.95, 1.0, 300.0, 9.0, 0, 0, 2.0, "made", "2026-11-22", "a machine")
 
 
+FEW = ("fixed", "clairvoyant", "load")
+
+
 @pytest.fixture
 def without_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same requests on every machine."""
@@ -29,21 +31,19 @@ def without_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_recorded")
-def test_runs_are_kept_and_another_call_goes_on_where_one_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(measuring, "POLICIES", ("load",))
+def test_runs_are_kept_and_another_call_goes_on_where_one_ended(tmp_path: Path) -> None:
     path, said = tmp_path / "contest.jsonl", list[str]()
     facts = Facts.load(path)
-    assert not measure_all(facts, [SIN.name], 60, time.monotonic() - 1, said.append)
+    assert not measure_all(facts, [SIN.name], FEW, 60, time.monotonic() - 1, said.append)
     assert said == []
-    assert measure_all(facts, [SIN.name], 60, time.monotonic() + 600, said.append)
+    assert measure_all(facts, [SIN.name], FEW, 60, time.monotonic() + 600, said.append)
     again = Facts.load(path)
     assert again.rows == facts.rows
     assert {row.case for row in again.rows} >= {"load", "clairvoyant", "fixed"}
     assert again.of(TWIN, SIN.name, "fixed")[-1].attainment == pytest.approx(1.0)
+    assert [row.case for row in again.rows][-2:] == ["clairvoyant", "load"]  # fixed fleets first, planners last
     count = len(said)
-    assert measure_all(again, [SIN.name], 60, time.monotonic() + 600, said.append)
+    assert measure_all(again, [SIN.name], FEW, 60, time.monotonic() + 600, said.append)
     assert len(said) == count
 
 
@@ -73,6 +73,18 @@ def test_planners_begin_with_the_profile_of_slower_engines(tmp_path: Path) -> No
     of_it = read_profile(str(tmp_path)).prefill.ttft_ms
     shipped = read_profile("dynamo_H200_TP1P_TP1D").prefill.ttft_ms
     assert of_it == pytest.approx([each / slower.speed for each in shipped])
+
+
+def test_some_traces_are_made_on_every_machine() -> None:
+    """A clone without recorded traces runs them as they were run for the page."""
+    made = [trial for trial in TRIALS if not trial.file]
+    assert len(made) == 3
+    for trial in made:
+        requests = trial.requests(5)
+        assert not requests.recorded
+        assert not requests.missing
+        assert len(requests.rows) == 5
+        assert trial.clairvoyant is None  # of Dynamo's replay, which is for recorded ones
 
 
 def test_a_planner_loses_where_a_fixed_fleet_is_better_in_one_and_no_worse_in_the_other() -> None:

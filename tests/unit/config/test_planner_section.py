@@ -19,7 +19,7 @@ def test_load_is_what_plans_unless_something_else_is_named() -> None:
     ("values", "told"),
     [
         (
-            {"ttft_ms": 300},
+            {"policy": "load", "ttft_ms": 300},
             "ttft_ms is an option of the policy sla and slo and throughput-load, and .* is load",
         ),
         ({"policy": "sla", "prefill-queue-scale-up-threshold": 1}, "prefill_queue_scale_up_threshold.*load"),
@@ -59,10 +59,28 @@ def test_settings_of_the_command_line_are_read_by_any_name() -> None:
         parse_settings(["ttft-m=3"])
 
 
-def test_slo_is_taken_by_its_name_alone() -> None:
-    """A policy on trial is nobody's default: targets without a policy are refused, and the error names it."""
-    with pytest.raises(ConfigError, match=r"slo.*and the policy is load"):
-        planner_section("Planner", {"ttft_ms": 2000})
+@pytest.mark.parametrize("target", [{"ttft": 2000}, {"ttft-ms": 2000}, {"itl_ms": 50}, {"itl": 50, "budget": 4}])
+def test_slo_plans_where_targets_are_given_and_no_policy(target: dict[str, object]) -> None:
+    """Who gives targets wants them kept; who has none goes on with `load`, and a policy that is named counts."""
+    found = planner_section("Planner", target)
+    assert found == planner_section("Planner", {**target, "policy": "slo"})
+    assert found.policy == "slo"
+    kept = found.model_dump(exclude_unset=True)
+    assert planner_section("Planner", kept) == found
+    assert kept["policy"] == "slo"  # what is written into a statefile says it, whatever is changed later
+    with pytest.raises(ConfigError, match=r"and the policy is load|did you mean '(ttft|itl)_ms'"):
+        planner_section("Planner", {**target, "policy": "load"})
+    with pytest.raises(ConfigError, match=r"adjustment_interval is an option of the policy load.* is slo .* where"):
+        planner_section("Planner", {**target, "adjustment_interval": 20})
+
+
+def test_without_targets_load_plans() -> None:
+    assert planner_section("Planner", {"max_gpu_budget": 4, "adjustment_interval": 20}).policy == "load"
+    with pytest.raises(ConfigError, match="and the policy is load"):
+        planner_section("Planner", {"profile_results_dir": "x"})
+
+
+def test_options_of_slo() -> None:
     found = planner_section("Planner", {"policy": "slo", "ttft": 2000, "itl": 50, "budget": 4, "target": 0.999})
     assert (found.ttft_ms, found.itl_ms, found.max_gpu_budget, found.target) == (2000, 50, 4, 0.999)
     with pytest.raises(ConfigError, match="min_endpoint 0: the policy slo keeps one worker of each role"):

@@ -148,6 +148,12 @@ def test_a_planner_is_a_component_with_its_options_and_every_worker_has_an_adapt
     assert not any("scalingAdapter" in one for one in components(exported(text)).values())
 
 
+def test_a_planner_that_targets_have_chosen_is_named_to_its_pod() -> None:
+    """A pod to which no policy is named plans as Dynamo does, and not as this host did."""
+    planner = components(exported(DISAGG + "Planner: {ttft: 200, itl: 20}\n", PLANNED))["Planner"]
+    assert '{"ttft": 200, "itl": 20, "policy": "slo"}' in words_of(planner)
+
+
 def test_a_prefill_worker_is_told_that_it_is_one() -> None:
     """Without the option it registers as a decode worker, and no planner finds it (#13238)."""
     found = exported(worker("", role="prefill"))

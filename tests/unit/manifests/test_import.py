@@ -200,6 +200,12 @@ def test_a_planners_options_may_stand_one_by_one() -> None:
     assert found.sections["Planner"]["max_gpu_budget"] == 4
 
 
+def test_our_own_planner_to_which_no_policy_is_named_plans_as_it_did_in_its_pod() -> None:
+    part = planner("--config", '{"ttft_ms": 200, "itl_ms": 20}', module="dynamo_local.planner")
+    section = imported(manifest(worker(), part)).sections["Planner"]
+    assert section == {"policy": "throughput-load", "ttft_ms": 200, "itl_ms": 20}
+
+
 def test_dynamos_first_planner_is_the_policy_sla() -> None:
     part = planner("--environment=kubernetes", "--backend=vllm", "--adjustment-interval=60", module="planner_sla")
     section = imported(manifest(worker(), part)).sections["Planner"]

@@ -67,7 +67,7 @@ def advance_rows(run: Pass, count: int, cache: SequenceCache, *, over: bool) -> 
     events: list[Tokens] = []
     for row, seq in enumerate(run.rows):
         events.append(Tokens(seq.request.request_id, seq.generated, times))
-        at = -seq.computed % size or size
+        at = size - seq.computed % size
         while at <= formed:
             crossings.append((at, row))
             at += size

@@ -9,7 +9,9 @@ from dynamo_local.engines.sim.scheduling.requests import Seq
 
 def quiet_passes(rows: Sequence[Seq], block_size: int, free_blocks: int) -> int:
     """How many passes can be decided now: until the first sequence ends, or the next one needs a preemption."""
-    passes = min(seq.request.num_output_tokens - seq.generated for seq in rows)
+    passes = min([seq.request.num_output_tokens - seq.generated for seq in rows])
+    if len(rows) * (passes // block_size + 1) <= free_blocks:  # no sequence needs more: spare the counting
+        return passes
 
     def new_blocks(count: int) -> int:
         return sum(max(0, -(-(seq.computed + count) // block_size) - len(seq.blocks)) for seq in rows)

@@ -283,14 +283,15 @@ class SimScheduler:
         position = 0
         while position < len(self._running) and budget:
             seq = self._running[position]
-            seq.step = min(seq.request.num_prompt_tokens + seq.generated - seq.computed, budget)
+            step = seq.step = min(seq.request.num_prompt_tokens + seq.generated - seq.computed, budget)
             seq.starts = False
-            need = -(-(seq.computed + seq.step) // size) - len(seq.blocks)
-            if need > 0 and not self._grow(seq, need, now_s):
+            ahead, held = seq.computed + step, len(seq.blocks)
+            if ahead > held * size and not self._grow(seq, -(-ahead // size) - held, now_s):
                 break
-            self._cache.store(seq, seq.computed + seq.step)
+            if seq.stored < len(seq.keys):
+                self._cache.store(seq, ahead)
             rows.append(seq)
-            budget -= seq.step
+            budget -= step
             position += 1
         for seq in self._running[position:]:
             seq.step = 0

@@ -185,12 +185,15 @@ def _decode(seen: _Seen, served: Sequence[Served], passes: Passes) -> float | No
     context = sum((isl + tokens / 2) * itl_s * tokens for _, itl_s, tokens, isl in told) / lasted_s
     since = [each.since_s for each in served]
     took_s = expected_s = 0.0
+    gaps_s: dict[float, float] = {}  # a few numbers of streams, asked for again and again
     for middle_s, itl_s, tokens in judged[-SAMPLE:]:
         workers = max(1, served[bisect_right(since, middle_s) - 1].decode)
         beside = (bisect_right(starts, middle_s) - bisect_right(ends, middle_s)) * seen.stride
         streams = max(1.0, beside / workers)
+        if streams not in gaps_s:
+            gaps_s[streams] = passes.itl_s(int(streams * context), context)
         took_s += itl_s * tokens
-        expected_s += passes.itl_s(int(streams * context), context) * tokens
+        expected_s += gaps_s[streams] * tokens
     return took_s / expected_s
 
 

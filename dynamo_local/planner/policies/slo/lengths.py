@@ -41,12 +41,21 @@ def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float) -> 
     # A long answer that began within the window is less likely to have ended in it than a short one.
     window_s = max(window_s, 1.0)
     floor_s = window_s / WEIGHT_MAX
-    weights = list(accumulate(window_s / max(window_s - each.lasted_s, floor_s) for each in sample))
+    weights = list(accumulate([window_s / (left if left > floor_s else floor_s) for left in _left(sample, window_s)]))
     chosen, seed = [], 12345
     for _ in gaps:
         seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
         chosen.append(sample[min(bisect_right(weights, seed / 2**64 * weights[-1]), len(sample) - 1)])
     return Demand(tuple(gaps), tuple(each.isl for each in chosen), tuple(each.osl for each in chosen))
+
+
+def _left(sample: Sequence[Ended], window_s: float) -> list[float]:
+    """Of each answer, how long before the window's end it may have begun: by `lasted_s`, which thousands of calls in
+    the arbiter's loop would take too long."""
+    return [
+        window_s - ((each.ttft_s or 0.0) + (each.itl_s or 0.0) * (each.osl - 1 if each.osl > 1 else 0))
+        for each in sample
+    ]
 
 
 def _repeated(gaps: list[float]) -> list[float]:

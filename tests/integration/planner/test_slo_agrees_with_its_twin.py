@@ -1,0 +1,91 @@
+"""Ten minutes of conversations as they were recorded, at real speed: `slo` plans real processes as it plans their twin.
+
+`$DYN_TWIN_MINUTES` is how long (10), `$DYN_TRACES` where the recorded hour lies; without it, requests are made.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.traces import conversation
+from dynamo_local.engines.sim.facts import shape_of
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.profiles import DEFAULT_PROFILE, ProfileModel
+from dynamo_local.twin.cases import Case, run_case
+from dynamo_local.twin.metrics import gpu_seconds, measure
+from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
+from dynamo_local.twin.trace import TraceRequest
+from tests.drivers.beside_twin import Watched, all_answered, by_blocks, play, unless_busy
+from tests.drivers.planned import decided, planner
+from tests.drivers.served import Served
+
+pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(1500)]
+
+MINUTES = float(os.environ.get("DYN_TWIN_MINUTES", "10"))
+TTFT_MS, ITL_MS = 2000.0, 50.0
+START, BUDGET = FleetShape(2, 1), 8
+START_UP_S = 20.0
+PROCESS_S = 1.5
+"""What a process takes to be there, beside the engine's own start-up."""
+LOOK_EVERY_S = 1.0
+SHARE_APART, GPUS_APART = 0.03, 0.1
+"""A decision that hangs on a millisecond may fall otherwise: what is kept, and paid, must be the same all the same."""
+WORDS = (
+    "--VllmWorker.conditional-disagg=false",
+    f"--PrefillWorker.ServiceArgs.workers={START.prefill}",
+    f"--VllmWorker.ServiceArgs.workers={START.decode}",
+    f"--Common.sim.start-up-s={START_UP_S - PROCESS_S}",
+    f"--Planner.ttft={TTFT_MS:g}",
+    f"--Planner.itl={ITL_MS:g}",
+    f"--Planner.max-gpu-budget={BUDGET}",
+)
+
+
+def recorded() -> list[TraceRequest]:
+    """The first minutes, without what no engine takes."""
+    longest = shape_of(SimOptions(), ProfileModel.load(DEFAULT_PROFILE))[1]
+    requests = conversation()
+    print(requests.told)
+    rows = [each for each in requests.rows if each.at_s < MINUTES * 60]
+    return [each for each in rows if each.input_length + each.output_length <= longest]
+
+
+def kept(watched: Watched) -> float:
+    """Share of the requests within both targets, by their clients' clocks."""
+    good = sum(ttft_s * 1000 <= TTFT_MS and itl_s * 1000 <= ITL_MS for ttft_s, itl_s in watched.latencies_s)
+    return good / len(watched.latencies_s)
+
+
+def held_s(watched: Watched) -> float:
+    """GPU-seconds until the last answer."""
+    looks = [*watched.held, (watched.end_s, 0)]
+    return sum(gpus * max(0.0, until_s - at_s) for (at_s, gpus), (until_s, _) in pairwise(looks))
+
+
+async def test_slo_keeps_as_many_targets_with_as_many_gpus_as_in_the_twin() -> None:
+    trace = recorded()
+    with Served(*WORDS, "--planner") as served:
+        watched = await play(served.start(), trace, planned=True, prompt_of=by_blocks, look_every_s=LOOK_EVERY_S)
+        status, decisions = planner(served, "status"), decided(served)
+    planned = SloOptions(DEFAULT_PROFILE, ttft_ms=TTFT_MS, itl_ms=ITL_MS, max_gpu_budget=BUDGET)
+    twin = TwinOptions(shape=START, gpus=BUDGET, start_up_s=START_UP_S, conditional=False)
+    run = run_case(trace, Case("", twin, planned))
+    expected = measure(run, Slo(TTFT_MS, ITL_MS))
+    expected_s = gpu_seconds(run.points, run.end_s)
+    told = (
+        f"{len(trace)} requests: {kept(watched):.2%} within both targets, twin {expected.attainment:.2%}; "
+        f"{held_s(watched) / 3600:.3f} GPU-hours, twin {expected_s / 3600:.3f}; host {watched.busy_percent:.0f} % busy"
+    )
+    print(told)
+    assert status["options"]["policy"] == "slo"  # nobody has named it: the targets did
+    assert status["failed_ticks"] == 0
+    assert {record["inputs"]["policy"] for record in decisions} == {"slo"}
+    with unless_busy(watched):
+        all_answered(watched)
+        assert expected.completed == len(watched.latencies_s), told
+        assert kept(watched) == pytest.approx(expected.attainment, abs=SHARE_APART), told
+        assert held_s(watched) == pytest.approx(expected_s, rel=GPUS_APART), told
