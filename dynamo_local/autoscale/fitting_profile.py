@@ -8,11 +8,20 @@ from pathlib import Path
 from dynamo_local.config import PlannerConfig
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import ConfigError
-from dynamo_local.profiles import profile_folder
+from dynamo_local.profiles import DEFAULT_PROFILE, profile_folder
 from dynamo_local.profiles.measuring.document import differences, read_document
 
 MEASURED = ("sla", "slo", "throughput-load")
 """Policies that go by a profile."""
+
+
+def profile_of(config: PlannerConfig) -> str | None:
+    """Name or folder of the profile that a planner with these options goes by; None: it goes by none."""
+    if config.policy not in MEASURED or (config.policy == "throughput-load" and config.optimization_target != "sla"):
+        return None
+    if config.profile_results_dir is not None:
+        return str(config.profile_results_dir)
+    return DEFAULT_PROFILE if config.policy == "slo" else None
 
 
 def check_profile(config: PlannerConfig, graph: GraphSpec, gpus: Iterable[str] | None = None) -> None:
