@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from dynamo_local.profiles.measuring.document import Document
+from dynamo_local.profiles.measuring.document import Document, MemoryFacts
 
 
 def lines_of(document: Document) -> Iterator[str]:
@@ -25,6 +25,8 @@ def lines_of(document: Document) -> Iterator[str]:
         )
     for component, rungs in document.actions.items():
         yield f"{component}: " + ", ".join(f"{rung} {seconds:.2f} s" for rung, seconds in sorted(rungs.items()))
+    for component, states in document.memory.items():
+        yield f"{component} holds " + "; ".join(f"{state}: {_memory(facts)}" for state, facts in states.items())
     for text in document.noticed:
         yield f"noticed: {text}"
     errors = document.certificate.held_out
@@ -63,6 +65,15 @@ def spread(document: Document) -> Iterator[str]:
             f"{len(document.points)} points; confidence intervals of ±{median(shares):.1%} in the median, "
             f"{wide} wider than ±3 %"
         )
+
+
+def _memory(facts: MemoryFacts) -> str:
+    known = [
+        f"{number / 2**30:.2f} GiB of {what}"
+        for what, number in (("the GPU's memory", facts.vram_bytes), ("main memory", facts.host_bytes))
+        if number is not None
+    ]
+    return " and ".join(known) or "not known"
 
 
 def _some(rows: list) -> list:  # type: ignore[type-arg]  # of any pairs

@@ -15,7 +15,6 @@ from dynamo_local.profiles import FixedModel, ProfileModel
 from dynamo_local.profiles.measuring.drift import PASSES_MIN, WINDOW_S, Drift, expected_s, words
 from dynamo_local.runtime.passes.recorder import PassRecorder
 
-
 MODEL = FixedModel(prefill_ms_per_token=0.1, decode_ms=4.0, decode_ms_per_kv_token=0.001, launch_ms=2.0)
 DECODES = Requests(num_decode_requests=2, sum_decode_kv_tokens=1000)
 PROMPT = Requests(num_prefill_requests=1, sum_prefill_tokens=100)
@@ -34,9 +33,7 @@ def passes(scheduled: Requests, factor: float, count: int = PASSES_MIN, at_s: fl
         (DECODES, 4 + 1),
         (Requests(num_prefill_requests=3, sum_prefill_tokens=300), 2 + 30),
         (
-            Requests(
-                num_prefill_requests=1, sum_prefill_tokens=100, num_decode_requests=2, sum_decode_kv_tokens=1000
-            ),
+            Requests(num_prefill_requests=1, sum_prefill_tokens=100, num_decode_requests=2, sum_decode_kv_tokens=1000),
             2 + 10 + 4 + 1,
         ),
     ],
