@@ -78,12 +78,19 @@ def plan(as_json: bool, write: Path | None, **words: Any) -> int:
     if words["ttft_ms"] is None and words["itl_ms"] is None:
         raise BadInput("there is no target to keep: give --ttft or --itl, or both")
     wanted = Wanted(Slo(words["ttft_ms"], words["itl_ms"]), words["attainment"], words["gpus"], words["agg"])
-    traces, found = _traces(words), []
+    traces, found, refused = _traces(words), [], []
     for name in dict.fromkeys(words["profiles"]):
         engines = engines_of_profile(name, aggregated=words["agg"])
         if len(words["profiles"]) > 1:
             click.echo(f"profile {name}:", err=True)
-        found.append((engines, find(engines, wanted, traces, lambda text: click.echo(text, err=True))))
+        try:
+            found.append((engines, find(engines, wanted, traces, lambda text: click.echo(text, err=True))))
+        except BadInput as error:  # too few GPUs for these: others may take fewer
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    for error in refused:
+        click.echo(f"left out: {error}", err=True)
     candidates = ranked(found)
     engines, planned = candidates[0].engines, candidates[0].planned
     document = engines.document
