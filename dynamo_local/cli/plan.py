@@ -89,8 +89,8 @@ def plan(as_json: bool, write: Path | None, **words: Any) -> int:
             refused.append(error)
     if not found:
         raise refused[0]
-    for error in refused:
-        click.echo(f"left out: {error}", err=True)
+    for each in refused:
+        click.echo(f"left out: {each}", err=True)
     candidates = ranked(found)
     engines, planned = candidates[0].engines, candidates[0].planned
     document = engines.document

@@ -54,8 +54,8 @@ def status_lines(planner: Mapping[str, Any], *, defaults: Mapping[str, Any] | No
         yield f"profile   {_profile(planner['profile'])}"
     for row in planner.get("drift", ()):
         yield (
-            f"drift     {row['component']} {row['kind']}: {row['p50']:+.0%} of what the profile says, p90 "
-            f"{row['p90']:+.0%} (of {row['passes']} passes)"
+            f"drift     {row['component']} {row['kind']}: {row['p50']:+.0%} off the profile, p90 {row['p90']:+.0%} "
+            f"(of {row['passes']} passes)"
         )
     if planner.get("last_decision"):
         yield f"last      {decision_line(planner['last_decision'])}"

@@ -25,6 +25,8 @@ from dynamo_local.runtime.requests.client import NatsEndpointClient
 from dynamo_local.state import State, load
 from dynamo_local.system.paths import Paths
 
+SERVE_S = 900.0
+"""`dynamo serve` has deadlines of its own for a start; beyond this it hangs."""
 READY_S = 30.0
 """So long a worker's endpoint may take to be seen after the graph is ready."""
 
@@ -149,7 +151,7 @@ async def running(target: Target) -> AsyncIterator[MeasuredGraph]:
     """The target's graph, ready; ended when the block is left, whatever happened."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_down, target.namespace)
-        await dynamo(*target.serve_words())
+        await dynamo(*target.serve_words(), timeout_s=SERVE_S + (target.start_deadline_s or 0.0))
         yield await _joined(target, stack)
 
 

@@ -32,6 +32,7 @@ from dynamo_local.profiles.measuring.document import (
     write_document,
 )
 from dynamo_local.profiles.measuring.fit import (
+    beyond,
     decode_fit,
     decode_points,
     model_of,
@@ -248,6 +249,7 @@ def _document(
         end_to_end=rest.path,
         actions=rest.actions.seconds,
         memory=rest.actions.memory,
+        beyond_engine=_beyond(rest.path),
         noticed=[each.text for each in (*noticed(known), *rest.host)],
         certificate=CertificateFacts(
             state=told.state,
@@ -256,6 +258,13 @@ def _document(
             trace=[] if isinstance(rest.trace, str) else [{**asdict(c), "error": c.error} for c in rest.trace],
         ),
     )
+
+
+def _beyond(path: Sequence[PathFacts]) -> dict[str, float]:
+    if not path:
+        return {}
+    fixed_ms, per_token_ms = beyond([(each.tokens, each.ttft_ms - each.engine_ttft_ms) for each in path])
+    return {"overhead_ms": fixed_ms, "per_token_ms": per_token_ms}
 
 
 def _engine(target: Target, role: str, limits: Limits) -> EngineFacts:

@@ -85,7 +85,8 @@ class CertificateFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
     """All of `profile.json`. `engines` by role (prefill, decode); `actions` in seconds, by component and rung;
-    `memory` by component and state."""
+    `memory` by component and state. `beyond_engine`: what a first token over HTTP takes beyond the engine, in ms:
+    `overhead_ms`, and `per_token_ms` of the prompt (a hand-off's part)."""
 
     format: int
     date: str
@@ -102,6 +103,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     noticed: list[str]
     certificate: CertificateFacts
     memory: dict[str, dict[str, MemoryFacts]] = {}
+    beyond_engine: dict[str, float] = {}
 
 
 def configuration_hash(engines: Mapping[str, Mapping[str, Any]]) -> str:

@@ -23,6 +23,13 @@ def lines_of(document: Document) -> Iterator[str]:
             f"over HTTP: a prompt of {each.tokens} tokens has its first token after {each.ttft_ms:.1f} ms, "
             f"{each.ttft_ms - each.engine_ttft_ms:+.1f} ms to the engine's"
         )
+    if document.beyond_engine:
+        fixed_ms, per_token_ms = (document.beyond_engine[name] for name in ("overhead_ms", "per_token_ms"))
+        handoff = ", hand-off included" if "prefill" in document.engines else ""
+        yield (
+            f"beyond the engine a first token takes {fixed_ms:.2f} ms, and {1000 * per_token_ms:.3f} ms for each 1,000 "
+            f"tokens of its prompt{handoff}"
+        )
     for component, rungs in document.actions.items():
         yield f"{component}: " + ", ".join(f"{rung} {seconds:.2f} s" for rung, seconds in sorted(rungs.items()))
     for component, states in document.memory.items():

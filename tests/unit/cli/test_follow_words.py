@@ -94,7 +94,7 @@ def test_the_profile_that_is_planned_by_and_how_far_engines_are_off_it_are_lines
     drift = {"component": "VllmWorker", "kind": "decode", "p50": 0.18, "p90": -0.02, "passes": 512}
     shown = list(status_lines({**PLANNER, "profile": profile, "drift": [drift]}))
     assert f"profile   {line}" in shown
-    assert "drift     VllmWorker decode: +18% of what the profile says, p90 -2% (of 512 passes)" in shown
+    assert "drift     VllmWorker decode: +18% off the profile, p90 -2% (of 512 passes)" in shown
     assert not any(row.startswith(("profile ", "drift ")) for row in status_lines({**PLANNER, "profile": None}))
 
 
