@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 
 from dynamo_local.profiles.measuring.document import Document, MemoryFacts
+
+FULL = 0.95
+"""Such a share of the highest throughput counts as all of it."""
+PAYS = 0.5
+"""Twice the streams with less than 1.5 times the tokens: beyond the knee."""
 
 
 def lines_of(document: Document) -> Iterator[str]:
@@ -17,6 +23,7 @@ def lines_of(document: Document) -> Iterator[str]:
         )
     yield from prompts(document)
     yield from streams(document)
+    yield from knees(document)
     yield from spread(document)
     for each in document.end_to_end:
         yield (
@@ -61,6 +68,31 @@ def streams(document: Document) -> Iterator[str]:
             most[point.tokens] = max(most.get(point.tokens, (0.0, 0.0)), (point.requests, point.mean_ms))
     for context, (requests, ms) in _some(sorted(most.items())):
         yield f"one engine sustains {requests:.0f} streams of {context:,} tokens within ITL {ms:.2f} ms"
+
+
+def knees(document: Document) -> Iterator[str]:
+    """From which prompt length, and up to how many streams, more work at once still pays."""
+    rates = sorted((p.tokens, p.tokens / p.mean_ms) for p in document.points if p.kind == "prefill")
+    if len(rates) > 2:
+        most = max(rate for _, rate in rates)
+        knee = next(tokens for tokens, rate in rates if rate >= FULL * most)
+        yield f"prefill has its full throughput ({1000 * most:,.0f} tokens/s) from prompts of {knee:,} tokens on"
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for point in document.points:
+        if point.kind == "decode":
+            lines.setdefault(point.tokens, []).append((point.requests, point.requests / point.mean_ms))
+    for context, line in _some([(context, sorted(line)) for context, line in sorted(lines.items()) if len(line) > 1]):
+        knee = _knee(line)
+        said = f"up to {knee:.0f} streams" if knee is not None else f"up to all {line[-1][0]:.0f} streams that fit"
+        yield f"decode at {context:,} tokens: a further stream costs the others less than half of what it adds {said}"
+
+
+def _knee(line: list[tuple[float, float]]) -> float | None:
+    """The last load before tokens/s rise by less than half as much as streams do; None: they always do."""
+    for (low, rate), (high, more) in pairwise(line):
+        if (more / rate - 1) < PAYS * (high / low - 1):
+            return low
+    return None
 
 
 def spread(document: Document) -> Iterator[str]:
