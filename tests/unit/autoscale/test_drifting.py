@@ -43,7 +43,7 @@ class Engined:
     async def after(self, more: int) -> None:
         """So many questions later."""
         count = self.asked + more
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(120.0):
             while self.asked < count:
                 await asyncio.sleep(0)
 
