@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
+from dynamo_local.autoscale.drifting import Drifting
 from dynamo_local.autoscale.planner_options import prometheus_options
 from dynamo_local.clock import Clock, Turns
 from dynamo_local.commands.launching import DYNAMO_1X
@@ -18,6 +19,7 @@ from dynamo_local.config import PlannerConfig, planned_components
 from dynamo_local.control.links import Links
 from dynamo_local.control.shell import Shell
 from dynamo_local.core.life.fleet import Worker
+from dynamo_local.core.notes import Tell
 from dynamo_local.core.types import GraphSpec, Missing, Role
 from dynamo_local.errors import DynamoError
 from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S, Counted, CounterHistory
@@ -45,6 +47,7 @@ class Observing:
         links: Links,
         clock: Clock,
         background: Callable[[Coroutine[Any, Any, None]], None],
+        tell: Tell,
     ) -> None:
         self._graph = graph
         self._shell = shell
@@ -60,11 +63,13 @@ class Observing:
         self._counting: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
         self._elsewhere: PrometheusTraffic | None = None
+        self.drift = Drifting(self._passes_for, clock, tell)
 
     # --- what is wanted ----------------------------------------------------------------------------
 
     def follow(self, options: PlannerConfig) -> None:
         """Be ready for what a planner with these options will ask: a window can only be told of what was counted."""
+        self.drift.follow(options)
         self._learns = options.policy == "throughput-load" and options.optimization_target == "sla"
         prometheus = prometheus_options(options, self._graph().namespace)
         if self._elsewhere is not None and prometheus != self._elsewhere.options:
@@ -80,6 +85,7 @@ class Observing:
 
     def close(self) -> None:
         """Ask nobody any more."""
+        self.drift.close()
         self._stop_counting()
         self._leave_elsewhere()
 
@@ -128,8 +134,18 @@ class Observing:
         """See `PassSource`."""
         ready = self._ready()
         await self._ask_passes(ready)
-        serving = (ReadyWorker(name, worker.component, _worker_id(worker)) for name, worker in ready.items())
-        return self._tracker.take(serving, self._clock.now_s())
+        return self._tracker.take(_serving(ready), self._clock.now_s())
+
+    async def _passes_for(self, tracker: PassTracker) -> Engines:
+        """Those since that tracker's last, whoever else has asked. Raises `NatsUnavailable`."""
+        from dynamo_local.runtime.observation import Question
+
+        ready = self._ready()
+        heard = await self._ask(Question(passes=True, after=tracker.after()), frozenset(ready))
+        for name in heard.keys() & ready.keys():
+            one = heard[name]
+            tracker.heard(name, one.passes, ranks=one.limits.get("dp_size") or 1, missed=one.missed)
+        return tracker.take(_serving(ready), self._clock.now_s())
 
     def capabilities(self) -> Mapping[str, Capabilities]:
         """See `PassSource`."""
@@ -253,6 +269,10 @@ class Observing:
 
     def _runtime(self, worker: Worker) -> str | None:
         return next((spec.runtime for spec in self._graph().services if spec.name == worker.component), None)
+
+
+def _serving(ready: Mapping[str, Worker]) -> Iterable[ReadyWorker]:
+    return (ReadyWorker(name, worker.component, _worker_id(worker)) for name, worker in ready.items())
 
 
 def _worker_id(worker: Worker) -> str:

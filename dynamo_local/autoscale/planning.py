@@ -85,7 +85,7 @@ class Planning:
         self._sampling = sampling
         self._links = links
         self._background = background
-        self._observing = Observing(lambda: self._graph, shell, links, clock, background)
+        self.observing = Observing(lambda: self._graph, shell, links, clock, background, tell)
         self._tell = tell
         self._refused = False
         self._forecaster = ArbiterForecaster()
@@ -294,7 +294,7 @@ class Planning:
             await self._disconnect()
             raise
         self.options = options
-        self._observing.follow(options)
+        self.observing.follow(options)
         self._loop.act_through(connector, pipeline)
         self._loop.start(policy_options(options), policy, no_operation=options.no_operation, paused=paused)
         await self._keep()
@@ -320,7 +320,7 @@ class Planning:
             self._virtual.release()
         # Together: a tick that waits for a forecast ends with the process that makes it, not at its deadline.
         await asyncio.gather(loop.stop(), self._forecaster.close())
-        self._observing.close()
+        self.observing.close()
         await self._disconnect()
         await self.after_stop()
 
@@ -353,9 +353,9 @@ class Planning:
                 world,
                 world if prefill is not None else None,
                 self._clock,
-                traffic=self._observing,
-                passes=self._observing,
-                requests=self._observing,
+                traffic=self.observing,
+                passes=self.observing,
+                requests=self.observing,
             ),
             LocalConnector(self._orders),
             self._clock,
@@ -380,7 +380,7 @@ class Planning:
     def _change(self, options: PlannerConfig, policy: Policy[Any]) -> None:
         self.options = options
         if self.state is not PlannerState.STOPPED:
-            self._observing.follow(options)
+            self.observing.follow(options)
         if self._loop is not None:
             self._loop.change(policy_options(options), policy, no_operation=options.no_operation)
         if self._virtual is not None:

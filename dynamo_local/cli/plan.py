@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ from dynamo_local.cli.numbers import FiniteRange
 from dynamo_local.errors import EXIT_FAILED, BadInput
 
 if TYPE_CHECKING:
-    from dynamo_local.profiling.sizing import Engines, Planned, Traces, Wanted
+    from dynamo_local.profiling.comparing import Candidate
+    from dynamo_local.profiling.sizing import Traces, Wanted
 
 POSITIVE = FiniteRange(min=0, min_open=True, max=1e9)
 TOKENS = click.IntRange(1, 1_000_000)
@@ -22,7 +24,12 @@ TOKENS = click.IntRange(1, 1_000_000)
 
 @click.command()
 @click.option(
-    "--profile", default="profile", show_default=True, help="Folder of a profile, or the name of one that ships."
+    "--profile",
+    "profiles",
+    multiple=True,
+    default=("profile",),
+    show_default=True,
+    help="Folder of a profile, or the name of one that ships. Several: the better engines are named.",
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="The load, in Mooncake's format; or …")
 @click.option("--rate", type=POSITIVE, help="… requests per second …")
@@ -58,30 +65,45 @@ TOKENS = click.IntRange(1, 1_000_000)
 def plan(as_json: bool, write: Path | None, **words: Any) -> int:
     """Find the smallest fleet that keeps targets under a load, and the best split of its GPUs.
 
-    Nothing has to run: fleets are tried in the twin with the profile. Exit code 1 if none keeps them.
+    Nothing has to run: fleets are tried in the twin with the profile. With profiles of several engines (other GPUs per
+    worker, other settings) the better one is named. Exit code 1 if none keeps the targets.
     """
     import yaml
 
+    from dynamo_local.profiling.comparing import merged, ranked, sections_of
     from dynamo_local.profiling.sizing import Wanted, engines_of_profile, section
     from dynamo_local.profiling.sizing import plan as find
     from dynamo_local.twin.options import Slo
 
     if words["ttft_ms"] is None and words["itl_ms"] is None:
         raise BadInput("there is no target to keep: give --ttft or --itl, or both")
-    engines = engines_of_profile(words["profile"], aggregated=words["agg"])
     wanted = Wanted(Slo(words["ttft_ms"], words["itl_ms"]), words["attainment"], words["gpus"], words["agg"])
-    traces = _traces(words)
-    planned = find(engines, wanted, traces, lambda text: click.echo(text, err=True))
+    traces, found, refused = _traces(words), [], []
+    for name in dict.fromkeys(words["profiles"]):
+        engines = engines_of_profile(name, aggregated=words["agg"])
+        if len(words["profiles"]) > 1:
+            click.echo(f"profile {name}:", err=True)
+        try:
+            found.append((engines, find(engines, wanted, traces, lambda text: click.echo(text, err=True))))
+        except BadInput as error:  # too few GPUs for these: others may take fewer
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    for each in refused:
+        click.echo(f"left out: {each}", err=True)
+    candidates = ranked(found)
+    engines, planned = candidates[0].engines, candidates[0].planned
     document = engines.document
     names = {} if document is None else {role: engine.component for role, engine in document.engines.items()}
     names.setdefault("decode", names.get("agg", "VllmWorker"))
-    text = yaml.safe_dump(section(engines, planned, wanted, names), sort_keys=False).rstrip() + "\n"
+    sections = merged(section(engines, planned, wanted, names), sections_of(candidates[0], names))
+    text = yaml.safe_dump(sections, sort_keys=False).rstrip() + "\n"
     if write is not None:
         _write(write, text)
     if as_json:
-        click.echo(json.dumps(_json(planned, text), indent=2))
+        click.echo(json.dumps(_json(candidates, text), indent=2))
     else:
-        _print(engines, planned, wanted, traces, text, write)
+        _print(candidates, wanted, traces, text, write)
     return 0 if planned.attained else EXIT_FAILED
 
 
@@ -104,6 +126,16 @@ def _traces(words: dict[str, Any]) -> Traces:
     return made(numbers["rate"], numbers["isl"], numbers["osl"], words["spread"])
 
 
+def _candidate_line(each: Candidate) -> str:
+    """`64seqs (agg: max_num_seqs 64): 0P+3D on 3 GPUs, 96.2% within the targets (94.8% to 97.1%)`"""
+    planned, told = each.planned, f" ({each.words})" if each.words else ""
+    attained = (
+        f"{planned.best.metrics.attainment:.1%} within the targets ({planned.lowest:.1%} to {planned.highest:.1%})"
+    )
+    kept = "" if planned.attained else ", which does not keep them"
+    return f"{each.engines.profile}{told}: {planned.best.shape} on {planned.best.gpus} GPUs, {attained}{kept}"
+
+
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
@@ -111,11 +143,25 @@ def _write(path: Path, text: str) -> None:
         raise BadInput(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _json(planned: Planned, text: str) -> dict[str, Any]:
+def _json(candidates: Sequence[Candidate], text: str) -> dict[str, Any]:
+    planned = candidates[0].planned
+
     def row(tried: Any) -> dict[str, Any]:
         return {**asdict(tried.shape), "gpus": tried.gpus, **tried.metrics.to_dict()}
 
     return {
+        "profile": candidates[0].engines.profile,
+        "profiles": [
+            {
+                "profile": each.engines.profile,
+                "settings": each.settings,
+                "attained": each.planned.attained,
+                "attainment_low": each.planned.lowest,
+                "attainment_high": each.planned.highest,
+                **row(each.planned.best),
+            }
+            for each in candidates
+        ],
         "best": row(planned.best),
         "attained": planned.attained,
         "attainment_low": planned.lowest,
@@ -126,11 +172,16 @@ def _json(planned: Planned, text: str) -> dict[str, Any]:
     }
 
 
-def _print(engines: Engines, planned: Planned, wanted: Wanted, traces: Traces, text: str, write: Path | None) -> None:
+def _print(candidates: Sequence[Candidate], wanted: Wanted, traces: Traces, text: str, write: Path | None) -> None:
     from dynamo_local.profiling.sizing import load_of
 
+    engines, planned = candidates[0].engines, candidates[0].planned
     best = planned.best
     click.echo(f"load: {load_of(traces(0))}")
+    if len(candidates) > 1:
+        for each in candidates:
+            click.echo(_candidate_line(each))
+        click.echo(f"the better engines: {engines.profile}")
     if engines.document is None:
         click.echo("the profile says nothing of what it was measured on: it may be another engine's")
     elif engines.document.certificate.state != "certified":

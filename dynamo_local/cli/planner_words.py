@@ -50,6 +50,13 @@ def status_lines(planner: Mapping[str, Any], *, defaults: Mapping[str, Any] | No
         yield f"waiting   {component} +1 for a GPU that is being freed"
     for role, source in (planner.get("models") or {}).items():
         yield f"model     {role}: {source}"
+    if planner.get("profile"):
+        yield f"profile   {_profile(planner['profile'])}"
+    for row in planner.get("drift", ()):
+        yield (
+            f"drift     {row['component']} {row['kind']}: {row['p50']:+.0%} off the profile, p90 {row['p90']:+.0%} "
+            f"(of {row['passes']} passes)"
+        )
     if planner.get("last_decision"):
         yield f"last      {decision_line(planner['last_decision'])}"
     if virtual := planner.get("virtual"):
@@ -100,6 +107,12 @@ def _state(planner: Mapping[str, Any]) -> str:
     every = options.get("adjustment_interval", options.get("throughput_adjustment_interval_seconds"))
     told = f"{planner['state']}{acts}" if policy == "load" else f"{planner['state']} ({policy}){acts}"
     return told if every is None else f"{told}, every {every:g} s"
+
+
+def _profile(profile: Mapping[str, Any]) -> str:
+    """`profile (certified)`, `dynamo_H200_TP1P_TP1D (not measured on this host)`"""
+    said = profile["certificate"] or "not measured by `dynamo profile`: of other engines, and corrected by what is seen"
+    return f"{profile['name']} ({said})"
 
 
 def _virtual(virtual: Mapping[str, Any]) -> str:

@@ -62,6 +62,7 @@ class Budget(click.ParamType):
     show_default=True,
     help="Longest sequence that is measured, tokens.",
 )
+@click.option("--start-deadline", type=click.FloatRange(min=0.1, max=SECONDS_MAX), help="As for `dynamo serve`.")
 @click.option("--small", is_flag=True, help="A third of the points: for a first look.")
 @click.option("--resume", is_flag=True, help="Go on with what an earlier run left in the folder.")
 @click.option("--no-actions", is_flag=True, help="Do not time starts, drains, flips and sleeps.")
@@ -84,7 +85,9 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
         graph, overrides = None, (graph, *overrides)
     if report is not None:
         check_plots()
-    target = understood(graph, words["file"], overrides, words["namespace"], words["gpus"], words["roles"])
+    target = understood(
+        graph, words["file"], overrides, words["namespace"], words["gpus"], words["roles"], words["start_deadline"]
+    )
     asked = Asked(
         words["output"],
         words["budget"],
@@ -94,7 +97,11 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
         actions=not words["no_actions"],
     )
     view = _View()
-    told = asyncio.run(measure(target, asked, view.say, view.point))
+    try:
+        told = asyncio.run(measure(target, asked, view.say, view.point))
+    except KeyboardInterrupt:  # later on Ctrl-C ends the measurement itself
+        click.echo("stopped while the graph was starting; nothing was measured", err=True)
+        return STOPPED
     view.end()
     if told.document is None:
         done = sum(1 for point in told.progress.points if told.progress.of(point).samples)

@@ -12,7 +12,14 @@ Nothing here knows an engine: the simulated one, the twin and planners ask the s
 
 from dynamo_local.profiles.capacity import Best, DecodeInterpolator, Estimate, PrefillInterpolator, interpolators
 from dynamo_local.profiles.interpolation import FixedModel, PerfModel, ProfileModel
-from dynamo_local.profiles.reading import DEFAULT_PROFILE, Profile, profile_folder, read_profile, shipped_profiles
+from dynamo_local.profiles.reading import (
+    DEFAULT_PROFILE,
+    Profile,
+    nearest_shipped,
+    profile_folder,
+    read_profile,
+    shipped_profiles,
+)
 
 __all__ = [
     "DEFAULT_PROFILE",
@@ -25,6 +32,7 @@ __all__ = [
     "Profile",
     "ProfileModel",
     "interpolators",
+    "nearest_shipped",
     "profile_folder",
     "read_profile",
     "shipped_profiles",

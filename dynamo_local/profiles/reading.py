@@ -26,6 +26,9 @@ PROFILES = Path(__file__).parent / "data"
 DEFAULT_PROFILE = "dynamo_H200_TP1P_TP1D"
 """Measured: Llama-3.1-8B-Instruct-FP8 on an H200 (`data/README.md`)."""
 
+SHIPPED_GPUS = {DEFAULT_PROFILE: ("H200", 141e9), "Qwen3-8B_h100_sxm_vllm_tp1": ("H100", 80e9)}
+"""What the shipped profiles are of: a GPU and its memory."""
+
 BYTES_MAX = 16 << 20
 """Of one file, and of the arrays that it says it holds. A sweep is a few kB."""
 
@@ -81,6 +84,16 @@ class Profile:
 def shipped_profiles() -> tuple[str, ...]:
     """Names that can be given without a path, in order."""
     return tuple(sorted(path.name for path in PROFILES.iterdir() if path.is_dir()))
+
+
+def nearest_shipped(gpu: str, memory_bytes: float | None) -> str:
+    """The shipped profile to begin with on such a GPU: one of the same name, else of the nearest size of memory."""
+    for name, (known, _) in SHIPPED_GPUS.items():
+        if known in gpu.upper():
+            return name
+    if not memory_bytes:
+        return DEFAULT_PROFILE
+    return min(SHIPPED_GPUS, key=lambda name: abs(math.log(SHIPPED_GPUS[name][1] / memory_bytes)))
 
 
 def profile_folder(profile: str) -> Path:

@@ -1,34 +1,65 @@
 """How long a graph's own actions take on this host: each is carried out once, by the arbiter, which times it itself.
 
 Cold starts were timed when the graph came up. One more worker and one less of each component tell of spares and drains;
-flips and sleeps are tried where the configuration has them.
+flips and sleeps are tried where the configuration has them. Beside it, what a worker holds in each state.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from dynamo_local.errors import GpuError
+from dynamo_local.gpus.inventory import Inventory
+from dynamo_local.profiles.measuring.document import MemoryFacts
 from dynamo_local.profiling.graph import GraphFailed, MeasuredGraph, dynamo
+from dynamo_local.profiling.host import gpu_bytes, host_bytes
 
 TIMEOUT_S = 600.0
 
 
-async def measured_actions(graph: MeasuredGraph, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """Seconds, by component and by what was done. What is refused (no free GPU) is told, and left out."""
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """Seconds, by component and by what was done; bytes, by component and state (`ready`, `asleep_1`, …)."""
+
+    seconds: dict[str, dict[str, float]]
+    memory: dict[str, dict[str, MemoryFacts]]
+
+
+async def measured_actions(graph: MeasuredGraph, inventory: Inventory, tell: Callable[[str], None]) -> Acted:
+    """What is refused (no free GPU) is told, and left out."""
     drains: dict[str, float] = {}
+    memory: dict[str, dict[str, MemoryFacts]] = {}
     for component in dict.fromkeys(graph.target.components.values()):
+        memory[component] = await _memory(graph, component, inventory)
         await _one_more_and_one_less(graph, component, drains, tell)
         await _flip(graph, component, tell)
-        await _sleep(graph, component, tell)
+        memory[component] |= await _sleep(graph, component, tell)
     found: dict[str, dict[str, float]] = {}
     for row in (await graph.look())["lead_times"]:
         if row["component"] in graph.target.components.values() and row["run"] is not None:
             found.setdefault(row["component"], {})[row["rung"]] = row["run"]["median_s"]
     for component, seconds in drains.items():
         found.setdefault(component, {})["drain"] = round(seconds, 4)
-    return found
+    return Acted(found, {component: states for component, states in memory.items() if states})
+
+
+async def _memory(graph: MeasuredGraph, component: str, inventory: Inventory) -> dict[str, MemoryFacts]:
+    """Of its first ready worker."""
+    await graph.look()
+    ready = graph.workers(component)
+    if not ready:
+        return {}
+    try:
+        devices = await asyncio.to_thread(inventory.sample)
+    except GpuError:
+        devices = ()
+    pid = graph.pid(ready[0])
+    host = await asyncio.to_thread(host_bytes, pid)
+    return {"ready": MemoryFacts(vram_bytes=gpu_bytes(pid, devices), host_bytes=host)}
 
 
 async def _one_more_and_one_less(
@@ -53,14 +84,24 @@ async def _flip(graph: MeasuredGraph, component: str, tell: Callable[[str], None
             await _tried(graph, tell, "flip", flipped, "--force", "--wait")
 
 
-async def _sleep(graph: MeasuredGraph, component: str, tell: Callable[[str], None]) -> None:
+async def _sleep(graph: MeasuredGraph, component: str, tell: Callable[[str], None]) -> dict[str, MemoryFacts]:
+    """Of each level in turn; what a sleeper keeps the arbiter has measured."""
     service = next(each for each in graph.target.spec.services if each.name == component)
     if service.standby is None:
-        return
-    await graph.look()
-    name = _short(graph, component)
-    if name is not None and await _tried(graph, tell, "sleep", name, "--force", "--wait"):
+        return {}
+    found = {}
+    for level in ("1", "2"):
+        await graph.look()
+        name = _short(graph, component)
+        if name is None or not await _tried(graph, tell, "sleep", name, "--level", level, "--force", "--wait"):
+            continue
+        for each in (await graph.look())["workers"]:
+            if each["watcher_name"].endswith(f"_{name}") and each["standby"] is not None:
+                kept = each["standby"]
+                facts = MemoryFacts(vram_bytes=kept["vram_bytes"], host_bytes=kept["host_bytes"])
+                found[f"asleep_{kept['level'] or level}"] = facts
         await _tried(graph, tell, "wake", name, "--wait")
+    return found
 
 
 def _short(graph: MeasuredGraph, component: str, *, last: bool = False) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from dynamo_local.core.admission import MAX_INFLIGHT
@@ -18,6 +17,7 @@ from dynamo_local.errors import BadInput, DynamoError
 from dynamo_local.profiles import ProfileModel
 from dynamo_local.profiles.measuring.certifying import Compared, compared
 from dynamo_local.profiles.measuring.document import PathFacts
+from dynamo_local.profiles.measuring.fit import beyond
 from dynamo_local.profiles.measuring.points import Limits
 from dynamo_local.profiling.graph import MeasuredGraph
 from dynamo_local.profiling.requests import Frontend
@@ -76,6 +76,9 @@ def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], sha
         max_num_seqs=decode.max_num_seqs,
         max_num_batched_tokens=decode.max_num_batched_tokens,
         max_model_len=min(decode.context_length, decode.max_kv_tokens),
+        # What a hand-off takes was measured with the way over HTTP, and is added with it.
+        kv_transfer_latency_s=0.0,
+        kv_transfer_bytes_per_s=1e18,
     )
     settings = DisaggSettings(
         told.get("max_local_prefill_length", DisaggSettings().max_local_prefill_length),
@@ -128,9 +131,12 @@ async def check(
     answered = [each for each in real if each is not None]
     if len(answered) < (1 - LOST_MAX) * len(trace):
         return f"{len(trace) - len(answered)} of {len(trace)} requests were lost on the engine"
-    longer_ms = median([each.ttft_ms - each.engine_ttft_ms for each in path]) if path else 0.0
+    fixed_ms, per_token_ms = beyond([(each.tokens, each.ttft_ms - each.engine_ttft_ms) for each in path])
     theirs = [
-        (job.ttft_s * 1000 + longer_ms, None if job.itl_s is None else job.itl_s * 1000)
+        (
+            job.ttft_s * 1000 + fixed_ms + per_token_ms * job.request.input_length,
+            None if job.itl_s is None else job.itl_s * 1000,
+        )
         for job in run.jobs
         if job.ttft_s is not None
     ]

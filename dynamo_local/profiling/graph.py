@@ -15,15 +15,18 @@ from dynamo_local.components.measuring import MEASURE
 from dynamo_local.errors import DynamoError
 from dynamo_local.infra.access import EtcdAccess, NatsAccess, run_environment
 from dynamo_local.profiles.measuring.points import Limits
+from dynamo_local.profiling.host import Ours
 from dynamo_local.profiling.target import Target
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.observation import Observer, Question
 from dynamo_local.runtime.requests import RequestPlane
 from dynamo_local.runtime.requests.client import NatsEndpointClient
-from dynamo_local.state import load
+from dynamo_local.state import State, load
 from dynamo_local.system.paths import Paths
 
+SERVE_S = 900.0
+"""`dynamo serve` has deadlines of its own for a start; beyond this it hangs."""
 READY_S = 30.0
 """So long a worker's endpoint may take to be seen after the graph is ready."""
 
@@ -73,10 +76,17 @@ class MeasuredGraph:
     """A running graph whose engines can be measured."""
 
     def __init__(
-        self, target: Target, status: dict[str, Any], plane: RequestPlane, kv: EtcdStore, observer: Observer
+        self,
+        target: Target,
+        status: dict[str, Any],
+        state: State,
+        plane: RequestPlane,
+        kv: EtcdStore,
+        observer: Observer,
     ) -> None:
         self.target = target
         self.status = status
+        self.state = state
         self._plane = plane
         self._kv = kv
         self._observer = observer
@@ -95,6 +105,18 @@ class MeasuredGraph:
             for each in self.status["workers"]
             if each["component"] == component and each["state"] == "ready"
         ]
+
+    def ours(self) -> Ours:
+        """Whose processes are its own, and the devices of the workers that are measured."""
+        workers = [each for each in self.status["workers"] if each["pid"]]
+        pids = {self.state.arbiter_pid, *(each["pid"] for each in workers)} - {None}
+        held = {gpu for each in workers if each["component"] in self.target.components.values() for gpu in each["gpus"]}
+        uuids = {gpu["uuid"] for gpu in self.status["gpus"] if str(gpu["index"]) in held}
+        return Ours(frozenset(pids), frozenset(uuids))
+
+    def pid(self, worker: Worker) -> int:
+        """Of its process."""
+        return next(int(each["pid"]) for each in self.status["workers"] if each["watcher_name"] == worker.name)
 
     async def look(self) -> dict[str, Any]:
         """Its status of now."""
@@ -129,7 +151,7 @@ async def running(target: Target) -> AsyncIterator[MeasuredGraph]:
     """The target's graph, ready; ended when the block is left, whatever happened."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_down, target.namespace)
-        await dynamo(*target.serve_words())
+        await dynamo(*target.serve_words(), timeout_s=SERVE_S + (target.start_deadline_s or 0.0))
         yield await _joined(target, stack)
 
 
@@ -144,7 +166,7 @@ async def _joined(target: Target, stack: AsyncExitStack) -> MeasuredGraph:
     plane = RequestPlane(nats)
     stack.push_async_callback(plane.close)
     await plane.start()
-    return MeasuredGraph(target, status, plane, kv, Observer(nats, target.namespace))
+    return MeasuredGraph(target, status, state, plane, kv, Observer(nats, target.namespace))
 
 
 async def _down(namespace: str) -> None:

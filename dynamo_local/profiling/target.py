@@ -30,6 +30,8 @@ class Target:
     components: Mapping[str, str]
     spec: GraphSpec
     engines: Mapping[str, Mapping[str, Any]]
+    start_deadline_s: float | None = None
+    """Of the graph's start; None: `dynamo serve`'s own."""
 
     def gpus_of(self, role: str) -> int:
         """GPUs of one engine."""
@@ -46,6 +48,7 @@ class Target:
         words = ["serve", *([self.graph] if self.graph else []), *(["-f", str(self.file)] if self.file else [])]
         words += ["--namespace", self.namespace, "--no-planner", "--detach"]
         words += ["--gpus", self.gpus] if self.gpus else []
+        words += ["--start-deadline", f"{self.start_deadline_s:g}"] if self.start_deadline_s else []
         names = {service.name for service in self.spec.services}
         words += [*self.overrides, *(["--Frontend.port=0"] if "Frontend" in names else [])]
         for component in dict.fromkeys(self.components.values()):
@@ -63,6 +66,7 @@ def understood(
     namespace: str,
     gpus: str | None,
     roles: str | None,
+    start_deadline_s: float | None = None,
 ) -> Target:
     """Raises `BadInput` for what cannot be served, or not measured."""
     options = ServeOptions(target=graph, file=file, overrides=overrides, namespace=namespace, gpus=gpus, planner=False)
@@ -76,7 +80,9 @@ def understood(
                 "vllm, can be measured so far; measure it with Dynamo's profiler, whose folders are read as they are"
             )
     wanted = components if roles is None else _chosen(components, roles)
-    return Target(graph, file, overrides, namespace, gpus, wanted, request.graph, engines_of(request.graph))
+    return Target(
+        graph, file, overrides, namespace, gpus, wanted, request.graph, engines_of(request.graph), start_deadline_s
+    )
 
 
 def _chosen(components: Mapping[str, str], roles: str) -> dict[str, str]:

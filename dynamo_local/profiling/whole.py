@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from dynamo_local import __version__
 from dynamo_local.components.engine_facts import engine_version
 from dynamo_local.errors import DynamoError
+from dynamo_local.gpus.inventory import open_inventory
 from dynamo_local.profiles.measuring import certifying
 from dynamo_local.profiles.measuring.document import (
     FORMAT,
@@ -30,6 +32,7 @@ from dynamo_local.profiles.measuring.document import (
     write_document,
 )
 from dynamo_local.profiles.measuring.fit import (
+    beyond,
     decode_fit,
     decode_points,
     model_of,
@@ -37,13 +40,14 @@ from dynamo_local.profiles.measuring.fit import (
     prefill_points,
     usable,
 )
-from dynamo_local.profiles.measuring.noticing import noticed
+from dynamo_local.profiles.measuring.noticing import Noticed, noticed
 from dynamo_local.profiles.measuring.plan import Measured, Progress, Rules, measured
 from dynamo_local.profiles.measuring.points import CONTEXT_MAX, DECODE_STEPS, PREFILL_STEPS, Kind, Limits, Point, sweep
 from dynamo_local.profiles.measuring.writing import keep, resumed, write_npz
-from dynamo_local.profiling.actions import measured_actions
+from dynamo_local.profiling.actions import Acted, measured_actions
 from dynamo_local.profiling.checking import check
 from dynamo_local.profiling.graph import MeasuredGraph, running
+from dynamo_local.profiling.host import HostWatch
 from dynamo_local.profiling.requests import Frontend
 from dynamo_local.profiling.session import Session
 from dynamo_local.profiling.target import AGG, DECODE, PREFILL, Target
@@ -111,15 +115,18 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, session.stop.set)
         progress = before or Progress(tuple(_points(limits, asked)), rules)
-        progress = await session.run(progress)
-        known = measured(progress)
-        prefill, decode = _curves(target, known, engines)
-        why = usable(prefill, decode) if {PREFILL, DECODE} <= target.components.keys() or target.standalone else None
-        if session.stop.is_set() or why is not None:
-            keep(asked.folder, progress, the_hash)
-            return Told(None, progress, session.stop.is_set(), why)
-        write_npz(asked.folder, prefill, decode)
-        rest = await _rest(graph, target, asked, known, limits, engines, session, tell)
+        watch = HostWatch(graph.ours, open_inventory(graph.state.gpus, os.environ))
+        async with watch.watching():
+            progress = await session.run(progress)
+            known = measured(progress)
+            prefill, decode = _curves(target, known, engines)
+            both = {PREFILL, DECODE} <= target.components.keys() or target.standalone
+            why = usable(prefill, decode) if both else None
+            if session.stop.is_set() or why is not None:
+                keep(asked.folder, progress, the_hash)
+                return Told(None, progress, session.stop.is_set(), why)
+            write_npz(asked.folder, prefill, decode)
+            rest = await _rest(graph, target, asked, known, limits, engines, session, tell, watch)
     document = _document(target, asked, engines, known, graph, rest, the_hash, time.monotonic() - began_s)
     write_document(asked.folder, document)
     return Told(document, progress, False)
@@ -143,9 +150,10 @@ class _Rest:
     """What a profile has besides its points."""
 
     path: list[PathFacts]
-    actions: dict[str, dict[str, float]]
+    actions: Acted
     held_out: certifying.HeldOut
     trace: list[certifying.Compared] | str
+    host: list[Noticed]
 
 
 async def _rest(
@@ -157,6 +165,7 @@ async def _rest(
     engines: Mapping[str, Limits],
     session: Session,
     tell: Tell,
+    watch: HostWatch,
 ) -> _Rest:
     role = AGG if target.standalone else DECODE
     kv = engines[role].max_kv_tokens if role in engines else 1
@@ -173,8 +182,10 @@ async def _rest(
             trace = await check(graph, asked.folder, limits, path, seconds, asked.seed)
     elif held.why_not is not None:
         trace = "no curves to run the twin by"
-    actions = await measured_actions(graph, tell) if asked.actions and not session.stop.is_set() else {}
-    return _Rest(path, actions, held, trace)
+    host, actions = watch.noticed(), Acted({}, {})  # of the measurement: actions are work of our own
+    if asked.actions and not session.stop.is_set():
+        actions = await measured_actions(graph, open_inventory(graph.state.gpus, os.environ), tell)
+    return _Rest(path, actions, held, trace, host)
 
 
 async def _path(graph: MeasuredGraph, model: Any, limits: Limits) -> list[PathFacts]:
@@ -236,8 +247,10 @@ def _document(
         points=[_point(point, each) for point, each in known.items()],
         fit=_fit(known),
         end_to_end=rest.path,
-        actions=rest.actions,
-        noticed=[each.text for each in noticed(known)],
+        actions=rest.actions.seconds,
+        memory=rest.actions.memory,
+        beyond_engine=_beyond(rest.path),
+        noticed=[each.text for each in (*noticed(known), *rest.host)],
         certificate=CertificateFacts(
             state=told.state,
             where=list(told.where),
@@ -245,6 +258,13 @@ def _document(
             trace=[] if isinstance(rest.trace, str) else [{**asdict(c), "error": c.error} for c in rest.trace],
         ),
     )
+
+
+def _beyond(path: Sequence[PathFacts]) -> dict[str, float]:
+    if not path:
+        return {}
+    fixed_ms, per_token_ms = beyond([(each.tokens, each.ttft_ms - each.engine_ttft_ms) for each in path])
+    return {"overhead_ms": fixed_ms, "per_token_ms": per_token_ms}
 
 
 def _engine(target: Target, role: str, limits: Limits) -> EngineFacts:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo_local.autoscale.fitting_profile import check_profile
+from dynamo_local.autoscale.fitting_profile import check_profile, with_nearest
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.config import Config
 from dynamo_local.control.deployment import (
@@ -110,7 +110,7 @@ def plan_deployment(
         nats_server=nats,
         config_sections=config.masked_sections(),
         state_config_json=masked,
-        load_planner=request.planner,
+        load_planner=with_nearest(request.planner, spec, sample.devices),
         load_planner_starts=request.planner_starts,
         load_planner_flag=request.planner_flag,
         follow=request.follow,

@@ -46,6 +46,25 @@ def parent_and_session(pid: int) -> tuple[int, int] | None:
     return None if fields is None else (int(fields[1]), int(fields[3]))
 
 
+def cpu_s(pid: int) -> float:
+    """Processor time so far of it, and of children of its that have ended; 0 if it is gone."""
+    fields = _stat_fields(pid)
+    return 0.0 if fields is None else sum(map(int, fields[11:15])) / _TICKS_PER_S
+
+
+def family_of(*pids: int) -> set[int]:
+    """Those and all who descend from them, or are in a session of theirs. Reads all of /proc once."""
+    parents = {
+        int(entry): found
+        for entry in os.listdir("/proc")
+        if entry.isdigit() and (found := parent_and_session(int(entry))) is not None
+    }
+    family = {pid for pid in pids if pid in parents}
+    while more := {pid for pid, of in parents.items() if pid not in family and not family.isdisjoint(of)}:
+        family |= more
+    return family
+
+
 def age_s(pid: int) -> float:
     """How many seconds it has run; 0 if it is gone. Changes of the wall clock do not affect it."""
     started_s = start_time_s(pid)

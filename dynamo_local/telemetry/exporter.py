@@ -120,7 +120,8 @@ class Exporter:
 
         def now() -> PlannerNow:
             hours = self._gpu_hours(metrics.gauges.components)
-            return PlannerNow(planning.state, planning.counts, board.dropped, planning.since_s, hours)
+            drift = planning.observing.drift.figures()
+            return PlannerNow(planning.state, planning.counts, board.dropped, planning.since_s, hours, drift)
 
         def plugins() -> PluginsNow:
             found = planning.plugins
@@ -133,6 +134,7 @@ class Exporter:
         planning.onlookers_say = lambda: {
             "tensorboard": None if board.folder is None else str(board.folder),
             "reports": str(reports.folder) if planning.options.report_interval_hours is not None else None,
+            **planning.observing.drift.status(),
         }
 
     def _gpu_hours(self, components: Iterable[str]) -> float | None:

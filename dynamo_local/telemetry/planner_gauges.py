@@ -6,7 +6,7 @@ not run, there is no sample: a dashboard shows a gap, not a 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -21,6 +21,7 @@ from dynamo_local.planner.records.figures import Figures
 from dynamo_local.planner.records.record import DecisionRecord
 from dynamo_local.planner.values.passes import ForwardPass
 from dynamo_local.planner.values.pull import Pull
+from dynamo_local.profiles.measuring.drift import Drifted
 
 PREFIX = "dynamo_planner"
 
@@ -73,14 +74,15 @@ ENUMS = {
 
 @dataclass(frozen=True, slots=True)
 class PlannerNow:
-    """How the planner is at a scrape: since when (its clock, seconds) it is in that state, and GPU-hours of the
-    components that it plans (None: it has seen none yet)."""
+    """How the planner is at a scrape: since when (its clock, seconds) it is in that state, GPU-hours of the components
+    that it plans (None: it has seen none yet), and how far engines are off their profile."""
 
     state: PlannerState = PlannerState.STOPPED
     counts: Counts = field(default_factory=Counts)
     dropped: int = 0
     since_s: float = 0.0
     gpu_hours: float | None = None
+    drift: tuple[Drifted, ...] = ()
 
 
 @dataclass(slots=True)
@@ -149,6 +151,7 @@ class PlannerGauges(Collector):
             yield from _gauges(names, group.since(now.since_s) if runs else {})
         hours = {} if now.gpu_hours is None else {"gpu_hours": now.gpu_hours}
         yield from _gauges({"gpu_hours": "GPU-hours of the planned components, since this arbiter's start"}, hours)
+        yield _drift(now.drift)
         yield from self._enums(runs and self._decided.at_s >= now.since_s)
         yield from _engines(pull)
 
@@ -172,6 +175,15 @@ def _gauges(names: Mapping[str, str], values: Figures) -> Iterator[Metric]:
         if name in values:
             family.add_metric([], values[name])
         yield family
+
+
+def _drift(drift: Iterable[Drifted]) -> Metric:
+    told = "How far the engines' passes are off the profile that is planned by, as a share (0.2: a fifth longer)"
+    family = GaugeMetricFamily(f"{PREFIX}_profile_drift_ratio", told, labels=["component", "kind", "quantile"])
+    for each in drift:
+        for quantile, share in (("0.5", each.p50), ("0.9", each.p90)):
+            family.add_metric([each.component, each.kind, quantile], share)
+    return family
 
 
 def _engines(pull: Pull | None) -> Iterator[Metric]:

@@ -61,7 +61,7 @@ async def observing(
 
     links: Any = SimpleNamespace(nats=nats)
     shell: Any = fleet
-    made = Observing(lambda: graph, shell, links, AsyncioClock(), background)
+    made = Observing(lambda: graph, shell, links, AsyncioClock(), background, lambda text, about=None: None)
     made.follow(PlannerConfig(policy="throughput-load" if counting else "load"))
     try:
         yield made, fleet

@@ -26,6 +26,6 @@ class LatencyFields(BaseModel):
     """Workers of each role, at least. `sla` and `slo` take no 0: they keep one of each, by which they measure."""
     profile_results_dir: Path | None = None
     """Folder of a profile of the engines (NPZ or JSON, as Dynamo's profiler writes them). Without one `slo` begins with
-    the shipped one, and corrects it by what it sees."""
+    the shipped one that is nearest to this host's GPUs, and corrects it by what it sees."""
     profile_anyway: bool = False
     """Take a profile that `dynamo profile` measured of other engines, GPUs or versions than these."""

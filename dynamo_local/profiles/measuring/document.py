@@ -67,6 +67,13 @@ class PointFacts(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[str]
 
 
+class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker holds in a state: GPU memory and main memory; None where it is not known."""
+
+    vram_bytes: int | None
+    host_bytes: int | None
+
+
 class CertificateFacts(msgspec.Struct, frozen=True, kw_only=True):
     """How far it may be believed, and by what: relative errors."""
 
@@ -77,7 +84,9 @@ class CertificateFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """All of `profile.json`. `engines` by role (prefill, decode); `actions` in seconds, by component and rung."""
+    """All of `profile.json`. `engines` by role (prefill, decode); `actions` in seconds, by component and rung;
+    `memory` by component and state. `beyond_engine`: what a first token over HTTP takes beyond the engine, in ms:
+    `overhead_ms`, and `per_token_ms` of the prompt (a hand-off's part)."""
 
     format: int
     date: str
@@ -93,6 +102,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     actions: dict[str, dict[str, float]]
     noticed: list[str]
     certificate: CertificateFacts
+    memory: dict[str, dict[str, MemoryFacts]] = {}
+    beyond_engine: dict[str, float] = {}
 
 
 def configuration_hash(engines: Mapping[str, Mapping[str, Any]]) -> str:

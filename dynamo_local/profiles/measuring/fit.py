@@ -58,6 +58,15 @@ def decode_fit(points: Sequence[tuple[float, float, float]]) -> DecodeFit | None
     return DecodeFit(found[0], found[1], found[2], _error(rows, values, found))
 
 
+def beyond(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of (tokens, ms that came on top): a fixed part and a part per token, neither negative."""
+    found = [(tokens, ms) for tokens, ms in points if ms > 0]
+    if len({tokens for tokens, _ in found}) < 2:
+        return (fmean(ms for _, ms in found) if found else 0.0), 0.0
+    overhead, per_token = not_negative([(1.0, tokens) for tokens, _ in found], [ms for _, ms in found])
+    return overhead, per_token
+
+
 def not_negative(rows: Sequence[tuple[float, ...]], values: Sequence[float]) -> tuple[float, ...]:
     """Least squares of relative errors, without a negative coefficient: what would be negative is left out."""
     import numpy as np

@@ -29,11 +29,13 @@ HELD_UP_SHARE = 0.10
 """Such a share of all repetitions, and there is a neighbour."""
 QUICK = 0.25
 """The quickest repetitions: this quantile of a point's."""
+OTHERS = 0.25
+"""Such a share of the host's processors used by others is told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """`kind`: slow_worker, noisy_neighbour or drift; `size` is a share (0.2: a fifth longer)."""
+    """`kind`: slow_worker, noisy_neighbour, drift, busy_host or stranger; `size` is a share (0.2: a fifth longer)."""
 
     kind: str
     worker: str | None
@@ -117,6 +119,23 @@ def neighbours(known: Mapping[Point, Measured]) -> Iterator[Noticed]:
         f"{', '.join(workers)}: something else uses the GPU or the processors now and then; end it and measure again"
     )
     yield Noticed("noisy_neighbour", workers[0] if len(workers) == 1 else None, most - 1, text)
+
+
+def busy_processors(share: float) -> Iterator[Noticed]:
+    """Of the host's processors, in the mean over the run, other processes than the measured graph's used so much."""
+    if share >= OTHERS:
+        text = (
+            f"other processes used {min(share, 1.0):.0%} of this host's processors meanwhile: what runs on those (the "
+            "way over HTTP, starts, an engine without a GPU) takes longer than on a quiet host; measure again then"
+        )
+        yield Noticed("busy_host", None, share, text)
+
+
+def strangers(seen: Mapping[tuple[int, str], int]) -> Iterator[Noticed]:
+    """Processes (pid, name) that used a measured GPU beside its worker, by the device's index."""
+    for (pid, name), index in sorted(seen.items()):
+        text = f"GPU {index} was also used by {name} (pid {pid}): the times of its worker are not its own; end it"
+        yield Noticed("stranger", None, 1.0, text)
 
 
 def _by_worker(each: Measured) -> dict[str, float]:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 
-from dynamo_local.profiles.measuring.document import Document
+from dynamo_local.profiles.measuring.document import Document, MemoryFacts
+
+FULL = 0.95
+"""Such a share of the highest throughput counts as all of it."""
+PAYS = 0.5
+"""Twice the streams with less than 1.5 times the tokens: beyond the knee."""
 
 
 def lines_of(document: Document) -> Iterator[str]:
@@ -17,14 +23,24 @@ def lines_of(document: Document) -> Iterator[str]:
         )
     yield from prompts(document)
     yield from streams(document)
+    yield from knees(document)
     yield from spread(document)
     for each in document.end_to_end:
         yield (
             f"over HTTP: a prompt of {each.tokens} tokens has its first token after {each.ttft_ms:.1f} ms, "
             f"{each.ttft_ms - each.engine_ttft_ms:+.1f} ms to the engine's"
         )
+    if document.beyond_engine:
+        fixed_ms, per_token_ms = (document.beyond_engine[name] for name in ("overhead_ms", "per_token_ms"))
+        handoff = ", hand-off included" if "prefill" in document.engines else ""
+        yield (
+            f"beyond the engine a first token takes {fixed_ms:.2f} ms, and {1000 * per_token_ms:.3f} ms for each 1,000 "
+            f"tokens of its prompt{handoff}"
+        )
     for component, rungs in document.actions.items():
         yield f"{component}: " + ", ".join(f"{rung} {seconds:.2f} s" for rung, seconds in sorted(rungs.items()))
+    for component, states in document.memory.items():
+        yield f"{component} holds " + "; ".join(f"{state}: {_memory(facts)}" for state, facts in states.items())
     for text in document.noticed:
         yield f"noticed: {text}"
     errors = document.certificate.held_out
@@ -54,6 +70,31 @@ def streams(document: Document) -> Iterator[str]:
         yield f"one engine sustains {requests:.0f} streams of {context:,} tokens within ITL {ms:.2f} ms"
 
 
+def knees(document: Document) -> Iterator[str]:
+    """From which prompt length, and up to how many streams, more work at once still pays."""
+    rates = sorted((p.tokens, p.tokens / p.mean_ms) for p in document.points if p.kind == "prefill")
+    if len(rates) > 2:
+        most = max(rate for _, rate in rates)
+        knee = next(tokens for tokens, rate in rates if rate >= FULL * most)
+        yield f"prefill has its full throughput ({1000 * most:,.0f} tokens/s) from prompts of {knee:,} tokens on"
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for point in document.points:
+        if point.kind == "decode":
+            lines.setdefault(point.tokens, []).append((point.requests, point.requests / point.mean_ms))
+    for context, line in _some([(context, sorted(line)) for context, line in sorted(lines.items()) if len(line) > 1]):
+        knee = _knee(line)
+        said = f"up to {knee:.0f} streams" if knee is not None else f"up to all {line[-1][0]:.0f} streams that fit"
+        yield f"decode at {context:,} tokens: a further stream costs the others less than half of what it adds {said}"
+
+
+def _knee(line: list[tuple[float, float]]) -> float | None:
+    """The last load before tokens/s rise by less than half as much as streams do; None: they always do."""
+    for (low, rate), (high, more) in pairwise(line):
+        if (more / rate - 1) < PAYS * (high / low - 1):
+            return low
+    return None
+
+
 def spread(document: Document) -> Iterator[str]:
     """How sure the points are."""
     shares = [p.half_width_ms / p.mean_ms for p in document.points if p.half_width_ms is not None and p.mean_ms > 0]
@@ -63,6 +104,15 @@ def spread(document: Document) -> Iterator[str]:
             f"{len(document.points)} points; confidence intervals of ±{median(shares):.1%} in the median, "
             f"{wide} wider than ±3 %"
         )
+
+
+def _memory(facts: MemoryFacts) -> str:
+    known = [
+        f"{number / 2**30:.2f} GiB of {what}"
+        for what, number in (("the GPU's memory", facts.vram_bytes), ("main memory", facts.host_bytes))
+        if number is not None
+    ]
+    return " and ".join(known) or "not known"
 
 
 def _some(rows: list) -> list:  # type: ignore[type-arg]  # of any pairs

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.autoscale.fitting_profile import check_profile
+from dynamo_local.autoscale.fitting_profile import check_profile, with_nearest
 from dynamo_local.autoscale.planner_options import changed_options
 from dynamo_local.components.engine_facts import engine_description, engine_version, engines_of
 from dynamo_local.components.targets import times_of
 from dynamo_local.config import PlannerConfig, planner_section
-from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
+from dynamo_local.core.gpus import GpuDevice
+from dynamo_local.core.types import GraphSpec, Missing, Resources, Role, ServiceSpec
 from dynamo_local.errors import ConfigError
+from dynamo_local.profiles import DEFAULT_PROFILE, read_profile
 from dynamo_local.profiles.measuring.document import Document, EngineFacts, GpuFacts, write_document
 from tests.fakes.profile_documents import document
 from tests.fakes.profile_folders import write_npz
@@ -115,3 +117,34 @@ def test_numbers_and_spellings_do_not_make_another_engine():
     one = graph(sim={"speed": 10, "max-num-seqs": 8}).services[0]
     two = graph(sim={"speed": 10.0, "max_num_seqs": 8.0}).services[0]
     assert engine_description(one) == engine_description(two)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory_bytes", "name"),
+    [
+        ("NVIDIA H200", 141e9, DEFAULT_PROFILE),
+        ("NVIDIA H100 80GB HBM3", 80e9, "Qwen3-8B_h100_sxm_vllm_tp1"),
+        ("NVIDIA L4", 24e9, "Qwen3-8B_h100_sxm_vllm_tp1"),
+        ("NVIDIA B200", 183e9, DEFAULT_PROFILE),
+        ("unknown", None, DEFAULT_PROFILE),
+    ],
+)
+def test_without_a_profile_slo_begins_with_the_shipped_one_nearest_to_the_gpus(gpu, memory_bytes, name):
+    """By its name, else by its memory; what is given stays, and other policies get none."""
+    devices = [GpuDevice(0, "GPU-0", gpu, Missing("no") if memory_bytes is None else int(memory_bytes), 0)]
+    found = with_nearest(PlannerConfig(policy="slo"), graph(), devices)
+    assert str(found.profile_results_dir) == name
+    assert read_profile(name)
+    given = PlannerConfig(policy="slo", profile_results_dir="/mine")
+    assert with_nearest(given, graph(), devices) == given
+    assert with_nearest(PlannerConfig(), graph(), devices) == PlannerConfig()
+
+
+def test_simulated_engines_are_begun_with_the_profile_that_they_play():
+    """On simulated devices there is nothing nearer."""
+    devices = [GpuDevice(0, "GPU-0", "Simulated GPU 80GB", 80 * 2**30, 0)]
+    assert str(with_nearest(PlannerConfig(policy="slo"), graph(), devices).profile_results_dir) == DEFAULT_PROFILE
+    played = ServiceSpec("VllmWorker", Role.DECODE, config={"sim": {"profile": "Qwen3-8B_h100_sxm_vllm_tp1"}})
+    sim = GraphSpec("dynamo", "graphs.disagg:Frontend", (played,))
+    found = with_nearest(PlannerConfig(policy="slo"), sim, devices)
+    assert str(found.profile_results_dir) == "Qwen3-8B_h100_sxm_vllm_tp1"

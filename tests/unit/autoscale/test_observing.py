@@ -23,6 +23,7 @@ from dynamo_local.planner.values.requests import Requests
 from dynamo_local.planner.values.traffic import Traffic
 from dynamo_local.runtime.observation import ObservationServer
 from dynamo_local.runtime.passes.recorder import PassRecorder
+from tests.fakes.arbiter.told import Told
 from tests.fakes.data_plane.passes import passed
 from tests.fakes.infra.memory_nats import MemoryNats
 
@@ -41,7 +42,7 @@ class Graph:
         self.clients: dict[str, Any] = {}
         links: Any = SimpleNamespace(nats=self.nats.client())
         shell: Any = self
-        self.observing = Observing(lambda: graph, shell, links, AsyncioClock(), self._background)
+        self.observing = Observing(lambda: graph, shell, links, AsyncioClock(), self._background, Told())
 
     async def add(self, name: str, state: WorkerState = WorkerState.READY, **tells: Any) -> Any:
         """One more worker; the connection by which it answers."""

@@ -77,6 +77,27 @@ def test_what_our_own_planner_waits_for_is_one_line(changed: dict[str, Any], lin
     assert f"virtual   v1/dynamo/planner/: {line}" in shown
 
 
+@pytest.mark.parametrize(
+    ("profile", "line"),
+    [
+        ({"name": "/srv/p", "measured": True, "certificate": "certified"}, "/srv/p (certified)"),
+        ({"name": "/srv/p", "measured": True, "certificate": "uncertified"}, "/srv/p (uncertified)"),
+        (
+            {"name": "H200", "measured": False, "certificate": None},
+            "H200 (not measured by `dynamo profile`: of other engines, and corrected by what is seen)",
+        ),
+    ],
+)
+def test_the_profile_that_is_planned_by_and_how_far_engines_are_off_it_are_lines(
+    profile: dict[str, Any], line: str
+) -> None:
+    drift = {"component": "VllmWorker", "kind": "decode", "p50": 0.18, "p90": -0.02, "passes": 512}
+    shown = list(status_lines({**PLANNER, "profile": profile, "drift": [drift]}))
+    assert f"profile   {line}" in shown
+    assert "drift     VllmWorker decode: +18% off the profile, p90 -2% (of 512 passes)" in shown
+    assert not any(row.startswith(("profile ", "drift ")) for row in status_lines({**PLANNER, "profile": None}))
+
+
 def test_only_options_that_were_set_are_shown() -> None:
     """There are fifty. The policy is always said, and what has no value any more is said to have none."""
     options = {"policy": "load", "max_gpu_budget": 6, "min_gpu_budget": 1, "no_operation": True, "log_dir": None}

@@ -10,6 +10,7 @@ import pytest
 
 from dynamo_local.cli.profile import Budget, profile
 from dynamo_local.errors import BadInput
+from dynamo_local.profiling.target import understood
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,6 +48,28 @@ def test_what_cannot_be_measured_is_refused(words, said, tmp_path, monkeypatch):
     with pytest.raises(BadInput, match=said):
         run("graphs.disagg:Frontend", "-f", "configs/disagg.yaml", "-o", str(tmp_path / "out"), *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_while_the_graph_starts_says_so_and_exits_as_a_stopped_command_does(monkeypatch, tmp_path, capsys):
+    """Engines take minutes to start, and there is nothing to go on with yet."""
+
+    async def measure(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(ROOT / "examples" / "llm")
+    monkeypatch.setattr("dynamo_local.profiling.whole.profile", measure)
+    words = ["graphs.disagg:Frontend", "-f", "configs/disagg.yaml", "-o", str(tmp_path / "out")]
+    assert profile.main(words, standalone_mode=False) == 130
+    assert "nothing was measured" in capsys.readouterr().err
+
+
+def test_engines_that_start_slowly_get_the_time_that_is_given(monkeypatch):
+    """A vLLM worker on a busy host took longer than the five minutes of `dynamo serve`: it could not be measured."""
+    monkeypatch.chdir(ROOT / "examples" / "llm")
+    of = ("graphs.disagg:Frontend", Path("configs/disagg.yaml"), (), "profile", None, None)
+    assert "--start-deadline" not in understood(*of).serve_words()
+    words = understood(*of, 900.0).serve_words()
+    assert words[words.index("--start-deadline") + 1] == "900"
 
 
 def test_components_that_are_commands_are_refused_by_name(tmp_path, monkeypatch):

@@ -62,6 +62,31 @@ async def test_a_slow_worker_among_equals_is_noticed(tmp_path):
     assert (found.kind, found.worker) == ("slow_worker", "b")
 
 
+async def test_an_engine_that_drifts_while_it_is_measured_is_noticed(tmp_path):
+    """Its passes take a fifth longer at the end than at the beginning, a little more with each repetition."""
+    points = tuple(sweep(LIMITS, (Kind.PREFILL, Kind.DECODE), (5, 3)))
+    repetitions = 3 * len(points)
+    graphs: list[InProcessGraph] = []
+    async with in_process(lambda: 1 + 0.25 * min(1.0, graphs[0].asked / repetitions), w=SPEED) as graph:
+        graphs.append(graph)
+        progress = await session(graph, tmp_path).run(Progress(points, Rules(budget_s=20.0, width=0.2)))
+    [found] = noticed(measured(progress))
+    assert found.kind == "drift"
+    assert 0.1 < found.size < 0.4
+
+
+async def test_a_noisy_neighbour_of_the_engine_is_noticed(tmp_path):
+    """Each fifth repetition's passes take half as long again."""
+    points = tuple(sweep(LIMITS, (Kind.PREFILL, Kind.DECODE), (5, 3)))
+    graphs: list[InProcessGraph] = []
+    async with in_process(lambda: 1.5 if graphs[0].asked % 5 == 0 else 1.0, w=SPEED) as graph:
+        graphs.append(graph)
+        progress = await session(graph, tmp_path).run(Progress(points, Rules(budget_s=20.0, repeats_min=6)))
+    [found] = noticed(measured(progress))
+    assert found.kind == "noisy_neighbour"
+    assert found.size == pytest.approx(0.5, abs=0.1)
+
+
 async def test_a_measurement_that_is_stopped_goes_on_where_it_was(tmp_path):
     """Ctrl-C keeps every repetition, and what is measured then are the others."""
     points = tuple(sweep(LIMITS, (Kind.PREFILL,), (5, 3)))

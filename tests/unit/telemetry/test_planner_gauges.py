@@ -14,6 +14,7 @@ from dynamo_local.planner.loop import PlannerState
 from dynamo_local.planner.values.passes import EngineSeen
 from dynamo_local.planner.values.pull import Pull
 from dynamo_local.planner.values.readings import Reading
+from dynamo_local.profiles.measuring.drift import Drifted
 from dynamo_local.telemetry.planner_gauges import PlannerGauges, PlannerNow
 from tests.fakes.planner.logged_lines import DECODE, POOLS, PREFILL, reasons, record
 from tests.tools.scraped import Samples, samples
@@ -88,6 +89,16 @@ def scraped() -> Scraped:
 
 def test_every_gauge_has_its_value(scraped: Scraped) -> None:
     assert scraped.plain() == EXPECTED
+
+
+def test_how_far_engines_are_off_their_profile_is_told_by_component_kind_and_quantile() -> None:
+    """Nothing where nothing is known: a gap, not a 0."""
+    fresh = Scraped()
+    name = "dynamo_planner_profile_drift_ratio"
+    assert not any(key == name for key, _ in fresh.samples())
+    fresh.now = replace(fresh.now, drift=(Drifted("VllmWorker", "decode", 0.18, 0.25, 512),))
+    told = {labels: value for (key, labels), value in fresh.samples().items() if key == name}
+    assert told == {("VllmWorker", "decode", "0.5"): 0.18, ("VllmWorker", "decode", "0.9"): 0.25}
 
 
 def test_before_the_first_decision_there_is_none() -> None:

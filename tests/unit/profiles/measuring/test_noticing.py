@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from dynamo_local.profiles.measuring.noticing import noticed
+from dynamo_local.profiles.measuring.noticing import busy_processors, noticed, strangers
 from dynamo_local.profiles.measuring.plan import Progress, Rules, measured
 from dynamo_local.profiles.measuring.points import Kind, Limits, sweep
 from tests.fakes.known_engine import KnownEngine, measure
@@ -56,3 +56,17 @@ def test_a_drifting_engine_is_noticed_with_its_direction():
     [(kind, _, size)] = seen(KnownEngine(at=lambda at_s: 1 - 0.15 * min(1.0, at_s / span_s)))
     assert kind == "drift"
     assert size < -0.08
+
+
+def test_a_host_whose_processors_others_use_is_told_of_from_a_quarter_on():
+    """A few per cent are everybody's."""
+    assert list(busy_processors(0.2)) == []
+    [found] = busy_processors(0.87)
+    assert (found.kind, found.size) == ("busy_host", 0.87)
+    assert "other processes used 87% of this host's processors" in found.text
+
+
+def test_a_stranger_on_a_measured_gpu_is_named():
+    """With its pid, so that a person can end it."""
+    [found] = strangers({(4711, "python"): 3})
+    assert "GPU 3 was also used by python (pid 4711)" in found.text
