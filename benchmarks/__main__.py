@@ -18,6 +18,7 @@ NAMES = (
     "first_token",
     "frontend",
     "colocated",
+    "beside",
     "data_plane",
     "statefile",
     "sim_engine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, cast
@@ -17,6 +18,7 @@ from dynamo_local.runtime.requests.frames import (
     decode_error,
     frame,
 )
+from dynamo_local.runtime.requests.pumping import Take
 
 READ_AHEAD_BYTES: Final = 128 * 1024
 """Unread data above this stops the socket from being read; TCP then holds the worker back."""
@@ -45,6 +47,7 @@ class InboundStream(asyncio.Protocol):
         self._finished = False
         self._error: errors.DynamoError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: _Taker | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._who = "a worker"
         self.loop = asyncio.get_running_loop()
@@ -181,7 +184,23 @@ class InboundStream(asyncio.Protocol):
                 self._waiter = None
         return batch
 
+    async def pump(self, take: Take) -> None:
+        """Give `take` what has come and what comes, as it arrives. Raises what the stream ended with, or `take`."""
+        if self._waiter is not None or self._taker is not None:
+            raise RuntimeError("two tasks read one response stream")
+        self._taker = taker = _Taker(self, take)
+        try:
+            taker.give()
+            await taker.done
+        finally:
+            self._taker = None
+            taker.leave()
+        if self._error is not None:
+            raise self._error
+
     def _wake(self) -> None:
+        if self._taker is not None:
+            self._taker.give()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -194,6 +213,49 @@ class InboundStream(asyncio.Protocol):
         assert self.transport is not None
         self._paused = False
         self.transport.resume_reading()
+
+
+class _Taker:
+    """Whoever takes a stream's items as they arrive. `done` at the end of the stream, or when `take` has raised."""
+
+    __slots__ = ("_context", "_inbound", "_room", "_take", "done")
+
+    def __init__(self, inbound: InboundStream, take: Take) -> None:
+        self._inbound = inbound
+        self._take = take
+        self._context = contextvars.copy_context()
+        self._room: asyncio.Future[None] | None = None
+        self.done: asyncio.Future[None] = inbound.loop.create_future()
+
+    def give(self) -> None:
+        """All that there is, unless the taker must catch up first."""
+        inbound, done = self._inbound, self.done
+        while self._room is None and not done.done() and (batch := inbound.take_ready()) is not None:
+            try:
+                room = self._context.run(self._take, batch)
+            except Exception as error:
+                done.set_exception(error)
+                return
+            if room is not None:
+                self._room = asyncio.ensure_future(room)
+                self._room.add_done_callback(self._go_on)
+        if self._room is None and inbound.finished and not done.done():
+            done.set_result(None)
+
+    def _go_on(self, room: asyncio.Future[None]) -> None:
+        self._room = None
+        if self.done.done() or room.cancelled():
+            return
+        if (error := room.exception()) is not None:
+            self.done.set_exception(error)
+        else:
+            self.give()
+
+    def leave(self) -> None:
+        """Nothing more is given."""
+        self.done.cancel()
+        if self._room is not None:
+            self._room.cancel()
 
 
 class ResponseStream:
@@ -234,6 +296,14 @@ class ResponseStream:
             yield rest
         while (batch := await self._inbound.next_batch()) is not None:
             yield batch
+
+    async def pump(self, take: Take) -> None:
+        """Call `take` with the items in groups, as they arrive, until the end; see `pumping`."""
+        if rest := self._batch[self._at :]:
+            self._batch, self._at = [], 0
+            if (room := take(rest)) is not None:
+                await room
+        await self._inbound.pump(take)
 
     async def single(self) -> Any:
         """The one value of a unary handler. `RequestError` if there was none, or more than one."""
