@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -131,7 +131,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._overhead_bytes = 0
             self._expect_within(MESSAGE_TIMEOUT_S)
             client = Client(self)
-            self.scope["extensions"] = {CONNECTION: client}
+            cast(dict[str, Any], self.scope)["extensions"] = {CONNECTION: client}
             super().on_headers_complete()
             client.cycle = self.cycle
 
