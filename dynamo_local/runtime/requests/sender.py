@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import (
+    Frame,
     FrameDecoder,
     FrameKind,
     data_frame,
@@ -39,15 +40,19 @@ class KeptConnections:
         self._count = 0
         self._closed = False
 
-    def put(self, transport: asyncio.Transport) -> None:
-        """A request has ended."""
+    def put(
+        self, transport: asyncio.Transport, decoder: FrameDecoder | None = None, came: Sequence[Frame] = ()
+    ) -> None:
+        """A request has ended. The caller may have sent the next one already: `came`, and what `decoder` has of it."""
         if self._closed or self._count >= KEPT_MAX or transport.is_closing():
             transport.abort()
             return
-        kept = _Kept(transport, self)
+        kept = _Kept(transport, self, decoder or FrameDecoder())
         transport.set_protocol(kept)
         self._by_peer.setdefault(kept.peer, []).append(kept)
         self._count += 1
+        if came:
+            kept.take(came)
 
     def take(self, host: str, port: int) -> asyncio.Transport | None:
         """One to that caller, for the next request."""
@@ -82,20 +87,23 @@ class KeptConnections:
 class _Kept(asyncio.Protocol):
     """One that no request uses."""
 
-    def __init__(self, transport: asyncio.Transport, pool: KeptConnections) -> None:
+    def __init__(self, transport: asyncio.Transport, pool: KeptConnections, decoder: FrameDecoder) -> None:
         self.transport = transport
         self.peer = transport.get_extra_info("peername")
         self._pool = pool
-        self._decoder = FrameDecoder()
+        self._decoder = decoder
 
     def data_received(self, data: bytes) -> None:
         try:
-            for kind, _, body in self._decoder.feed(data):
-                if kind != FrameKind.REQUEST:
-                    raise errors.StreamGap(f"a frame of kind {kind} between two requests")
-                self._pool.asked(self, bytes(body))
-                return
+            self.take(self._decoder.feed(data))
         except errors.StreamGap:
+            self.transport.abort()
+
+    def take(self, frames: Sequence[Frame]) -> None:
+        """One request; whoever sends anything else is no caller of ours."""
+        if len(frames) == 1 and frames[0].kind == FrameKind.REQUEST:
+            self._pool.asked(self, bytes(frames[0].body))
+        elif frames:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -162,14 +170,15 @@ class ResponseSender(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for kind, _, body in self._decoder.feed(data):
+            frames = self._decoder.feed(data)
+            for n, (kind, _, body) in enumerate(frames):
                 if kind == FrameKind.GO and not self.go.done():
                     self.go.set_result(bytes(body))
                 elif kind == FrameKind.DONE and self._finished and self._kept is not None:
                     transport, self._transport = self._transport, None
                     self.connection_lost(None)
                     if transport is not None:
-                        self._kept.put(transport)
+                        self._kept.put(transport, self._decoder, frames[n + 1 :])
                     return
         except errors.StreamGap:
             self.abort()
