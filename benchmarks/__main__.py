@@ -19,6 +19,7 @@ NAMES = (
     "frontend",
     "colocated",
     "beside",
+    "hot_path",
     "data_plane",
     "statefile",
     "sim_engine",
