@@ -18,6 +18,8 @@ NAMES = (
     "first_token",
     "frontend",
     "colocated",
+    "beside",
+    "hot_path",
     "data_plane",
     "statefile",
     "sim_engine",

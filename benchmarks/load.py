@@ -23,7 +23,12 @@ LIMIT_S = 60.0
 _TEXT = re.compile(rb'"content":"([^"]*)"')
 _ID = re.compile(rb'"id":"chatcmpl-([0-9A-Za-z._-]+)"')
 _CONTENT_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
-_END = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]"
+_END = _DONE + b"\n\n"
+_SOME_TEXT = re.compile(rb'"content":"[^"]')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
+TAIL_BYTES = 2048
+"""The usage and the end stand within so many last bytes of a stream."""
 
 
 def generate(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,14 +51,15 @@ def generate(plan: Mapping[str, Any]) -> dict[str, Any]:
 # --- HTTP --------------------------------------------------------------------------------------
 
 
-def chat(number: int, max_tokens: int, *, stream: bool) -> bytes:
-    """One request, whole; each number gives another prompt."""
+def chat(number: int, max_tokens: int, *, stream: bool, model: str = "sim-tiny", usage: bool = False) -> bytes:
+    """One request, whole; each number gives another prompt. With `usage` a stream ends with its numbers of tokens."""
     body: dict[str, Any] = {
-        "model": "sim-tiny",
+        "model": model,
         "messages": [{"role": "user", "content": f"Request {number}: tell me a story of a worker and its arbiter."}],
         "max_tokens": max_tokens,
         "ignore_eos": True,
         "stream": stream,
+        **({"stream_options": {"include_usage": True}} if usage else {}),
     }
     data = json.dumps(body).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
@@ -239,9 +245,88 @@ async def streams(port: int, count: int, tokens: int, pids: dict[str, int]) -> d
     }
 
 
+class Timed(asyncio.Protocol):
+    """One request whose answer streams, of any engine: the time of its first text, and its usage's tokens."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
+        self._request, self._done = request, done
+        self._tail = b""
+        self.first_s: float | None = None
+        self.tokens = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._tail and not data.startswith(b"HTTP/1.1 200"):
+            self._done.set_exception(RuntimeError(f"no stream: {data[:300]!r}"))
+            self._transport.close()
+            return
+        if self.first_s is None and _SOME_TEXT.search(data) is not None:
+            self.first_s = time.monotonic()
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        if _DONE in self._tail:
+            if (found := _COMPLETION_TOKENS.search(self._tail)) is not None:
+                self.tokens = int(found[1])
+            self._transport.close()
+            if not self._done.done():
+                self._done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_exception(RuntimeError(f"the stream broke: {exc or self._tail[-300:]!r}"))
+
+
+async def beside(
+    port: int, model: str, count: int, tokens: int, concurrency: int, pids: dict[str, int]
+) -> dict[str, Any]:
+    """`count` requests of so many tokens, `concurrency` at a time: first tokens, requests per second, CPU of each
+    process. Each is streamed on a connection of its own; of one token, whole and on connections that are kept."""
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
+    begin_s, first_s, read = time.monotonic(), [], 0
+    numbers = iter(range(count))
+
+    async def streaming() -> None:
+        nonlocal read
+        loop = asyncio.get_running_loop()
+        for number in numbers:
+            done: asyncio.Future[None] = loop.create_future()
+            request = chat(number, tokens, stream=True, model=model, usage=True)
+            sent_s = time.monotonic()
+            _, answer = await loop.create_connection(lambda: Timed(request, done), "127.0.0.1", port)  # noqa: B023
+            await done
+            if answer.tokens != tokens or answer.first_s is None:
+                raise RuntimeError(f"a stream had {answer.tokens} tokens, not {tokens}")
+            first_s.append(answer.first_s - sent_s)
+            read += answer.tokens
+
+    async def asking() -> None:
+        nonlocal read
+        connection = await Unary.connect(port)
+        for number in numbers:
+            await connection.ask(chat(number, tokens, stream=False, model=model))
+            read += tokens
+        connection.close()
+
+    await asyncio.gather(*((asking if tokens == 1 else streaming)() for _ in range(concurrency)))
+    wall_s = time.monotonic() - begin_s
+    return {
+        "wall_s": wall_s,
+        "tokens": read,
+        "first_s": first_s,
+        "per_s": count / wall_s,
+        "cpu_s": {name: cpu_s(pid) - before[name] for name, pid in pids.items()},
+    }
+
+
 async def _main() -> None:
     plan = json.load(sys.stdin)
-    kinds: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {"latency": latency, "streams": streams}
+    kinds: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
+        "latency": latency,
+        "streams": streams,
+        "beside": beside,
+    }
     async with asyncio.timeout(LIMIT_S):
         result = await kinds[plan.pop("kind")](**plan)
     json.dump(result, sys.stdout)

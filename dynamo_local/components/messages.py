@@ -18,7 +18,7 @@ without it (once per frame of tokens, on the hot path).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 import msgspec
@@ -140,7 +140,18 @@ def size_of(request: TextRequest) -> int:
 
 def generate_request(request_id: str, token_ids: list[int], sampling: SamplingParams) -> dict[str, Any]:
     """The request as it travels."""
-    return {"request_id": request_id, "token_ids": token_ids, "sampling": asdict(sampling)}
+    return {"request_id": request_id, "token_ids": token_ids, "sampling": _sampling(sampling)}
+
+
+_SAMPLING = tuple(field.name for field in fields(SamplingParams))
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """As `asdict`, which copies each value deeply; these are numbers, and a tuple of them."""
+    found = {name: getattr(sampling, name) for name in _SAMPLING}
+    if sampling.extras is not None:
+        found["extras"] = asdict(sampling.extras)
+    return found
 
 
 def parse_generate_request(payload: Any) -> GenerateRequest:
@@ -179,7 +190,7 @@ def prefill_entry(request: EngineRequest, reply_subject: str) -> dict[str, Any]:
     """The queue entry for a request; the prefill worker answers on `reply_subject`."""
     return {
         "token_ids": list(request.prompt_token_ids),
-        "sampling": asdict(request.sampling),
+        "sampling": _sampling(request.sampling),
         "reply_subject": reply_subject,
     }
 

@@ -8,20 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any
 
 from dynamo_local.components import messages
 from dynamo_local.components.large_requests import run_beside, run_by_size
 from dynamo_local.components.models_view import ModelsView
-from dynamo_local.components.routing.dispatch import Dispatcher
+from dynamo_local.components.routing.dispatch import Batch, Dispatcher
 from dynamo_local.components.text.answer import Answer
 from dynamo_local.components.text.prepare import Kind, prepare
 from dynamo_local.components.text.tokenizer import Tokenizer
 from dynamo_local.errors import EngineError, NoWorkers
+from dynamo_local.runtime.requests.pumping import Enough, Take
 
 FIRST_CARD_TIMEOUT_S = 1.0
 """How long a request waits for the first model card: only right after the start, while etcd is being read."""
+
+
+async def _and_enough(room: Awaitable[None]) -> None:
+    await room
+    raise Enough
+
+
+def _without_reason(generate: Mapping[str, Any]) -> EngineError:
+    return EngineError(f"the worker's answer to {generate['request_id']} ended without a finish reason")
+
+
+class Answering:
+    """One request's answer, which is worked on while it is read or pumped: see `Pipeline.run` and `pump`."""
+
+    def __init__(self, pipeline: Pipeline, kind: Kind, payload: Any, timeout_s: float | None) -> None:
+        self._pipeline = pipeline
+        self._asked = (kind, payload, timeout_s)
+
+    def __aiter__(self) -> AsyncGenerator[Any, None]:
+        return self._pipeline.run(*self._asked)
+
+    async def pump(self, take: Take) -> None:
+        """Call `take` with the items as they arrive."""
+        await self._pipeline.pump(*self._asked, take)
 
 
 class Pipeline:
@@ -32,6 +57,10 @@ class Pipeline:
         self._models = models
         self._dispatcher = dispatcher
         self._model = model
+
+    def answering(self, kind: Kind, payload: Any, timeout_s: float | None) -> Answering:
+        """What an endpoint answers with."""
+        return Answering(self, kind, payload, timeout_s)
 
     async def run(self, kind: Kind, payload: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         """Response items of a `TextRequest`, or of what one is made from.
@@ -45,12 +74,9 @@ class Pipeline:
                 async for item in items:
                     yield item
             return
-        request = await run_by_size(messages.size_of(asked), prepare, kind, asked, self._tokenizer, max_model_len)
-        request_id = request.request_id or uuid.uuid4().hex
-        generate = messages.generate_request(request_id, request.token_ids, request.sampling)
-        answer = Answer(request, self._tokenizer.detokenizer(request.stop, request.sampling.min_tokens))
+        generate, answer = await self._prepared(kind, asked, max_model_len)
         batches = self._dispatcher.send(
-            generate, request_id=request_id, tokens=request.sampling.max_tokens, timeout_s=timeout_s
+            generate, request_id=generate["request_id"], tokens=answer.max_tokens, timeout_s=timeout_s
         )
         async with contextlib.aclosing(batches):
             async for batch in batches:
@@ -58,7 +84,45 @@ class Pipeline:
                     yield item
                 if answer.finish_reason is not None:
                     return  # a stop string: closing the batches aborts the request in the engine
-        raise EngineError(f"the worker's answer to {request_id} ended without a finish reason")
+        raise _without_reason(generate)
+
+    async def pump(self, kind: Kind, payload: Any, timeout_s: float | None, take: Take) -> None:
+        """As `run`: `take` is called with the items as they arrive, without a task in between."""
+        asked = messages.parse_text_request(payload)
+        if asked.extras is not None:
+            async with contextlib.aclosing(self.run(kind, asked, timeout_s)) as one_by_one:
+                async for item in one_by_one:
+                    if (room := take([item])) is not None:
+                        await room
+            return
+        max_model_len = await self._max_model_len(asked.model or self._model)
+        generate, answer = await self._prepared(kind, asked, max_model_len)
+
+        def taken(batch: Batch) -> Awaitable[None] | None:
+            items = answer.take(batch)
+            room = take(items) if items else None
+            if answer.finish_reason is None or batch[-1].get("finish_reason") is not None:
+                return room
+            # A stop string: closing the stream aborts the request in the engine.
+            if room is None:
+                raise Enough
+            return _and_enough(room)
+
+        with contextlib.suppress(Enough):
+            await self._dispatcher.pump(
+                generate, taken, request_id=generate["request_id"], tokens=answer.max_tokens, timeout_s=timeout_s
+            )
+        if answer.finish_reason is None:
+            raise _without_reason(generate)
+
+    async def _prepared(
+        self, kind: Kind, asked: messages.TextRequest, max_model_len: int
+    ) -> tuple[dict[str, Any], Answer]:
+        """What a worker is asked, and what its answer becomes."""
+        request = await run_by_size(messages.size_of(asked), prepare, kind, asked, self._tokenizer, max_model_len)
+        request_id = request.request_id or uuid.uuid4().hex
+        generate = messages.generate_request(request_id, request.token_ids, request.sampling)
+        return generate, Answer(request, self._tokenizer.detokenizer(request.stop, request.sampling.min_tokens))
 
     async def _with_extras(
         self, kind: Kind, asked: messages.TextRequest, max_model_len: int, timeout_s: float | None

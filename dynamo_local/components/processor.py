@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any
 
 from pydantic import ConfigDict, Field
@@ -121,18 +121,14 @@ class Processor:
         await self._stack.aclose()
 
     @endpoint(name="chat/completions")
-    async def chat_completions(self, request: TextRequest) -> AsyncGenerator[Any, None]:
+    async def chat_completions(self, request: TextRequest) -> AsyncIterable[Any]:
         """`POST /v1/chat/completions`, streamed."""
-        async with contextlib.aclosing(self._pipeline.run("chat", request, _remaining_s())) as items:
-            async for item in items:
-                yield item
+        return self._pipeline.answering("chat", request, _remaining_s())
 
     @endpoint(name="completions")
-    async def completions(self, request: TextRequest) -> AsyncGenerator[Any, None]:
+    async def completions(self, request: TextRequest) -> AsyncIterable[Any]:
         """`POST /v1/completions`, streamed."""
-        async with contextlib.aclosing(self._pipeline.run("completion", request, _remaining_s())) as items:
-            async for item in items:
-                yield item
+        return self._pipeline.answering("completion", request, _remaining_s())
 
     @endpoint(name="api")
     async def api(self, request: ApiRequest) -> AsyncGenerator[Any, None]:

@@ -8,6 +8,8 @@ import msgspec
 
 from dynamo_local.system import collector
 
+SMALL_BYTES: Final = 4096
+
 UNREADABLE: Final = (msgspec.DecodeError, RecursionError)
 """What `decode` raises: nonsense, a wrong type, or nesting deeper than Python allows."""
 
@@ -16,7 +18,9 @@ def decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> A
     """Raises one of `UNREADABLE`.
 
     While millions of small values are made, the garbage collector would walk through them again and again: nine
-    seconds for 8 MB, instead of a third of one.
+    seconds for 8 MB, instead of a third of one. Of what is small not so many can be made.
     """
+    if len(data) < SMALL_BYTES:
+        return decoder.decode(data)
     with collector.paused():
         return decoder.decode(data)

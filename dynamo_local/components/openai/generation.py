@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from dynamo_local.errors import (
     WorkerLost,
 )
 from dynamo_local.ports import EndpointClient, ResponseStream
+from dynamo_local.runtime.requests.pumping import Take, pump
 
 logger = logging.getLogger(__name__)
 
@@ -156,36 +157,59 @@ class Generation:
             raise DeadlineExceeded(message) from error
 
     async def _stream(self, stream: ResponseStream, reply: Reply) -> None:
-        progress = self._progress
+        shape, progress = self._format, self._progress
         begun = False
-        batches = stream.batches()
-        async for batch in batches:
+
+        def take(batch: list[Any]) -> Awaitable[None] | None:
+            nonlocal begun
+            if progress.finish_reason is not None:
+                return None
             texts = progress.take(batch)
-            events = self._format.texts(texts) if texts else b""
+            events = shape.texts(texts) if texts else b""
             if progress.finish_reason is not None:
-                events += self._format.last(progress.finish_reason, progress.usage)
-            if not events and not progress.has_tokens:
-                continue
-            if not begun:
+                events += shape.last(progress.finish_reason, progress.usage)
+            if not begun and (events or progress.has_tokens):
                 begun = True
-                events = self._format.first() + events
-            if events:
-                await reply.event(events)
-            if progress.finish_reason is not None:
-                await self._await_end(batches)
-                return
-        raise _ended_early()
+                events = shape.first() + events
+            return reply.push(events) if events else None
+
+        await self._pumped(stream, take)
 
     async def _collect(self, stream: ResponseStream) -> bytes:
         progress = self._progress
         texts: list[str] = []
-        batches = stream.batches()
-        async for batch in batches:
-            texts += progress.take(batch)
-            if progress.finish_reason is not None:
-                await self._await_end(batches)
-                return self._format.whole("".join(texts), progress.finish_reason, progress.usage)
-        raise _ended_early()
+
+        def take(batch: list[Any]) -> None:
+            if progress.finish_reason is None:
+                texts.extend(progress.take(batch))
+
+        await self._pumped(stream, take)
+        assert progress.finish_reason is not None
+        return self._format.whole("".join(texts), progress.finish_reason, progress.usage)
+
+    async def _pumped(self, stream: ResponseStream, take: Take) -> None:
+        """All items, until the Processor ends by itself: closing a stream before its end cancels the handler behind it.
+
+        It has `END_WAIT_S` for that once all is there.
+        """
+        progress, loop = self._progress, asyncio.get_running_loop()
+
+        def taken(batch: list[Any]) -> Awaitable[None] | None:
+            room = take(batch)
+            if progress.finish_reason is not None and limit.when() is None:
+                limit.reschedule(loop.time() + END_WAIT_S)
+            return room
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                await pump(stream, taken)
+        except (TimeoutError, DynamoError) as error:
+            if progress.finish_reason is None:
+                raise
+            reason = "it lingered" if isinstance(error, TimeoutError) else str(error)
+            logger.warning("request %s: complete, but its stream ended badly: %s", self._request_id, reason)
+        if progress.finish_reason is None:
+            raise _ended_early()
 
     async def _await_end(self, batches: AsyncIterator[list[Any]]) -> None:
         """Let the Processor end by itself: closing a stream before its end cancels the handler behind it."""

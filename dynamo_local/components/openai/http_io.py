@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -82,7 +82,57 @@ def _too_large(max_bytes: int) -> ApiError:
     )
 
 
-async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+class Connection(Protocol):
+    """The client's connection, where the server gives it (`http_protocol`): what ASGI's messages would cost a task and
+    several calls for each token."""
+
+    def write(self, data: bytes) -> bool:
+        """A part of the body. False where it must go the usual way: before the answer's head, or while the client does
+        not read."""
+        ...
+
+    def on_lost(self, callback: Callable[[], None] | None) -> bool:
+        """Call it once the client has left. False where it has already."""
+        ...
+
+
+CONNECTION: Final = "dynamo.connection"
+"""Its name among the scope's extensions."""
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """None: another server's."""
+    found: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+    return found
+
+
+async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive, connection: Connection | None = None) -> T:
+    """The result of `work`; `ClientGone` if the client leaves first, after `work` was cancelled and has ended."""
+    if connection is None:
+        return await _beside_receive(work, receive)
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    def left() -> None:
+        nonlocal gone
+        gone = True
+        task.cancel()
+
+    if not connection.on_lost(left):
+        work.close()
+        raise ClientGone
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        connection.on_lost(None)
+
+
+async def _beside_receive(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """The result of `work`; `ClientGone` if the client leaves first, after `work` was cancelled and has ended.
 
     Starlette's StreamingResponse would notice at the next write at the earliest, its JSONResponse never; an
@@ -119,11 +169,18 @@ class Whole:
 class Reply:
     """The response of one HTTP exchange."""
 
-    __slots__ = ("_send", "_started")
+    __slots__ = ("_connection", "_send", "_started")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, connection: Connection | None = None) -> None:
         self._send = send
+        self._connection = connection
         self._started = False
+
+    def push(self, data: bytes) -> Awaitable[None] | None:
+        """`event` without a task switch: None where it is written, else what is to be awaited before the next one."""
+        if self._started and self._connection is not None and self._connection.write(data):
+            return None
+        return self.event(data)
 
     async def event(self, data: bytes) -> None:
         """Server-sent events, in one write; the first brings the status line with it."""

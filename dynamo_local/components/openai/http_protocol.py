@@ -7,11 +7,13 @@ for ever, and so is each of any number of requests that were sent without waitin
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.http_io import CONNECTION
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 """The request line, all headers and all trailers; beyond it 431."""
@@ -34,6 +36,30 @@ LINGER_S: Final = 2.0
 has read the answer."""
 
 
+class Client:
+    """`http_io.Connection` of one exchange: writes the parts of a body at once, and tells when the client has left."""
+
+    __slots__ = ("_protocol", "cycle")
+
+    def __init__(self, protocol: BoundedHttpProtocol) -> None:
+        self._protocol = protocol
+        self.cycle: RequestResponseCycle | None = None
+
+    def write(self, data: bytes) -> bool:
+        """False where it must be sent the usual way."""
+        cycle = self.cycle
+        if cycle is None or not cycle.chunked_encoding or cycle.flow.write_paused or cycle.response_complete:
+            return False
+        if not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    def on_lost(self, callback: Callable[[], None] | None) -> bool:
+        """Call it when the connection is lost; False where it is."""
+        self._protocol.on_lost = callback
+        return self.cycle is not None and not self.cycle.disconnected
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Refused requests never reach the application."""
 
@@ -44,6 +70,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._field_bytes = 0
         self._overhead_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self.on_lost: Callable[[], None] | None = None
 
     # --- the connection ---
 
@@ -54,6 +81,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_within(None)
         super().connection_lost(exc)
+        if (left := self.on_lost) is not None:
+            left()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -101,7 +130,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._in_head = False
             self._overhead_bytes = 0
             self._expect_within(MESSAGE_TIMEOUT_S)
+            client = Client(self)
+            cast(dict[str, Any], self.scope)["extensions"] = {CONNECTION: client}
             super().on_headers_complete()
+            client.cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:

@@ -130,18 +130,22 @@ _MAX_BYTES: Mapping[str, int] = {
 _UNKNOWN = re.compile(r"contains unknown field `(?P<name>.*)`", re.DOTALL)
 
 
+_ABSENT = Raw()
+
+
 def bytes_of(value: Raw) -> memoryview:
     """A parameter's JSON, without a copy."""
     return memoryview(value)
 
 
 def _raw_struct(name: str, fields: Iterable[str]) -> type[msgspec.Struct]:
-    return msgspec.defstruct(name, [(field, Raw, Raw()) for field in fields], forbid_unknown_fields=True, gc=False)
+    return msgspec.defstruct(name, [(field, Raw, _ABSENT) for field in fields], forbid_unknown_fields=True, gc=False)
 
 
 def _given(fields: msgspec.Struct) -> dict[str, Raw]:
-    found = {name: getattr(fields, name) for name in fields.__struct_fields__}
-    return {name: value for name, value in found.items() if bytes_of(value) not in (b"", b"null")}
+    # A hundred names, of which a request has five: those are told from the others without reading any.
+    values = zip(fields.__struct_fields__, msgspec.structs.astuple(fields), strict=True)
+    return {name: value for name, value in values if value is not _ABSENT and bytes_of(value) not in (b"", b"null")}
 
 
 def _object(decoder: msgspec.json.Decoder[msgspec.Struct], body: bytes | Raw, near: Iterable[str]) -> msgspec.Struct:

@@ -24,7 +24,15 @@ from dynamo_local.components.large_requests import run_by_size
 from dynamo_local.components.models_view import Availability, ModelsView
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.components.openai.http_io import ClientGone, Reply, Whole, read_body, require_json, until_disconnect
+from dynamo_local.components.openai.http_io import (
+    ClientGone,
+    Reply,
+    Whole,
+    connection_of,
+    read_body,
+    require_json,
+    until_disconnect,
+)
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.types import Load
 from dynamo_local.errors import DynamoError
@@ -165,7 +173,7 @@ class ModelRoute(ABC, Generic[R]):
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
+        reply = Reply(send, connection_of(scope))
         # A client may send the same id twice at once, and what is inside needs one of its own. An engine names its
         # request after ours, so its log has the client's id, too.
         request_id = f"{x_request_id()}-{secrets.token_hex(4)}"
@@ -193,7 +201,8 @@ class ModelRoute(ABC, Generic[R]):
         status: Status = "error"
         try:
             with deps.activity.serving():
-                answer = await until_disconnect(self.answer(request, request_id, observer, reply), receive)
+                work = self.answer(request, request_id, observer, reply)
+                answer = await until_disconnect(work, receive, connection_of(scope))
             if answer is None or answer.status < 400:
                 status = "success"
         except ClientGone:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from dynamo_local.clock import AsyncioClock, Clock
@@ -17,6 +18,7 @@ from dynamo_local.core.routing import Picker, Sample
 from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy, WorkerDraining
 from dynamo_local.ports import EndpointClient, ResponseStream
 from dynamo_local.runtime.requests.client import late_news_s
+from dynamo_local.runtime.requests.pumping import Take, pump
 
 log = logging.getLogger(__name__)
 
@@ -81,46 +83,70 @@ class Dispatcher:
         Raises `NoWorkers`, `WorkerBusy` (every worker refused; `details["retry_after_s"]` is the shortest that
         one of them named) or what the last worker failed with. Close the generator to cancel the request.
         """
-        max_tries = self._max_tries if max_tries is None else max_tries
-        deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
-        failures: dict[int, DynamoError] = {}
-        prompt_tokens = len(payload.get("token_ids", ()))
-        while _failed(failures) < max_tries:
-            routed = await self._choose(payload, request_id, tokens, failures)
-            if routed is None:
-                break
-            worker = routed.worker
-            known = {} if routed.prefix_hit_rate is None else {"prefix_hit_rate": routed.prefix_hit_rate}
-            left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
-            self._picker.routed(worker, request_id, tokens, self._clock.now_s(), prompt_tokens)
-            produced = False
+        asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), max_tries or self._max_tries)
+        while (routed := await self._choose(asked)) is not None:
+            attempt = _Attempt()
             try:
-                stream = await self._client.call(
-                    {**payload, **known}, instance_id=worker, request_id=request_id, timeout_s=left_s
-                )
+                stream = await self._call(asked, routed)
                 async with _batches(stream) as batches:
                     async for batch in batches:
-                        produced = produced or self._produced(batch)
+                        attempt.produced = attempt.produced or self._produced(batch)
                         yield batch
                 return
             except DynamoError as error:
-                if produced or not error.retryable or isinstance(error, InfraUnavailable):
-                    raise
-                failures[worker] = error
-                log.info("request %s: worker %x gave nothing: %s", request_id, worker, error)
+                asked.failed(routed.worker, error, attempt)
             finally:
-                self._picker.finished(worker, request_id, self._clock.now_s())
-            if isinstance(failures[worker], WorkerDraining):
-                await self._client.wait_for_others(failures, late_news_s(deadline_s, self._clock.now_s()))
-        raise _verdict(failures, self._client)
+                self._picker.finished(routed.worker, request_id, self._clock.now_s())
+            await self._wait_for_others(asked, routed.worker)
+        raise _verdict(asked.failures, self._client)
 
-    async def _choose(
-        self, payload: Mapping[str, Any], request_id: str, tokens: int, failures: Mapping[int, DynamoError]
-    ) -> Routed | None:
-        """The next worker, or None when nobody is left."""
+    async def pump(
+        self, payload: Mapping[str, Any], take: Take, *, request_id: str, tokens: int, timeout_s: float | None
+    ) -> None:
+        """As `send`: `take` is called with each batch as it arrives. Raises what `take` raises, too."""
+        asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), self._max_tries)
+        while (routed := await self._choose(asked)) is not None:
+            attempt = _Attempt(self._produced, take)
+            try:
+                stream = await self._call(asked, routed)
+                try:
+                    await pump(stream, attempt.take)
+                finally:
+                    await stream.aclose()
+                return
+            except DynamoError as error:
+                asked.failed(routed.worker, error, attempt)
+            finally:
+                self._picker.finished(routed.worker, request_id, self._clock.now_s())
+            await self._wait_for_others(asked, routed.worker)
+        raise _verdict(asked.failures, self._client)
+
+    def _until_s(self, timeout_s: float | None) -> float | None:
+        return None if timeout_s is None else self._clock.now_s() + timeout_s
+
+    async def _call(self, asked: _Asked, routed: Routed) -> ResponseStream:
+        now_s = self._clock.now_s()
+        payload = asked.payload
+        if routed.prefix_hit_rate is not None:
+            payload = {**payload, "prefix_hit_rate": routed.prefix_hit_rate}
+        left_s = None if asked.deadline_s is None else asked.deadline_s - now_s
+        self._picker.routed(routed.worker, asked.request_id, asked.tokens, now_s, len(payload.get("token_ids", ())))
+        return await self._client.call(
+            payload, instance_id=routed.worker, request_id=asked.request_id, timeout_s=left_s
+        )
+
+    async def _wait_for_others(self, asked: _Asked, worker: int) -> None:
+        if isinstance(asked.failures[worker], WorkerDraining):
+            await self._client.wait_for_others(asked.failures, late_news_s(asked.deadline_s, self._clock.now_s()))
+
+    async def _choose(self, asked: _Asked) -> Routed | None:
+        """The next worker, or None when nobody is left, or too many have failed."""
+        payload, failures = asked.payload, asked.failures
+        if _failed(failures) >= asked.max_tries:
+            return None
         untried = self._untried(failures)
         if self._router is not None and untried:
-            routed = await self._router.choose(payload["token_ids"], request_id, tokens, tuple(failures))
+            routed = await self._router.choose(payload["token_ids"], asked.request_id, asked.tokens, tuple(failures))
             untried = self._untried(failures)
             if routed is not None and routed.worker in untried:
                 return routed
@@ -130,6 +156,45 @@ class Dispatcher:
 
     def _untried(self, failures: Mapping[int, DynamoError]) -> list[int]:
         return [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One request, and the workers that have failed or refused it."""
+
+    payload: Mapping[str, Any]
+    request_id: str
+    tokens: int
+    deadline_s: float | None
+    max_tries: int
+    failures: dict[int, DynamoError] = field(default_factory=dict)
+
+    def failed(self, worker: int, error: DynamoError, attempt: _Attempt) -> None:
+        """Remember it; raises it where the request cannot be repeated."""
+        if attempt.produced or not error.retryable or isinstance(error, InfraUnavailable):
+            raise error
+        self.failures[worker] = error
+        log.info("request %s: worker %x gave nothing: %s", self.request_id, worker, error)
+
+
+class _Attempt:
+    """What one worker has given. `produced`: the client may have got a part of it, or has failed by itself."""
+
+    __slots__ = ("_produced", "_take", "produced")
+
+    def __init__(self, produced: Callable[[Batch], bool] | None = None, take: Take | None = None) -> None:
+        self.produced = False
+        self._produced = produced
+        self._take = take
+
+    def take(self, batch: Batch) -> Awaitable[None] | None:
+        """One batch of a stream that is pumped."""
+        assert self._produced is not None
+        assert self._take is not None
+        before, self.produced = self.produced, True  # what `take` raises is no failure of the worker
+        room = self._take(batch)
+        self.produced = before or self._produced(batch)
+        return room
 
 
 @contextlib.asynccontextmanager

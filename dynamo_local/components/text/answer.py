@@ -15,6 +15,7 @@ class Answer:
 
     def __init__(self, request: Prepared, detokenizer: Detokenizer) -> None:
         self._prompt_tokens = len(request.token_ids)
+        self.max_tokens = request.sampling.max_tokens
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._detokenizer = detokenizer
         self._announced = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from dynamo_local.runtime.requests.context import RequestContext, enter_request, leave_request
+from dynamo_local.runtime.requests.pumping import pump
 
 Handler = Callable[[Any, RequestContext], AsyncIterator[Any] | Awaitable[Any]]
 """An async generator function, or a coroutine function (whose one value becomes a stream of one item)."""
@@ -26,6 +27,9 @@ async def drive(handler: Handler, payload: Any, context: RequestContext, put: Pu
         if not hasattr(result, "__aiter__"):
             result = await result
         # A coroutine may answer with a stream of its own, for example that of the next component.
+        if hasattr(result, "pump"):
+            await pump(result, lambda batch: _put_all(put, batch))
+            return
         if not hasattr(result, "__aiter__"):
             if (room := put(result)) is not None:
                 await room
@@ -40,3 +44,10 @@ async def drive(handler: Handler, payload: Any, context: RequestContext, put: Pu
                 await aclose()
     finally:
         leave_request(token)
+
+
+def _put_all(put: Put, batch: Sequence[Any]) -> Awaitable[None] | None:
+    room: Awaitable[None] | None = None
+    for item in batch:
+        room = put(item) or room
+    return room

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from dynamo_local.runtime.requests.context import REQUEST, RequestContext
 from dynamo_local.runtime.requests.dependency import Plane
 from dynamo_local.runtime.requests.frames import invalid_payload
 from dynamo_local.runtime.requests.handlers import Handler
+from dynamo_local.runtime.requests.pumping import Take, pump
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class LocalStream:
         self._items: AsyncIterator[Any] | None = None
         self._ended = False
         self._late = False
+        self._readers_own: Exception | None = None
         self._reader: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if (left_s := context.remaining_s()) is not None:
@@ -129,6 +131,21 @@ class LocalStream:
         while not self._ended and (item := await self._step()) is not _END:
             yield [item]
 
+    async def pump(self, take: Take) -> None:
+        """Call `take` with the items as they arrive, until the end; see `pumping`."""
+        if self._ended:
+            return
+
+        def taken(batch: list[Any]) -> Awaitable[None] | None:
+            try:
+                return take(batch)
+            except Exception as error:
+                self._readers_own = error
+                raise
+
+        await self._within(lambda: self._pumped(taken) if self._items is None else self._all(taken))
+        self._end()
+
     async def single(self) -> Any:
         """The one value of a unary handler. `RequestError` if there was none, or more than one."""
         try:
@@ -150,17 +167,40 @@ class LocalStream:
             finally:
                 _leave(tokens)
 
-    # --- one step of the handler ---
+    # --- the handler ---
 
     async def _step(self) -> Any:
-        """The next item, or `_END`. Raises what the handler raised, as it would arrive over the wire."""
+        """The next item, or `_END`."""
+        item = await self._within(self._next)
+        if item is _END:
+            self._end()
+        return item
+
+    async def _pumped(self, take: Take) -> None:
+        """A handler that answers with a stream which can be pumped: its items do not come through this task."""
+        stream: Any = self._endpoint.handler(self._request, self._context)
+        if not hasattr(stream, "__aiter__"):
+            stream = await stream
+        if hasattr(stream, "pump"):
+            await pump(stream, take)
+            return
+        self._items = aiter(stream) if hasattr(stream, "__aiter__") else _one(stream)
+        await self._all(take)
+
+    async def _all(self, take: Take) -> None:
+        while (item := await self._next()) is not _END:
+            if (room := take([item])) is not None:
+                await room
+
+    async def _within(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of work of the handler. Raises what that raised, as it would arrive over the wire."""
         if self._late:
             await self.aclose()
             raise self._overdue()
         tokens = self._enter()
         reader = self._reader = asyncio.current_task()
         try:
-            item = await self._next()
+            return await work()
         except asyncio.CancelledError:
             self._end()
             cancelled = reader.cancelling() if reader is not None else 1
@@ -174,14 +214,13 @@ class LocalStream:
             raise
         except Exception as error:  # foreign code: its errors go to the caller and to our log
             self._end()
+            if error is self._readers_own:
+                raise
             logger.exception("the handler of request %s failed", self._context.request_id)
             raise errors.from_wire(errors.to_wire(error)) from error
         finally:
             self._reader = None
             _leave(tokens)
-        if item is _END:
-            self._end()
-        return item
 
     async def _next(self) -> Any:
         if self._items is None:
@@ -223,6 +262,11 @@ def _expire(stream: weakref.ref[LocalStream]) -> None:
 def _leave(tokens: list[tuple[ContextVar[Any], Any]]) -> None:
     for variable, token in reversed(tokens):
         variable.reset(token)
+
+
+async def _one(value: Any) -> AsyncIterator[Any]:
+    """The one value of a unary handler."""
+    yield value
 
 
 async def _nothing() -> AsyncIterator[Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import (
@@ -17,6 +18,7 @@ from dynamo_local.runtime.requests.frames import (
     decode_error,
     frame,
 )
+from dynamo_local.runtime.requests.pumping import Take
 
 READ_AHEAD_BYTES: Final = 128 * 1024
 """Unread data above this stops the socket from being read; TCP then holds the worker back."""
@@ -28,15 +30,29 @@ Greet = Callable[["InboundStream", bytes], None]
 """Called once with the token that a new connection presents."""
 
 
+class Kept(Protocol):
+    """Takes connections whose streams have ended: `listener.ResponseListener`."""
+
+    def put(self, inbound: InboundStream, transport: asyncio.Transport) -> None:
+        """That stream has ended; its connection may carry another."""
+        ...
+
+    def refused(self, inbound: InboundStream, body: bytes | memoryview) -> bool:
+        """The request that was sent over it is refused. False where none was."""
+        ...
+
+
 class InboundStream(asyncio.Protocol):
     """One connection from a worker: first a token, then the frames of a response.
 
     Everything runs in the event loop's callbacks, so a token costs no task switch until somebody reads it.
     """
 
-    def __init__(self, greet: Greet, on_closed: Callable[[InboundStream], None]) -> None:
+    def __init__(self, greet: Greet, on_closed: Callable[[InboundStream], None], kept: Kept | None = None) -> None:
         self._greet: Greet | None = greet
         self._on_closed = on_closed
+        self._kept = kept
+        self._keeps = False
         self._decoder = FrameDecoder(HELLO_MAX_BYTES)
         self._sequence = ItemSequence()
         self._batches: deque[list[Any]] = deque()
@@ -45,6 +61,7 @@ class InboundStream(asyncio.Protocol):
         self._finished = False
         self._error: errors.DynamoError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: _Taker | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._who = "a worker"
         self.loop = asyncio.get_running_loop()
@@ -74,10 +91,14 @@ class InboundStream(asyncio.Protocol):
         if self._finished:
             return
         if self._greet is not None:
+            if kind == FrameKind.ERROR and self._kept is not None and self._kept.refused(self, body):
+                self._unread_bytes = 0
+                return
             greet, self._greet = self._greet, None
             if kind != FrameKind.HELLO:
                 raise errors.StreamGap("a connection did not start with its token")
             self._unread_bytes = 0
+            self._keeps = number == 1
             self._decoder.max_frame_bytes = MAX_FRAME_BYTES
             greet(self, bytes(body))
         elif kind == FrameKind.DATA:
@@ -85,6 +106,7 @@ class InboundStream(asyncio.Protocol):
             self._wake()
         elif kind == FrameKind.END:
             self._sequence.end(number)
+            self._keep()
             self.finish(None)
         elif kind == FrameKind.ERROR:
             self.finish(decode_error(body))
@@ -109,6 +131,29 @@ class InboundStream(asyncio.Protocol):
         assert self.transport is not None
         self._who = who
         self.transport.write(frame(FrameKind.GO, 0, payload))
+
+    def ask(self, header: bytes) -> None:
+        """Send a request over this connection, which was kept."""
+        assert self.transport is not None
+        self.transport.write(frame(FrameKind.REQUEST, 0, header))
+
+    def go_on_with(self, transport: asyncio.Transport) -> None:
+        """In place of a new connection: one whose stream has ended."""
+        self.transport = transport
+        self._decoder.max_frame_bytes = MAX_FRAME_BYTES
+        transport.set_protocol(self)
+
+    def _keep(self) -> None:
+        """All has come: the connection may carry another request."""
+        transport = self.transport
+        if not self._keeps or self._kept is None or transport is None or self._finished:
+            return
+        if self._paused:
+            self._resume()
+        self.transport = None
+        transport.write(frame(FrameKind.DONE))
+        self._kept.put(self, transport)
+        self.closed.set_result(None)
 
     def expire_at(self, deadline_s: float) -> None:
         """End the stream with `DeadlineExceeded` at `deadline_s` of the event loop's clock."""
@@ -181,7 +226,23 @@ class InboundStream(asyncio.Protocol):
                 self._waiter = None
         return batch
 
+    async def pump(self, take: Take) -> None:
+        """Give `take` what has come and what comes, as it arrives. Raises what the stream ended with, or `take`."""
+        if self._waiter is not None or self._taker is not None:
+            raise RuntimeError("two tasks read one response stream")
+        self._taker = taker = _Taker(self, take)
+        try:
+            taker.give()
+            await taker.done
+        finally:
+            self._taker = None
+            taker.leave()
+        if self._error is not None:
+            raise self._error
+
     def _wake(self) -> None:
+        if self._taker is not None:
+            self._taker.give()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -194,6 +255,49 @@ class InboundStream(asyncio.Protocol):
         assert self.transport is not None
         self._paused = False
         self.transport.resume_reading()
+
+
+class _Taker:
+    """Whoever takes a stream's items as they arrive. `done` at the end of the stream, or when `take` has raised."""
+
+    __slots__ = ("_context", "_inbound", "_room", "_take", "done")
+
+    def __init__(self, inbound: InboundStream, take: Take) -> None:
+        self._inbound = inbound
+        self._take = take
+        self._context = contextvars.copy_context()
+        self._room: asyncio.Future[None] | None = None
+        self.done: asyncio.Future[None] = inbound.loop.create_future()
+
+    def give(self) -> None:
+        """All that there is, unless the taker must catch up first."""
+        inbound, done = self._inbound, self.done
+        while self._room is None and not done.done() and (batch := inbound.take_ready()) is not None:
+            try:
+                room = self._context.run(self._take, batch)
+            except Exception as error:
+                done.set_exception(error)
+                return
+            if room is not None:
+                self._room = asyncio.ensure_future(room)
+                self._room.add_done_callback(self._go_on)
+        if self._room is None and inbound.finished and not done.done():
+            done.set_result(None)
+
+    def _go_on(self, room: asyncio.Future[None]) -> None:
+        self._room = None
+        if self.done.done() or room.cancelled():
+            return
+        if (error := room.exception()) is not None:
+            self.done.set_exception(error)
+        else:
+            self.give()
+
+    def leave(self) -> None:
+        """Nothing more is given."""
+        self.done.cancel()
+        if self._room is not None:
+            self._room.cancel()
 
 
 class ResponseStream:
@@ -234,6 +338,14 @@ class ResponseStream:
             yield rest
         while (batch := await self._inbound.next_batch()) is not None:
             yield batch
+
+    async def pump(self, take: Take) -> None:
+        """Call `take` with the items in groups, as they arrive, until the end; see `pumping`."""
+        if rest := self._batch[self._at :]:
+            self._batch, self._at = [], 0
+            if (room := take(rest)) is not None:
+                await room
+        await self._inbound.pump(take)
 
     async def single(self) -> Any:
         """The one value of a unary handler. `RequestError` if there was none, or more than one."""
