@@ -13,12 +13,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
-
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -29,6 +23,7 @@ from dynamo_local.errors import (
     from_wire,
     to_wire,
 )
+from dynamo_local.runtime.nats_client import Client, Msg, NatsError, NoRespondersError, Subscription
 from dynamo_local.runtime.nats_errors import flush, nats_call
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,6 @@ import logging
 from collections.abc import Callable
 
 import msgspec
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv.index import KvIndex
@@ -29,6 +26,7 @@ from dynamo_local.runtime.kv_wire import (
     parse_answer,
     parse_part,
 )
+from dynamo_local.runtime.nats_client import Client, Msg, Subscription
 from dynamo_local.runtime.nats_errors import subscribe, unsubscribe
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from nats.aio.client import Client
-
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo_local.core.kv.tracker import EventBatch
@@ -25,6 +23,7 @@ from dynamo_local.runtime.kv_wire import (
     parse_blocks_request,
     runs_item,
 )
+from dynamo_local.runtime.nats_client import Client
 from dynamo_local.runtime.nats_errors import nats_call
 
 log = logging.getLogger(__name__)

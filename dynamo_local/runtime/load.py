@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from dynamo_local.clock import AsyncioClock, Clock, Turns
 from dynamo_local.core.routing import MIN_CHANGE_INTERVAL_S, PUBLISH_INTERVAL_S
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
+from dynamo_local.runtime.nats_client import Client, Msg, Subscription
 from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
 
 log = logging.getLogger(__name__)

@@ -13,12 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
-from nats.aio.client import Client
-from nats.errors import ConnectionClosedError, FlushTimeoutError
-from nats.errors import Error as NatsError
-
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.infra.access import NatsAccess
+from dynamo_local.runtime.nats_client import Client, ConnectionClosedError, FlushTimeoutError, NatsError
 
 log = logging.getLogger(__name__)
 

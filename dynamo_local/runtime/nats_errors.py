@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
-
 from dynamo_local.errors import NatsUnavailable
+from dynamo_local.runtime.nats_client import Client, Msg, NatsError, Subscription
 
 CALL_TIMEOUT_S = 2.0
 """Deadline of one round trip. A healthy local server answers in under 1 ms (circus-facts: 0.5 ms for consumer info)."""

@@ -17,9 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import astuple, dataclass
 
 import msgspec
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.passes import ForwardPass
@@ -27,6 +24,7 @@ from dynamo_local.core.traffic import RECENT_MAX, Answered, Recent
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError
 from dynamo_local.runtime.decoding import UNREADABLE, decode
+from dynamo_local.runtime.nats_client import Client, Msg, Subscription
 from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
 from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
 from dynamo_local.runtime.passes.recorder import PassRecorder

@@ -6,10 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-
 from dynamo_local.clock import Turns
+from dynamo_local.runtime.nats_client import Client, Msg
 from dynamo_local.runtime.nats_errors import nats_call
 
 log = logging.getLogger(__name__)

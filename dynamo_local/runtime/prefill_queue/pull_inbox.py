@@ -8,11 +8,7 @@ import json
 import logging
 from collections import OrderedDict
 
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
-
+from dynamo_local.runtime.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.runtime.nats_errors import unsubscribe
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,9 @@ import json
 import logging
 from collections.abc import AsyncIterator
 
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.ports import PrefillTask, PulledTask
+from dynamo_local.runtime.nats_client import Client, Msg
 from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, nats_call
 
 log = logging.getLogger(__name__)

@@ -27,15 +27,24 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError
-
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.dispatch.line import Turns, is_late
 from dynamo_local.errors import InvalidRequest, NatsUnavailable, WorkerBusy
 from dynamo_local.ports import PrefillTask, QueueDepth
+from dynamo_local.runtime.nats_client import (
+    AckPolicy,
+    APIError,
+    BadRequestError,
+    Client,
+    ConsumerConfig,
+    DiscardPolicy,
+    Msg,
+    NoStreamResponseError,
+    NotFoundError,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
 from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, nats_call
 from dynamo_local.runtime.prefill_queue.codec import decode_entry, encode_entry
 from dynamo_local.runtime.prefill_queue.entries import (

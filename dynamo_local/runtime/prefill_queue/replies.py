@@ -15,12 +15,10 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.errors import NoRespondersError
 
 from dynamo_local.errors import DeadlineExceeded, NatsUnavailable, RequestCancelled, WorkerLost, from_wire, to_wire
 from dynamo_local.runtime.decoding import UNREADABLE, decode
+from dynamo_local.runtime.nats_client import Client, Msg, NoRespondersError
 from dynamo_local.runtime.nats_errors import flush, nats_call
 from dynamo_local.system.logs.request_log import bound, x_request_id
 

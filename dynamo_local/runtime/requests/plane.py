@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from nats.aio.client import Client
-
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.ports import KeyValueStore
 from dynamo_local.runtime.discovery import InstanceView
+from dynamo_local.runtime.nats_client import Client
 from dynamo_local.runtime.requests.client import NatsEndpointClient
 from dynamo_local.runtime.requests.request_sender import ACCEPT_TIMEOUT_S, RequestSender
 from dynamo_local.system.logs.request_log import unbound

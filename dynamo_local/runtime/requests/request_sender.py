@@ -6,14 +6,10 @@ import asyncio
 import itertools
 from typing import Final
 
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
-
 from dynamo_local import errors
 from dynamo_local.clock import Clock
 from dynamo_local.core.types import Instance, lease_hex
+from dynamo_local.runtime.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.runtime.nats_errors import flush, nats_call
 from dynamo_local.runtime.requests.frames import (
     MAX_INLINE_BYTES,

@@ -6,13 +6,9 @@ import asyncio
 import logging
 from typing import Final
 
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
-
 from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.runtime.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, flush, nats_call
 from dynamo_local.runtime.requests.exchange import Exchange
 from dynamo_local.runtime.requests.frames import (
