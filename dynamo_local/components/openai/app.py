@@ -159,9 +159,9 @@ def _json(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     answer = api_errors.from_error(error)
-    return Response(answer.body(), answer.status, headers=answer.headers, media_type="application/json")
+    return Response(answer.body(request.url.path), answer.status, headers=answer.headers, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

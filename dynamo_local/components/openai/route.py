@@ -181,7 +181,7 @@ class ModelRoute(ABC, Generic[R]):
                 answer = api_errors.from_error(error)
                 log = logger.warning if answer.status >= 500 else logger.info
                 log("request %s: %d %s: %s", request_id, answer.status, answer.code, fit_for_logs(answer.message))
-                await reply.fail(answer)
+                await reply.fail(answer, scope["path"])
 
     async def _serve(
         self, scope: Scope, receive: Receive, reply: Reply, request_id: str, take: Callable[[int], None]

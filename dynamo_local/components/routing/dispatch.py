@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components.routing.router_client import Routed
@@ -21,6 +21,9 @@ from dynamo_local.runtime.requests.client import late_news_s
 log = logging.getLogger(__name__)
 
 Batch = list[Any]
+
+TRIED: Final = "tried"
+"""`details` of what the last worker failed with: how many have failed the request before its first token."""
 
 
 def has_tokens(batch: Batch) -> bool:
@@ -154,7 +157,9 @@ def _verdict(failures: Mapping[int, DynamoError], client: EndpointClient) -> Dyn
         return NoWorkers("no worker is registered that could take the request; `dynamo status` shows the workers")
     busy = [error for error in failures.values() if isinstance(error, WorkerBusy)]
     if not busy:
-        return list(failures.values())[-1]
+        last = list(failures.values())[-1]
+        last.details[TRIED] = len(failures)
+        return last
     waits = [float(error.details["retry_after_s"]) for error in busy if "retry_after_s" in error.details]
     return WorkerBusy(
         f"all {len(client.instances())} workers are full or unable; try again shortly",

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.components.openai.generation import FrontendDeps, GenerationRoute, call_processor, close
+from dynamo_local.components.openai.generation import FrontendDeps, GenerationRoute, call_processor, close, until_answered
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest
 from dynamo_local.components.openai.route import ModelRoute
@@ -144,13 +144,17 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
         assert isinstance(request, RawRequest)
         timeout_s = self._deps.settings.request_timeout_s
         payload = ApiRequest(request_id, request.path, request.headers, request.body)
+
+        async def once() -> Whole | None:
+            stream = await call_processor(self._client, payload, request_id, timeout_s)
+            try:
+                return await self._relay(stream.batches(), observer, reply)
+            finally:
+                await close(stream, request_id)
+
         try:
             async with asyncio.timeout(timeout_s):
-                stream = await call_processor(self._client, payload, request_id, timeout_s)
-                try:
-                    return await self._relay(stream.batches(), observer, reply)
-                finally:
-                    await close(stream, request_id)
+                return await until_answered(once, reply, request_id)
         except TimeoutError as error:
             message = f"The request did not end within {timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from dynamo_local.components.models_view import EngineApi, ModelCard, ModelsView
 from dynamo_local.components.openai.app import FrontendConfig, FrontendDeps, create_app
 from dynamo_local.components.vllm_api.relay import PATHS
-from dynamo_local.errors import EngineError, WorkerBusy
+from dynamo_local.errors import EngineError, WorkerBusy, WorkerLost
 from dynamo_local.ports import KeyValue, PutEvent, SnapshotEvent
 from tests.fakes.data_plane.processor import FakeEndpoint, Step, answer
 
@@ -101,6 +102,16 @@ async def test_a_failure_in_a_stream_is_its_last_event():
     assert b"data: 1\n\n" in response.content
     assert b"it failed" in response.content
     assert b"[DONE]" not in response.content
+
+
+async def test_an_answer_that_nobody_has_seen_is_asked_for_again():
+    """Its worker was lost after some tokens, which only the Processor has seen."""
+    house = House()
+    house.api = FakeEndpoint([WorkerLost("gone")], [[JSON], [{"body": b'{"whole": 1}'}]])
+    house.deps = replace(house.deps, api=house.api)
+    house.app = create_app(house.deps)
+    response = await house.post("/v1/completions", {"model": "tiny"})
+    assert (response.status_code, response.json(), len(house.api.payloads)) == (200, {"whole": 1}, 2)
 
 
 async def test_other_models_are_answered_as_before():
