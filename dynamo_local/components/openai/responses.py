@@ -40,7 +40,7 @@ class ResponseFormat(Protocol):
 
 
 def error_event(error: ApiError, path: str = "") -> bytes:
-    """What a stream that already began ends with instead of `[DONE]`. Anthropic's client looks at named events alone."""
+    """What a stream that already began ends with instead of `[DONE]`. Anthropic's client reads named ones alone."""
     name = b"event: error\n" if path.startswith(ANTHROPICS) else b""
     return name + b"data: " + error.body(path) + b"\n\n"
 

@@ -153,6 +153,10 @@ class ModelRoute(ABC, Generic[R]):
         self._endpoint = endpoint
         self._deps = deps
 
+    def check_kind(self, scope: Scope) -> None:
+        """Raises `ApiError` 415 for a body of another kind than this route takes."""
+        require_json(scope)
+
     @abstractmethod
     def parse(self, body: bytes, scope: Scope) -> R:
         """The request. Raises `ApiError` for an invalid one."""
@@ -214,7 +218,7 @@ class ModelRoute(ABC, Generic[R]):
         deps = self._deps
         request: R | None = None
         try:
-            require_json(scope)
+            self.check_kind(scope)
             body = await read_body(scope, receive, deps.settings.max_body_bytes, take)
             if deps.draining.is_set():
                 raise api_errors.draining()

@@ -41,6 +41,12 @@ class House:
         self.deps = deps
         self.app = create_app(deps)
 
+    async def get(self, url: str) -> httpx.Response:
+        """One request without a body."""
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+            return await client.get(url)
+
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """One request."""
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -112,6 +118,25 @@ async def test_an_answer_that_nobody_has_seen_is_asked_for_again():
     house.app = create_app(house.deps)
     response = await house.post("/v1/completions", {"model": "tiny"})
     assert (response.status_code, response.json(), len(house.api.payloads)) == (200, {"whole": 1}, 2)
+
+
+async def test_a_kept_response_is_the_engines_business():
+    """It keeps some if it was told to; its method and its query are passed on."""
+    house = House([{**JSON, "status": 404}], [{"body": b"{}"}])
+    assert (await house.get("/v1/responses/resp_1?stream=true&starting_after=3")).status_code == 404
+    assert (await house.post("/v1/responses/resp_1/cancel", b"")).status_code == 404
+    kept, cancelled = house.api.payloads
+    assert (kept.method, kept.path, kept.query) == ("GET", "/v1/responses/resp_1", "stream=true&starting_after=3")
+    assert (cancelled.method, cancelled.path) == ("POST", "/v1/responses/resp_1/cancel")
+
+
+async def test_other_engines_keep_no_response():
+    """The error is the one that vLLM has by default."""
+    house = House(engine=None)
+    for response in (await house.get("/v1/responses/resp_1"), await house.post("/v1/responses/resp_1/cancel", b"")):
+        error = response.json()["error"]
+        assert (response.status_code, error["type"], error["param"]) == (404, "invalid_request_error", "response_id")
+        assert error["message"] == "Response with id 'resp_1' not found."
 
 
 async def test_other_models_are_answered_as_before():
