@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.limits import shortened
+from dynamo_local.components.models_view import Availability
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.generation import (
     FrontendDeps,
@@ -237,9 +238,12 @@ class PlainOrEngine(EngineApiRoute):
     def parse(self, body: bytes, scope: Scope) -> RawRequest | ParsedRequest:
         if is_plain(body):
             try:
-                return self._light.parse(body, scope)
+                request = self._light.parse(body, scope)
             except ApiError:
                 pass  # the engine may take it, and else says what is wrong in its own words
+            else:
+                if self._deps.models.availability(request.model) is not Availability.UNKNOWN:
+                    return request  # else it may be an adapter, whose name the engine alone knows
         return super().parse(body, scope)
 
     async def answer(

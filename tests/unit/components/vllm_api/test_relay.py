@@ -156,6 +156,7 @@ async def test_other_models_are_answered_as_before():
         ({"logprobs": True}, False),
         ({"tools": []}, False),
         ({"temperature": -1}, False),
+        ({"model": "an-adapter"}, False),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, False),
     ],
 )
