@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,10 +19,14 @@ from typing import Any
 import httpx
 
 from dynamo_local.errors import from_wire
+from tests.drivers.flips import aflip
+from tests.drivers.scaled import ascale, names, settled
+from tests.drivers.served import Served, auntil
 from tests.vllm.oracle.comparing import ADDED, difference, plain
 
 TIMEOUT_S = 600.0
 """Of one answer: a thousand share two cores."""
+CACHED = ("prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens")
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
@@ -129,7 +135,17 @@ async def ask(http: httpx.AsyncClient, asked: Asked) -> Any:
         status, kind = response.status_code, response.headers.get("content-type", "")
         async for piece in response.aiter_bytes():
             body += piece
-    return {**plain(status, bytes(body), kind), "error": _error(status, bytes(body), kind)}
+    return {**_uncached(plain(status, bytes(body), kind)), "error": _error(status, bytes(body), kind)}
+
+
+def _uncached(value: Any) -> Any:
+    """Without how much of a prompt was cached, which is chance; Anthropic counts that apart from the rest."""
+    if isinstance(value, dict):
+        found = {key: _uncached(each) for key, each in value.items() if key not in CACHED}
+        if "cache_read_input_tokens" in value:
+            found["input_tokens"] += value["cache_read_input_tokens"] or 0
+        return found
+    return [_uncached(each) for each in value] if isinstance(value, list) else value
 
 
 def _error(status: int, body: bytes, kind: str) -> Mapping[str, Any] | None:
@@ -226,6 +242,31 @@ async def mixed_load(
         clients = [asyncio.create_task(client()) for _ in range(at_once)]
         try:
             yield tally
+        except Exception as error:
+            error.add_note(f"{tally}, {tally.open} under way: {tally.wrong[:3]}")
+            raise
         finally:
             leave.set()
             await asyncio.gather(*clients)
+
+
+async def disturb(served: Served, *, crashing: Sequence[str], patience_s: float) -> None:
+    """A decode worker drains and one comes, one prefills for a while, and one of each of `crashing` is killed."""
+    for target in ("-1", "+1"):
+        await ascale(served, "VllmWorker", target)
+        await settled(served, patience_s)
+    became = (await aflip(served, names(served, "VllmWorker")[-1]))["becomes"]
+    became = str(became).removeprefix(f"{served.namespace}_")
+    await auntil(lambda: served.states().get(became) == "ready", patience_s, what=served.states)
+    await aflip(served, became)
+    await settled(served, patience_s)
+    for component in crashing:
+        await crash(served, names(served, component)[-1], patience_s)
+
+
+async def crash(served: Served, name: str, patience_s: float) -> None:
+    """SIGKILL to one, and wait for its successor."""
+    pid = served.pids()[name]
+    os.kill(pid, signal.SIGKILL)
+    await auntil(lambda: served.pids().get(name) not in (None, pid), patience_s, what=served.states)
+    await settled(served, patience_s)
