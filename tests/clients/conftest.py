@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -11,6 +14,15 @@ from tests.drivers.served import Served
 
 # The extra `clients` is large, and installed for `tox -e clients` alone.
 collect_ignore = [] if find_spec("litellm") else ["test_clients.py"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """litellm makes an event loop for its own threads and leaves it open."""
+    asyncio.set_event_loop(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,36 @@ def test_litellm_has_a_schema_kept(graph: Served):
     Weather.model_validate_json(answer.choices[0].message.content)
 
 
+def test_litellm_calls_tools(graph: Served):
+    """Whole and streamed, the pieces put together by litellm."""
+    asked: Any = {
+        "model": f"openai/{MODEL}",
+        "api_base": f"{graph.url}/v1",
+        "api_key": "none",
+        "messages": [{"role": "user", "content": ASKED}],
+        "tools": [TOOL],
+        "tool_choice": "required",
+    }
+    whole: Any = litellm.completion(**asked)
+    (call,) = whole.choices[0].message.tool_calls
+    Weather.model_validate_json(call.function.arguments)
+    built: Any = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True)))
+    (streamed,) = built.choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+
+
+def test_anthropics_client_knows_what_went_wrong(graph: Served):
+    """Its own classes of errors, with its own types."""
+    client = anthropic.Anthropic(base_url=graph.url, api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": ASKED}]
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.messages.create(model="nobody", max_tokens=5, messages=messages)
+    assert isinstance(unknown.value.body, dict)
+    assert (unknown.value.body["type"], unknown.value.body["error"]["type"]) == ("error", "not_found_error")
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(model=MODEL, max_tokens=5, messages=messages, temperature=9)
+
+
 def test_anthropics_client_calls_tools(graph: Served):
     """Whole and streamed."""
     client = anthropic.Anthropic(base_url=graph.url, api_key="none", max_retries=0)

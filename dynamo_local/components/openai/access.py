@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_local.components.openai import errors as api_errors
-from dynamo_local.components.openai.http_io import Reply, Whole
+from dynamo_local.components.openai.http_io import Reply
 from dynamo_local.components.openai.server import Tls, bind_socket
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.api_keys import bearer, parse_source, variable_of
@@ -130,7 +130,7 @@ class ApiKeyMiddleware:
         if key is None or not self._keys.accepts(key):
             error = api_errors.unauthorized(shown=key is not None)
             logger.info("refused: %s", error.message)
-            await Reply(send).whole(Whole(error.status, error.body(), error.headers))
+            await Reply(send).fail(error, scope["path"])
             return
         headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"authorization"]
         await self._app({**scope, "headers": headers}, receive, send)

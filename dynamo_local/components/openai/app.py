@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ from dynamo_local.components.openai.rich.texts_api import (
 )
 from dynamo_local.components.openai.route import Activity, HttpDeps
 from dynamo_local.components.openai.settings import FrontendConfig
-from dynamo_local.components.vllm_api.relay import with_engine_api
+from dynamo_local.components.vllm_api.relay import stored_responses, with_engine_api
 from dynamo_local.system.logs import request_log
 
 __all__ = ["Activity", "FrontendConfig", "FrontendDeps", "create_app"]
@@ -59,15 +59,16 @@ def create_app(deps: FrontendDeps) -> Starlette:
             "/detokenize": TextsRoute(parse_detokenize, deps.texts, deps),
             "/v1/embeddings": TextsRoute(parse_embeddings, deps.texts, deps),
         }
-    return make_app(deps, with_engine_api(light, deps))
+    return make_app(deps, with_engine_api(light, deps), stored_responses(deps))
 
 
-def make_app(deps: HttpDeps, posts: Mapping[str, ASGIApp]) -> Starlette:
-    """An application with these routes for POST, by path, and the routes that need no worker."""
+def make_app(deps: HttpDeps, posts: Mapping[str, ASGIApp], others: Sequence[Route] = ()) -> Starlette:
+    """An application with these routes for POST, by path, `others`, and the routes that need no worker."""
     views = _Views(deps)
     return Starlette(
         routes=[
             *(Route(path, route, methods=["POST"]) for path, route in posts.items()),
+            *others,
             Route("/v1/models", views.models),
             Route("/v1/models/{model:path}", views.model),
             Route("/health", views.health),
@@ -159,9 +160,9 @@ def _json(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     answer = api_errors.from_error(error)
-    return Response(answer.body(), answer.status, headers=answer.headers, media_type="application/json")
+    return Response(answer.body(request.url.path), answer.status, headers=answer.headers, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

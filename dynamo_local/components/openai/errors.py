@@ -49,6 +49,22 @@ _BY_ERROR: tuple[tuple[type[errors.DynamoError], int, str], ...] = (
 """First match wins; whatever is not listed is a 500 `server_error`."""
 
 
+ANTHROPICS = "/v1/messages"
+"""Where the paths of Anthropic's API begin, whose errors have its format."""
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By status; what is not listed is an `invalid_request_error` or an `api_error`. `param` and `code` are beside what
+Anthropic has. Source: https://docs.anthropic.com/en/api/errors (read 2025)."""
+
+
 class ApiError(Exception):
     """An answer other than 200: what the client is told, and how."""
 
@@ -73,8 +89,13 @@ class ApiError(Exception):
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(retry_after_s)
 
-    def body(self) -> bytes:
-        """The JSON object, also fit for the `data:` of a server-sent event."""
+    def body(self, path: str = "") -> bytes:
+        """The JSON object in the format of the API that has this path, also fit for the `data:` of a server-sent
+        event."""
+        if path.startswith(ANTHROPICS):
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            told = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+            return msgspec.json.encode({"type": "error", "error": told})
         return msgspec.json.encode(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )

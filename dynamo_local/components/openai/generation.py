@@ -24,11 +24,14 @@ from dynamo_local.components.openai.rich.messages_api import MessagesFormat, par
 from dynamo_local.components.openai.rich.responses_api import parse_responses
 from dynamo_local.components.openai.rich.responses_format import ResponsesFormat
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
+from dynamo_local.components.routing.dispatch import TRIED
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineError,
+    KvTransferError,
     RequestCancelled,
+    StreamGap,
     WorkerDraining,
     WorkerLost,
 )
@@ -39,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 CALL_ATTEMPTS = 3
 """A Processor that is leaving, or just died, has produced nothing: the next one may be asked."""
+
+LOST = (WorkerLost, StreamGap, KvTransferError)
+"""What was computed is gone, and somebody else can compute it."""
 
 END_WAIT_S = 0.25
 """The stream should end right after the last item; a Processor that does not end it is cut off after this."""
@@ -109,6 +115,22 @@ async def call_processor(client: EndpointClient, payload: Any, request_id: str, 
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
+async def until_answered(once: Callable[[], Awaitable[Whole | None]], reply: Reply, request_id: str) -> Whole | None:
+    """What `once` gives; it is tried again where a worker or a Processor was lost and the client has got nothing.
+
+    A request that is not streamed may so be repeated after its first token, which the Processor cannot know to be
+    unseen. What several workers have been lost with before it gave a token is not tried on still others.
+    """
+    for attempt in range(1, CALL_ATTEMPTS + 1):
+        try:
+            return await once()
+        except LOST as error:
+            if reply.started or TRIED in error.details or attempt == CALL_ATTEMPTS:
+                raise
+            logger.info("request %s: nothing was sent yet, so it is asked again: %s", request_id, error)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
 async def close(stream: ResponseStream, request_id: str) -> None:
     """Cancel what is under way behind a stream, and wait for that."""
     try:
@@ -131,30 +153,40 @@ class Generation:
         deps: HttpDeps,
     ) -> None:
         head = ResponseHead(request_id, request.model, int(deps.clock.wall_s()), request.include_usage)
-        self._format, self._rich = api.format(head), api.rich
+        self._api, self._rich = api, api.rich
         self._head = head
         self._client = client
         self._request = request
         self._request_id = request_id
-        self._progress = GenerationProgress(observer, deps.clock)
+        self._observer, self._clock = observer, deps.clock
         self._timeout_s = deps.settings.request_timeout_s
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing has come yet."""
+        self._format = self._api.format(self._head)
+        self._progress = GenerationProgress(self._observer, self._clock)
 
     async def run(self, reply: Reply) -> Whole | None:
         """As `ModelRoute.answer`. The Processor's stream is closed whatever happens, which cancels its work."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                payload = {**self._request.payload, "request_id": self._request_id}
-                stream = await call_processor(self._client, payload, self._request_id, self._timeout_s)
-                try:
-                    if not self._request.stream:
-                        return Whole(200, await self._collect(stream))
-                    await self._stream(stream, reply)
-                    return None
-                finally:
-                    await close(stream, self._request_id)
+                return await until_answered(lambda: self._once(reply), reply, self._request_id)
         except TimeoutError as error:
             message = f"The request did not end within {self._timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error
+
+    async def _once(self, reply: Reply) -> Whole | None:
+        self._begin()
+        payload = {**self._request.payload, "request_id": self._request_id}
+        stream = await call_processor(self._client, payload, self._request_id, self._timeout_s)
+        try:
+            if not self._request.stream:
+                return Whole(200, await self._collect(stream))
+            await self._stream(stream, reply)
+            return None
+        finally:
+            await close(stream, self._request_id)
 
     async def _stream(self, stream: ResponseStream, reply: Reply) -> None:
         shape, progress = self._format, self._progress

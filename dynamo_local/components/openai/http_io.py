@@ -182,6 +182,11 @@ class Reply:
             return None
         return self.event(data)
 
+    @property
+    def started(self) -> bool:
+        """Whether the client has got anything."""
+        return self._started
+
     async def event(self, data: bytes) -> None:
         """Server-sent events, in one write; the first brings the status line with it."""
         if not self._started:
@@ -207,14 +212,15 @@ class Reply:
         await self._send({"type": "http.response.start", "status": answer.status, "headers": raw})
         await self._send({"type": "http.response.body", "body": answer.body, "more_body": False})
 
-    async def fail(self, error: ApiError) -> None:
-        """The error as the answer; or, in a stream that has begun, as its last event, with no `[DONE]` after it.
+    async def fail(self, error: ApiError, path: str = "") -> None:
+        """The error as the answer of that path; or, in a stream that has begun, as its last event, with no `[DONE]`
+        after it.
 
         Raises TimeoutError where the client does not read.
         """
         async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
             if self._started:
-                await self.event(error_event(error))
+                await self.event(error_event(error, path))
                 await self.end()
             else:
-                await self.whole(Whole(error.status, error.body(), error.headers))
+                await self.whole(Whole(error.status, error.body(path), error.headers))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo_local.components.openai.errors import ApiError
+from dynamo_local.components.openai.errors import ANTHROPICS, ApiError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -39,9 +39,10 @@ class ResponseFormat(Protocol):
         ...
 
 
-def error_event(error: ApiError) -> bytes:
-    """What a stream that already began ends with instead of `[DONE]`."""
-    return b"data: " + error.body() + b"\n\n"
+def error_event(error: ApiError, path: str = "") -> bytes:
+    """What a stream that already began ends with instead of `[DONE]`. Anthropic's client reads named ones alone."""
+    name = b"event: error\n" if path.startswith(ANTHROPICS) else b""
+    return name + b"data: " + error.body(path) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)

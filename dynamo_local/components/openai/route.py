@@ -161,6 +161,10 @@ class ModelRoute(ABC, Generic[R]):
         self._endpoint = endpoint
         self._deps = deps
 
+    def check_kind(self, scope: Scope) -> None:
+        """Raises `ApiError` 415 for a body of another kind than this route takes."""
+        require_json(scope)
+
     @abstractmethod
     def parse(self, body: bytes, scope: Scope) -> R:
         """The request. Raises `ApiError` for an invalid one."""
@@ -189,7 +193,7 @@ class ModelRoute(ABC, Generic[R]):
                 answer = api_errors.from_error(error)
                 log = logger.warning if answer.status >= 500 else logger.info
                 log("request %s: %d %s: %s", request_id, answer.status, answer.code, fit_for_logs(answer.message))
-                await reply.fail(answer)
+                await reply.fail(answer, scope["path"])
 
     async def _serve(
         self, scope: Scope, receive: Receive, reply: Reply, request_id: str, take: Callable[[int], None]
@@ -223,7 +227,7 @@ class ModelRoute(ABC, Generic[R]):
         deps = self._deps
         request: R | None = None
         try:
-            require_json(scope)
+            self.check_kind(scope)
             body = await read_body(scope, receive, deps.settings.max_body_bytes, take)
             if deps.draining.is_set():
                 raise api_errors.draining()

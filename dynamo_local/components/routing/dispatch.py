@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components.routing.router_client import Routed
@@ -23,6 +23,9 @@ from dynamo_local.runtime.requests.pumping import Take, pump
 log = logging.getLogger(__name__)
 
 Batch = list[Any]
+
+TRIED: Final = "tried"
+"""`details` of what the last worker failed with: how many have failed the request before its first token."""
 
 
 def has_tokens(batch: Batch) -> bool:
@@ -219,7 +222,9 @@ def _verdict(failures: Mapping[int, DynamoError], client: EndpointClient) -> Dyn
         return NoWorkers("no worker is registered that could take the request; `dynamo status` shows the workers")
     busy = [error for error in failures.values() if isinstance(error, WorkerBusy)]
     if not busy:
-        return list(failures.values())[-1]
+        last = list(failures.values())[-1]
+        last.details[TRIED] = len(failures)
+        return last
     waits = [float(error.details["retry_after_s"]) for error in busy if "retry_after_s" in error.details]
     return WorkerBusy(
         f"all {len(client.instances())} workers are full or unable; try again shortly",

@@ -13,9 +13,11 @@ from dynamo_local.runtime.requests.frames import RequestId
 
 
 class ApiRequest(msgspec.Struct, frozen=True):
-    """A POST as the client made it; `headers` without those that are about the connection, or secret."""
+    """A request as the client made it; `headers` without those that are about the connection, or secret."""
 
     request_id: RequestId
     path: str
     headers: list[tuple[str, str]]
     body: bytes
+    method: str = "POST"
+    query: str = ""

@@ -12,11 +12,20 @@ from typing import Any, Final
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
+from dynamo_local.components.limits import shortened
+from dynamo_local.components.models_view import Availability
 from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.components.openai.generation import FrontendDeps, GenerationRoute, call_processor, close
+from dynamo_local.components.openai.generation import (
+    FrontendDeps,
+    GenerationRoute,
+    call_processor,
+    close,
+    until_answered,
+)
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest
 from dynamo_local.components.openai.route import ModelRoute
@@ -76,6 +85,8 @@ class RawRequest:
     path: str
     headers: list[tuple[str, str]]
     body: bytes
+    method: str = "POST"
+    query: str = ""
 
 
 def with_engine_api(light: Mapping[str, ASGIApp], deps: FrontendDeps) -> dict[str, ASGIApp]:
@@ -136,21 +147,27 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         passed = [(name, value) for name, value in headers if name not in _CONNECTION]
         # A drain may have taken the last worker since the route was chosen: then "come back later".
-        return RawRequest(served or str(known.model), known.stream is True, scope["path"], passed, body)
+        query = scope.get("query_string", b"").decode("latin-1")
+        name, stream = served or str(known.model), known.stream is True
+        return RawRequest(name, stream, scope["path"], passed, body, scope["method"], query)
 
     async def answer(
         self, request: RawRequest | ParsedRequest, request_id: str, observer: RequestObserver, reply: Reply
     ) -> Whole | None:
         assert isinstance(request, RawRequest)
         timeout_s = self._deps.settings.request_timeout_s
-        payload = ApiRequest(request_id, request.path, request.headers, request.body)
+        payload = ApiRequest(request_id, request.path, request.headers, request.body, request.method, request.query)
+
+        async def once() -> Whole | None:
+            stream = await call_processor(self._client, payload, request_id, timeout_s)
+            try:
+                return await self._relay(stream.batches(), observer, reply)
+            finally:
+                await close(stream, request_id)
+
         try:
             async with asyncio.timeout(timeout_s):
-                stream = await call_processor(self._client, payload, request_id, timeout_s)
-                try:
-                    return await self._relay(stream.batches(), observer, reply)
-                finally:
-                    await close(stream, request_id)
+                return await until_answered(once, reply, request_id)
         except TimeoutError as error:
             message = f"The request did not end within {timeout_s:g} s, this Frontend's `request_timeout_s`."
             raise DeadlineExceeded(message) from error
@@ -183,6 +200,34 @@ class EngineApiRoute(ModelRoute[RawRequest | ParsedRequest]):
             observer.on_tokens(tokens, self._deps.clock.now_s())
 
 
+class StoredResponseRoute(EngineApiRoute):
+    """An answer of `/v1/responses` that was to be kept: vLLM keeps some if its environment says so."""
+
+    def __init__(self, client: EndpointClient, deps: FrontendDeps) -> None:
+        super().__init__("responses", client, deps)
+
+    def check_kind(self, scope: Scope) -> None:
+        if scope["method"] != "GET":  # which has no body, and starts nothing
+            super().check_kind(scope)
+
+
+class NothingIsKept:
+    """What other engines say to that, in the words that vLLM has for it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = shortened(scope["path_params"]["response_id"])
+        raise ApiError(404, f"Response with id {name!r} not found.", param="response_id", code="response_not_found")
+
+
+def stored_responses(deps: FrontendDeps) -> list[Route]:
+    """`GET /v1/responses/ID`, and what cancels one."""
+    app: ASGIApp = NothingIsKept()
+    if deps.api is not None:
+        app = _either(StoredResponseRoute(deps.api, deps), app)
+    paths = {"/v1/responses/{response_id}": "GET", "/v1/responses/{response_id}/cancel": "POST"}
+    return [Route(path, app, methods=[method]) for path, method in paths.items()]
+
+
 class PlainOrEngine(EngineApiRoute):
     """The same, where plain requests that the light route takes are its own."""
 
@@ -193,9 +238,12 @@ class PlainOrEngine(EngineApiRoute):
     def parse(self, body: bytes, scope: Scope) -> RawRequest | ParsedRequest:
         if is_plain(body):
             try:
-                return self._light.parse(body, scope)
+                request = self._light.parse(body, scope)
             except ApiError:
                 pass  # the engine may take it, and else says what is wrong in its own words
+            else:
+                if self._deps.models.availability(request.model) is not Availability.UNKNOWN:
+                    return request  # else it may be an adapter, whose name the engine alone knows
         return super().parse(body, scope)
 
     async def answer(

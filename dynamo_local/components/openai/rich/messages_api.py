@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: Anthropic's API, which `vllm serve` has, too. Errors are in OpenAI's format.
+"""`POST /v1/messages`: Anthropic's API, which `vllm serve` has, too; and its format of errors (`openai.errors`).
 
 Source: https://docs.anthropic.com/en/api/messages (read 2025), and vLLM's `entrypoints/anthropic`.
 """

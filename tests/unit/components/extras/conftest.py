@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -19,12 +20,9 @@ from tests.fakes.data_plane.worker_context import FakeCluster
 MODEL = "sim-tiny"
 
 
-@pytest.fixture
-async def url() -> AsyncIterator[str]:
-    """Of the Frontend."""
-    cluster = FakeCluster()
-    await cluster.start(Processor, ProcessorConfig(router="round-robin"))
-    await cluster.start(VllmWorker, VllmWorkerConfig(sim={"speed": 200.0, "num_gpu_blocks": 4096, "block_size": 16}))
+@asynccontextmanager
+async def frontend(cluster: FakeCluster) -> AsyncIterator[str]:
+    """The URL of one that asks the cluster's Processors."""
     models = ModelsView("dynamo")
     card = ModelCard(MODEL, "VllmWorker", "generate", 4096, 1000.0).encode()
     models.apply(SnapshotEvent((KeyValue(f"dynamo/models/{MODEL}:a1", card, 0xA1),), 1))
@@ -37,8 +35,20 @@ async def url() -> AsyncIterator[str]:
     )
     server = HttpServer(create_app(deps), bind_socket("127.0.0.1", 0))
     await server.start()
-    yield server.url
-    await server.stop()
+    try:
+        yield server.url
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    """Of the Frontend."""
+    cluster = FakeCluster()
+    await cluster.start(Processor, ProcessorConfig(router="round-robin"))
+    await cluster.start(VllmWorker, VllmWorkerConfig(sim={"speed": 200.0, "num_gpu_blocks": 4096, "block_size": 16}))
+    async with frontend(cluster) as made:
+        yield made
     await cluster.close()
 
 

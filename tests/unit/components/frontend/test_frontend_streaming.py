@@ -135,6 +135,57 @@ async def test_an_error_in_mid_stream_is_the_last_event(house: Make):
         assert (await client.get("/live")).status_code == 200
 
 
+async def test_an_error_in_a_stream_of_anthropics_is_an_event_of_its_name(house: Make):
+    """Its client reads named events alone: without the name a cut answer would look like a whole one."""
+    item = {"text": "Hel", "num_tokens": 1, "finish_reason": None, "usage": None, "index": 0}
+    made = house(FakeEndpoint([[item], errors.WorkerLost("the decode worker died")]))
+    body = {"model": MODEL, "max_tokens": 9, "stream": True, "messages": CHAT["messages"]}
+    async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
+        last = (await client.post("/v1/messages", json=body)).text.strip().split("\n\n")[-1]
+        name, data = last.splitlines()
+        assert name == "event: error"
+        told = json.loads(data.removeprefix("data: "))
+        assert (told["type"], told["error"]["type"], told["error"]["code"]) == ("error", "api_error", "worker_lost")
+        refused = await client.post("/v1/messages", json={**body, "model": "nobody"})
+        assert (refused.status_code, refused.json()["type"]) == (404, "error")
+        assert refused.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("path", [CHAT_URL, "/v1/messages"])
+async def test_an_answer_that_nobody_has_seen_is_asked_for_again(house: Make, path: str):
+    """Not streamed, and lost after some tokens; streamed, and lost with its Processor before the first."""
+    item = {"index": 0, "finish_reason": None, "usage": None, "text": "Hel", "num_tokens": 1}
+    end = [{**item, "text": "", "num_tokens": 0, "finish_reason": "stop"}, {**item, "num_tokens": 0, "usage": usage()}]
+    good = answer("Hello") if path == CHAT_URL else [[{**item, "text": "Hello"}], end[:1], end[1:]]
+    taken = [{**item, "text": "", "num_tokens": 0}]
+    body = {"model": MODEL, "max_tokens": 9, "messages": CHAT["messages"]}
+    for begun, stream in (([item], False), (taken, False), (taken, True)):
+        made = house(FakeEndpoint([begun, errors.WorkerLost("gone")], good))
+        async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
+            response = await client.post(path, json={**body, "stream": stream})
+        assert (response.status_code, len(made.endpoint.calls)) == (200, 2)
+        assert response.text.count("Hel") == 1
+        assert "error" not in response.text
+        assert all(each.closed.is_set() for each in made.endpoint.streams)
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (errors.WorkerLost("gone"), 3),
+        (errors.WorkerLost("gone", tried=3), 1),
+        (errors.EngineError("broken"), 1),
+        (errors.NoWorkers("none"), 1),
+    ],
+)
+async def test_what_no_worker_can_do_is_not_asked_for_ever(house: Make, error: Exception, calls: int):
+    """Nor again at all, where several workers were lost with it before it gave a token: it may be its fault."""
+    made = house(FakeEndpoint([error]))
+    async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.post(CHAT_URL, json=CHAT)).status_code >= 500
+    assert len(made.endpoint.calls) == calls
+
+
 async def test_the_deadline_in_mid_stream_is_an_error_event(house: Make):
     """lesson 12: a stream that stalls does not hang its client."""
     made = house(FakeEndpoint([[text("Hel")], asyncio.Event()]), request_timeout_s=0.1)

@@ -70,3 +70,25 @@ def test_an_api_error_is_passed_through():
     """What was decided near the cause stays decided."""
     error = ApiError(413, "large")
     assert from_error(error) is error
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+    ],
+)
+def test_paths_of_anthropics_api_have_its_format(status: int, kind: str):
+    """Its client tells errors by these names; ours stand beside them."""
+    error = ApiError(status, "why", type="ours", param="stop", code="ours too")
+    told = {"type": kind, "message": "why", "param": "stop", "code": "ours too"}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        assert json.loads(error.body(path)) == {"type": "error", "error": told}
+    assert json.loads(error.body("/v1/completions"))["error"]["type"] == "ours"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from dynamo_local.components.models_view import EngineApi, ModelCard, ModelsView
 from dynamo_local.components.openai.app import FrontendConfig, FrontendDeps, create_app
 from dynamo_local.components.vllm_api.relay import PATHS
-from dynamo_local.errors import EngineError, WorkerBusy
+from dynamo_local.errors import EngineError, WorkerBusy, WorkerLost
 from dynamo_local.ports import KeyValue, PutEvent, SnapshotEvent
 from tests.fakes.data_plane.processor import FakeEndpoint, Step, answer
 
@@ -39,6 +40,12 @@ class House:
         )
         self.deps = deps
         self.app = create_app(deps)
+
+    async def get(self, url: str) -> httpx.Response:
+        """One request without a body."""
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+            return await client.get(url)
 
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """One request."""
@@ -103,6 +110,35 @@ async def test_a_failure_in_a_stream_is_its_last_event():
     assert b"[DONE]" not in response.content
 
 
+async def test_an_answer_that_nobody_has_seen_is_asked_for_again():
+    """Its worker was lost after some tokens, which only the Processor has seen."""
+    house = House()
+    house.api = FakeEndpoint([WorkerLost("gone")], [[JSON], [{"body": b'{"whole": 1}'}]])
+    house.deps = replace(house.deps, api=house.api)
+    house.app = create_app(house.deps)
+    response = await house.post("/v1/completions", {"model": "tiny"})
+    assert (response.status_code, response.json(), len(house.api.payloads)) == (200, {"whole": 1}, 2)
+
+
+async def test_a_kept_response_is_the_engines_business():
+    """It keeps some if it was told to; its method and its query are passed on."""
+    house = House([{**JSON, "status": 404}], [{"body": b"{}"}])
+    assert (await house.get("/v1/responses/resp_1?stream=true&starting_after=3")).status_code == 404
+    assert (await house.post("/v1/responses/resp_1/cancel", b"")).status_code == 404
+    kept, cancelled = house.api.payloads
+    assert (kept.method, kept.path, kept.query) == ("GET", "/v1/responses/resp_1", "stream=true&starting_after=3")
+    assert (cancelled.method, cancelled.path) == ("POST", "/v1/responses/resp_1/cancel")
+
+
+async def test_other_engines_keep_no_response():
+    """The error is the one that vLLM has by default."""
+    house = House(engine=None)
+    for response in (await house.get("/v1/responses/resp_1"), await house.post("/v1/responses/resp_1/cancel", b"")):
+        error = response.json()["error"]
+        assert (response.status_code, error["type"], error["param"]) == (404, "invalid_request_error", "response_id")
+        assert error["message"] == "Response with id 'resp_1' not found."
+
+
 async def test_other_models_are_answered_as_before():
     """An engine without an API of its own has our chat and completions; other paths are none."""
     house = House(engine=None)
@@ -120,6 +156,7 @@ async def test_other_models_are_answered_as_before():
         ({"logprobs": True}, False),
         ({"tools": []}, False),
         ({"temperature": -1}, False),
+        ({"model": "an-adapter"}, False),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, False),
     ],
 )
