@@ -40,7 +40,7 @@ class Side:
     model: str
 
     def asked(self, count: int, tokens: int, concurrency: int) -> dict[str, Any]:
-        """As `load.beside`; `frontend_s` and `all_s` are CPU seconds. Dynamo's processes are children of our runners."""
+        """As `load.beside`; `frontend_s` and `all_s` are CPU seconds. Dynamo's are children of our runners."""
         pids = {
             f"{part}/{n}": each
             for part, pid in self.graph.pids().items()
