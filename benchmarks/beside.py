@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import yaml
 
 from benchmarks.deployment import Running, served
@@ -39,11 +40,17 @@ class Side:
     model: str
 
     def asked(self, count: int, tokens: int, concurrency: int) -> dict[str, Any]:
-        """As `load.beside`; `frontend_s` and `all_s` are CPU seconds."""
-        pids = self.graph.pids()
+        """As `load.beside`; `frontend_s` and `all_s` are CPU seconds. Dynamo's are children of our runners."""
+        pids = {
+            f"{part}/{n}": each
+            for part, pid in self.graph.pids().items()
+            for n, each in enumerate((pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))))
+            if n == 0 or part != "arbiter"
+        }
         plan = {"kind": "beside", "port": self.graph.port, "model": self.model, "count": count, "tokens": tokens}
         found = generate({**plan, "concurrency": concurrency, "pids": pids})
-        return {**found, "frontend_s": found["cpu_s"]["Frontend"], "all_s": sum(found["cpu_s"].values())}
+        frontend_s = sum(spent_s for part, spent_s in found["cpu_s"].items() if part.startswith("Frontend/"))
+        return {**found, "frontend_s": frontend_s, "all_s": sum(found["cpu_s"].values())}
 
 
 Values = dict[str, float]

@@ -80,9 +80,13 @@ class Unary:
         """The answer's body. RuntimeError for any status but 200."""
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
-        found = _CONTENT_LENGTH.search(head)
-        assert found is not None, head
-        body = await self._reader.readexactly(int(found[1]))
+        if (found := _CONTENT_LENGTH.search(head)) is not None:
+            body = await self._reader.readexactly(int(found[1]))
+        else:  # in chunks, as Dynamo's frontend answers
+            body = b""
+            while size := int(await self._reader.readuntil(b"\r\n"), 16):
+                body += (await self._reader.readexactly(size + 2))[:-2]
+            await self._reader.readexactly(2)
         if not head.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"{head.splitlines()[0].decode()}: {body[:300]!r}")
         return body

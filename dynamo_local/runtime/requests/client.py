@@ -160,8 +160,6 @@ class NatsEndpointClient:
     def _next(self, tried: set[int]) -> Instance | None:
         """The next in turn that was not tried, preferably one that answered lately; None when all were tried."""
         left = [instance for instance in self.instances() if instance.instance_id not in tried]
-        if not left:  # those that were leaving: what is left of them is better than none
-            left = [instance for instance in self._view.instances() if instance.instance_id not in tried]
         if self._avoid_until_s:
             now_s = self._sender.clock.now_s()
             self._avoid_until_s = {i: until_s for i, until_s in self._avoid_until_s.items() if until_s > now_s}

@@ -13,7 +13,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.runtime.requests.context import RequestContext
 from dynamo_local.runtime.requests.frames import Decode, RequestHeader
 from dynamo_local.runtime.requests.handlers import Handler, drive
-from dynamo_local.runtime.requests.sender import KeptConnections, ResponseSender
+from dynamo_local.runtime.requests.sender import ResponseSender
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,7 @@ class Exchange:
     """A request that a worker took, from connecting back until the caller has the end of the answer.
 
     `on_handler_done` is called once, when the handler has ended or will never start; the task that `start`
-    gives ends later, when the caller has everything. Errors go to the caller, never out of the task. `transport` is the
-    connection over which the request came, if it did not come by NATS.
+    gives ends later, when the caller has everything. Errors go to the caller, never out of the task.
     """
 
     def __init__(
@@ -37,8 +36,6 @@ class Exchange:
         decode: Decode,
         clock: Clock,
         on_handler_done: Callable[[], None],
-        kept: KeptConnections | None = None,
-        transport: asyncio.Transport | None = None,
     ) -> None:
         deadline_s = None if header.remaining_s is None else clock.now_s() + header.remaining_s
         self.context = RequestContext(header.request_id, deadline_s, clock)
@@ -49,8 +46,6 @@ class Exchange:
         self._handler = handler
         self._decode = decode
         self._on_handler_done = on_handler_done
-        self._kept = kept
-        self._transport = transport
         self._sender: ResponseSender | None = None
         self._handling = True
         self._stopped = False
@@ -122,17 +117,10 @@ class Exchange:
         if not _is_loopback(header.host):
             logger.warning("request %s wants its answer at %s, which is not loopback", header.request_id, header.host)
             return None
-        transport, self._transport = self._transport, None
-        if transport is None and self._kept is not None:
-            transport = self._kept.take(header.host, header.port)
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                if transport is not None and not transport.is_closing():
-                    self._sender = self._make_sender()
-                    self._sender.go_on_with(transport)
-                else:
-                    loop = asyncio.get_running_loop()
-                    _, self._sender = await loop.create_connection(self._make_sender, header.host, header.port)
+                _, self._sender = await loop.create_connection(self._make_sender, header.host, header.port)
                 follows = await self._sender.go
         except (OSError, TimeoutError) as error:
             logger.info("the caller of request %s could not be reached: %s", header.request_id, error)
@@ -143,7 +131,7 @@ class Exchange:
         return follows if header.payload is None else header.payload
 
     def _make_sender(self) -> ResponseSender:
-        return ResponseSender(self._header.token, self._stop_handler, self._kept)
+        return ResponseSender(self._header.token, on_lost=self._stop_handler)
 
     async def _respond(self, payload: bytes, sender: ResponseSender) -> None:
         request_id = self._header.request_id

@@ -8,12 +8,6 @@ per request, which the *worker* opens to the caller:
     caller -> worker   GO     the payload, unless it came by NATS       "it is still wanted": only now the handler runs
     worker -> caller   DATA   a msgpack array of items, as many as were ready
     worker -> caller   END | ERROR
-    caller -> worker   DONE                                             "I have all of it": the connection is kept
-
-On a connection that both keep (the worker says so by a HELLO whose number is 1) later requests go without NATS:
-
-    caller -> worker   REQUEST  the `RequestHeader`
-    worker -> caller   HELLO …, as above; or ERROR, the refusal
 
 A frame is a 9 byte prefix `>IBI` (body length in bytes, kind, number) and a body. The number of a DATA
 frame is how many items went before it, that of END how many there were in all: one lost or repeated frame
@@ -55,8 +49,6 @@ class FrameKind(enum.IntEnum):
     DATA = 3
     ERROR = 4
     END = 5
-    DONE = 6
-    REQUEST = 7
 
 
 class Frame(NamedTuple):

@@ -10,7 +10,7 @@ import socket
 from typing import Final
 
 from dynamo_local import errors
-from dynamo_local.runtime.requests.frames import TOKEN_BYTES, decode_error
+from dynamo_local.runtime.requests.frames import TOKEN_BYTES
 from dynamo_local.runtime.requests.stream import InboundStream
 
 logger = logging.getLogger(__name__)
@@ -23,27 +23,18 @@ RECEIVE_BUFFER_BYTES: Final = 256 * 1024
 """Fixed, because the kernel would otherwise grow it to 6 MiB per slow reader."""
 
 
-class Unheard(Exception):
-    """The connection over which a request was sent is gone, or was used for another one: no worker has read it, or will
-    get further with it than to show a token that is not good any more."""
-
-
 class Offer:
-    """A request that was sent: the first connection with its token gets it. `answer`: the connection, or a refusal.
+    """A request that was sent: the first connection with its token gets it. `answer`: the connection, or a refusal."""
 
-    `subject` is the instance's; the connection is kept under it.
-    """
+    __slots__ = ("answer", "payload", "token", "who")
 
-    __slots__ = ("answer", "payload", "subject", "token", "who")
-
-    def __init__(self, who: str, payload: bytes, subject: str = "") -> None:
-        self.subject = subject
+    def __init__(self, who: str, payload: bytes) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.answer: asyncio.Future[InboundStream] = asyncio.get_running_loop().create_future()
         self.who = who
         self.payload = payload
 
-    def refuse(self, error: errors.DynamoError | Unheard) -> None:
+    def refuse(self, error: errors.DynamoError) -> None:
         """End the wait for the connection with this error."""
         if not self.answer.done():
             self.answer.set_exception(error)
@@ -53,8 +44,7 @@ class ResponseListener:
     """Accepts workers' connections on 127.0.0.1 and matches them to offers by token.
 
     A token is good once. Connections that show no token, an unknown one or a used one are closed and
-    counted in `rejected`; they never reach a reader. One whose stream has ended is kept, and its worker may be asked
-    over it without NATS.
+    counted in `rejected`; they never reach a reader.
     """
 
     def __init__(self) -> None:
@@ -62,9 +52,6 @@ class ResponseListener:
         self._offers: dict[bytes, Offer] = {}
         self._connections: set[InboundStream] = set()
         self._strangers: dict[InboundStream, asyncio.TimerHandle] = {}
-        self._subjects: dict[InboundStream, str] = {}
-        self._kept: dict[str, list[InboundStream]] = {}
-        self._asked: dict[InboundStream, Offer] = {}
         self._server: asyncio.Server | None = None
         self.host = "127.0.0.1"
         self.port = 0
@@ -106,56 +93,11 @@ class ResponseListener:
         """How many workers have opened a connection here to answer, and have not closed it."""
         return len(self._connections)
 
-    def offer(self, who: str, payload: bytes = b"", subject: str = "") -> Offer:
+    def offer(self, who: str, payload: bytes = b"") -> Offer:
         """A new offer; `payload` goes to the worker that takes it. Take it back with `withdraw`."""
-        offer = Offer(who, payload, subject)
+        offer = Offer(who, payload)
         self._offers[offer.token] = offer
         return offer
-
-    def ask(self, offer: Offer, header: bytes) -> bool:
-        """Send it over a connection that its instance keeps. False where there is none.
-
-        Where that connection is lost before an answer, the offer is refused with `Unheard`.
-        """
-        found = self._kept.get(offer.subject)
-        if not found:
-            return False
-        inbound = found.pop()
-        self._asked[inbound] = offer
-        inbound.ask(header)
-        return True
-
-    # --- connections whose stream has ended ---
-
-    def put(self, inbound: InboundStream, transport: asyncio.Transport) -> None:
-        """As `stream.Kept`."""
-        self._connections.discard(inbound)
-        subject = self._subjects.pop(inbound, "")
-        fresh = InboundStream(self._greeted, self._closed, self)
-        fresh.go_on_with(transport)
-        self._connections.add(fresh)
-        self._subjects[fresh] = subject
-        self._kept.setdefault(subject, []).append(fresh)
-
-    def refused(self, inbound: InboundStream, body: bytes | memoryview) -> bool:
-        """As `stream.Kept`."""
-        offer = self._asked.pop(inbound, None)
-        if offer is None:
-            return False
-        offer.refuse(decode_error(body))
-        self._kept.setdefault(offer.subject, []).append(inbound)
-        return True
-
-    def _forget(self, inbound: InboundStream, but: Offer | None = None) -> None:
-        """It is no longer kept. A request that was sent over it goes another way, unless that is what it takes."""
-        subject = self._subjects.pop(inbound, "")
-        if inbound in (found := self._kept.get(subject, [])):
-            found.remove(inbound)
-        if not found:
-            self._kept.pop(subject, None)
-        asked = self._asked.pop(inbound, None)
-        if asked is not None and asked is not but:
-            asked.refuse(Unheard())
 
     def withdraw(self, offer: Offer) -> None:
         """The token is invalid from now on; a connection that was not taken is closed."""
@@ -167,20 +109,17 @@ class ResponseListener:
             answer.result().discard()
 
     def _make_protocol(self) -> InboundStream:
-        inbound = InboundStream(self._greeted, self._closed, self)
+        inbound = InboundStream(self._greeted, self._closed)
         self._connections.add(inbound)
         self._strangers[inbound] = inbound.loop.call_later(HELLO_TIMEOUT_S, self._too_late, inbound)
         return inbound
 
     def _greeted(self, inbound: InboundStream, token: bytes) -> None:
-        if (timer := self._strangers.pop(inbound, None)) is not None:
-            timer.cancel()
+        self._strangers.pop(inbound).cancel()
         offer = self._offers.pop(token, None)
-        self._forget(inbound, but=offer)
         if offer is None or offer.answer.done():
             self._reject(inbound, "an unknown or used token")
             return
-        self._subjects[inbound] = offer.subject
         inbound.accept(offer.who, offer.payload)
         offer.answer.set_result(inbound)
 
@@ -196,7 +135,6 @@ class ResponseListener:
 
     def _closed(self, inbound: InboundStream) -> None:
         self._connections.discard(inbound)
-        self._forget(inbound)
         timer = self._strangers.pop(inbound, None)
         if timer is not None:  # it closed, or sent something else, before a token
             timer.cancel()

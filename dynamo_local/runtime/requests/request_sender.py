@@ -18,7 +18,7 @@ from dynamo_local.runtime.requests.frames import (
     decode_error,
     encode_header,
 )
-from dynamo_local.runtime.requests.listener import Offer, ResponseListener, Unheard
+from dynamo_local.runtime.requests.listener import Offer, ResponseListener
 from dynamo_local.runtime.requests.stream import InboundStream
 from dynamo_local.system.logs.request_log import x_request_id
 
@@ -83,37 +83,25 @@ class RequestSender:
         the handler has not run and will not: it starts only when we have greeted its connection.
         """
         inline = len(payload) <= min(MAX_INLINE_BYTES, self._nats.max_payload // 2)
-        direct = True
-        while True:
-            offer = self.listener.offer(_name(instance), b"" if inline else payload, instance.subject)
-            header = RequestHeader(
-                version=WIRE_VERSION,
-                request_id=request_id,
-                remaining_s=None if deadline_s is None else deadline_s - self.clock.now_s(),
-                host=self.listener.host,
-                port=self.listener.port,
-                token=offer.token,
-                payload=payload if inline else None,
-                x_request_id=x_request_id(),
-            )
-            try:
-                return await self._offered(offer, encode_header(header), request_id, deadline_s, direct)
-            except Unheard:
-                direct = False
-
-    async def _offered(
-        self, offer: Offer, header: bytes, request_id: str, deadline_s: float | None, direct: bool
-    ) -> InboundStream:
-        """The answer to one offer. Raises `Unheard` where the same is to be sent by NATS."""
+        offer = self.listener.offer(_name(instance), b"" if inline else payload)
         number = str(next(self._numbers))
         self._waiting[number] = offer
-        reply = f"{self._inbox}.{number}"
-        reconnects = self._nats.stats["reconnects"]
+        header = RequestHeader(
+            version=WIRE_VERSION,
+            request_id=request_id,
+            remaining_s=None if deadline_s is None else deadline_s - self.clock.now_s(),
+            host=self.listener.host,
+            port=self.listener.port,
+            token=offer.token,
+            payload=payload if inline else None,
+            x_request_id=x_request_id(),
+        )
         try:
-            if not (direct and self.listener.ask(offer, header)):
-                with nats_call(self._nats, f"send request {request_id} to {offer.who}"):
-                    await self._nats.publish(offer.subject, header, reply=reply)
-            return await self._accepted(offer, offer.subject, reply, deadline_s, reconnects)
+            with nats_call(self._nats, f"send request {request_id} to {offer.who}"):
+                reply = f"{self._inbox}.{number}"
+                reconnects = self._nats.stats["reconnects"]
+                await self._nats.publish(instance.subject, encode_header(header), reply=reply)
+            return await self._accepted(offer, instance.subject, reply, deadline_s, reconnects)
         except BaseException:
             self.listener.withdraw(offer)
             raise

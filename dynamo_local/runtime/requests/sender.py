@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable
+from typing import Final, cast
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import (
-    Frame,
     FrameDecoder,
     FrameKind,
     data_frame,
@@ -26,102 +25,16 @@ SEND_BUFFER_BYTES: Final = 128 * 1024
 """The kernel's send buffer, fixed because it would grow to 4 MiB per slow reader."""
 
 
-KEPT_MAX: Final = 256
-"""Connections that one endpoint keeps while no request uses them."""
-
-
-class KeptConnections:
-    """Connections to callers that no request uses now. The next one of the same caller needs no new one, and may come
-    over it: `on_request` gets its encoded header."""
-
-    def __init__(self, on_request: Callable[[bytes, asyncio.Transport], None]) -> None:
-        self._on_request = on_request
-        self._by_peer: dict[Any, list[_Kept]] = {}
-        self._count = 0
-        self._closed = False
-
-    def put(
-        self, transport: asyncio.Transport, decoder: FrameDecoder | None = None, came: Sequence[Frame] = ()
-    ) -> None:
-        """A request has ended. The caller may have sent the next one already: `came`, and what `decoder` has of it."""
-        if self._closed or self._count >= KEPT_MAX or transport.is_closing():
-            transport.abort()
-            return
-        kept = _Kept(transport, self, decoder or FrameDecoder())
-        transport.set_protocol(kept)
-        self._by_peer.setdefault(kept.peer, []).append(kept)
-        self._count += 1
-        if came:
-            kept.take(came)
-
-    def take(self, host: str, port: int) -> asyncio.Transport | None:
-        """One to that caller, for the next request."""
-        found = self._by_peer.get((host, port))
-        if not found:
-            return None
-        kept = found[-1]
-        self.forget(kept)
-        return kept.transport
-
-    def asked(self, kept: _Kept, header: bytes) -> None:
-        """A request has come over it."""
-        self.forget(kept)
-        self._on_request(header, kept.transport)
-
-    def forget(self, kept: _Kept) -> None:
-        """It is closed, or used."""
-        found = self._by_peer.get(kept.peer, [])
-        if kept in found:
-            found.remove(kept)
-            self._count -= 1
-            if not found:
-                del self._by_peer[kept.peer]
-
-    def close(self) -> None:
-        """Close all of them; none is kept from now on."""
-        self._closed = True
-        for kept in [each for found in self._by_peer.values() for each in found]:
-            kept.transport.abort()
-
-
-class _Kept(asyncio.Protocol):
-    """One that no request uses."""
-
-    def __init__(self, transport: asyncio.Transport, pool: KeptConnections, decoder: FrameDecoder) -> None:
-        self.transport = transport
-        self.peer = transport.get_extra_info("peername")
-        self._pool = pool
-        self._decoder = decoder
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self.take(self._decoder.feed(data))
-        except errors.StreamGap:
-            self.transport.abort()
-
-    def take(self, frames: Sequence[Frame]) -> None:
-        """One request; whoever sends anything else is no caller of ours."""
-        if len(frames) == 1 and frames[0].kind == FrameKind.REQUEST:
-            self._pool.asked(self, bytes(frames[0].body))
-        elif frames:
-            self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.forget(self)
-
-
 class ResponseSender(asyncio.Protocol):
     """Writes items to a caller: many per frame under load, none unbounded.
 
     Items that are put in one pass of the event loop share a frame. While the socket takes nothing they
     wait here, up to `FLUSH_BYTES` or `FLUSH_ITEMS`; then `put` gives the handler something to await.
     `go` is the payload that came with the caller's GO, None where the connection closed before. `lost` is
-    done, and `on_lost` was called, when the connection is gone for whatever reason, or the caller has all, and `kept`
-    the connection.
+    done, and `on_lost` was called, when the connection is gone for whatever reason.
     """
 
-    def __init__(self, token: bytes, on_lost: Callable[[], None], kept: KeptConnections | None = None) -> None:
-        self._kept = kept
+    def __init__(self, token: bytes, on_lost: Callable[[], None]) -> None:
         self._token = token
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -157,29 +70,13 @@ class ResponseSender(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self._greet(transport)
-
-    def go_on_with(self, transport: asyncio.Transport) -> None:
-        """In place of a new connection: one that was kept."""
-        self._transport = transport
-        transport.set_protocol(self)
-        self._greet(transport)
-
-    def _greet(self, transport: asyncio.Transport) -> None:
-        transport.write(frame(FrameKind.HELLO, 0 if self._kept is None else 1, self._token))
+        transport.write(frame(FrameKind.HELLO, 0, self._token))
 
     def data_received(self, data: bytes) -> None:
         try:
-            frames = self._decoder.feed(data)
-            for n, (kind, _, body) in enumerate(frames):
+            for kind, _, body in self._decoder.feed(data):
                 if kind == FrameKind.GO and not self.go.done():
                     self.go.set_result(bytes(body))
-                elif kind == FrameKind.DONE and self._finished and self._kept is not None:
-                    transport, self._transport = self._transport, None
-                    self.connection_lost(None)
-                    if transport is not None:
-                        self._kept.put(transport, self._decoder, frames[n + 1 :])
-                    return
         except errors.StreamGap:
             self.abort()
 

@@ -11,17 +11,8 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.runtime.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, flush, nats_call
 from dynamo_local.runtime.requests.exchange import Exchange
-from dynamo_local.runtime.requests.frames import (
-    Decode,
-    FrameKind,
-    RequestHeader,
-    decode_header,
-    decode_value,
-    encode_error,
-    frame,
-)
+from dynamo_local.runtime.requests.frames import Decode, RequestHeader, decode_header, decode_value, encode_error
 from dynamo_local.runtime.requests.handlers import Handler
-from dynamo_local.runtime.requests.sender import KeptConnections
 from dynamo_local.system.logs.request_log import bound
 
 logger = logging.getLogger(__name__)
@@ -66,7 +57,6 @@ class EndpointServer:
         self._accept_until_s: float | None = None
         self._closed = False
         self._changed = asyncio.Event()
-        self._kept = KeptConnections(self._on_request)
 
     # --- life ---
 
@@ -97,7 +87,6 @@ class EndpointServer:
     async def close(self) -> None:
         """Give the subject up; requests still waiting there are refused, those in flight end with `WorkerLost`."""
         self._closed = True
-        self._kept.close()
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await self._unsubscribe(subscription)
@@ -178,23 +167,10 @@ class EndpointServer:
                 return
             self._take(header)
 
-    def _on_request(self, data: bytes, transport: asyncio.Transport) -> None:
-        """One that has come over a connection of the one before."""
-        try:
-            header = decode_header(data)
-            with bound(header.x_request_id):
-                self._admit(header)
-                self._take(header, transport)
-        except errors.RequestError as error:
-            transport.write(frame(FrameKind.ERROR, 0, encode_error(error)))
-            self._kept.put(transport)
-
-    def _take(self, header: RequestHeader, transport: asyncio.Transport | None = None) -> None:
+    def _take(self, header: RequestHeader) -> None:
         """Serve it, in a task that inherits the request's id for the log."""
         self._handlers_running += 1
-        exchange = Exchange(
-            self.name, header, self._handler, self._decode, self._clock, self._handler_done, self._kept, transport
-        )
+        exchange = Exchange(self.name, header, self._handler, self._decode, self._clock, self._handler_done)
         self._exchanges.add(exchange)
         exchange.task.add_done_callback(lambda task: self._exchange_done(exchange, task))
 

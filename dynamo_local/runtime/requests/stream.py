@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import (
@@ -30,29 +30,15 @@ Greet = Callable[["InboundStream", bytes], None]
 """Called once with the token that a new connection presents."""
 
 
-class Kept(Protocol):
-    """Takes connections whose streams have ended: `listener.ResponseListener`."""
-
-    def put(self, inbound: InboundStream, transport: asyncio.Transport) -> None:
-        """That stream has ended; its connection may carry another."""
-        ...
-
-    def refused(self, inbound: InboundStream, body: bytes | memoryview) -> bool:
-        """The request that was sent over it is refused. False where none was."""
-        ...
-
-
 class InboundStream(asyncio.Protocol):
     """One connection from a worker: first a token, then the frames of a response.
 
     Everything runs in the event loop's callbacks, so a token costs no task switch until somebody reads it.
     """
 
-    def __init__(self, greet: Greet, on_closed: Callable[[InboundStream], None], kept: Kept | None = None) -> None:
+    def __init__(self, greet: Greet, on_closed: Callable[[InboundStream], None]) -> None:
         self._greet: Greet | None = greet
         self._on_closed = on_closed
-        self._kept = kept
-        self._keeps = False
         self._decoder = FrameDecoder(HELLO_MAX_BYTES)
         self._sequence = ItemSequence()
         self._batches: deque[list[Any]] = deque()
@@ -91,14 +77,10 @@ class InboundStream(asyncio.Protocol):
         if self._finished:
             return
         if self._greet is not None:
-            if kind == FrameKind.ERROR and self._kept is not None and self._kept.refused(self, body):
-                self._unread_bytes = 0
-                return
             greet, self._greet = self._greet, None
             if kind != FrameKind.HELLO:
                 raise errors.StreamGap("a connection did not start with its token")
             self._unread_bytes = 0
-            self._keeps = number == 1
             self._decoder.max_frame_bytes = MAX_FRAME_BYTES
             greet(self, bytes(body))
         elif kind == FrameKind.DATA:
@@ -106,7 +88,6 @@ class InboundStream(asyncio.Protocol):
             self._wake()
         elif kind == FrameKind.END:
             self._sequence.end(number)
-            self._keep()
             self.finish(None)
         elif kind == FrameKind.ERROR:
             self.finish(decode_error(body))
@@ -131,29 +112,6 @@ class InboundStream(asyncio.Protocol):
         assert self.transport is not None
         self._who = who
         self.transport.write(frame(FrameKind.GO, 0, payload))
-
-    def ask(self, header: bytes) -> None:
-        """Send a request over this connection, which was kept."""
-        assert self.transport is not None
-        self.transport.write(frame(FrameKind.REQUEST, 0, header))
-
-    def go_on_with(self, transport: asyncio.Transport) -> None:
-        """In place of a new connection: one whose stream has ended."""
-        self.transport = transport
-        self._decoder.max_frame_bytes = MAX_FRAME_BYTES
-        transport.set_protocol(self)
-
-    def _keep(self) -> None:
-        """All has come: the connection may carry another request."""
-        transport = self.transport
-        if not self._keeps or self._kept is None or transport is None or self._finished:
-            return
-        if self._paused:
-            self._resume()
-        self.transport = None
-        transport.write(frame(FrameKind.DONE))
-        self._kept.put(self, transport)
-        self.closed.set_result(None)
 
     def expire_at(self, deadline_s: float) -> None:
         """End the stream with `DeadlineExceeded` at `deadline_s` of the event loop's clock."""

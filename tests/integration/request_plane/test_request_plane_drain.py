@@ -102,18 +102,6 @@ async def test_an_instance_that_is_leaving_is_not_chosen_again(bench: Bench) -> 
     assert [instance.instance_id for instance in bench.client.instances()] == [2, 3]
 
 
-async def test_one_that_was_leaving_is_asked_where_the_others_are_gone(bench: Bench) -> None:
-    """It may have come back under the same lease; a refusal more costs less than a request."""
-    left = await bench.serve(count, 1)
-    left.stop_accepting(linger_s=0)
-    with pytest.raises(errors.WorkerDraining):
-        await bench.client.call(2, instance_id=1)
-    await (await bench.serve(count, 2)).close()
-    left.resume_accepting()
-    for _ in range(3):
-        assert [item async for item in await bench.client.call(2)] == [0, 1]
-
-
 async def test_a_stream_is_in_flight_until_its_reader_has_the_end(bench: Bench) -> None:
     """The handler is done long before a slow reader; the worker must not exit yet."""
     produced = asyncio.Event()

@@ -29,11 +29,11 @@ async def test_items_are_handed_on_in_the_callback_in_which_they_arrive() -> Non
     pumping = asyncio.create_task(pump(ResponseStream(1, inbound), lambda batch: taken.append((batch, WHOSE.get()))))
     await asyncio.sleep(0)
     assert taken == [([1], "the reader's")]
-    outside = asyncio.Event()  # whatever runs the socket's callbacks has another context
-    asyncio.get_running_loop().call_soon(outside.set)
     inbound.data_received(data(1, 2) + data(2, 3))
-    assert [batch for batch, _ in taken[1:]] == [[2], [3]]
-    inbound.data_received(frame(FrameKind.END, 3))
+    WHOSE.set("somebody else's")  # whatever runs the socket's callbacks has another context
+    inbound.data_received(data(3, 4))
+    assert taken[1:] == [([2], "the reader's"), ([3], "the reader's"), ([4], "the reader's")]
+    inbound.data_received(frame(FrameKind.END, 4))
     await pumping
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import FrameDecoder, FrameKind, ItemSequence, data_frame, encode_value, frame
-from dynamo_local.runtime.requests.sender import FLUSH_ITEMS, KeptConnections, ResponseSender
+from dynamo_local.runtime.requests.sender import FLUSH_ITEMS, ResponseSender
 from dynamo_local.runtime.requests.stream import READ_AHEAD_BYTES, InboundStream, ResponseStream
 
 
@@ -46,14 +46,8 @@ class FakeTransport:
     def get_write_buffer_size(self) -> int:
         return 0
 
-    def get_extra_info(self, name: str) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else FakeSocket()
-
-    def is_closing(self) -> bool:
-        return self.aborted
-
-    def set_protocol(self, protocol: asyncio.Protocol) -> None:
-        self.protocol = protocol
+    def get_extra_info(self, name: str) -> FakeSocket:
+        return FakeSocket()
 
 
 def make_sender() -> tuple[ResponseSender, FakeTransport]:
@@ -252,34 +246,3 @@ async def test_two_readers_are_a_bug() -> None:
     inbound.discard()
     with pytest.raises(errors.RequestCancelled):
         await first
-
-
-@pytest.mark.parametrize("cut", [0, 9, 12])
-async def test_a_request_that_comes_together_with_the_end_of_the_one_before_is_heard(cut: int) -> None:
-    """The caller says that it has everything and sends the next one at once, whole or in pieces."""
-    heard: list[bytes] = []
-    kept = KeptConnections(lambda header, transport: heard.append(header))
-    sender, transport = ResponseSender(b"t" * 16, lambda: None, kept), FakeTransport()
-    sender.connection_made(transport)  # type: ignore[arg-type]
-    sender.end()
-    wire = frame(FrameKind.DONE) + frame(FrameKind.REQUEST, 0, b"the next one")
-    at = len(wire) - cut
-    sender.data_received(wire[:at])
-    assert sender.lost.done()
-    if cut:
-        assert heard == []
-        transport.protocol.data_received(wire[at:])
-    assert heard == [b"the next one"]
-    assert kept.take("127.0.0.1", 1) is None
-
-
-async def test_a_kept_connection_takes_requests_only() -> None:
-    """Anything else closes it; so does the end of the endpoint."""
-    kept = KeptConnections(lambda header, transport: None)
-    strange, idle = FakeTransport(), FakeTransport()
-    kept.put(strange)  # type: ignore[arg-type]
-    strange.protocol.data_received(frame(FrameKind.GO))
-    assert strange.aborted
-    kept.put(idle)  # type: ignore[arg-type]
-    kept.close()
-    assert idle.aborted
