@@ -38,13 +38,16 @@ class Ours:
 
 @dataclass(slots=True)
 class HostWatch:
-    """Looks every five seconds. `ours` says what is ours now; `inventory` is None where there are no devices."""
+    """Looks every five seconds. `ours` says what is ours now; `inventory` is None where there are no devices.
+
+    `busy_s` and `ours_s`: seconds that all processors worked, and of these for us, in the `elapsed_s` of looking.
+    """
 
     ours: Callable[[], Ours]
     inventory: Inventory | None = None
-    _busy_s: float = 0.0
-    _ours_s: float = 0.0
-    _elapsed_s: float = 0.0
+    busy_s: float = 0.0
+    ours_s: float = 0.0
+    elapsed_s: float = 0.0
     _strangers: dict[tuple[int, str], int] = field(default_factory=dict)
 
     @asynccontextmanager
@@ -60,8 +63,8 @@ class HostWatch:
 
     def noticed(self) -> list[Noticed]:
         """What it saw."""
-        others_s, cores = self._busy_s - self._ours_s, os.cpu_count() or 1
-        share = others_s / (cores * self._elapsed_s) if self._elapsed_s > 0 else 0.0
+        others_s, cores = self.busy_s - self.ours_s, os.cpu_count() or 1
+        share = others_s / (cores * self.elapsed_s) if self.elapsed_s > 0 else 0.0
         return [*busy_processors(share), *strangers(self._strangers)]
 
     # --- inside ----------------------------------------------------------------------------------
@@ -72,9 +75,9 @@ class HostWatch:
             await asyncio.sleep(EVERY_S)
             ours = self.ours()
             now = await asyncio.to_thread(_processors, ours.pids)
-            self._busy_s += now.busy_s - before.busy_s
-            self._ours_s += sum(s - before.ours.get(pid, 0.0) for pid, s in now.ours.items())
-            self._elapsed_s += now.at_s - before.at_s
+            self.busy_s += now.busy_s - before.busy_s
+            self.ours_s += sum(s - before.ours.get(pid, 0.0) for pid, s in now.ours.items())
+            self.elapsed_s += now.at_s - before.at_s
             before = now
             if self.inventory is not None:
                 try:

@@ -377,7 +377,8 @@ class Arbiter(Successor):
         self.world.note(
             f"    {name}: {before} -> {transition.after}/{worker.course}, {type(event).__name__} ({event.stimulus_id})"
         )
-        comes = isinstance(event, RestartRequested | SpawnRequested) or worker.course is Course.RESTARTING
+        again = worker.course is Course.RESTARTING or worker.state is WorkerState.BACKING_OFF  # its start fell through
+        comes = isinstance(event, RestartRequested | SpawnRequested) or again
         if isinstance(event, WakeRequested | SleepCancelled):  # by itself, too: it could not be put to sleep
             self.wanted.add(name)
         elif isinstance(event, Flipped) and event.was in self.wanted:

@@ -75,8 +75,8 @@ def knees(document: Document) -> Iterator[str]:
     rates = sorted((p.tokens, p.tokens / p.mean_ms) for p in document.points if p.kind == "prefill")
     if len(rates) > 2:
         most = max(rate for _, rate in rates)
-        knee = next(tokens for tokens, rate in rates if rate >= FULL * most)
-        yield f"prefill has its full throughput ({1000 * most:,.0f} tokens/s) from prompts of {knee:,} tokens on"
+        tokens = next(tokens for tokens, rate in rates if rate >= FULL * most)
+        yield f"prefill has its full throughput ({1000 * most:,.0f} tokens/s) from prompts of {tokens:,} tokens on"
     lines: dict[int, list[tuple[float, float]]] = {}
     for point in document.points:
         if point.kind == "decode":

@@ -33,6 +33,17 @@ def spinning() -> Iterator[int]:
         process.wait()
 
 
+@contextmanager
+def idling() -> Iterator[int]:
+    """A process that does nothing, in a session of its own."""
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
 class Devices:
     """An inventory of what a test says."""
 
@@ -71,13 +82,13 @@ async def test_only_what_others_use_counts_as_a_busy_host(monkeypatch):
     """A process that spins: as one of the graph it is none, as another's it is."""
     monkeypatch.setattr(host, "EVERY_S", 0.3)
     shares = {}
-    with spinning() as pid:
-        for whose, pids in (("ours", frozenset({pid})), ("another's", frozenset({os.getpid()}))):
+    with spinning() as pid, idling() as idle:
+        for whose, pids in (("ours", frozenset({pid})), ("another's", frozenset({idle}))):
             watch = HostWatch(lambda pids=pids: Ours(pids, frozenset()))
             async with watch.watching(), asyncio.timeout(60.0):
-                while watch._elapsed_s < 1.5:
+                while watch.elapsed_s < 1.5:
                     await asyncio.sleep(0.05)
-            shares[whose] = (watch._busy_s, watch._ours_s)
+            shares[whose] = (watch.busy_s, watch.ours_s)
     busy_s, ours_s = shares["ours"]
     assert 0.2 < ours_s <= busy_s + 0.1
     busy_s, ours_s = shares["another's"]

@@ -101,11 +101,6 @@ class SimScheduler:
         return len(self._held)
 
     @property
-    def running_ids(self) -> list[str]:
-        """In the order of admission."""
-        return [seq.request.request_id for seq in self._running]
-
-    @property
     def pass_tokens(self) -> int:
         """Tokens that the current pass computes; 0 between passes."""
         return sum(seq.step for seq in self._pass.rows) if self._pass else 0

@@ -92,7 +92,7 @@ def test_no_more_than_max_num_seqs_run_and_the_queue_is_first_in_first_out() -> 
     for name, prompt in (("a", 1), ("b", 1), ("c", 50), ("d", 1)):
         engine.submit(request(name, prompt, 2), 0)
     events = play(engine, 0)
-    assert engine.running_ids == ["a", "b"]
+    assert [e.request_id for e in events if isinstance(e, Started)] == ["a", "b"]
     assert (engine.num_running, engine.num_waiting) == (2, 2)
     assert engine.remaining_tokens == 4
     events += play(engine)
