@@ -212,7 +212,7 @@ async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served
     assert refused.value.details["code"] == "unknown_worker"
     assert kinds(events(echo)[seen:]).count("DrainRequested") == 1
     assert not is_alive(worker.pid)
-    assert set(echo.states().values()) == {"ready"}
+    await auntil(lambda: set(echo.states().values()) == {"ready"}, PATIENCE_S, what=echo.states)
 
 
 # --- who is who ----------------------------------------------------------------------------------
