@@ -57,10 +57,12 @@ class WorkerUnderTest:
     def signal(self, signum: signal.Signals) -> None:
         self.process.send_signal(signum)
 
-    async def exit_code(self, timeout_s: float = WAIT_S) -> int:
+    async def exit_code(self, timeout_s: float = 60.0) -> int:
         """Once it has ended."""
-        async with asyncio.timeout(timeout_s):
-            return await self.process.wait()
+        try:
+            return await asyncio.wait_for(self.process.wait(), timeout_s)
+        except TimeoutError:
+            raise AssertionError(f"{self.name} has not ended within {timeout_s:g} s\n{self.log}") from None
 
     async def call(self, op: str, timeout_s: float = 5.0, **args: Any) -> dict[str, Any]:
         """Ask its control endpoint."""

@@ -27,6 +27,8 @@ CONFIG: dict[str, Any] = {
     "Frontend": {"port": 0, "served-model-name": "sim-tiny"},
     "VllmWorker": {"remote-prefill": True, "conditional-disagg": True, "max-local-prefill-length": 10},
 }
+TOKENS = 900
+"""Of a stream that outlasts three drains of its Frontend."""
 CHAT = {"model": "sim-tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
@@ -70,7 +72,7 @@ async def test_a_frontend_keeps_its_socket_while_it_drains_and_comes_back(graph:
     frontend = graph.workers["Frontend"]
     async with graph.client() as openai, httpx.AsyncClient(base_url=graph.url) as http:
         started = asyncio.Event()
-        stream = asyncio.create_task(stream_chat(openai, "Go on.", 300, ignore_eos=True, started=started))
+        stream = asyncio.create_task(stream_chat(openai, "Go on.", TOKENS, ignore_eos=True, started=started))
         await started.wait()
         load = (await graph.host.loads())[frontend.name]
         assert (load.request_active_slots, load.num_requests_waiting, load.request_total_slots) == (1, 0, 8192)
@@ -87,7 +89,7 @@ async def test_a_frontend_keeps_its_socket_while_it_drains_and_comes_back(graph:
             assert (await frontend.call("cancel_drain"))["state"] == "ready"
             assert (await http.get("/health")).status_code == 200
             assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
-        assert await stream == expected("Go on.", 300, ignore_eos=True)
+        assert await stream == expected("Go on.", TOKENS, ignore_eos=True)
         frontend.signal(signal.SIGTERM)
         assert await frontend.exit_code() == 0
         with pytest.raises(httpx.ConnectError):
@@ -110,6 +112,9 @@ async def test_a_prefill_worker_pulls_again_when_its_drain_is_taken_back(graph: 
     async with graph.client() as openai:
         prompts = [f"{n} " + "word " * 400 for n in range(2)]
         chats = [asyncio.create_task(stream_chat(openai, prompt, 8)) for prompt in prompts]
+        decode = graph.workers["VllmWorker"]
+        both = "both are to be prefilled elsewhere"
+        assert await graph.host.until(lambda: told(decode, "Remote prefill: True", 2), what=both)
         held = await prefill.reaches(pulled=1)
         assert held["in_flight"] == len(held["requests"]) == 1
         await prefill.call("drain")
@@ -121,6 +126,11 @@ async def test_a_prefill_worker_pulls_again_when_its_drain_is_taken_back(graph: 
     await prefill.call("drain")
     assert await prefill.exit_code() == 0
     assert "given back" not in prefill.log
+
+
+async def told(worker: WorkerUnderTest, words: str, times: int) -> bool:
+    """Whether it has logged that so often."""
+    return worker.log.count(words) == times
 
 
 async def drained_and_back(worker: WorkerUnderTest, *, by_signal: bool, wait_s: float) -> bool:

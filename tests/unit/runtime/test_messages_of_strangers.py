@@ -7,7 +7,8 @@ import gc
 import json
 import time
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from dynamo_local.runtime.requests.frames import (
     decode_value,
     decoder_of,
 )
+from tests.drivers.eventually import eventually
 from tests.fakes.infra.memory_nats import MemoryNats
 
 DEEP = b"\x91" * 1_000_000
@@ -143,22 +145,19 @@ def _report(instance: int) -> bytes:
     return json.dumps({**report, "load": load}).encode()
 
 
-async def _control(ops: Mapping[str, Any], *requests: bytes) -> list[Any]:
-    """What a control endpoint answers within a moment; None for a request without an answer."""
+@asynccontextmanager
+async def _control(ops: Mapping[str, Any]) -> AsyncIterator[Callable[[bytes], Awaitable[Any]]]:
+    """To ask a control endpoint."""
     nats = MemoryNats()
     server = ControlServer(nats.client(), "dynamo", "w", ops)  # type: ignore[arg-type]
     await server.start()
     asking = nats.client()
 
     async def ask(data: bytes) -> Any:
-        try:
-            return json.loads((await asking.request(control_subject("dynamo", "w"), data, timeout=0.5)).data)
-        except TimeoutError:
-            return None
+        return json.loads((await asking.request(control_subject("dynamo", "w"), data, timeout=60)).data)
 
-    answers = await asyncio.gather(*(ask(data) for data in requests))
+    yield ask
     await server.close()
-    return list(answers)
 
 
 @pytest.mark.parametrize(
@@ -166,18 +165,26 @@ async def _control(ops: Mapping[str, Any], *requests: bytes) -> list[Any]:
 )
 async def test_a_hostile_control_request_is_refused(data: bytes) -> None:
     """Nested, too long, with an endless name, or a number of sixty thousand digits."""
-    (answer,) = await _control({}, data)
+    async with _control({}) as ask:
+        answer = await ask(data)
     assert answer["error"]["code"] == InvalidRequest.code
     assert len(json.dumps(answer)) < 1000
 
 
-async def test_control_requests_are_bounded() -> None:
+async def test_control_requests_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """Each is a task: a flood of them is answered as far as the bound goes."""
+    go = asyncio.Event()
 
     async def slow(_args: Any) -> dict[str, Any]:
-        await asyncio.sleep(0.05)
+        await go.wait()
         return {}
 
-    answers = await _control({"slow": slow}, *[b'{"op":"slow"}'] * (MAX_ANSWERING + 50))
-    assert answers.count({"result": {}}) == MAX_ANSWERING
-    assert answers.count(None) == 50
+    async with _control({"slow": slow}) as ask:
+        asked = [asyncio.create_task(ask(b'{"op":"slow"}')) for _ in range(MAX_ANSWERING + 50)]
+        await eventually(lambda: caplog.text.count("a request is not answered") == 50, 60)
+        go.set()
+        await eventually(lambda: sum(task.done() for task in asked) >= MAX_ANSWERING, 60)
+        answers = [await task for task in asked if task.done()]
+        assert answers == [{"result": {}}] * MAX_ANSWERING
+        for task in asked:
+            task.cancel()
