@@ -12,7 +12,7 @@ from dynamo_local.planner.values.requests import Ended
 
 MEMORY_S = 900.0
 """Answers of so long ago count e⁻¹."""
-PRIOR_ANSWERS = 300.0
+PRIOR_ANSWERS = 1000.0
 """As if so many had been answered before, just as many of them late as the target allows."""
 AIM = 0.35
 """It is aimed at so much of what the target lets be missed: what is to come is not known, and a share that only its
@@ -23,6 +23,9 @@ factor. Up to 1.5 as it was, what a calm stretch had saved was spent on the firs
 EXPONENT_BELOW, FACTOR_MIN = 1.0, 0.25
 """While more is missed it goes by the ratio itself, down to this factor: forecasts, or the queueing twin, promise more
 than comes true."""
+
+REACH = 0.5
+"""Where any fleet would miss so much of what the target lets be missed, the target is taken to be out of reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Kept:
         ratio = allowed * AIM * (self.answers + PRIOR_ANSWERS) / avoidable
         if ratio >= 1:
             return min(ratio**EXPONENT, FACTOR_MAX)
-        reach = max(0.0, 1.0 - self.hopeless / (allowed * max(self.answers, 1.0)))
+        reach = max(0.0, 1.0 - self.hopeless / (REACH * allowed * max(self.answers, 1.0)))
         return max(ratio ** (EXPONENT_BELOW * reach), FACTOR_MIN)
 
 

@@ -172,7 +172,7 @@ def test_a_price_follows_what_was_kept() -> None:
     assert factor(0, 10_000) == FACTOR_MAX
     assert factor(round(0.9 * aim), 10_000) == pytest.approx((1 / 0.9) ** 0.5, abs=0.02)
     assert factor(aim, 10_000) == pytest.approx(1.0)
-    assert factor(2 * aim, 10_000) == pytest.approx(0.5, abs=0.02)
+    assert factor(2 * aim, 10_000) == pytest.approx(0.5, abs=0.03)
     assert factor(1_000, 10_000) == FACTOR_MIN
     assert factor(0, 0) == pytest.approx(1.0)
 
@@ -186,7 +186,8 @@ def test_a_target_that_no_fleet_reaches_makes_no_gpu_cheaper() -> None:
         return Kept().after(answers, hopeless, 5.0, 1.0, 0.05).factor(0.99)
 
     assert factor(0.0) == FACTOR_MIN
-    assert FACTOR_MIN < factor(0.005) < 1.0
+    assert FACTOR_MIN < factor(0.003) < 0.9
+    assert factor(0.005) == pytest.approx(1.0), "half of what may be missed is out of anybody's reach"
     assert factor(0.015) == 1.0
 
 
