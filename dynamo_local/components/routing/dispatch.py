@@ -89,18 +89,13 @@ class Dispatcher:
         asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), max_tries or self._max_tries)
         while (routed := await self._choose(asked)) is not None:
             attempt = _Attempt()
-            try:
+            async with self._trying(asked, routed.worker, attempt):
                 stream = await self._call(asked, routed)
                 async with _batches(stream) as batches:
                     async for batch in batches:
                         attempt.produced = attempt.produced or self._produced(batch)
                         yield batch
                 return
-            except DynamoError as error:
-                asked.failed(routed.worker, error, attempt)
-            finally:
-                self._picker.finished(routed.worker, request_id, self._clock.now_s())
-            await self._wait_for_others(asked, routed.worker)
         raise _verdict(asked.failures, self._client)
 
     async def pump(
@@ -110,18 +105,13 @@ class Dispatcher:
         asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), self._max_tries)
         while (routed := await self._choose(asked)) is not None:
             attempt = _Attempt(self._produced, take)
-            try:
+            async with self._trying(asked, routed.worker, attempt):
                 stream = await self._call(asked, routed)
                 try:
                     await pump(stream, attempt.take)
                 finally:
                     await stream.aclose()
                 return
-            except DynamoError as error:
-                asked.failed(routed.worker, error, attempt)
-            finally:
-                self._picker.finished(routed.worker, request_id, self._clock.now_s())
-            await self._wait_for_others(asked, routed.worker)
         raise _verdict(asked.failures, self._client)
 
     def _until_s(self, timeout_s: float | None) -> float | None:
@@ -138,7 +128,17 @@ class Dispatcher:
             payload, instance_id=routed.worker, request_id=asked.request_id, timeout_s=left_s
         )
 
-    async def _wait_for_others(self, asked: _Asked, worker: int) -> None:
+    @contextlib.asynccontextmanager
+    async def _trying(self, asked: _Asked, worker: int, attempt: _Attempt) -> AsyncIterator[None]:
+        """One worker's turn: a failure after which another may be asked is noted, and goes no further."""
+        try:
+            yield
+        except DynamoError as error:
+            asked.failed(worker, error, attempt)
+        else:
+            return
+        finally:
+            self._picker.finished(worker, asked.request_id, self._clock.now_s())
         if isinstance(asked.failures[worker], WorkerDraining):
             await self._client.wait_for_others(asked.failures, late_news_s(asked.deadline_s, self._clock.now_s()))
 
