@@ -193,21 +193,22 @@ async def test_a_hundred_commands_at_once_are_all_answered(echo: Served) -> None
 async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served) -> None:
     """Drained twice it drains once; what is gone is named as unknown, with those there are; the graph is the same."""
     await asyncio.to_thread(command, echo, "scale", component="Echo", target="=3")
-    await auntil(lambda: echo.states().get("Echo_2") == "ready", PATIENCE_S, what=echo.states)
-    worker = psutil.Process(echo.pids()["Echo_2"])
+    await auntil(lambda: list(echo.states().values()) == ["ready"] * 3, PATIENCE_S, what=echo.states)
+    last = max(echo.states())  # which names there are depends on the tests before
+    worker = psutil.Process(echo.pids()[last])
     seen = len(events(echo))
     worker.suspend()  # so that it is still going when it is told again
     try:
-        await asyncio.to_thread(command, echo, "drain", name="dynamo_Echo_2")
-        await asyncio.to_thread(command, echo, "drain", name="dynamo_Echo_2")
+        await asyncio.to_thread(command, echo, "drain", name=f"dynamo_{last}")
+        await asyncio.to_thread(command, echo, "drain", name=f"dynamo_{last}")
         with pytest.raises(ArbiterRefused, match="is leaving"):
-            await asyncio.to_thread(command, echo, "restart", name="dynamo_Echo_2")
-        assert echo.states()["Echo_2"] == "draining"
+            await asyncio.to_thread(command, echo, "restart", name=f"dynamo_{last}")
+        assert echo.states()[last] == "draining"
     finally:
         worker.resume()
-    await auntil(lambda: "Echo_2" not in echo.states(), PATIENCE_S, what=echo.states)
-    with pytest.raises(ArbiterRefused, match="dynamo_Echo_2") as refused:
-        await asyncio.to_thread(command, echo, "drain", name="dynamo_Echo_2")
+    await auntil(lambda: last not in echo.states(), PATIENCE_S, what=echo.states)
+    with pytest.raises(ArbiterRefused, match=f"dynamo_{last}") as refused:
+        await asyncio.to_thread(command, echo, "drain", name=f"dynamo_{last}")
 
     assert refused.value.details["code"] == "unknown_worker"
     assert kinds(events(echo)[seen:]).count("DrainRequested") == 1
