@@ -153,7 +153,9 @@ async def stream(port: int, request: bytes) -> Stream:
 
 async def latency(port: int, rounds: int, requests: int, concurrency: int, sim: dict[str, Any]) -> dict[str, Any]:
     """The same request through everything and to an engine in this process, in turn; then both at `concurrency`."""
-    from dynamo_local.engines.sim import InMemoryTransport, SimEngine, SimOptions
+    from dynamo_local.engines.sim.engine import SimEngine
+    from dynamo_local.engines.sim.options import SimOptions
+    from dynamo_local.engines.sim.transport import InMemoryTransport
 
     engine = SimEngine(SimOptions(**sim), transport=InMemoryTransport())
     await engine.start()

@@ -21,8 +21,10 @@ from dynamo_local.core.kv.index import KvIndex
 from dynamo_local.core.kv.routing import KvCost, hit_rates
 from dynamo_local.core.routing import RouterPolicy, Sample
 from dynamo_local.core.types import Load
-from dynamo_local.engines.sim import ProfileModel, SimOptions, SimScheduler
+from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.scheduling.requests import Finished, SchedulerConfig, SimRequest, Started, Tokens
+from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
+from dynamo_local.profiles import ProfileModel
 from dynamo_local.twin.trace import HASH_BLOCK_TOKENS as BLOCK_TOKENS
 from dynamo_local.twin.trace import TraceRequest
 

@@ -44,6 +44,15 @@ class AsyncioClock:
         await asyncio.sleep(max(0.0, deadline_s - self.now_s()))
 
 
+async def sleep_to_next(clock: Clock, every_s: float) -> None:
+    """Return when the clock next shows a multiple of `every_s`.
+
+    For looks that are taken regularly: those of one period are taken in one go, so that a process with nothing to do
+    wakes once for all of them.
+    """
+    await clock.sleep_until((clock.now_s() // every_s + 1) * every_s)
+
+
 HOLD_MAX_S = 0.002
 """Long work on the event loop lets others have it after so long: nobody is to wait for 5 ms."""
 

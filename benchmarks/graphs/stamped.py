@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from dynamo_local.components import Frontend, Processor, VllmWorker
-from dynamo_local.engines.sim import SimEngine
+from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.ports import EngineOutput, EngineRequest
 
 Frontend.link(Processor, colocate=True).link(VllmWorker)  # type: ignore[attr-defined]

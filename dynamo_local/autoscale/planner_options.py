@@ -15,6 +15,7 @@ from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import BadInput, ConfigError
 from dynamo_local.planner.models.pass_model import Features
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
+from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.policies.sla.options import SlaOptions
 from dynamo_local.planner.policies.slo.options import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import DownRule, Mode, Target, ThroughputLoadOptions
@@ -63,6 +64,16 @@ def policy_options(config: PlannerConfig) -> PolicyOptions:
 def actuators(config: PlannerConfig) -> frozenset[Actuator]:
     """By what its decisions may be carried out; starts always are possible. Flips only where they are asked for."""
     return WAKES if config.actuators is None else frozenset(each for each in EVERY if each in config.actuators)
+
+
+def policy_of(config: PlannerConfig) -> Policy[Any]:
+    """A new policy with these options. The first call imports all policies, and some read files: call it in a thread.
+
+    Raises `ConfigError` where what they name cannot be used.
+    """
+    from dynamo_local.planner import choosing
+
+    return choosing.policy_of(policy_options(config))
 
 
 def load_options(config: PlannerConfig) -> LoadOptions:

@@ -15,7 +15,7 @@ from dynamo_local.autoscale.arbiter_world import ArbiterWorld, prefills_wait_in
 from dynamo_local.autoscale.connecting import connected_virtually
 from dynamo_local.autoscale.logged_decisions import LoggedDecisions, LoggedTicks
 from dynamo_local.autoscale.observing import Observing
-from dynamo_local.autoscale.planner_options import actuators, changed_options, policy_options
+from dynamo_local.autoscale.planner_options import actuators, changed_options, policy_of, policy_options
 from dynamo_local.autoscale.plugins import NOBODY, PlannerPlugins
 from dynamo_local.clock import Clock
 from dynamo_local.config import PlannerConfig, not_in_a_pod, planned_components
@@ -27,7 +27,6 @@ from dynamo_local.control.statefile import Statefile
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import BadInput, DynamoError
-from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.connectors.local_connector import LocalConnector
 from dynamo_local.planner.connectors.protocol import Connector
 from dynamo_local.planner.connectors.virtual_connector import VirtualConnector
@@ -193,7 +192,7 @@ class Planning:
 
     async def prepared(self, options: PlannerConfig) -> Policy[Any]:
         """The policy of these options. Raises `ConfigError` where it cannot be made."""
-        return await asyncio.to_thread(policy_of, policy_options(options))
+        return await asyncio.to_thread(policy_of, options)
 
     def reconfigure(
         self, graph: GraphSpec, options: PlannerConfig | None = None, policy: Policy[Any] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo_local.components import messages
 from dynamo_local.components.large_requests import run_beside, run_by_size
@@ -17,9 +17,11 @@ from dynamo_local.components.models_view import ModelsView
 from dynamo_local.components.routing.dispatch import Batch, Dispatcher
 from dynamo_local.components.text.answer import Answer
 from dynamo_local.components.text.prepare import Kind, prepare
-from dynamo_local.components.text.tokenizer import Tokenizer
 from dynamo_local.errors import EngineError, NoWorkers
 from dynamo_local.runtime.requests.pumping import Enough, Take
+
+if TYPE_CHECKING:
+    from dynamo_local.components.text.tokenizer import Tokenizer
 
 FIRST_CARD_TIMEOUT_S = 1.0
 """How long a request waits for the first model card: only right after the start, while etcd is being read."""

@@ -78,8 +78,9 @@ class Sampling:
         """How each worker dispatches requests, as last told, by watcher name; see `telemetry.dispatch_metrics`."""
 
     async def run(self) -> None:
-        """For ever, on deadlines that do not drift."""
-        next_s = letters_s = self._clock.now_s()
+        """For ever, on deadlines that do not drift: where nobody else asks, those of `sleep_to_next`."""
+        letters_s = self._clock.now_s()
+        next_s = letters_s // SAMPLE_EVERY_S * SAMPLE_EVERY_S
         while True:
             await self._clock.sleep_until(next_s)
             now_s = self._clock.now_s()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo_local.clock import Clock
+from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.control.executor.worker_asks import WorkerAsks
 from dynamo_local.control.links import Links
 from dynamo_local.control.shell import Shell
@@ -30,7 +30,7 @@ class StartWatch:
         """For ever."""
         while True:
             await self.look()
-            await self._clock.sleep_until(self._clock.now_s() + LOOK_EVERY_S)
+            await sleep_to_next(self._clock, LOOK_EVERY_S)
 
     async def look(self) -> None:
         """Ask all that have been starting for a while."""

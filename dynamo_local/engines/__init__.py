@@ -37,7 +37,8 @@ def make_engine(
             raise ConfigError("the vllm engine needs VllmOptions: it has no default model")
         return VllmEngine(options, kv_events=kv_events, passes=passes)
     if kind == "sim":
-        from dynamo_local.engines.sim import SimEngine, SimOptions
+        from dynamo_local.engines.sim.engine import SimEngine
+        from dynamo_local.engines.sim.options import SimOptions
 
         assert options is None or isinstance(options, Mapping)
         return SimEngine(SimOptions.from_mapping(options or {}), clock=clock, kv_events=kv_events, passes=passes)

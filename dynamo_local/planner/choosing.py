@@ -1,6 +1,6 @@
 """Makes the policy that options describe, for the arbiter and for `dynamo simulate`.
 
-This may read files (profiles, traces) and import libraries, so the arbiter calls it in a thread.
+This may read files (profiles, traces) and imports all policies, so the arbiter imports and calls it in a thread.
 """
 
 from __future__ import annotations

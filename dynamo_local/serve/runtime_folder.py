@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from dynamo_local.clock import Clock
+from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.errors import DynamoError
 from dynamo_local.infra.embedded import EmbeddedServers
 from dynamo_local.system.executors import FILES
@@ -57,7 +57,7 @@ class RuntimeFolder:
     async def run(self) -> None:
         """For ever: what is missing is made again. Where that fails it is told once, and tried at every look."""
         while True:
-            await self._clock.sleep_until(self._clock.now_s() + LOOK_EVERY_S)
+            await sleep_to_next(self._clock, LOOK_EVERY_S)
             try:
                 await self.look()
                 self._trouble = None

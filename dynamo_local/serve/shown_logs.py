@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from dynamo_local.clock import Clock
+from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.system.executors import FILES, CallOverdue
 from dynamo_local.system.logs.files import Interleaver, discard_old, rotate_all
 from dynamo_local.telemetry.progress import View
@@ -58,7 +58,7 @@ class ShownLogs:
         rotated_s = self._clock.now_s()
         every_s = LOG_POLL_S
         while True:
-            await self._clock.sleep_until(self._clock.now_s() + every_s)
+            await sleep_to_next(self._clock, every_s)
             files = self._files()
             lines = await self._read(files) if self._view.wants_logs else []
             for name, line in lines:

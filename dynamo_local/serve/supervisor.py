@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 from dynamo_local.autoscale.following import Following, layout_to_follow
-from dynamo_local.clock import Clock
+from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.control.deployment import Deployment
 from dynamo_local.control.head import arbiter_facts, policy
 from dynamo_local.control.links import INFRA_TIMEOUT_S
@@ -175,12 +175,12 @@ class Supervisor(RunCommands):
 
     async def _heal(self) -> None:
         while True:
-            await self.clock.sleep_until(self.clock.now_s() + HEAL_EVERY_S)
+            await sleep_to_next(self.clock, HEAL_EVERY_S)
             await self.parts.statefile.heal(self._fleet)
 
     async def _beat(self) -> None:
         while True:
-            await self.clock.sleep_until(self.clock.now_s() + PULSE_EVERY_S)
+            await sleep_to_next(self.clock, PULSE_EVERY_S)
             self.parts.shell.pulse()
 
     async def _follow(self) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import resource
 
-from dynamo_local.clock import Clock
+from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.core.notes import Over, Tell, Trouble
 
 SPARE = 16
@@ -35,7 +35,7 @@ class SpareDescriptors:
     async def run(self, clock: Clock) -> None:
         """Check once a second, for ever."""
         while True:
-            await clock.sleep_until(clock.now_s() + LOOK_EVERY_S)
+            await sleep_to_next(clock, LOOK_EVERY_S)
             self.look()
 
     def look(self) -> None:

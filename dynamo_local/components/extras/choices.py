@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,9 +31,11 @@ from dynamo_local.components.messages import TextRequest
 from dynamo_local.components.routing.dispatch import Batch, Dispatcher
 from dynamo_local.components.text.answer import Answer
 from dynamo_local.components.text.prepare import Kind, Prepared, prepare
-from dynamo_local.components.text.tokenizer import Tokenizer
 from dynamo_local.errors import EngineError, InvalidRequest
 from dynamo_local.ports import SamplingExtras, TokenLogprobs
+
+if TYPE_CHECKING:
+    from dynamo_local.components.text.tokenizer import Tokenizer
 
 MAX_QUEUED = 64
 """Items of all choices that wait for the Frontend; beyond it the choices wait."""

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,10 +14,12 @@ from msgspec import Meta
 from dynamo_local.components import limits
 from dynamo_local.components.messages import TextRequest
 from dynamo_local.components.text.prepare import token_ids_of
-from dynamo_local.components.text.tokenizer import Tokenizer
 from dynamo_local.errors import InvalidRequest
 from dynamo_local.kv_hashes import token_bytes
 from dynamo_local.runtime.requests.frames import invalid_payload
+
+if TYPE_CHECKING:
+    from dynamo_local.components.text.tokenizer import Tokenizer
 
 DIMENSIONS: Final = 256
 MAX_DIMENSIONS: Final = 4096

@@ -19,9 +19,10 @@ import codecs
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from tokenizers import Tokenizer as RustTokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
 
 MAX_BYTES_PER_CHAR = 4
 """UTF-8 needs at most four bytes, hence at most four byte-fallback tokens, for one character."""

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from dynamo_local.components.messages import TextRequest
-from dynamo_local.components.text.tokenizer import Tokenizer
 from dynamo_local.errors import InvalidRequest
 from dynamo_local.ports import SamplingParams
+
+if TYPE_CHECKING:
+    from dynamo_local.components.text.tokenizer import Tokenizer
 
 Kind = Literal["chat", "completion"]
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import AsyncioClock, run_virtual
-from dynamo_local.engines.sim import FixedModel, InMemoryTransport, LoopbackTransport, SimEngine, SimOptions
+from dynamo_local.engines.sim.engine import SimEngine
+from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.tokens import expected_tokens
-from dynamo_local.engines.sim.transport import KvListener, KvSource, PullRequest
+from dynamo_local.engines.sim.transport import InMemoryTransport, KvListener, KvSource, LoopbackTransport, PullRequest
 from dynamo_local.errors import KvTransferError
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
+from dynamo_local.profiles import FixedModel
 
 PERF = FixedModel(prefill_ms_per_token=1, decode_ms=10)
 PROMPT = list(range(30))

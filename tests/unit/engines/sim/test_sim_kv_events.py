@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from dynamo_local.clock import run_virtual
 from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo_local.core.kv.index import KvIndex
-from dynamo_local.engines.sim import FixedModel, InMemoryTransport, SimEngine, SimOptions
+from dynamo_local.engines.sim.engine import SimEngine
+from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.scheduling.blocks import BlockPool
+from dynamo_local.engines.sim.transport import InMemoryTransport
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import EngineRequest, SamplingParams
+from dynamo_local.profiles import FixedModel
 from tests.tools.examples import examples
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from dynamo_local.clock import run_virtual
 from dynamo_local.core.passes import NONE, Requests
-from dynamo_local.engines.sim import SimEngine, SimOptions
+from dynamo_local.engines.sim.engine import SimEngine
+from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.scheduling.requests import SchedulerConfig, SimRequest
 from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
 from dynamo_local.engines.sim.scheduling.watched import PassDone
