@@ -45,12 +45,12 @@ class AsyncioClock:
 
 
 async def sleep_to_next(clock: Clock, every_s: float) -> None:
-    """Return when the clock next shows a multiple of `every_s`.
+    """Return when the clock next shows a multiple of `every_s`, half of `every_s` from now at the earliest.
 
     For looks that are taken regularly: those of one period are taken in one go, so that a process with nothing to do
     wakes once for all of them.
     """
-    await clock.sleep_until((clock.now_s() // every_s + 1) * every_s)
+    await clock.sleep_until((round(clock.now_s() / every_s) + 1) * every_s)
 
 
 HOLD_MAX_S = 0.002

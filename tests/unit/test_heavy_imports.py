@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,21 @@ def test_a_process_imports_no_heavy_library_that_its_kind_does_not_need(modules:
     program = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert set(HEAVY.split()) & set(done.stdout.split()) - set(allowed.split()) == set()
+
+
+def test_an_arbiter_that_only_serves_imports_nothing_that_plans_simulates_or_tokenises() -> None:
+    """A graph's file is imported by its arbiter, too: what its components need once they run is not."""
+    not_needed = (
+        "jinja2 tokenizers dynamo_local.planner.choosing dynamo_local.planner.policies.slo.policy "
+        "dynamo_local.engines.sim.scheduling.scheduler"
+    )
+    imports = "graphs.disagg, dynamo_local.serve.launch, dynamo_local.serve.composition"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {imports}; print(*sys.modules)"],
+        cwd=Path(__file__).parents[2] / "examples" / "llm",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert set(not_needed.split()) & set(done.stdout.split()) == set()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 
 import pytest
 
-from dynamo_local.clock import AsyncioClock, VirtualDeadlock, run_virtual
+from dynamo_local.clock import AsyncioClock, VirtualDeadlock, run_virtual, sleep_to_next
 
 
 def test_an_hour_of_sleeps_passes_in_no_time() -> None:
@@ -48,3 +49,25 @@ def test_waiting_for_nothing_is_an_error_and_not_a_hang() -> None:
 
     with pytest.raises(VirtualDeadlock, match="no timer is set"):
         run_virtual(main())
+
+
+@pytest.mark.parametrize("every_s", [1.0, 0.15])
+def test_regular_looks_of_one_period_are_taken_in_one_go(every_s: float) -> None:
+    """Whenever they began; and never twice at once, although 0.15 is no binary fraction."""
+
+    async def main() -> list[list[float]]:
+        clock = AsyncioClock()
+
+        async def looks(began_s: float) -> list[float]:
+            seen = []
+            await clock.sleep_until(began_s)
+            while clock.now_s() < 100:
+                await sleep_to_next(clock, every_s)
+                seen.append(clock.now_s())
+            return seen
+
+        return await asyncio.gather(looks(0.0), looks(0.03))
+
+    first, second = run_virtual(main())
+    assert first == pytest.approx(second)
+    assert [later - at for at, later in pairwise(first)] == pytest.approx([every_s] * (len(first) - 1))
