@@ -15,7 +15,7 @@ from dynamo_local.telemetry.progress import View
 
 log = logging.getLogger(__name__)
 
-LOG_POLL_S, QUIET_LOG_POLL_S = 0.15, 0.5
+LOG_POLL_S, QUIET_LOG_POLL_S = 0.15, 1.0
 """How often 66 log files are looked at while there is something in them, and when for a while there was not."""
 ROTATE_EVERY_S = 30.0
 OF_THE_RUN = ("_arbiter", "_guardian")
