@@ -235,7 +235,7 @@ class Orders:
             async with asyncio.timeout(CALL_BACK_TIMEOUT_S):
                 return await answer
         except TimeoutError:
-            return f"it did not answer within {CALL_BACK_TIMEOUT_S:g} s"
+            return f"it did not answer within {CALL_BACK_TIMEOUT_S:g} s; if it hears of it later, it stays"
 
     def on_stimulus(self, stimulus: Stimulus) -> None:
         """See `control.effects.Observer`: what a worker answered goes to whoever waits for it."""

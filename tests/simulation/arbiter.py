@@ -23,6 +23,7 @@ from dynamo_local.core.life.decisions.moves import Move
 from dynamo_local.core.life.fleet import Course, Fleet, Worker
 from dynamo_local.core.life.instructions import Transition
 from dynamo_local.core.life.lifecycle import (
+    DrainCancelled,
     DrainRequested,
     Faulted,
     Flipped,
@@ -378,18 +379,17 @@ class Arbiter(Successor):
             f"    {name}: {before} -> {transition.after}/{worker.course}, {type(event).__name__} ({event.stimulus_id})"
         )
         again = worker.course is Course.RESTARTING or worker.state is WorkerState.BACKING_OFF  # its start fell through
-        comes = isinstance(event, RestartRequested | SpawnRequested) or again
-        if isinstance(event, WakeRequested | SleepCancelled):  # by itself, too: it could not be put to sleep
+        of_restart = event.stimulus_id in self.restarts or event.stimulus_id.startswith("recycle:")
+        # Also by itself: it could not be put to sleep, or was stopped, and has heard late that it need not leave.
+        if isinstance(event, WakeRequested | SleepCancelled | DrainCancelled):
             self.wanted.add(name)
         elif isinstance(event, Flipped) and event.was in self.wanted:
             self.wanted.discard(event.was)
             self.wanted.add(name)
         elif isinstance(event, Faulted | Removed):
             self.wanted.discard(name)
-        elif (
-            isinstance(event, DrainRequested | RestartRequested | SpawnRequested) and event.stimulus_id in self.restarts
-        ):
-            (self.wanted.add if comes else self.wanted.discard)(name)
+        elif isinstance(event, DrainRequested | RestartRequested | SpawnRequested) and of_restart:
+            (self.wanted.add if again or not isinstance(event, DrainRequested) else self.wanted.discard)(name)
         elif isinstance(event, ProcessExited) and before in (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT):
             self._left(worker, event)
 

@@ -38,12 +38,12 @@ def test_ls_lists_a_graph_that_runs_and_one_whose_arbiter_was_killed(agg: Served
         other.down()
         left = _listed(agg)
     run = both["dynamo"]
-    assert (run["state"], run["workers_ready"], run["workers"], run["gpus"]) == ("ready", 3, 3, ["0"])
+    assert (run["state"], run["workers_ready"], run["workers"], run["gpus"]) == ("ready", 2, 2, ["0"])
     assert (run["frontend_url"], run["run_id"]) == (agg.url, agg.status()["run_id"])
     assert [line.split()[0] for line in table] == ["NAMESPACE", "dynamo", "other"]
     assert agg.url in table[1]
-    assert (killed["state"], killed["workers"], killed["gpus"]) == ("kept", 3, ["0"])
-    assert "3 workers live on" in str(killed["note"])
+    assert (killed["state"], killed["workers"], killed["gpus"]) == ("kept", 2, ["0"])
+    assert "2 workers live on" in str(killed["note"])
     assert set(left) == {"dynamo"}
 
 
