@@ -7,41 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo_local.errors import BadInput, ConfigError
-from dynamo_local.manifests.importing.documents import read_documents
 from dynamo_local.manifests.notes import NotCarried
-from tests.unit.manifests.carried import imported, told
-
-VLLM = ["python3", "-m", "dynamo.vllm"]
-
-
-def component(name: str = "W", kind: str = "worker", **main: Any) -> dict[str, Any]:
-    """Of v1beta1; `pod`, `own`: further keys of its pod and its own."""
-    pod, own = main.pop("pod", {}), main.pop("own", {})
-    container = {"name": "main", "image": "image:1", **main}
-    return {"name": name, "type": kind, **own, "podTemplate": {"spec": {"containers": [container], **pod}}}
-
-
-def manifest(*components: dict[str, Any], **spec: Any) -> str:
-    """One graph."""
-    graph = {
-        "apiVersion": "nvidia.com/v1beta1",
-        "kind": "DynamoGraphDeployment",
-        "metadata": {"name": "g"},
-        "spec": {"components": list(components), **spec},
-    }
-    return yaml.safe_dump(graph, sort_keys=False)
-
-
-def worker(args: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    """One vLLM worker."""
-    return component(command=VLLM, args=["--model", "org/name"] if args is None else args, **more)
-
-
-def section(text: str, name: str = "W") -> dict[str, Any]:
-    """One section of the configuration."""
-    return dict(imported(text).sections[name])
-
+from tests.unit.manifests.carried import BESIDE, VLLM, component, imported, manifest, section, told, worker
 
 # --- commands --------------------------------------------------------------------------------------
 
@@ -87,6 +54,32 @@ def test_a_shells_single_command_is_its_words() -> None:
     for main in ({"args": [script]}, {"command": ["/bin/sh", "-c"], "args": [script]}):
         words = section(manifest(component(env=env, **main)))["command"]
         assert words == [*VLLM, "--model", "{model}", "--served-model-name", "n", "--x", '{"a":1}']
+
+
+def test_a_shells_arguments_stand_where_it_puts_them() -> None:
+    """`"$@"` is what comes after the script's own name; it is not passed on as a word."""
+    script = 'exec python3 -m dynamo.vllm "$@" --enforce-eager'
+    found = section(manifest(component(command=["/bin/sh", "-c", script, "--"], args=["--model", "org/name"])))
+    assert found["command"] == [*VLLM, "--model", "{model}", "--enforce-eager"]
+
+
+def test_variables_before_a_shells_program_are_the_components() -> None:
+    """Those that are this host's to set are left out, as elsewhere."""
+    script = "A=1 NVIDIA_VISIBLE_DEVICES=0 python3 -m dynamo.vllm --model org/name"
+    found = imported(manifest(component(command=["bash", "-c", script])))
+    assert found.sections["W"]["command"][:3] == VLLM
+    assert found.sections["W"]["ServiceArgs"]["envs"] == {"A": "1"}
+    assert "W.command.NVIDIA_VISIBLE_DEVICES" in told(found.notes, "left out")
+
+
+def test_how_the_clusters_processes_find_one_another_does_not_carry_over() -> None:
+    """Here they would not find one another at all."""
+    env = [{"name": "DYN_DISCOVERY_BACKEND", "value": "kubernetes"}, {"name": "DYN_STORE_KV", "value": "mem"}]
+    found = imported(manifest(worker(["--model", "m", "--store-kv", "mem", "--discovery-backend=file"], env=env)))
+    assert found.sections["W"]["command"] == [*VLLM, "--model", "{model}"]
+    assert "envs" not in found.sections["W"]["ServiceArgs"]
+    places = {"W.env.DYN_DISCOVERY_BACKEND", "W.env.DYN_STORE_KV", "W.--store-kv", "W.--discovery-backend"}
+    assert places <= set(told(found.notes, "left out"))
 
 
 def test_variables_in_words_are_filled_in_as_kubernetes_does() -> None:
@@ -275,6 +268,8 @@ def test_every_field_that_says_nothing_here_is_told() -> None:
         (worker(["--key", "$(API_KEY)"]), "API_KEY: a secret"),
         (worker(["--template", "{model}"]), "placeholder"),
         (worker(["--disaggregation-mode", "encode"]), "encode is unknown"),
+        (worker(["--multimodal-encode-worker"]), "one part of a multimodal worker"),
+        (worker(pod={"containers": [{"name": "main", "command": VLLM}, BESIDE]}), "sidecar that takes"),
         (component(command=["vllm", "serve"]), "none of Dynamo's workers"),
         (component("W", "prefill", command=VLLM), "no --disaggregation-mode prefill"),
         (component("F", "frontend", command=["nginx"]), "a frontend here is"),
@@ -340,41 +335,3 @@ def test_what_serve_would_refuse_is_refused_now() -> None:
     many = worker(resources={"limits": {"nvidia.com/gpu": 4}}, own={"replicas": 3})
     with pytest.raises(NotCarried, match="max_gpu_budget is 8"):
         imported(manifest(many, planner("--config", "{}")))
-
-
-# --- files -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "no DynamoGraphDeployment"),
-        ("a: [", "line 1"),
-        ("a: \x00", "not YAML"),
-        ("- 1", "without `kind`"),
-        ("kind: 5", "without `kind`"),
-        ("kind: Service", "kinds Service"),
-        ("kind: DynamoGraphDeployment", "apiVersion is None"),
-        ("kind: DynamoGraphDeployment\napiVersion: nvidia.com/v9", "known are"),
-        (manifest(worker()).replace("name: W", "name: 'a b'"), "components.0.name"),
-        (manifest(worker(), worker() | {"name": "w"}), "unique"),
-        (manifest(worker()) + "---\n" + manifest(worker()).replace("name: g", "name: h"), "say --name"),
-        ("kind: DynamoGraphDeployment\na: 2026-01-01", "not what a manifest may hold"),
-        ("kind: DynamoGraphDeployment\na: &a [*a]", "not what a manifest may hold"),
-        ("[" * 3000, "not"),
-    ],
-)
-def test_what_is_no_manifest_is_refused_in_one_line(text: str, why: str) -> None:
-    """And never with a traceback."""
-    with pytest.raises(ConfigError, match=why) as refused:
-        read_documents(text, "test")
-    assert isinstance(refused.value, BadInput)
-    assert len(str(refused.value).splitlines()) == 1
-
-
-def test_of_several_graphs_one_is_chosen_by_name_and_lists_are_opened() -> None:
-    both = [yaml.safe_load(manifest(worker()).replace("name: g", f"name: {name}")) for name in ("g", "h")]
-    text = yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": both})
-    assert read_documents(text, "test", "h").graph.metadata.name == "h"
-    with pytest.raises(ConfigError, match="no DynamoGraphDeployment 'x' in it; it holds g, h"):
-        read_documents(text, "test", "x")
