@@ -18,6 +18,7 @@ NAMES = (
     "first_token",
     "frontend",
     "colocated",
+    "frontends",
     "beside",
     "hot_path",
     "data_plane",

@@ -22,8 +22,8 @@ class Frontend:
 
     processor = depends(Processor)
 
-    max_workers = 1
-    """At most one: a second worker could not listen on the same port."""
+    max_workers = None
+    """Any number: they share one listening socket (`components.openai.port`)."""
 
     def __init__(self) -> None:
         self._serving: Serving | None = None
@@ -39,7 +39,8 @@ class Frontend:
         context: WorkerContext = current_context()
         settings: FrontendConfig = context.settings or FrontendConfig()
         keys = access.take_keys(settings, os.environ)
-        sock = access.listening_socket(settings)
+        serving = self._serving = Serving()
+        port = await serving.open(context, settings)
         deps = FrontendDeps(
             chat=self.processor.endpoint("chat/completions"),
             completions=self.processor.endpoint("completions"),
@@ -48,10 +49,11 @@ class Frontend:
             models=ModelsView(context.namespace, expected=settings.served_model_name),
             settings=settings,
             keys=keys,
-            draining=context.draining,
+            metrics=port.metrics,
+            draining=port.refusing,
+            page=port.page,
         )
-        self._serving = Serving()
-        await self._serving.start(context, deps, create_app(deps), sock)
+        await serving.start(context, deps, create_app(deps))
 
     @on_shutdown
     async def stop(self) -> None:

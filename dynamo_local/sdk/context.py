@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from dynamo_local.core.kv.events import KvEvent
@@ -115,6 +116,8 @@ class WorkerContext(Protocol):
 
     `settings` is the validated configuration model of the service (None if it declared none), `gpus` its devices.
     `standby`: its engine is to be made so that it can sleep, and given to `set_sleeper`.
+    `siblings_folder` is private to this component's workers on this host, None where there is no such folder; whoever
+    needs it makes it, and it goes with the run.
     `draining` is set from the moment on which the worker takes nothing new, and cleared when the drain was taken back.
     """
 
@@ -122,6 +125,7 @@ class WorkerContext(Protocol):
     component: str
     watcher_name: str
     run_id: str
+    siblings_folder: Path | None
     gpus: int
     standby: bool
     settings: Any
@@ -145,6 +149,10 @@ class WorkerContext(Protocol):
         pulled queue entries, KV hand-offs) is finished. It is cancelled when the drain is taken back: so it only
         waits, and gives nothing up. What closes for good belongs into an `on_shutdown` hook.
         """
+        ...
+
+    def on_ready(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Await `callback` when the worker is registered as ready."""
         ...
 
     def on_resume(self, callback: Callable[[], Awaitable[None]]) -> None:

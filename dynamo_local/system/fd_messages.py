@@ -32,6 +32,8 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
     """The next message and its descriptors (close-on-exec); blocks. Raises `Closed`, or ValueError for no JSON."""
     header, fds, _flags, _address = socket.recv_fds(connection, HEADER_BYTES, FDS_MAX)
     try:
+        for fd in fds:
+            os.set_inheritable(fd, False)  # Python 3.11's `recv_fds` drops the flag that would say so
         header += _exactly(connection, HEADER_BYTES - len(header))
         body = _exactly(connection, _length(header))
         return json.loads(body), list(fds)

@@ -42,7 +42,8 @@ KeyOf = Callable[[int], str]
 class Identity:
     """Who this worker is, from its environment. `start_deadline_s` bounds every wait of the start.
 
-    `standby`: it may be put to sleep. `guests` are the components that run in its process, too.
+    `standby`: it may be put to sleep. `guests` are the components that run in its process, too. `worker_folder` is for
+    its sockets; it need not be there.
     """
 
     namespace: str
@@ -60,6 +61,12 @@ class Identity:
     flips_to: str | None = None
     standby: bool = False
     guests: tuple[str, ...] = ()
+    worker_folder: Path | None = None
+
+    @property
+    def siblings_folder(self) -> Path | None:
+        """Of all workers of its component on this host."""
+        return None if self.worker_folder is None else self.worker_folder.parent / f"of-{self.component}"
 
     @classmethod
     def of(cls, env: Mapping[str, str], component: str) -> Identity:
@@ -90,6 +97,7 @@ class Identity:
             flips_to=env.get("DYN_FLIPS_TO") or None,
             standby=env.get("DYN_STANDBY") == "1",
             guests=tuple(name for name in env.get("DYN_COLOCATED", "").split(",") if name),
+            worker_folder=Path(folder) if (folder := env.get("DYN_WORKER_FOLDER")) else None,
         )
 
 
@@ -130,6 +138,7 @@ class Context:
         self.component = identity.component
         self.watcher_name = identity.watcher_name
         self.run_id = identity.run_id
+        self.siblings_folder = identity.siblings_folder
         self.gpus = identity.gpus
         self.standby = identity.standby
         self.sleeper: EngineSleeper | None = inherited.get(SLEEPER)
@@ -161,6 +170,7 @@ class Context:
         self._on_facts = on_facts
         self._on_wait = on_wait
         self._on_drain: list[Callback] = []
+        self._on_ready: list[Callback] = []
         self._on_resume: list[Callback] = []
         self._waiting_keys: list[tuple[KeyOf, bytes]] | None = []
         self._queue_known = False
@@ -173,6 +183,9 @@ class Context:
 
     def on_drain(self, callback: Callback) -> None:
         self._on_drain.append(callback)
+
+    def on_ready(self, callback: Callback) -> None:
+        self._on_ready.append(callback)
 
     def on_resume(self, callback: Callback) -> None:
         self._on_resume.append(callback)
@@ -321,6 +334,10 @@ class Context:
     def drain_callbacks(self) -> list[Callback]:
         """The component's callbacks, in its order."""
         return list(self._on_drain)
+
+    async def ready(self) -> None:
+        """Run the component's callbacks for that side by side."""
+        await run_all("becoming ready", self._on_ready)
 
     async def resume(self) -> None:
         """Run the component's resume callbacks side by side."""

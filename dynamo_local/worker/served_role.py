@@ -171,6 +171,8 @@ class ServedRole:
     async def register_ready(self, flush: Callable[[], Awaitable[object]]) -> None:
         """Put the last key, after `flush`. Raises as `register`."""
         await self.registration.register_ready(flush)
+        await self._guests.ready()
+        await self._made.ready()
         endpoints = ", ".join(self.service.endpoints) or "none"
         log.info("ready: lease %s, endpoints %s", lease_hex(self._made.lease_id), endpoints)
 

@@ -23,8 +23,8 @@ from dynamo_local.sdk.context import current_context
 class ProxyFrontend:
     """Serves HTTP itself; it has no endpoints of its own on the data plane."""
 
-    max_workers = 1
-    """At most one: a second worker could not listen on the same port."""
+    max_workers = None
+    """Any number: they share one listening socket (`components.openai.port`)."""
 
     def __init__(self) -> None:
         self._serving = Serving()
@@ -36,7 +36,7 @@ class ProxyFrontend:
         context = current_context()
         settings: HttpFrontendConfig = context.settings or HttpFrontendConfig()
         keys = access.take_keys(settings, os.environ)
-        sock = access.listening_socket(settings)
+        port = await self._serving.open(context, settings)
         maker = DispatcherFactory(context, settings.router, settings.max_tries)
         self._stack.push_async_callback(maker.close)
         models = ModelsView(context.namespace, expected=settings.served_model_name)
@@ -48,9 +48,11 @@ class ProxyFrontend:
             models=models,
             settings=settings,
             keys=keys,
-            draining=context.draining,
+            metrics=port.metrics,
+            draining=port.refusing,
+            page=port.page,
         )
-        await self._serving.start(context, deps, create_app(deps), sock, prefilling)
+        await self._serving.start(context, deps, create_app(deps), prefilling)
 
     @on_shutdown
     async def stop(self) -> None:

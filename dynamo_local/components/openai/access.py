@@ -82,9 +82,15 @@ def check(settings: FrontendConfig, environ: Mapping[str, str], section: str) ->
 def listening_socket(settings: FrontendConfig) -> socket.socket:
     """The Frontend's, bound. Raises `ConfigError`; what is open to others is said in the log."""
     sock = bind_socket(settings.host, settings.port)
+    check_reach(sock, settings)
+    return sock
+
+
+def check_reach(sock: socket.socket, settings: FrontendConfig) -> None:
+    """Who can reach that bound socket: raises `ConfigError`, and closes it, where nobody allowed it."""
     address = sock.getsockname()[0]
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return sock
+        return
     if settings.api_key is None and not settings.insecure:  # a name that the settings took for loopback
         sock.close()
         raise ConfigError(f"Frontend: host {settings.host!r} is {address}: {settings.WITHOUT_KEYS}")
@@ -92,7 +98,6 @@ def listening_socket(settings: FrontendConfig) -> socket.socket:
         logger.warning("Frontend: it listens on %s, beyond this machine, and asks for no credentials", address)
     elif settings.tls_cert is None:
         logger.warning("Frontend: it listens on %s without TLS: keys and prompts travel in the clear", address)
-    return sock
 
 
 def middleware(settings: FrontendConfig, keys: ApiKeys | None) -> list[Middleware]:

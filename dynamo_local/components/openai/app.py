@@ -136,7 +136,8 @@ class _Views:
         return _json({"status": "live"})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._deps.metrics.exposition(), headers={"content-type": http_metrics.CONTENT_TYPE})
+        page = self._deps.metrics.exposition() if self._deps.page is None else await self._deps.page()
+        return Response(page, headers={"content-type": http_metrics.CONTENT_TYPE})
 
 
 def _status(models: ModelsView, draining: bool) -> str:

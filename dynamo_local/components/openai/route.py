@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -116,13 +116,15 @@ class Activity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpDeps:
-    """What an application that serves models needs; a test gives fakes. Without `keys` everybody may ask."""
+    """What an application that serves models needs; a test gives fakes. Without `keys` everybody may ask. While
+    `draining` is set requests are refused. `page` is that of /metrics, where it tells of other processes, too."""
 
     models: ModelsView
     settings: FrontendConfig = field(default_factory=FrontendConfig)
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     keys: ApiKeys | None = None
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+    page: Callable[[], Awaitable[bytes]] | None = None
     activity: Activity = field(default_factory=Activity)
     clock: Clock = field(default_factory=AsyncioClock)
 

@@ -10,11 +10,13 @@ import socket
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from dynamo_local.components.openai.http_protocol import BoundedHttpProtocol
+from dynamo_local.components.openai.port.accepting import Acceptor
 from dynamo_local.errors import ConfigError, StartTimedOut
 
 logger = logging.getLogger(__name__)
@@ -95,12 +97,33 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """Leaves the process's signals alone, and tells when it listens. `idle`: without uvicorn's ten ticks a second."""
+class _Connections(set[Any]):
+    """uvicorn's set of them, which tells when it is empty."""
 
-    def __init__(self, config: uvicorn.Config, *, idle: bool) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = asyncio.Event()
+        self.none.set()
+
+    def add(self, connection: Any) -> None:
+        super().add(connection)
+        self.none.clear()
+
+    def discard(self, connection: Any) -> None:
+        super().discard(connection)
+        if not self:
+            self.none.set()
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone, and tells when it listens. `idle`: without uvicorn's ten ticks a second.
+    With an `acceptor` this takes the connections."""
+
+    def __init__(self, config: uvicorn.Config, *, idle: bool, acceptor: Acceptor | None) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self.open_connections = self.server_state.connections = _Connections()
+        self._acceptor = acceptor
         self._idle = idle
         self._leave = asyncio.Event()
 
@@ -120,17 +143,39 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._acceptor is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            self._acceptor.begin(self._protocol, self.config.ssl)
         self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def set_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Those of every answer that begins from now on, beside its date."""
+        date = [(name, value) for name, value in self.server_state.default_headers if name == b"date"]
+        self.config.encoded_headers = headers
+        self.server_state.default_headers = date + headers
+
+    def _protocol(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 class HttpServer:
     """An application on a socket, from `start` to `stop`.
 
-    With `idle` it costs nothing between requests (the ticks are half a percent of a core), and sends no `Date`.
+    With `idle` it costs nothing between requests (the ticks are half a percent of a core), and sends no `Date`. A
+    `shared` socket is one that other processes take connections from, too, and it may leave them all to those; it
+    listens already.
     """
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, *, idle: bool = False, tls: Tls | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, sock: socket.socket, *, idle: bool = False, tls: Tls | None = None, shared: bool = False
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
@@ -146,7 +191,8 @@ class HttpServer:
             ssl_certfile=None if tls is None else tls.cert,
             ssl_keyfile=None if tls is None else tls.key,
         )
-        self._server = _Server(config, idle=idle)
+        self._acceptor = Acceptor(sock) if shared else None
+        self._server = _Server(config, idle=idle, acceptor=self._acceptor)
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
         self.url = url_of(sock, "https" if tls else "http")
@@ -166,6 +212,27 @@ class HttpServer:
             self._task.result()
         if not self._server.listening.is_set():
             raise StartTimedOut(f"the HTTP server at {self.url} did not start within {START_TIMEOUT_S:g} s")
+
+    def share(self, others: bool) -> None:
+        """Whether other processes take connections from the socket at the same time."""
+        if self._acceptor is not None:
+            self._acceptor.shared = others
+
+    def take_connections(self, wanted: bool) -> None:
+        """From a `shared` socket: take those that come, or leave them to others. Those that are open stay so."""
+        if self._acceptor is not None:
+            if wanted:
+                self._acceptor.accept()
+            else:
+                self._acceptor.pause()
+
+    def answer_last(self, last: bool) -> None:
+        """Whether an answer that begins from now on is the last of its connection, and says so to the client."""
+        self._server.set_headers([(b"connection", b"close")] if last else [])
+
+    async def wait_unconnected(self) -> None:
+        """Return when no connection is open."""
+        await self._server.open_connections.none.wait()
 
     async def wait_failed(self) -> None:
         """Raise what the server failed with, as soon as it has; return once it was stopped."""

@@ -124,6 +124,11 @@ class Guests:
         """What their components have still to finish."""
         return [callback for guest in self._made for callback in guest.context.drain_callbacks()]
 
+    async def ready(self) -> None:
+        """The worker is registered as ready."""
+        for guest in self._made:
+            await guest.context.ready()
+
     async def resume(self) -> None:
         """The drain was taken back."""
         for guest in self._made:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,7 @@ class FakeWorkerContext:
         self.component = component
         self.watcher_name = f"{cluster.namespace}_{component}_{lease_id}"
         self.run_id = "run"
+        self.siblings_folder: Path | None = None
         self.gpus = 0
         self.standby = False
         self.sleeper: EngineSleeper | None = None
@@ -114,6 +116,7 @@ class FakeWorkerContext:
         self.work_source: Callable[[], Work] = Work
         self.dispatch_source: Callable[[], Mapping[str, float]] | None = None
         self.vital_tasks: list[asyncio.Task[None]] = []
+        self.ready_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._drain_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._resume_callbacks: list[Callable[[], Awaitable[None]]] = []
         self.inherited: Mapping[str, Any] = {}
@@ -125,6 +128,9 @@ class FakeWorkerContext:
 
     def on_drain(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._drain_callbacks.append(callback)
+
+    def on_ready(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self.ready_callbacks.append(callback)
 
     def on_resume(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._resume_callbacks.append(callback)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,8 @@ class FakeContext:
     """The part of `WorkerContext` that the Frontend uses."""
 
     namespace = "dynamo"
+    watcher_name = "dynamo_Frontend"
+    siblings_folder: Path | None = None
 
     def __init__(self, **settings: Any) -> None:
         self.settings = FrontendConfig(**{"port": 0, **settings})
@@ -34,6 +37,14 @@ class FakeContext:
         self.kv = self
         self.announced: dict[str, str] = {}
         self.callbacks: list[Callable[[], Awaitable[None]]] = []
+        self.ready_callbacks: list[Callable[[], Awaitable[None]]] = []
+        self.resume_callbacks: list[Callable[[], Awaitable[None]]] = []
+
+    def on_ready(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self.ready_callbacks.append(callback)
+
+    def on_resume(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self.resume_callbacks.append(callback)
 
     def on_drain(self, callback: Callable[[], Awaitable[None]]) -> None:
         self.callbacks.append(callback)
@@ -83,9 +94,9 @@ def frontend(chat: FakeEndpoint, completions: FakeEndpoint) -> Any:
 
 
 def test_the_service_is_declared_as_the_graph_needs_it():
-    """Its role follows from its name; one worker at most; it depends on the Processor alone."""
+    """Its role follows from its name; any number of workers; it depends on the Processor alone."""
     assert (Frontend.name, Frontend.role, Frontend.namespace) == ("Frontend", Role.FRONTEND, "dynamo")
-    assert Frontend.inner.max_workers == 1
+    assert Frontend.inner.max_workers is None
     assert [dependency.on.name for dependency in Frontend.depends.values()] == ["Processor"]
     assert Frontend.config_model is FrontendConfig
     assert dict(Frontend.endpoints) == {}
@@ -112,8 +123,10 @@ async def test_from_start_to_drain_to_stop(context: Callable[..., FakeContext]):
             assert [len(made.work().requests), made.work().pulled] == [1, 0]
             assert (await made.counters())["requests"] == 2.0
             made.draining.set()
-            (drain,) = made.callbacks
+            (drain,), (resume,) = made.callbacks, made.resume_callbacks
             draining = asyncio.create_task(drain())
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
             refused = await client.post("/v1/chat/completions", json=CHAT)
             assert (refused.status_code, refused.headers["connection"]) == (503, "close")
             assert int(refused.headers["retry-after"]) > 0
@@ -123,6 +136,7 @@ async def test_from_start_to_drain_to_stop(context: Callable[..., FakeContext]):
             await draining
             assert (await client.get("/health")).status_code == 503
             made.draining.clear()
+            await resume()
             assert (await client.get("/health")).status_code == 200
             assert (await client.post("/v1/completions", json={"model": "m", "prompt": "Hi"})).status_code == 200
             await served.stop()
