@@ -314,7 +314,9 @@ CONFIGS = (
         "unknown_resource_key", r"resources\.gpus is unknown", "VllmWorker:\n  ServiceArgs: {resources: {gpus: 1}}\n"
     ),
     _yaml(
-        "two_frontends", r"at most 1 can run \(a frontend has one port\)", "Frontend:\n  ServiceArgs: {workers: 2}\n"
+        "no_frontend",
+        r"Frontend\.ServiceArgs: workers must be .* at least 1, not 0",
+        "Frontend:\n  ServiceArgs: {workers: 0}\n",
     ),
     _yaml(
         "negative_deadline",

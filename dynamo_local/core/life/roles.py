@@ -21,7 +21,8 @@ class RoleTraits:
 
     `stage` is when a worker of that role leaves as the whole run leaves: the lowest first, each when nothing of the one
     before runs. `leave_by` is its sign. `computes`: it holds an engine, so a planner counts its GPUs, and must know its
-    load. `one_port`: it listens where clients look for it, so that a component has one worker.
+    load. `one_port`: it listens where clients look for it, so that a component has one worker,
+    unless its class says that they share the port.
     """
 
     stage: int

@@ -92,6 +92,7 @@ async def test_a_killed_frontend_ends_its_own_streams_and_no_other() -> None:
         assert broken, "some were its own"
         assert whole, "some were not"
         assert {reason for _, reason in whole} == {"length"}
+        assert "error after" not in served.log("Frontend"), "those that broke were not the survivor's"
         await auntil(lambda: served.pids().get("Frontend_1") not in (None, victim), what=served.states)
         await settled(served)
         assert served.pids()["Frontend"] == before["Frontend"]
