@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 from collections.abc import Callable
 from typing import Final
 
@@ -13,6 +14,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.runtime.requests.context import RequestContext
 from dynamo_local.runtime.requests.frames import Decode, RequestHeader
 from dynamo_local.runtime.requests.handlers import Handler, drive
+from dynamo_local.runtime.requests.listener import NAMES
 from dynamo_local.runtime.requests.sender import ResponseSender
 
 logger = logging.getLogger(__name__)
@@ -120,7 +122,11 @@ class Exchange:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, self._sender = await loop.create_connection(self._make_sender, header.host, header.port)
+                sock = _unix_socket(header.socket)
+                if sock is None:
+                    _, self._sender = await loop.create_connection(self._make_sender, header.host, header.port)
+                else:
+                    _, self._sender = await loop.create_unix_connection(self._make_sender, sock=sock)
                 follows = await self._sender.go
         except (OSError, TimeoutError) as error:
             logger.info("the caller of request %s could not be reached: %s", header.request_id, error)
@@ -161,6 +167,20 @@ class Exchange:
         if self._header.x_request_id:
             passed_ms = (self._clock.now_s() - self._began_s) * 1e3
             logger.info("%s of request %s after %.0f ms: %s", self._endpoint, self._header.request_id, passed_ms, how)
+
+
+def _unix_socket(name: str) -> socket.socket | None:
+    """Connected to the caller's; None where it has none, or takes no more at the moment: its port may."""
+    if not name.startswith(NAMES):
+        return None
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        sock.connect(f"\0{name}")  # at once, or not: a full queue is an error here
+    except OSError:
+        sock.close()
+        return None
+    return sock
 
 
 def _is_loopback(host: str) -> bool:

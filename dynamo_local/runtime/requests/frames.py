@@ -75,6 +75,9 @@ class RequestHeader(msgspec.Struct, array_like=True):
     payload: bytes | None
     x_request_id: str = ""
     """For the log of the worker; empty for requests that no client has made. Older callers do not send it."""
+    socket: str = ""
+    """The name of an abstract unix socket to which the answer may come, too, which costs less than TCP. Older callers
+    have none, and older workers take the port."""
 
 
 WIRE_VERSION: Final = 1

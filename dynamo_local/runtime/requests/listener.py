@@ -1,10 +1,14 @@
-"""The one port of a process on which workers deliver responses."""
+"""Where workers deliver responses to a process: one port, and one abstract unix socket, which is cheaper.
+
+Either takes connections of any user of this host, and none is read from that does not show a token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 from typing import Final
@@ -18,6 +22,9 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S: Final = 5.0
 BACKLOG: Final = 4096
 """A burst of requests brings as many connections; with a full backlog each waits a second (SYN retry)."""
+
+NAMES: Final = "dynamo-responses-"
+"""How the names of unix sockets begin. A worker connects to no others, whatever a message says."""
 
 RECEIVE_BUFFER_BYTES: Final = 256 * 1024
 """Fixed, because the kernel would otherwise grow it to 6 MiB per slow reader."""
@@ -41,7 +48,8 @@ class Offer:
 
 
 class ResponseListener:
-    """Accepts workers' connections on 127.0.0.1 and matches them to offers by token.
+    """Accepts workers' connections on 127.0.0.1, and on the abstract unix socket `name`, and matches them to offers by
+    token.
 
     A token is good once. Connections that show no token, an unknown one or a used one are closed and
     counted in `rejected`; they never reach a reader.
@@ -52,22 +60,32 @@ class ResponseListener:
         self._offers: dict[bytes, Offer] = {}
         self._connections: set[InboundStream] = set()
         self._strangers: dict[InboundStream, asyncio.TimerHandle] = {}
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self.host = "127.0.0.1"
         self.port = 0
+        self.name = ""
 
     async def start(self) -> None:
-        """Bind a free port."""
+        """Bind a free port, and a name that nobody else has."""
+        loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
             sock.bind((self.host, 0))
-            loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(self._make_protocol, sock=sock, backlog=BACKLOG)
+            self._servers.append(await loop.create_server(self._make_protocol, sock=sock, backlog=BACKLOG))
         except BaseException:
             sock.close()
             raise
         self.port = int(sock.getsockname()[1])
+        name = f"{NAMES}{os.getpid()}-{secrets.token_hex(8)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(f"\0{name}")
+            self._servers.append(await loop.create_unix_server(self._make_protocol, sock=sock, backlog=BACKLOG))
+        except BaseException:
+            sock.close()
+            raise
+        self.name = name
 
     async def close(self) -> None:
         """Stop listening; open streams end with `WorkerLost`, offers with `RequestCancelled`."""
@@ -79,12 +97,12 @@ class ResponseListener:
             inbound.finish(errors.RequestCancelled("the caller is shutting down"))
             if inbound.transport is not None:
                 inbound.transport.abort()
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
             # Python 3.12's wait_closed waits for connections as well: they were aborted above.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await self._server.wait_closed()
+                    await server.wait_closed()
         if self._connections:
             await asyncio.wait([inbound.closed for inbound in self._connections], timeout=1.0)
 

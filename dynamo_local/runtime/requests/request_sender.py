@@ -95,6 +95,7 @@ class RequestSender:
             token=offer.token,
             payload=payload if inline else None,
             x_request_id=x_request_id(),
+            socket=self.listener.name,
         )
         try:
             with nats_call(self._nats, f"send request {request_id} to {offer.who}"):

@@ -68,7 +68,8 @@ class ResponseSender(asyncio.Protocol):
         self._transport = transport = cast(asyncio.Transport, transport)
         transport.set_write_buffer_limits(high=FLUSH_BYTES)
         sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         transport.write(frame(FrameKind.HELLO, 0, self._token))
 

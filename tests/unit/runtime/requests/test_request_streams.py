@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from dynamo_local.runtime.requests.stream import READ_AHEAD_BYTES, InboundStream
 
 class FakeSocket:
     """Takes socket options."""
+
+    family = socket.AF_INET
 
     def setsockopt(self, *args: int) -> None:
         """Nothing to set."""
