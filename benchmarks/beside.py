@@ -1,6 +1,7 @@
 """Our Frontend and Processor beside Dynamo 1.x's Rust frontend, in turn in one run, on the same two cores.
 
-Ours: one process with both components, one worker with the simulated engine. Dynamo's: `python -m dynamo.frontend`
+Ours: one process with both components, one worker with the simulated engine; and the same with two such processes on
+one port, for Dynamo's frontend has threads on both cores. Dynamo's: `python -m dynamo.frontend`
 and one mocker. Both graphs run all the time; one is asked at a time, by the same load generator, for the same prompts.
 
 *Tokens*: 64 streams at about the same pace of both engines; CPU is the frontend process's alone. *Requests*: one token
@@ -29,7 +30,7 @@ TOKENS = 200
 MOCKER_PACED = "1.0"
 MOCKER_FAST = "0"
 """`--speedup-ratio`; 0: the mocker waits for nothing."""
-OURS, THEIRS = "ours", "Dynamo's"
+OURS, TWO, THEIRS = "ours", "ours, 2 Frontends", "Dynamo's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,11 @@ def run(short: bool) -> Report:
         fast = _rounds(FAST, MOCKER_FAST, rounds, lambda side: _fast(side, 400 if short else 3000))
     found = [{which: {**a[which], **b[which]} for which in a} for a, b in zip(paced, fast, strict=True)]
     for name, unit in FIGURES.items():
-        for which in (OURS, THEIRS):
+        for which in (OURS, TWO, THEIRS):
             report.add(f"{name}: {which}", unit, (each[which][name] for each in found))
-        target = TARGETS.get(name)
-        report.add(f"{name}: ours ÷ Dynamo's", "", (each[OURS][name] / each[THEIRS][name] for each in found), target)
+        for which, target in ((OURS, TARGETS.get(name)), (TWO, None)):
+            ratios = (each[which][name] / each[THEIRS][name] for each in found)
+            report.add(f"{name}: {which} ÷ Dynamo's", "", ratios, target)
     return report
 
 
@@ -113,22 +115,24 @@ def _fast(side: Side, requests: int) -> Values:
 
 
 def _rounds(sim: dict[str, Any], speedup: str, rounds: int, measure: Any) -> list[dict[str, Values]]:
-    """Of both, in turn; the first round only warms."""
-    with sides(sim, speedup) as both:
+    """Of all, in turn; the first round only warms."""
+    with sides(sim, speedup) as all_sides:
         found = []
         for n in range(1 + rounds):
-            order = list(both) if n % 2 else list(reversed(both))
-            found.append({which: measure(both[which]) for which in order})
+            order = list(all_sides) if n % 2 else list(reversed(all_sides))
+            found.append({which: measure(all_sides[which]) for which in order})
         return found[1:]
 
 
 @contextmanager
 def sides(sim: dict[str, Any], speedup: str) -> Iterator[dict[str, Side]]:
-    """Both graphs, ready."""
+    """All graphs, ready."""
     theirs = yaml.safe_load((EXAMPLE / "agg.yaml").read_text())
     theirs["Frontend"]["ports"]["http"] = 0
     theirs["Mocker"]["command"] += f" --speedup-ratio {speedup}"
     with ExitStack() as stack:
-        ours = stack.enter_context(served("graphs.agg:Frontend", config(sim, {})))
+        one = config(sim, {})
+        two = {**one, "Frontend": {**one["Frontend"], "ServiceArgs": {"workers": 2}}}
+        ours, twice = (stack.enter_context(served("graphs.agg:Frontend", each)) for each in (one, two))
         dynamos = stack.enter_context(served(None, theirs, cwd=EXAMPLE))
-        yield {OURS: Side(ours, "sim-tiny"), THEIRS: Side(dynamos, "tiny")}
+        yield {OURS: Side(ours, "sim-tiny"), TWO: Side(twice, "sim-tiny"), THEIRS: Side(dynamos, "tiny")}

@@ -69,8 +69,12 @@ class Running:
         return run_environment(load(Paths.of(namespace, self.folders.env).statefile))
 
     def pids(self) -> dict[str, int]:
-        """Name of the part -> pid: workers by component, then `arbiter`, `etcd` and `nats`."""
-        found = {worker["component"]: worker["pid"] for worker in self.status["workers"]}
+        """Name of the part -> pid: workers by component (further ones `component/watcher`), then `arbiter`, `etcd` and
+        `nats`."""
+        found: dict[str, int] = {}
+        for worker in self.status["workers"]:
+            name = worker["component"]
+            found[f"{name}/{worker['watcher_name']}" if name in found else name] = worker["pid"]
         found["arbiter"] = self.status["arbiter_pid"]
         for child in psutil.Process(found["arbiter"]).children():
             if (name := child.name()) in ("etcd", "nats-server"):

@@ -49,6 +49,12 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, take: Callab
     declared = dict(scope["headers"]).get(b"content-length", b"")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
+    connection = connection_of(scope)
+    if connection is not None and (whole := connection.body()) is not None:
+        if len(whole) > max_bytes:
+            raise _too_large(max_bytes)
+        take(len(whole))
+        return whole
     parts: list[bytes] = []
     size = 0
     try:
@@ -93,6 +99,10 @@ class Connection(Protocol):
 
     def on_lost(self, callback: Callable[[], None] | None) -> bool:
         """Call it once the client has left. False where it has already."""
+        ...
+
+    def body(self) -> bytes | None:
+        """The request's whole body where it has arrived, as a small one has with its head; None: it must be awaited."""
         ...
 
 

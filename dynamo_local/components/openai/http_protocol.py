@@ -54,6 +54,16 @@ class Client:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
+    def body(self) -> bytes | None:
+        """All of it where it is here, and then no more; None where a part is still to come, or the client has left."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.flow.resume_reading()
+        cycle.message_event.clear()
+        return body
+
     def on_lost(self, callback: Callable[[], None] | None) -> bool:
         """Call it when the connection is lost; False where it is."""
         self._protocol.on_lost = callback
