@@ -114,6 +114,9 @@ class SentRequests:
     def __init__(self) -> None:
         self._sent: dict[int, dict[str, Sent]] = {}
         self._ended: dict[int, deque[tuple[float, float]]] = {}
+        self._asked: dict[int, tuple[float, int]] = {}
+        """By worker the moment that was asked about last, and how many of those in flight then have ended. To go through
+        all that have ended, for each request, was a tenth of a Frontend's work at 1,000 requests per second."""
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
         self._sent.setdefault(instance_id, {})[request_id] = Sent(tokens, now_s)
@@ -126,11 +129,15 @@ class SentRequests:
             self._sent.pop(instance_id, None)
         if request is not None:
             self._ended.setdefault(instance_id, deque()).append((request.at_s, now_s))
+            at_s, ended_since = self._asked.get(instance_id, (now_s, 0))
+            if request.at_s < at_s < now_s:
+                self._asked[instance_id] = at_s, ended_since + 1
         for worker, ended in list(self._ended.items()):
             while ended and ended[0][1] < now_s - ENDED_KEPT_S:
                 ended.popleft()
             if not ended:
                 del self._ended[worker]
+                self._asked.pop(worker, None)
 
     def in_flight(self, instance_id: int) -> list[Sent]:
         """All of them."""
@@ -147,7 +154,12 @@ class SentRequests:
 
     def count_at(self, instance_id: int, at_s: float) -> int:
         """How many were in flight at that moment, which is not long ago."""
-        ended_since = sum(sent_s < at_s < ended_s for sent_s, ended_s in self._ended.get(instance_id, ()))
+        asked_s, ended_since = self._asked.get(instance_id, (None, 0))
+        if asked_s != at_s:
+            newest_first = reversed(self._ended.get(instance_id, ()))
+            ended_since = sum(sent_s < at_s for sent_s, _ in takewhile(lambda times: times[1] > at_s, newest_first))
+            if instance_id in self._ended or instance_id in self._sent:
+                self._asked[instance_id] = at_s, ended_since
         return self.count(instance_id) - len(self.since(instance_id, at_s)) + ended_since
 
 
