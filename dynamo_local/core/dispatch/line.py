@@ -36,6 +36,10 @@ class Turns:
         """An entry was taken from that line."""
         self._since_late = 0 if late else self._since_late + 1
 
+    def none_late(self) -> None:
+        """It was the turn of what is late, and nothing is: the other line has as many turns again."""
+        self._since_late = 0
+
 
 class PrefillLine(Generic[E]):
     """Both lines in one place, as the prefill queue keeps them on its server."""

@@ -114,6 +114,9 @@ class JetStreamPrefillQueue:
         self._inbox = PullInbox(nats, f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{CONSUMER}")
         self._late_inbox = PullInbox(nats, f"$JS.API.CONSUMER.MSG.NEXT.{self._late_stream}.{CONSUMER}")
         self._turns = Turns()
+        self._deadlines = False
+        """An entry that can become late was seen here. Until then nobody puts one into the second line, but for those
+        who have seen one: so it is looked into rarely. (Each question to the server costs both of them.)"""
         self.deferred = self.late_pulled = 0
 
     async def start(self, *, purge_stale: bool = False) -> None:
@@ -247,8 +250,13 @@ class JetStreamPrefillQueue:
 
     async def _next(self, wait_s: float) -> Msg | None:
         """The next entry of either line, as it is their turn."""
-        if self._turns.late_first and (msg := await self._late_inbox.next(CALL_TIMEOUT_S, wait=False)) is not None:
-            return msg
+        if self._turns.late_first:
+            if (msg := await self._late_inbox.next(CALL_TIMEOUT_S, wait=False)) is not None:
+                return msg
+            self._turns.none_late()
+        if not self._deadlines:
+            msg = await self._inbox.next(wait_s)
+            return await self._late_inbox.next(CALL_TIMEOUT_S, wait=False) if msg is None else msg
         for inbox in (self._inbox, self._late_inbox):
             if (msg := await inbox.next(CALL_TIMEOUT_S, wait=False)) is not None:
                 return msg
@@ -264,6 +272,7 @@ class JetStreamPrefillQueue:
         request_id = unquote(headers.get(ID, msg.subject))
         attempt = int(number_of(headers.get(BEFORE)) or 0) + msg.metadata.num_delivered
         late = msg.metadata.stream == self._late_stream
+        self._deadlines = self._deadlines or late or START_BY in headers
         if unquote(headers.get(RUN, "")) != self._run_id:
             await self._drop(msg, f"prefill entry {request_id} belongs to another run")
             return None
