@@ -115,8 +115,8 @@ class SentRequests:
         self._sent: dict[int, dict[str, Sent]] = {}
         self._ended: dict[int, deque[tuple[float, float]]] = {}
         self._asked: dict[int, tuple[float, int]] = {}
-        """By worker the moment that was asked about last, and how many of those in flight then have ended. Going through
-        all that have ended, for each request, was a tenth of a Frontend's work at some 500 requests per second."""
+        """By worker the moment that was asked about last, and how many of those in flight then have ended. To go
+        through all that have ended, for each request, was a tenth of a Frontend's work at 500 requests per second."""
 
     def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float) -> None:
         self._sent.setdefault(instance_id, {})[request_id] = Sent(tokens, now_s)
