@@ -31,9 +31,7 @@ class Serving:
 
     async def open(self, context: WorkerContext, settings: FrontendConfig) -> SharedPort:
         """The port, which siblings may have, too. Raises `ConfigError` where it cannot be had."""
-        folder = context.siblings_folder
-        siblings = None if folder is None else Siblings(folder, context.watcher_name)
-        port = SharedPort(settings, HttpMetrics(), siblings)
+        port = SharedPort(settings, HttpMetrics(), _siblings(context))
         try:
             await port.open()
         except BaseException:
@@ -85,6 +83,16 @@ class Serving:
         await asyncio.gather(*self._follow, return_exceptions=True)
         if self._port is not None:
             await self._port.close()
+
+
+def _siblings(context: WorkerContext) -> Siblings | None:
+    """None where this worker cannot have any: its port is its own then."""
+    folder = context.siblings_folder
+    try:
+        return None if folder is None else Siblings(folder, context.watcher_name)
+    except OSError as error:
+        logger.warning("the port cannot be shared with other workers of this component: %s", error)
+        return None
 
 
 async def _quiet(activity: Activity, port: SharedPort) -> None:
