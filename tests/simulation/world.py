@@ -124,7 +124,7 @@ def graph(decode: int, prefill: int, big: bool, standby: int | None = None) -> G
     """A frontend, decode workers, perhaps prefill workers, and perhaps a component that needs two GPUs at once."""
     one = Resources(gpu=1)
     services = [
-        ServiceSpec("Frontend", Role.FRONTEND),
+        ServiceSpec("Frontend", Role.FRONTEND, max_workers=1),
         ServiceSpec("VllmWorker", Role.DECODE, workers=decode, resources=one, standby=standby),
     ]
     if prefill:
