@@ -1,8 +1,9 @@
-"""Forward passes of the graph's engines, where their event plane is NATS (`NATS_SERVER`, as the operator sets it).
+"""Forward passes of the graph's engines, from their event plane: over NATS (`NATS_SERVER`, as the operator sets it),
+and over the ZeroMQ sockets of workers that are registered on Kubernetes.
 
 Each engine sends one a second even when it is idle, so those that were heard of late are those that serve. An engine
 that is ready and was not heard is `Missing`. Where the workers are registered on Kubernetes (`registered`), their
-engines' limits are known, and they are heard in all namespaces that a rolling update gives them.
+engines' limits are known, too, and they are heard in all namespaces that a rolling update gives them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dynamo_local.clock import Clock
 from dynamo_local.core.types import Role
 from dynamo_local.errors import DynamoError
 from dynamo_local.in_cluster.registered import Registered
+from dynamo_local.in_cluster.sockets import PassSockets
 from dynamo_local.planner.sources.passes import STALE_AFTER_S, PassTracker, ReadyWorker
 from dynamo_local.planner.values.passes import Capabilities, Engines, ForwardPass
 from dynamo_local.planner.values.pools import WorkerPools
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 DYNAMOS_NAMES: Mapping[Role, str] = {Role.PREFILL: "prefill", Role.DECODE: "backend"}
 """What Dynamo's vLLM workers register as; an aggregated one is a `backend`, too."""
+ROLES = {name: "prefill" if role is Role.PREFILL else "decode" for role, name in DYNAMOS_NAMES.items()}
+"""The pool to which a worker of that name belongs."""
 LOOK_EVERY_S = 10.0
 """Workers that are registered are looked at so often."""
 
@@ -43,6 +47,7 @@ class HeardPasses:
         self.registered = Registered()
         """Whoever is, as last seen."""
         self._heard_in: dict[str, list[Any]] = {}
+        self._sockets = PassSockets(self._took)
         self._following: asyncio.Task[None] | None = None
         self._trouble: str | None = None
 
@@ -51,35 +56,34 @@ class HeardPasses:
         if namespace in self._heard_in:
             return
         subscriptions = self._heard_in[namespace] = []
-        for role, component in DYNAMOS_NAMES.items():
-            subject = event_plane.subject(namespace, component)
-            callback = self._callback("prefill" if role is Role.PREFILL else "decode")
-            with nats_call(nats, f"listen on {subject}"):
-                subscriptions.append(await nats.subscribe(subject, cb=callback))
+        for component in ROLES:
+            for subject in event_plane.subjects(namespace, component):
+                with nats_call(nats, f"listen on {subject}"):
+                    subscriptions.append(await nats.subscribe(subject, cb=self._callback(component)))
 
-    async def follow(self, nats: Any, namespace: str, look: Callable[[], Awaitable[Registered]]) -> None:
-        """Listen there, and look from now on at who is registered, and where. Raises `NatsUnavailable`."""
-        await self.listen(nats, namespace)
+    async def follow(self, nats: Any | None, namespace: str, look: Callable[[], Awaitable[Registered]]) -> None:
+        """Listen there (without NATS only to sockets), and look from now on at who is registered, and where. Raises
+        `NatsUnavailable`."""
+        if nats is not None:
+            await self.listen(nats, namespace)
         self._following = asyncio.ensure_future(self._follow(nats, namespace, look))
 
     async def close(self) -> None:
-        """Look no more. Closing twice is no error."""
+        """Look no more, and leave the sockets. Closing twice is no error."""
         task, self._following = self._following, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        await self._sockets.close()
 
-    async def _follow(self, nats: Any, namespace: str, look: Callable[[], Awaitable[Registered]]) -> None:
+    async def _follow(self, nats: Any | None, namespace: str, look: Callable[[], Awaitable[Registered]]) -> None:
         while True:
             try:
                 found = await look()
                 self.registered, self._trouble = found, None
-                for where in sorted(found.namespaces):
-                    await self.listen(nats, where)
-                for where in self._heard_in.keys() - found.namespaces - {namespace}:
-                    for subscription in self._heard_in.pop(where):
-                        with nats_call(nats, f"leave {where}"):
-                            await subscription.unsubscribe()
+                self._sockets.follow(channel for channel in found.channels if channel.component in ROLES)
+                if nats is not None:
+                    await self._listen_in(nats, found.namespaces | {namespace})
             except DynamoError as error:
                 if self._trouble != str(error):
                     self._trouble = str(error)
@@ -88,14 +92,26 @@ class HeardPasses:
                 log.exception("looking at the registered workers failed; it goes on")
             await self._clock.sleep_until(self._clock.now_s() + LOOK_EVERY_S)
 
-    def _callback(self, role: str) -> Callable[[Any], Any]:
+    async def _listen_in(self, nats: Any, namespaces: frozenset[str]) -> None:
+        """In these, and in no others any more."""
+        for where in sorted(namespaces):
+            await self.listen(nats, where)
+        for where in self._heard_in.keys() - namespaces:
+            for subscription in self._heard_in.pop(where):
+                with nats_call(nats, f"leave {where}"):
+                    await subscription.unsubscribe()
+
+    def _callback(self, component: str) -> Callable[[Any], Any]:
         async def heard(message: Any) -> None:
-            payload = event_plane.unseal(message.data)
-            passed = None if payload is None else decode_pass(payload, asyncio.get_running_loop().time())
-            if passed is not None:
-                self.heard(role, passed)
+            self._took(component, event_plane.unseal(message.data))
 
         return heard
+
+    def _took(self, component: str, payload: bytes | None) -> None:
+        """What a worker of this component published; None: it was no envelope."""
+        passed = None if payload is None else decode_pass(payload, asyncio.get_running_loop().time())
+        if passed is not None:
+            self.heard(ROLES[component], passed)
 
     def heard(self, role: str, passed: ForwardPass) -> None:
         """A pass, or a heartbeat."""
@@ -104,11 +120,11 @@ class HeardPasses:
         self._tracker.heard(worker, [passed])
 
     async def passes(self) -> Engines:
-        """See `PassSource`."""
-        return self.seen()
+        """See `PassSource`. None at all while there is no event plane to listen to: then nobody is silent."""
+        return self.seen() if self._heard_in or self.registered.channels else {}
 
     def seen(self) -> Engines:
-        """The same."""
+        """Every engine that is ready, heard or not."""
         now_s, ready = self._clock.now_s(), list[ReadyWorker]()
         for role, pool in self._pools().by_role.items():
             last = {worker: s for worker, s in self._last.get(role, {}).items() if now_s - s <= 2 * STALE_AFTER_S}

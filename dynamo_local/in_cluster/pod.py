@@ -20,7 +20,7 @@ from dynamo_local.in_cluster.options import PodOptions, expected_of
 from dynamo_local.in_cluster.probed import PORT, PORT_VARIABLE, probes_app
 from dynamo_local.in_cluster.registered import Registered, registered
 from dynamo_local.in_cluster.running import PodPlanner, tell
-from dynamo_local.planner.connectors.kubernetes.api import KubeApi
+from dynamo_local.planner.connectors.kubernetes.api import ApiAway, ApiRefused, KubeApi
 from dynamo_local.planner.connectors.kubernetes.connector import KubernetesConnector
 from dynamo_local.planner.connectors.kubernetes.electing import Election
 from dynamo_local.planner.connectors.kubernetes.official import connected, parent
@@ -96,23 +96,34 @@ async def _traffic(
 async def _passes(
     api: KubeApi, dynamo: str, connector: KubernetesConnector, clock: Clock, stack: AsyncExitStack
 ) -> HeardPasses | None:
-    url = os.environ.get("NATS_SERVER")
-    if not url:
-        log.info("NATS_SERVER is not set: the engines' passes are not heard")
-        return None
-    from dynamo_local.infra.access import NatsAccess
-    from dynamo_local.runtime.nats import connect_nats
-
-    nats = await connect_nats(url, NatsAccess.of(os.environ), name="dynamo-planner")
-    stack.push_async_callback(nats.close)
-    heard = HeardPasses(clock, connector.pools)
-    stack.push_async_callback(heard.close)
-
     async def look() -> Registered:
         return registered(await api.worker_metadata(), dynamo)
 
+    url, nats = os.environ.get("NATS_SERVER"), None
+    if url:
+        from dynamo_local.infra.access import NatsAccess
+        from dynamo_local.runtime.nats import connect_nats
+
+        nats = await connect_nats(url, NatsAccess.of(os.environ), name="dynamo-planner")
+        stack.push_async_callback(nats.close)
+    elif (why := await _unlisted(look)) is not None:
+        log.warning("the engines' passes are not heard: NATS_SERVER is not set, and %s", why)
+        return None
+    heard = HeardPasses(clock, connector.pools)
+    stack.push_async_callback(heard.close)
     await heard.follow(nats, dynamo, look)
     return heard
+
+
+async def _unlisted(look: Callable[[], Awaitable[Registered]]) -> str | None:
+    """Why it cannot be known where workers publish over ZeroMQ; None where it can, if not now."""
+    try:
+        await look()
+    except ApiRefused as error:
+        return str(error)
+    except ApiAway:
+        pass
+    return None
 
 
 async def _serve_probes(planner: PodPlanner, port: int | None, stack: AsyncExitStack) -> None:

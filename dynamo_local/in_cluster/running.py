@@ -37,8 +37,9 @@ log = logging.getLogger(__name__)
 
 NO_PASSES = (
     "policy load goes by the load of each worker, which on Kubernetes follows from the engines' passes, and these are "
-    "heard over NATS: NATS_SERVER is not set (the operator sets it where its platform has NATS). slo, sla and "
-    "throughput-load with optimization_target sla go by the traffic alone"
+    "heard over NATS (NATS_SERVER is not set; the operator sets it where its platform has NATS) or on the sockets that "
+    "workers tell in their DynamoWorkerMetadata (which cannot be listed here). slo, sla and throughput-load with "
+    "optimization_target sla go by the traffic alone"
 )
 
 

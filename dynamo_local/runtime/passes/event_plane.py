@@ -1,9 +1,9 @@
 """Dynamo's event plane, as far as forward passes travel on it: subjects, envelopes, and the frames of its ZMQ form.
 
-On NATS the subject is `namespace.<ns>.component.<component>.endpoint.<endpoint>.forward-pass-metrics`; a message is one
-envelope: `{"publisher_id", "sequence", "published_at" (ms), "topic", "payload", "published_at_ns"}`; its payload is a
-pass (`fpm`). On ZMQ each publisher has a socket of its own, and a message four frames: the topic, publisher and
-sequence (8 bytes each, big endian), and the envelope behind a head of 5 bytes.
+On NATS the subject is `namespace.<ns>.component.<component>.endpoint.<endpoint>.forward-pass-metrics` (until Dynamo 1.2
+without the endpoint); a message is one envelope: `{"publisher_id", "sequence", "published_at" (ms), "topic", "payload",
+"published_at_ns"}`; its payload is a pass (`fpm`). On ZMQ each publisher has a socket of its own, and a message four
+frames: the topic, publisher and sequence (8 bytes each, big endian), and the envelope behind a head of 5 bytes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ _decoder = msgspec.msgpack.Decoder(_Received)
 def subject(namespace: str, component: str, endpoint: str = "generate") -> str:
     """Where the passes of a component's workers are published on NATS."""
     return f"namespace.{namespace}.component.{component}.endpoint.{endpoint}.{TOPIC}"
+
+
+def subjects(namespace: str, component: str) -> tuple[str, str]:
+    """Where whoever listens to them must: publishers of Dynamo 1.2 and before name no endpoint."""
+    return subject(namespace, component), f"namespace.{namespace}.component.{component}.{TOPIC}"
 
 
 def seal(payload: bytes, *, publisher_id: int, sequence: int, wall_s: float) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
+from dynamo_local.runtime.passes import event_plane
+from dynamo_local.runtime.passes.fpm import encode_pass
 
 NAMESPACE = "default-serving"
 """Of the graph `serving` in the namespace `default`, within Dynamo."""
@@ -12,9 +14,15 @@ KV_BLOCKS, BLOCK = 1000, 16
 
 
 def worker_metadata(
-    name: str, instance: int, component: str = "backend", *, namespace: str = NAMESPACE, blocks: int | None = KV_BLOCKS
+    name: str,
+    instance: int,
+    component: str = "backend",
+    *,
+    namespace: str = NAMESPACE,
+    blocks: int | None = KV_BLOCKS,
+    channels: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Its `DynamoWorkerMetadata`: an endpoint and a model card, as Dynamo 1.2 writes them."""
+    """Its `DynamoWorkerMetadata`: an endpoint, a model card and event channels, as Dynamo 1.2 writes them."""
     place = {"namespace": namespace, "component": component, "endpoint": "generate", "instance_id": instance}
     engine = {"total_kv_blocks": blocks, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
     card = {"display_name": "m", "kv_cache_block_size": BLOCK, "context_length": 40960, "runtime_config": engine}
@@ -27,10 +35,41 @@ def worker_metadata(
             "data": {
                 "endpoints": {key: {"type": "Endpoint", **place, "transport": {"tcp": "10.0.0.1:9999/x"}}},
                 "model_cards": {key: {"type": "Model", **place, "card_json": card, "model_suffix": None}},
-                "event_channels": {},
+                "event_channels": channels or {},
             }
         },
     }
+
+
+def channel(
+    address: str,
+    component: str = "backend",
+    *,
+    namespace: str = NAMESPACE,
+    topic: str = event_plane.TOPIC,
+    kind: str = "Zmq",
+    scope: str | None = None,
+) -> dict[str, Any]:
+    """The event channel of a worker that publishes there. `scope`: as versions after 1.2 write it, of a `component` or
+    of an `endpoint`."""
+    place: dict[str, Any] = {"namespace": namespace, "component": component}
+    if scope == "endpoint":
+        place = {"scope": {"kind": scope, "endpoint": {**place, "name": "generate"}}}
+    elif scope is not None:
+        place = {"scope": {"kind": scope, **place}}
+    config = {"endpoint": address} if kind == "Zmq" else {"subject_prefix": address}
+    told = {"type": "EventChannel", **place, "topic": topic, "instance_id": 7}
+    return {f"{topic}/{address}": {**told, "transport": {"kind": kind, "config": config}}}
+
+
+def sealed(told: ForwardPass, number: int) -> bytes:
+    """A pass in the envelope of Dynamo's event plane."""
+    return event_plane.seal(encode_pass(told), publisher_id=7, sequence=number, wall_s=0.0)
+
+
+def framed(message: bytes) -> list[bytes]:
+    """An envelope as it is sent over ZeroMQ."""
+    return [event_plane.TOPIC.encode(), bytes(8), bytes(8), b"\x01" + len(message).to_bytes(4, "big") + message]
 
 
 def told_pass(

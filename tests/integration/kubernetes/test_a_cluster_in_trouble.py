@@ -12,17 +12,11 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.core.passes import ForwardPass
 from dynamo_local.planner.connectors.kubernetes.api import MERGE_PATCH
-from dynamo_local.runtime.nats import connect_nats
-from dynamo_local.runtime.passes import event_plane
-from dynamo_local.runtime.passes.fpm import encode_pass
 from tests.contract.kubernetes.kube_worlds import real_kube
 from tests.drivers.kube_server import RealKube
 from tests.drivers.pod_planner import BUSY, IDLE, Cluster, cluster
-from tests.drivers.servers import RealNats
-from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, beta
-from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, told_pass, worker_metadata
+from tests.fakes.kubernetes.graphs import NAME, beta
 from tests.integration.kubernetes.test_planner_in_a_pod import POLICIES
 
 __all__ = ["real_kube"]
@@ -145,46 +139,3 @@ async def test_pods_that_pend_do_not_keep_a_graph_large(real_kube: RealKube, tmp
         await here.until(pend)
         here.rate = IDLE
         await here.until_asked(1, 1, 500)
-
-
-async def test_the_policy_load_hears_the_engines_over_nats(
-    real_kube: RealKube, own_nats: RealNats, tmp_path: Path
-) -> None:
-    """Passes as Dynamo's workers send them, the limits from their cards; some are those of a rolling update."""
-    policy = {"policy": "load", "max_gpu_budget": 6, "adjustment_interval": 5, "metric_pulling_interval": 1}
-    hashed = f"{NAMESPACE}-0a1b2c3d"
-    nats = await connect_nats(own_nats.url, own_nats.access)
-    full = {"kv": 0.95, "waits": 9}
-
-    async def sends(here: Cluster) -> None:
-        for number in itertools.count(1):
-            asked = await here.asked()
-            for role, component, name in (("prefill", "prefill", PREFILL), ("decode", "backend", DECODE)):
-                for worker in range(asked.get(name, 0)):
-                    number_of = 100 * (role == "decode") + worker
-                    kv = round(full["kv"] * KV_BLOCKS * BLOCK) if role == "decode" else 0
-                    waits = int(full["waits"]) if role == "prefill" else 0
-                    told = told_pass(str(number_of), 0.0, number=number, kv=kv, running=1, waits=waits)
-                    await nats.publish(event_plane.subject(hashed, component), sealed(told, number))
-            await asyncio.sleep(0.5)
-
-    async with busy(real_kube, tmp_path) as here:
-        for name, component in (("d", "backend"), ("p", "prefill")):
-            where = "/apis/nvidia.com/v1alpha1/namespaces/default/dynamoworkermetadatas"
-            metadata = worker_metadata(name, 7, component, namespace=hashed)
-            assert (await here.admin.request("POST", where, metadata)).status == 201
-        sending = asyncio.ensure_future(sends(here))
-        try:
-            async with here.planner(policy, **own_nats.env):
-                await here.until_asked(3, 3)
-                full |= {"kv": 0.01, "waits": 0}
-                await here.until_asked(1, 1, 400)
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-            await nats.close()
-
-
-def sealed(told: ForwardPass, number: int) -> bytes:
-    """In the envelope of Dynamo's event plane."""
-    return event_plane.seal(encode_pass(told), publisher_id=7, sequence=number, wall_s=0.0)

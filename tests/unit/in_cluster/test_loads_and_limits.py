@@ -139,6 +139,7 @@ async def test_workers_of_a_rolling_update_are_heard_while_they_are_there() -> N
     await passes.follow(nats, NAMESPACE, look)
     await after_the_next_look()
     assert nats.namespaces == {NAMESPACE, f"{NAMESPACE}-00000001"}
+    assert f"namespace.{NAMESPACE}.component.backend.forward-pass-metrics" in nats.subjects, "as Dynamo 1.2 publishes"
     there[0] = None
     await after_the_next_look()
     assert nats.namespaces == {NAMESPACE, f"{NAMESPACE}-00000001"}
