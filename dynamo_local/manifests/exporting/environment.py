@@ -13,7 +13,7 @@ from dynamo_local.manifests.notes import Kind, Note
 NIXL_HOST, NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 POD_IP, POD_NAME = "status.podIP", "metadata.name"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_OF_THE_HOST = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+OF_THE_HOST = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _SERVERS = ("ETCD_", "NATS_")
 
 
@@ -56,7 +56,7 @@ def _only_here(name: str, value: str) -> str | None:
     """Why this variable is of this host alone; None if it is not."""
     if name in OWNED or name == NIXL_PORT:
         return "a port that no other process of this host has; in a pod every port is free"
-    if name in _OF_THE_HOST:
+    if name in OF_THE_HOST:
         return "Kubernetes gives each pod its GPUs"
     if name.startswith(_SERVERS):
         return "the operator tells its pods where discovery and events are"

@@ -11,6 +11,7 @@ from dynamo_local.commands.launching import DYNAMO_1X
 from dynamo_local.core.types import Role
 from dynamo_local.kubernetes.model import (
     GPU_RESOURCE,
+    MAIN_CONTAINER,
     Component,
     ComponentType,
     Container,
@@ -46,6 +47,7 @@ _EXPERIMENTAL = {
     "failover": "it keeps a second engine on the same GPU (failover), which the operator arranges",
     "checkpoint": "its pods start from a checkpoint, which the operator restores",
 }
+_MULTIMODAL = re.compile(r"--multimodal-[a-z-]*(worker|processor)")
 _DEVICE = re.compile(r"/.*(gpu|mig-|xe)|gpu.*/", re.IGNORECASE)
 _MODES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "agg": Role.AGGREGATED, "aggregated": Role.AGGREGATED}
 
@@ -103,7 +105,7 @@ def _impossible(component: Component) -> str | None:
     experimental = extra.get("experimental") or {key: extra[key] for key in _EXPERIMENTAL if extra.get(key)}
     if component.type is ComponentType.EPP or str(extra.get("componentType", "")) == "epp":
         return "an endpoint picker belongs to a gateway of Kubernetes, which routes in place of a frontend"
-    if component.frontend_sidecar is not None:
+    if component.frontend_sidecar is not None or _frontend_beside(component):
         return "its frontend is a sidecar that takes what a gateway of Kubernetes has routed to its pod"
     if component.multinode is not None and component.multinode.node_count > 1:
         return f"one replica spans {component.multinode.node_count} nodes, and here is one host"
@@ -123,6 +125,13 @@ def _impossible(component: Component) -> str | None:
     return None
 
 
+def _frontend_beside(component: Component) -> bool:
+    """As manifests had it before there was a field for it: a container beside the main one."""
+    pod = component.pod_template.spec if component.pod_template is not None else None
+    beside = [] if pod is None else [one for one in pod.containers if one.name != MAIN_CONTAINER]
+    return any(module_of([*(one.command or ()), *(one.args or ())]) == FRONTEND for one in beside)
+
+
 def _role(component: Component, command: HostCommand, *, disaggregated: bool) -> Role:
     words, _ = without_env(command.words)
     module = module_of(words)
@@ -132,6 +141,9 @@ def _role(component: Component, command: HostCommand, *, disaggregated: bool) ->
         return Role.FRONTEND
     if module not in WORKERS:
         raise CannotRun(f"it runs {' '.join(words[:3])}, which is none of Dynamo's workers ({', '.join(WORKERS)})")
+    parts = [word for word in words if _MULTIMODAL.fullmatch(word)]
+    if parts:
+        raise CannotRun(f"it is one part of a multimodal worker ({parts[0]}), and dynamo serve knows no such role")
     said = mode_of(words)
     if said is not None:
         if said not in _MODES:

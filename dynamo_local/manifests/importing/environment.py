@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dynamo_local.commands.dynamo_1x.env import HTTP_PORT, OWNED, PORT_VARIABLES
 from dynamo_local.core.secrets import allowed_env
 from dynamo_local.kubernetes.model import Container, EnvVar, NamedRef
-from dynamo_local.manifests.exporting.environment import POD_IP, POD_NAME
+from dynamo_local.manifests.exporting.environment import OF_THE_HOST, POD_IP, POD_NAME
 from dynamo_local.manifests.importing.documents import Documents
 from dynamo_local.manifests.notes import Kind, Note
 from dynamo_local.sdk.checks import SET_BY_SERVE
@@ -17,6 +17,7 @@ from dynamo_local.sdk.checks import SET_BY_SERVE
 _REFERENCE = re.compile(r"\$(\$)?\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 _IN_CLUSTER = re.compile(r"\.svc\b")
 _SERVERS = ("ETCD_", "NATS_", "KUBERNETES_")
+_DISCOVERY = ("DYN_DISCOVERY_BACKEND", "DYN_KUBE_DISCOVERY_MODE", "DYN_STORE_KV")
 WATCHER = "{watcher}"
 _PER_WORKER = {POD_IP: "127.0.0.1", POD_NAME: WATCHER}
 
@@ -80,10 +81,10 @@ def _take(variable: EnvVar, where: str, documents: Documents, found: Variables) 
         found.notes.append(Note(Kind.LEFT_OUT, where, f"its value needs {', '.join(unknown)}, which is not known here"))
         return None
     found.known[name] = value
-    return _place(name, value, where, found)
+    return place(name, value, where, found)
 
 
-def _place(name: str, value: str, where: str, found: Variables) -> None:
+def place(name: str, value: str, where: str, found: Variables) -> None:
     """A variable with a value: into the section, before the command, or nowhere."""
     if name == PORT_VARIABLES[HTTP_PORT] and value.isdecimal():
         found.http_port = int(value)
@@ -91,6 +92,10 @@ def _place(name: str, value: str, where: str, found: Variables) -> None:
         found.notes.append(Note(Kind.LEFT_OUT, where, "dynamo serve sets it, for each worker its own"))
     elif name.startswith(_SERVERS) or _IN_CLUSTER.search(value):
         found.notes.append(Note(Kind.LEFT_OUT, where, f"{value} is a server of the cluster"))
+    elif name in OF_THE_HOST:
+        found.notes.append(Note(Kind.LEFT_OUT, where, "dynamo serve gives each worker its GPUs"))
+    elif name in _DISCOVERY:
+        found.notes.append(Note(Kind.LEFT_OUT, where, "the processes of a host find one another by its etcd"))
     elif value == WATCHER:
         found.brought[name] = value
     elif name.endswith("_PORT") and value.isdecimal():
@@ -105,23 +110,23 @@ def _take_all(
     secret: NamedRef | None, config_map: NamedRef | None, where: str, documents: Documents, found: Variables
 ) -> None:
     """All keys of a Secret, or of a ConfigMap."""
-    place = f"{where}.envFrom"
+    from_ = f"{where}.envFrom"
     if secret is not None:
         text = (
             f"all keys of the Secret {secret.name}: export those that are needed before dynamo serve "
             "(HF_* reach the workers, others where Host.pass-env names them)"
         )
-        found.notes.append(Note(Kind.SECRET, place, text))
+        found.notes.append(Note(Kind.SECRET, from_, text))
         return
     name = "" if config_map is None else config_map.name
     data = (documents.config_maps or {}).get(name)
     if data is None:
-        found.notes.append(Note(Kind.LEFT_OUT, place, f"the ConfigMap {name} is not in this file"))
+        found.notes.append(Note(Kind.LEFT_OUT, from_, f"the ConfigMap {name} is not in this file"))
         return
     for key, value in data.items():
         if key not in found.known and isinstance(value, str):
             found.known[key] = value
-            _place(key, value, f"{place}.{key}", found)
+            place(key, value, f"{from_}.{key}", found)
 
 
 def _pass(name: str, what: str, where: str, found: Variables) -> None:

@@ -11,11 +11,14 @@ from dynamo_local.commands import placeholders
 from dynamo_local.kubernetes.model import Component, ComponentType, Container
 from dynamo_local.kubernetes.program import FRONTEND, MODELS, module_of, option, without
 from dynamo_local.manifests.exporting.environment import NIXL_PORT
-from dynamo_local.manifests.importing.environment import Variables, expanded
+from dynamo_local.manifests.importing.environment import Variables, expanded, place
 from dynamo_local.manifests.notes import Kind, Note
 
 _SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash", "/usr/bin/bash")
 _OPERATORS = set(";&|<>()`\n")
+_ALL_ARGUMENTS = ("$@", "$*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_DISCOVERY = ("--store-kv", "--discovery-backend")
 _SHELL_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 _BOUND_PORT = re.compile(r"(?<=tcp://\*:)\d+")
 _NIXL = "{port:nixl}"
@@ -42,6 +45,14 @@ def host_command(
     where, notes = component.name, list[Note]()
     words = pod_words(component.type, container)
     words = _plain(words, variables.known)
+    while len(words) > 1 and (assigned := _ASSIGNMENT.fullmatch(words[0])) is not None:  # `A=b python3 …` of a shell
+        place(assigned[1], assigned[2], f"{where}.command.{assigned[1]}", variables)
+        words = words[1:]
+    for name in _DISCOVERY:
+        if option(words, name) is not None:
+            text = "the processes of a host find one another by its etcd"
+            notes.append(Note(Kind.LEFT_OUT, f"{where}.{name}", text))
+    words = without(words, *_DISCOVERY)
     taken = [word for word in words if placeholders.named([word])]
     if taken:
         raise CannotRun(f"its word {taken[0]!r} holds what is a placeholder in a `command:` here")
@@ -93,10 +104,13 @@ def _plain(words: tuple[str, ...], known: Mapping[str, str]) -> tuple[str, ...]:
             raise CannotRun(f"its shell script needs ${name}, which is not known here")
         return known[name]
 
+    found: list[str] = []
     try:
-        return tuple(_SHELL_VARIABLE.sub(value, word) for word in shlex.split(script))
+        for word in shlex.split(script):
+            found += words[4:] if word in _ALL_ARGUMENTS else [_SHELL_VARIABLE.sub(value, word)]
     except ValueError as error:
         raise CannotRun(f"its shell script cannot be split into words: {error}") from None
+    return tuple(found)
 
 
 def _filled(word: str, known: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from dynamo_local.manifests.notes import NotCarried
 from tests.unit.manifests.carried import imported, told
 
 VLLM = ["python3", "-m", "dynamo.vllm"]
+BESIDE = {"name": "frontend", "command": ["python3"], "args": ["-m", "dynamo.frontend", "--router-mode", "direct"]}
 
 
 def component(name: str = "W", kind: str = "worker", **main: Any) -> dict[str, Any]:
@@ -87,6 +88,32 @@ def test_a_shells_single_command_is_its_words() -> None:
     for main in ({"args": [script]}, {"command": ["/bin/sh", "-c"], "args": [script]}):
         words = section(manifest(component(env=env, **main)))["command"]
         assert words == [*VLLM, "--model", "{model}", "--served-model-name", "n", "--x", '{"a":1}']
+
+
+def test_a_shells_arguments_stand_where_it_puts_them() -> None:
+    """`"$@"` is what comes after the script's own name; it is not passed on as a word."""
+    script = 'exec python3 -m dynamo.vllm "$@" --enforce-eager'
+    found = section(manifest(component(command=["/bin/sh", "-c", script, "--"], args=["--model", "org/name"])))
+    assert found["command"] == [*VLLM, "--model", "{model}", "--enforce-eager"]
+
+
+def test_variables_before_a_shells_program_are_the_components() -> None:
+    """Those that are this host's to set are left out, as elsewhere."""
+    script = "A=1 NVIDIA_VISIBLE_DEVICES=0 python3 -m dynamo.vllm --model org/name"
+    found = imported(manifest(component(command=["bash", "-c", script])))
+    assert found.sections["W"]["command"][:3] == VLLM
+    assert found.sections["W"]["ServiceArgs"]["envs"] == {"A": "1"}
+    assert "W.command.NVIDIA_VISIBLE_DEVICES" in told(found.notes, "left out")
+
+
+def test_how_the_clusters_processes_find_one_another_does_not_carry_over() -> None:
+    """Here they would not find one another at all."""
+    env = [{"name": "DYN_DISCOVERY_BACKEND", "value": "kubernetes"}, {"name": "DYN_STORE_KV", "value": "mem"}]
+    found = imported(manifest(worker(["--model", "m", "--store-kv", "mem", "--discovery-backend=file"], env=env)))
+    assert found.sections["W"]["command"] == [*VLLM, "--model", "{model}"]
+    assert "envs" not in found.sections["W"]["ServiceArgs"]
+    places = {"W.env.DYN_DISCOVERY_BACKEND", "W.env.DYN_STORE_KV", "W.--store-kv", "W.--discovery-backend"}
+    assert places <= set(told(found.notes, "left out"))
 
 
 def test_variables_in_words_are_filled_in_as_kubernetes_does() -> None:
@@ -275,6 +302,8 @@ def test_every_field_that_says_nothing_here_is_told() -> None:
         (worker(["--key", "$(API_KEY)"]), "API_KEY: a secret"),
         (worker(["--template", "{model}"]), "placeholder"),
         (worker(["--disaggregation-mode", "encode"]), "encode is unknown"),
+        (worker(["--multimodal-encode-worker"]), "one part of a multimodal worker"),
+        (worker(pod={"containers": [{"name": "main", "command": VLLM}, BESIDE]}), "sidecar that takes"),
         (component(command=["vllm", "serve"]), "none of Dynamo's workers"),
         (component("W", "prefill", command=VLLM), "no --disaggregation-mode prefill"),
         (component("F", "frontend", command=["nginx"]), "a frontend here is"),
