@@ -134,6 +134,10 @@ class RealKube:
 
     async def account(self, rules: frozenset[Rule]) -> Transport:
         """A new service account that may do that, and nothing else."""
+        return self.client(await self.token(rules))
+
+    async def token(self, rules: frozenset[Rule]) -> str:
+        """Of a new service account that may do that, and nothing else."""
         self._accounts += 1
         name = f"planner-{self._accounts}"
         groups = {"leases": "coordination.k8s.io"}
@@ -158,9 +162,9 @@ class RealKube:
             assert status == 201, said
         status, said = self._ask("POST", f"{accounts}/{name}/token", token_request)
         assert status == 201, said
-        client = self.client(said["status"]["token"])
-        await self._binding_holds(client, rules)
-        return client
+        token = str(said["status"]["token"])
+        await self._binding_holds(self.client(token), rules)
+        return token
 
     async def _binding_holds(self, client: Transport, rules: frozenset[Rule]) -> None:
         """A new binding is seen a moment later."""

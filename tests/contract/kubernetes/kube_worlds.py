@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dynamo_local.planner.connectors.kubernetes.api import Transport
 from tests.drivers.kube_server import RealKube
@@ -21,6 +22,15 @@ CRDS = tuple(
 )
 WHICH = ["fake", pytest.param("real", marks=pytest.mark.full)]
 NAMESPACE = "default"
+MANIFEST = Path(__file__).parents[3] / "examples/kubernetes/planner.yaml"
+
+
+def planner_rules() -> frozenset[Rule]:
+    """Of the Role in the planner's manifest, one by one."""
+    role = next(one for one in yaml.safe_load_all(MANIFEST.read_text()) if one["kind"] == "Role")
+    return frozenset(
+        (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
+    )
 
 
 class FakeWorld:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Role
@@ -15,21 +12,12 @@ from dynamo_local.planner.connectors.kubernetes.checking import Expected
 from dynamo_local.planner.connectors.kubernetes.connector import GraphUnfit, KubernetesConnector
 from dynamo_local.planner.connectors.kubernetes.electing import Election
 from dynamo_local.planner.connectors.local_connector import Committed
-from tests.contract.kubernetes.kube_worlds import World
+from tests.contract.kubernetes.kube_worlds import World, planner_rules
 from tests.contract.kubernetes.test_api_server import ADAPTERS, deployed
 from tests.fakes.kubernetes.api_server import Rule
 from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, adapter, beta
 
-MANIFEST = Path(__file__).parents[3] / "examples/kubernetes/planner.yaml"
 EXPECTED = Expected(max_gpus=8, floors={}, gpus={Role.PREFILL: None, Role.DECODE: None}, prefill=True)
-
-
-def rules() -> frozenset[Rule]:
-    """Of the Role in the manifest, one by one."""
-    role = next(one for one in yaml.safe_load_all(MANIFEST.read_text()) if one["kind"] == "Role")
-    return frozenset(
-        (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
-    )
 
 
 async def life(client: Transport) -> None:
@@ -61,17 +49,17 @@ async def graph_with_one_adapter(world: World) -> None:
 
 async def test_the_role_suffices(world: World) -> None:
     await graph_with_one_adapter(world)
-    await life(await world.somebody(rules()))
+    await life(await world.somebody(planner_rules()))
     seen = await KubeApi(world.admin, "default", NAME).graph()
     assert {one.name: seen.wanted(one) for one in seen.planned} == {PREFILL: 2, DECODE: 2}
 
 
-@pytest.mark.parametrize("missing", sorted(rules()), ids=":".join)
+@pytest.mark.parametrize("missing", sorted(planner_rules()), ids=":".join)
 async def test_without_a_verb_something_is_refused(world: World, missing: Rule) -> None:
     """So each of them is needed. What is refused is named."""
     await graph_with_one_adapter(world)
     with pytest.raises(DynamoError) as caught:
-        await life(await world.somebody(rules() - {missing}))
+        await life(await world.somebody(planner_rules() - {missing}))
     assert not isinstance(caught.value, GraphUnfit)
     resource, verb = missing
     assert "forbidden" in str(caught.value)

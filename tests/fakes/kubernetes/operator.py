@@ -2,7 +2,8 @@
 
 Pods become ready `start_s` after they were asked for, as long as there are `devices` for them; pods without one pend.
 `leaves_s` is how long one takes to end. A scaling adapter's number is written to its component. `broken` components
-never get ready, a `rollout` is reported while it is set, and a stopped operator leaves the status as it was.
+never get ready, a `rollout` and that it `failed` are reported while they are set, and a stopped operator leaves the
+status as it was.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Operator:
         self.start_s, self.leaves_s, self.devices = start_s, leaves_s, devices
         self.broken: set[str] = set()
         self.rollout: str | None = None
+        self.failed = False
         self.stopped = False
         self.peak = 0
         """Workers that were there at once, at most; those that leave are counted, those that pend are not."""
@@ -126,7 +128,7 @@ class Operator:
             }
         whole = all(counts["readyReplicas"] == asked[name] for name, counts in told.items())
         return {
-            "state": "successful" if whole else "pending",
+            "state": "failed" if self.failed else "successful" if whole else "pending",
             "observedGeneration": graph["metadata"]["generation"],
             "conditions": [_ready(whole)],
             self._field: told,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dynamo_local.planner.connectors.kubernetes.api import MERGE_PATCH
+from dynamo_local.planner.records.ticks import tick_log_path
 from tests.contract.kubernetes.kube_worlds import real_kube
 from tests.drivers.kube_server import RealKube
-from tests.drivers.pod_planner import BUSY, IDLE, Cluster, cluster
-from tests.fakes.kubernetes.graphs import NAME, beta
+from tests.drivers.pod_planner import BUSY, IDLE, PlannerProcess
+from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, beta
+from tests.integration.kubernetes.real_clusters import real_cluster
 from tests.integration.kubernetes.test_planner_in_a_pod import POLICIES
 
 __all__ = ["real_kube"]
@@ -24,20 +24,15 @@ __all__ = ["real_kube"]
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 CONFIG = POLICIES["throughput-load"]
-
-
-@asynccontextmanager
-async def busy(server: RealKube, folder: Path, **operator: Any) -> AsyncIterator[Cluster]:
-    """Many requests from the first moment on."""
-    async with server.lent(), cluster(server.client(), server.kubeconfig(), folder, **operator) as here:
-        yield here
+TICKS = 3
+"""One in six seconds."""
 
 
 async def test_an_api_server_that_is_away_and_one_that_hangs_are_waited_for(
     real_kube: RealKube, tmp_path: Path
 ) -> None:
     """It holds and says so; its pod stays alive and healthy; and it goes on from what is there."""
-    async with busy(real_kube, tmp_path) as here, here.planner(CONFIG) as planner:
+    async with real_cluster(real_kube, tmp_path) as here, here.planner(CONFIG) as planner:
         await here.until_asked(3, 4)
         await asyncio.to_thread(real_kube.stop)
 
@@ -64,9 +59,25 @@ async def test_an_api_server_that_is_away_and_one_that_hangs_are_waited_for(
         assert here.operator.peak <= 8
 
 
+async def test_during_a_rollout_and_after_a_failure_nothing_is_changed(real_kube: RealKube, tmp_path: Path) -> None:
+    """It goes on looking, and acts as soon as the operator says that all is well."""
+    async with real_cluster(real_kube, tmp_path) as here:
+        here.operator.rollout = "InProgress"
+        async with here.planner(CONFIG) as planner:
+            await here.until(ticked(planner, TICKS))
+            assert await here.asked() == {PREFILL: 1, DECODE: 1}
+            here.operator.rollout = None
+            await here.until_asked(3, 4)
+            here.operator.failed, here.rate = True, IDLE
+            await here.until(ticked(planner, TICKS))
+            assert await here.asked() == {PREFILL: 3, DECODE: 4}
+            here.operator.failed = False
+            await here.until_asked(1, 1, 400)
+
+
 async def test_writes_of_others_cost_a_try_and_nothing_else(real_kube: RealKube, tmp_path: Path) -> None:
     """Somebody writes an annotation as fast as the server takes it: every patch may meet another version."""
-    async with busy(real_kube, tmp_path) as here:
+    async with real_cluster(real_kube, tmp_path) as here:
         numbers = itertools.count(1)
 
         async def writes() -> None:
@@ -88,7 +99,7 @@ async def test_writes_of_others_cost_a_try_and_nothing_else(real_kube: RealKube,
 
 
 async def test_a_graph_that_is_deleted_is_planned_again_when_it_is_back(real_kube: RealKube, tmp_path: Path) -> None:
-    async with busy(real_kube, tmp_path) as here, here.planner(CONFIG) as planner:
+    async with real_cluster(real_kube, tmp_path) as here, here.planner(CONFIG) as planner:
         await here.until_asked(3, 4)
         assert (await here.admin.request("DELETE", f"{here.graphs}/{NAME}")).status == 200
 
@@ -103,7 +114,7 @@ async def test_a_graph_that_is_deleted_is_planned_again_when_it_is_back(real_kub
 
 async def test_a_planner_that_is_killed_is_followed_by_the_other_one(real_kube: RealKube, tmp_path: Path) -> None:
     """Its lease expires. The one that is started in its place waits for its turn, and changes nothing."""
-    async with busy(real_kube, tmp_path) as here, here.planner(CONFIG, "b") as first:
+    async with real_cluster(real_kube, tmp_path) as here, here.planner(CONFIG, "b") as first:
         await here.until_asked(3, 4)
         async with here.planner(CONFIG, "c") as second:
 
@@ -129,7 +140,7 @@ async def test_a_planner_that_is_killed_is_followed_by_the_other_one(real_kube: 
 
 async def test_pods_that_pend_do_not_keep_a_graph_large(real_kube: RealKube, tmp_path: Path) -> None:
     """There are four devices: three pods pend for ever. They are taken away as soon as they are too many."""
-    async with busy(real_kube, tmp_path, devices=4) as here, here.planner(CONFIG):
+    async with real_cluster(real_kube, tmp_path, devices=4) as here, here.planner(CONFIG):
         await here.until_asked(3, 4)
 
         async def pend() -> bool:
@@ -139,3 +150,18 @@ async def test_pods_that_pend_do_not_keep_a_graph_large(real_kube: RealKube, tmp
         await here.until(pend)
         here.rate = IDLE
         await here.until_asked(1, 1, 500)
+
+
+def ticked(planner: PlannerProcess, times: int) -> Callable[[], Awaitable[bool]]:
+    """Whether it has looked and thought so many times since now."""
+    path = tick_log_path(planner.folder / "logs")
+
+    def ticks() -> int:
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    first = ticks()
+
+    async def enough() -> bool:
+        return ticks() >= first + times
+
+    return enough

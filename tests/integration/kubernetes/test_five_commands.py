@@ -1,4 +1,5 @@
-"""docs/kubernetes.md, "From one host to a cluster in five commands": tried with kubectl on a real API server."""
+"""docs/kubernetes.md, "From one host to a cluster in five commands", and the planner's manifest: with kubectl on a real
+API server."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from dynamo_local.clock import AsyncioClock
-from tests.contract.kubernetes.kube_worlds import real_kube
+from tests.contract.kubernetes.kube_worlds import MANIFEST, real_kube
 from tests.drivers.kube_server import RealKube
 from tests.fakes.kubernetes.operator import Operator
 
@@ -22,6 +25,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
 NAME = "chat"
+SECRET = "hf_secret"
+Run = Callable[[str], Awaitable[str]]
+"""A line of a shell, in the folder of the example; what it prints. It fails with what it says on stderr."""
 
 
 def commands() -> list[str]:
@@ -31,29 +37,38 @@ def commands() -> list[str]:
     return [line.removeprefix("$ ") for line in section.splitlines() if line.startswith("$ ")]
 
 
-async def test_a_graph_of_a_host_is_deployed_and_scaled(tmp_path: Path, real_kube: RealKube) -> None:
-    """The last one, a port to the frontend's pod, needs pods: here it is only seen to name the operator's Service."""
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The example, of which the page speaks."""
+    return Path(shutil.copytree(ROOT / "examples/dynamo_1x", tmp_path / "graph"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, folder: Path, real_kube: RealKube) -> Run:
+    """With kubectl on the API server."""
     kubectl = Path(os.environ["DYN_KUBE_BIN"])
     if not (kubectl / "kubectl").exists():
         pytest.skip("no kubectl: tests/kube/build.sh FOLDER fetches it")
-    folder = tmp_path / "graph"
-    shutil.copytree(ROOT / "examples/dynamo_1x", folder)
     env = {
         **os.environ,
-        "PATH": f"{kubectl}:{os.environ['PATH']}",
+        "PATH": f"{kubectl}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "KUBECONFIG": str(real_kube.kubeconfig()),
         "HOME": str(tmp_path),
-        "HF_TOKEN": "hf_secret",
+        "HF_TOKEN": SECRET,
     }
 
-    async def run(command: str) -> str:
-        """Raises what it says on stderr."""
+    async def said(command: str) -> str:
         done = await asyncio.to_thread(
             subprocess.run, command, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout
 
+    return said
+
+
+async def test_a_graph_of_a_host_is_deployed_and_scaled(run: Run, folder: Path, real_kube: RealKube) -> None:
+    """The last one, a port to the frontend's pod, needs pods: here it is only seen to name the operator's Service."""
     export, secret, apply, wait, forward = commands()
     assert re.fullmatch(rf"kubectl port-forward service/{NAME}-frontend \d+:8000", forward)
     async with real_kube.lent():
@@ -64,11 +79,34 @@ async def test_a_graph_of_a_host_is_deployed_and_scaled(tmp_path: Path, real_kub
             assert "created" in await run(apply)
             await operator.start()
             assert "condition met" in await run(wait)
-            manifest = (folder / f"{NAME}.yaml").read_text()
-            assert "hf_secret" not in manifest
+            assert SECRET not in (folder / f"{NAME}.yaml").read_text()
             replicas = "-o jsonpath='{.status.components.*.readyReplicas}'"
             assert set((await run(f"kubectl get dgd {NAME} {replicas}")).split()) == {"1"}
             await run(f"kubectl delete -f {NAME}.yaml")
         finally:
             await operator.close()
             await run("kubectl delete secret --all --ignore-not-found")
+
+
+async def test_what_kubectl_applies_and_gets_is_imported(run: Run, folder: Path, real_kube: RealKube) -> None:
+    """With all that the server adds: status, managed fields, versions."""
+    async with real_kube.lent():
+        await run(commands()[0].replace("TAG", "1.2.0"))
+        await run(f"kubectl apply -f {NAME}.yaml")
+        try:
+            await run(f"kubectl get dgd {NAME} -o yaml | dynamo import kubernetes - -o back.yaml")
+            await run(f"dynamo import kubernetes {NAME}.yaml -o same.yaml")
+        finally:
+            await run(f"kubectl delete -f {NAME}.yaml")
+    assert (folder / "back.yaml").read_text().splitlines()[1:] == (folder / "same.yaml").read_text().splitlines()[1:]
+
+
+async def test_the_manifest_of_a_planner_is_taken_as_it_is(run: Run) -> None:
+    """Account, Role, binding, options and the Deployment of its pod: no field of it is unknown or wrong."""
+    try:
+        made = await run(f"kubectl apply -f {MANIFEST}")
+        assert len([line for line in made.splitlines() if line.endswith(" created")]) == 5
+        probed = "-o jsonpath='{.spec.template.spec.containers[0].livenessProbe.httpGet.path}'"
+        assert await run(f"kubectl get deployment dynamo-local-planner {probed}") == "/live"
+    finally:
+        await run(f"kubectl delete -f {MANIFEST} --ignore-not-found")

@@ -16,7 +16,7 @@ from dynamo_local.runtime.nats import connect_nats
 from dynamo_local.runtime.passes import event_plane
 from tests.contract.kubernetes.kube_worlds import real_kube
 from tests.drivers.kube_server import RealKube
-from tests.drivers.pod_planner import Cluster, cluster
+from tests.drivers.pod_planner import Cluster
 from tests.drivers.servers import RealNats
 from tests.fakes.kubernetes.graphs import DECODE, PREFILL
 from tests.fakes.kubernetes.workers import (
@@ -29,6 +29,7 @@ from tests.fakes.kubernetes.workers import (
     told_pass,
     worker_metadata,
 )
+from tests.integration.kubernetes.real_clusters import real_cluster
 
 __all__ = ["real_kube"]
 
@@ -97,7 +98,7 @@ async def test_the_policy_load_hears_the_engines_over_nats(
         await nats.publish(event_plane.subject(HASHED, component), message)
 
     try:
-        async with real_kube.lent(), cluster(real_kube.client(), real_kube.kubeconfig(), tmp_path) as here:
+        async with real_cluster(real_kube, tmp_path) as here:
             await registers(here, {})
             await follows(here, send, **own_nats.env)
     finally:
@@ -116,7 +117,7 @@ async def test_the_policy_load_hears_the_engines_over_their_sockets(real_kube: R
         await sockets[component].send_multipart(framed(message))
 
     try:
-        async with real_kube.lent(), cluster(real_kube.client(), real_kube.kubeconfig(), tmp_path) as here:
+        async with real_cluster(real_kube, tmp_path) as here:
             await registers(here, addresses)
             await follows(here, send)
     finally:

@@ -16,6 +16,7 @@ from tests.drivers.kube_server import RealKube
 from tests.drivers.pod_planner import IDLE, Cluster, cluster
 from tests.fakes.kubernetes.api_server import Kube
 from tests.fakes.kubernetes.graphs import NAME, alpha, beta
+from tests.integration.kubernetes.real_clusters import real_cluster
 
 __all__ = ["old_kube", "real_kube"]
 
@@ -71,8 +72,9 @@ async def test_a_planner_in_a_pod_follows_a_load_up_and_down(tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_each_policy_does_on_a_real_api_server(policy: str, tmp_path: Path, real_kube: RealKube) -> None:
-    """Its answers, its versions, its TLS and its tokens. The frontend tells no latencies."""
-    async with real_kube.lent(), cluster(real_kube.client(), real_kube.kubeconfig(), tmp_path) as here:
+    """Its answers, versions and TLS, and the token of an account with the manifest's Role alone. The frontend tells no
+    latencies."""
+    async with real_cluster(real_kube, tmp_path) as here:
         here.rate, here.lengths = LOADS.get(policy, (here.rate, here.lengths))
         await up_and_down(here, POLICIES[policy])
 
@@ -81,7 +83,7 @@ async def test_each_policy_does_on_a_real_api_server(policy: str, tmp_path: Path
 @pytest.mark.timeout(900)
 async def test_a_cluster_that_has_only_the_older_version_is_planned_too(tmp_path: Path, old_kube: RealKube) -> None:
     """v1alpha1: services, and no adapters."""
-    async with old_kube.lent(), cluster(old_kube.client(), old_kube.kubeconfig(), tmp_path, alpha()) as here:
+    async with real_cluster(old_kube, tmp_path, alpha()) as here:
         await up_and_down(here, POLICIES["throughput-load"])
 
 
@@ -90,7 +92,7 @@ async def test_a_cluster_that_has_only_the_older_version_is_planned_too(tmp_path
 async def test_adapters_are_scaled_and_nothing_is_written_past_them(tmp_path: Path, real_kube: RealKube) -> None:
     """Under load, up and down; each adapter asks for what its component has in the end."""
     graph = beta(adapters=True)
-    async with real_kube.lent(), cluster(real_kube.client(), real_kube.kubeconfig(), tmp_path, graph) as here:
+    async with real_cluster(real_kube, tmp_path, graph) as here:
         await up_and_down(here, POLICIES["throughput-load"])
         managers = {
             manager["manager"]
