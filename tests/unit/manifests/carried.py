@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dynamo_local.commands.graph import with_commands
 from dynamo_local.config import load_config, resolve
 from dynamo_local.kubernetes.model import document
@@ -18,6 +20,8 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 WISH = Wish("graph", "image:1", "graph-secrets", planner_image=None)
 PLANNED = Wish("graph", "image:1", "graph-secrets", planner_image="planner:1")
+VLLM = ["python3", "-m", "dynamo.vllm"]
+BESIDE = {"name": "frontend", "command": ["python3"], "args": ["-m", "dynamo.frontend", "--router-mode", "direct"]}
 
 
 def exported(text: str, wish: Wish = WISH, *, target: str | None = None, cwd: Path = EXAMPLES / "llm") -> Exported:
@@ -58,3 +62,31 @@ def env_of(component: dict[str, Any]) -> dict[str, Any]:
 def told(notes: tuple[Note, ...], kind: str) -> dict[str, str]:
     """The notes of one kind, by their place."""
     return {note.where: note.text for note in notes if note.kind == kind}
+
+
+def component(name: str = "W", kind: str = "worker", **main: Any) -> dict[str, Any]:
+    """Of v1beta1; `pod`, `own`: further keys of its pod and its own."""
+    pod, own = main.pop("pod", {}), main.pop("own", {})
+    container = {"name": "main", "image": "image:1", **main}
+    return {"name": name, "type": kind, **own, "podTemplate": {"spec": {"containers": [container], **pod}}}
+
+
+def manifest(*components: dict[str, Any], **spec: Any) -> str:
+    """One graph."""
+    graph = {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": "g"},
+        "spec": {"components": list(components), **spec},
+    }
+    return yaml.safe_dump(graph, sort_keys=False)
+
+
+def worker(args: list[str] | None = None, **more: Any) -> dict[str, Any]:
+    """One vLLM worker."""
+    return component(command=VLLM, args=["--model", "org/name"] if args is None else args, **more)
+
+
+def section(text: str, name: str = "W") -> dict[str, Any]:
+    """One section of the configuration."""
+    return dict(imported(text).sections[name])
