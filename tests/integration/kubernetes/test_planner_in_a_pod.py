@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_http import api_over_http, kubeconfig, serving
 from tests.drivers.kube_server import RealKube
 from tests.drivers.pod_planner import IDLE, Cluster, cluster
+from tests.drivers.prometheus import RealPrometheus
 from tests.fakes.kubernetes.api_server import Kube
 from tests.fakes.kubernetes.graphs import NAME, alpha, beta
 from tests.integration.kubernetes.real_clusters import real_cluster
@@ -77,6 +79,21 @@ async def test_each_policy_does_on_a_real_api_server(policy: str, tmp_path: Path
     async with real_cluster(real_kube, tmp_path) as here:
         here.rate, here.lengths = LOADS.get(policy, (here.rate, here.lengths))
         await up_and_down(here, POLICIES[policy])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+async def test_the_requests_may_be_counted_by_prometheus(tmp_path: Path, real_kube: RealKube) -> None:
+    """Which scrapes the frontend; the planner itself does not reach it."""
+    async with real_cluster(real_kube, tmp_path) as here:
+        (tmp_path / "prometheus").mkdir()
+        server = RealPrometheus(tmp_path / "prometheus", here.url.removeprefix("http://"))
+        here.url = "http://127.0.0.1:1"
+        try:
+            await asyncio.to_thread(server.start)
+            await up_and_down(here, {**POLICIES["throughput-load"], "metric_pulling_prometheus_endpoint": server.url})
+        finally:
+            await asyncio.to_thread(server.stop)
 
 
 @pytest.mark.full
