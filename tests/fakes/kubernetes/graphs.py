@@ -58,13 +58,13 @@ def alpha(prefill: int = 1, decode: int = 1) -> dict[str, Any]:
     return _object("v1alpha1", {"services": services}, {})
 
 
-def adapter(component_name: str, replicas: int = 1) -> dict[str, Any]:
+def adapter(component_name: str, replicas: int = 1, *, graph: str = NAME) -> dict[str, Any]:
     """The scaling adapter of a component of a v1beta1 graph, as the operator makes it."""
     return {
         "apiVersion": "nvidia.com/v1beta1",
         "kind": "DynamoGraphDeploymentScalingAdapter",
-        "metadata": {"name": f"{NAME}-{component_name.lower()}"},
-        "spec": {"replicas": replicas, "dgdRef": {"name": NAME, "componentName": component_name}},
+        "metadata": {"name": f"{graph}-{component_name.lower()}"},
+        "spec": {"replicas": replicas, "dgdRef": {"name": graph, "componentName": component_name}},
     }
 
 

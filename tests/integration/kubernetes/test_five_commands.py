@@ -7,17 +7,22 @@ import asyncio
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dynamo_local.clock import AsyncioClock
 from tests.contract.kubernetes.kube_worlds import MANIFEST, real_kube
 from tests.drivers.kube_server import RealKube
+from tests.fakes.kubernetes.graphs import adapter
 from tests.fakes.kubernetes.operator import Operator
+from tests.tools.free_port import free_port
 
 __all__ = ["real_kube"]
 
@@ -26,6 +31,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 NAME = "chat"
 SECRET = "hf_secret"
+ADAPTERS = "/apis/nvidia.com/v1beta1/namespaces/default/dynamographdeploymentscalingadapters"
+ACCOUNTS = "/api/v1/namespaces/default/serviceaccounts"
 Run = Callable[[str], Awaitable[str]]
 """A line of a shell, in the folder of the example; what it prints. It fails with what it says on stderr."""
 
@@ -110,3 +117,59 @@ async def test_the_manifest_of_a_planner_is_taken_as_it_is(run: Run) -> None:
         assert await run(f"kubectl get deployment dynamo-local-planner {probed}") == "/live"
     finally:
         await run(f"kubectl delete -f {MANIFEST} --ignore-not-found")
+
+
+PLANNED = (
+    f"{commands()[0].replace('TAG', '1.2.0')} --planner --planner-image planner:1 "
+    "--Planner.policy=slo --Planner.ttft=300 --Planner.itl=20"
+)
+
+
+async def test_an_exported_planner_begins_by_its_own_words_and_rights(
+    run: Run, folder: Path, tmp_path: Path, real_kube: RealKube
+) -> None:
+    """Those of its component, with the token of the account that stands beside the graph. The operator makes the
+    adapters."""
+    admin, port = real_kube.client(), free_port()
+    async with real_kube.lent():
+        await run(PLANNED)
+        await run(f"kubectl apply -f {NAME}.yaml")
+        operator = Operator(admin, AsyncioClock(), NAME)
+        try:
+            *_, graph = yaml.safe_load_all((folder / f"{NAME}.yaml").read_text())
+            components = {one["name"]: one for one in graph["spec"]["components"]}
+            for name in ("Prefill", "Decode"):
+                assert (await admin.request("POST", ADAPTERS, adapter(name, graph=NAME))).status == 201
+            await operator.start()
+            account = components["Planner"]["podTemplate"]["spec"]["serviceAccountName"]
+            request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+            token = await admin.request("POST", f"{ACCOUNTS}/{account}/token", request)
+            (main,) = components["Planner"]["podTemplate"]["spec"]["containers"]
+            there = ["--graph", NAME, "--kubeconfig", str(real_kube.kubeconfig(token.body["status"]["token"]))]
+            own = ["--logs", str(tmp_path / "logs"), "--metrics-port", "0", "--system-port", str(port)]
+            log, words = tmp_path / "planner.log", [*main["command"][1:], *main["args"], *there, *own]
+            async with process([sys.executable, *words], log):
+                await until(lambda: "leads" in log.read_text() and f"planning {NAME}" in log.read_text(), log.read_text)
+        finally:
+            await operator.close()
+            await run(f"kubectl delete -f {NAME}.yaml")
+
+
+@asynccontextmanager
+async def process(words: list[str], log: Path) -> AsyncIterator[None]:
+    """Until it is told to end, which it does with 0."""
+    with log.open("ab") as into:
+        running = await asyncio.create_subprocess_exec(*words, stdout=into, stderr=into)
+    try:
+        yield
+    finally:
+        running.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(running.wait(), 60) == 0, log.read_text()
+
+
+async def until(done: Callable[[], bool], what: Callable[[], str]) -> None:
+    """Within a minute."""
+    end_s = asyncio.get_running_loop().time() + 60.0
+    while not done():
+        assert asyncio.get_running_loop().time() < end_s, what()
+        await asyncio.sleep(0.2)
