@@ -82,6 +82,22 @@ async def test_pending_pods_hold_up_no_scale_down() -> None:
 
 
 @on_virtual_time
+async def test_a_component_that_does_not_get_ready_lets_the_other_one_shrink() -> None:
+    """Its pods fail one after the other. Nothing is added meanwhile."""
+    async with planned(beta(1, 3)) as world:
+        world.operator.broken.add(PREFILL)
+        await world.until(lambda: world.graph["status"]["state"] == "pending")
+        await world.connector.look()
+        pools = world.connector.worker_pools()
+        assert (pools.prefill and pools.prefill.ready, pools.decode.ready) == (0, 3)
+        answer = await world.connector.set_component_replicas({PREFILL: 2})
+        assert isinstance(answer, Refused)
+        assert answer.code == "not_ready"
+        assert isinstance(await world.connector.set_component_replicas({DECODE: 1}), Committed)
+        assert world.asked() == {PREFILL: 1, DECODE: 1}
+
+
+@on_virtual_time
 async def test_a_missing_adapter_is_a_refusal_and_the_graph_stays_as_it_was() -> None:
     """lesson: ai-dynamo #13538, where a missing adapter was bypassed by a write of the graph."""
     async with planned(beta(adapters=True)) as world:
