@@ -3,13 +3,17 @@
 All streams of a worker get their tokens in the same passes, so a worker is one count of passes: a stream that comes at
 pass V with n tokens ends at V + n, and its mean gap is the time from one to the other over n. Between two events a pass
 takes what the engine says of the KV that is in use in the middle between them.
+
+This is where a planner's processor time goes, so nothing is computed twice: what a worker takes until its next end is
+kept until it changes, and only workers of which a stream has ended are looked at before a choice.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from dynamo_local.planner.queueing.demand import Demand
@@ -19,30 +23,119 @@ WARM_UP = 0.15
 """Share of the streams at the beginning that only fill the workers, and are not judged."""
 
 
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Streams by the time at which their prefill is done: `(seconds, prompt tokens, tokens yet to come)`."""
+
+    came: tuple[tuple[float, int, int], ...]
+
+    @classmethod
+    def of(cls, demand: Demand, times: Sequence[float]) -> Streams:
+        """Those of this demand, each from its time (seconds) on: a burst of prompts is no burst of streams."""
+        rows = sorted(zip(times, demand.isl, demand.osl, strict=True))
+        return cls(tuple((at_s, isl, max(1, osl - 1)) for at_s, isl, osl in rows))
+
+    @property
+    def judged_from(self) -> int:
+        """The first one that is judged."""
+        return int(len(self.came) * WARM_UP)
+
+    @property
+    def judged(self) -> int:
+        """So many are judged."""
+        return len(self.came) - self.judged_from
+
+
 def decode_share(demand: Demand, times: Sequence[float], workers: int, engine: Engine, itl_s: float) -> float:
     """Share of the streams that keep `itl_s` seconds in the mean, and that need not wait for KV. `times`: when each
-    request's prefill is done (seconds): a burst of prompts is no burst of streams."""
-    fleet = [_Worker(engine, itl_s) for _ in range(workers)]
-    judged_from = int(len(times) * WARM_UP)
-    turns = engine.options.turns
-    for number, (at_s, isl, osl) in enumerate(sorted(zip(times, demand.isl, demand.osl, strict=True))):
-        if turns:
-            worker = fleet[number % workers]
-        else:
-            for each in fleet:
-                if each.due_s <= at_s:  # until then its load is what it was
-                    each.advance(at_s)
-            worker = min(fleet, key=_load)
-        worker.advance(at_s)
-        worker.take(at_s, isl, max(1, osl - 1), number >= judged_from)
-    for each in fleet:
-        each.finish()
-    judged = sum(each.judged for each in fleet)
-    return sum(each.kept for each in fleet) / judged if judged else 1.0
+    request's prefill is done (seconds)."""
+    return Run(Streams.of(demand, times), workers, engine, itl_s).share()
 
 
-def _load(worker: _Worker) -> float:
-    return worker.load
+class Run:
+    """So many workers with these streams, as far as somebody wanted to know it."""
+
+    def __init__(self, streams: Streams, workers: int, engine: Engine, itl_s: float) -> None:
+        self._streams = streams
+        self._left = enumerate(streams.came)
+        self._tally = _Tally()
+        self._fleet = [_Worker(engine, itl_s, self._tally) for _ in range(workers)]
+        self._go_on = self._in_turn if engine.options.turns else self._least_loaded
+        self._loads = [0.0] * workers
+        self._due: list[tuple[float, int]] = [(math.inf, -1)]
+        """When a worker's next stream ends. An entry that is not the worker's any more counts for nothing."""
+
+    def share(self, least: float = 0.0) -> float:
+        """Of the streams, those that are kept (`decode_share`); or -1, as soon as it cannot be `least` any more. Asked
+        again, it goes on from there."""
+        judged = self._streams.judged
+        if not judged:
+            return 1.0
+        most = judged - _fewest(judged, least)
+        if self._tally.missed <= most and self._go_on(most):
+            for each in self._fleet:
+                each.finish()
+        return self._tally.kept / judged if self._tally.missed <= most else -1.0
+
+    def _in_turn(self, most: int) -> bool:
+        """False where more than `most` are missed."""
+        judged_from, tally, fleet = self._streams.judged_from, self._tally, self._fleet
+        for number, (at_s, isl, tokens) in self._left:
+            worker = fleet[number % len(fleet)]
+            worker.advance(at_s)
+            worker.take(at_s, isl, tokens, number >= judged_from)
+            if tally.missed > most:
+                return False
+        return True
+
+    def _least_loaded(self, most: int) -> bool:
+        """False where more than `most` are missed."""
+        judged_from, tally, fleet = self._streams.judged_from, self._tally, self._fleet
+        loads, due = self._loads, self._due
+        for number, (at_s, isl, tokens) in self._left:
+            if due[0][0] <= at_s:  # of all others the load is what it was
+                self._end_until(at_s)
+            index = loads.index(min(loads))
+            worker = fleet[index]
+            before_s = worker.due_s
+            worker.advance(at_s)
+            worker.take(at_s, isl, tokens, number >= judged_from)
+            loads[index] = worker.load
+            if worker.due_s != before_s:
+                heappush(due, (worker.due_s, index))
+            if tally.missed > most:
+                return False
+        return True
+
+    def _end_until(self, at_s: float) -> None:
+        """Bring the workers of which a stream ends by then to that moment."""
+        due, ended = self._due, []
+        while due[0][0] <= at_s:
+            due_s, index = heappop(due)
+            worker = self._fleet[index]
+            if worker.due_s == due_s:
+                worker.advance(at_s)
+                self._loads[index] = worker.load
+                ended.append((worker.due_s, index))
+        for entry in ended:
+            heappush(due, entry)
+
+
+class _Tally:
+    """Streams that were kept, and that were missed."""
+
+    __slots__ = ("kept", "missed")
+
+    def __init__(self) -> None:
+        self.kept = self.missed = 0
+
+
+def _fewest(judged: int, least: float) -> int:
+    """So many of them are `least` of them."""
+    kept = max(0, math.ceil(least * judged) - 2)  # it may be rounded
+    while kept < judged and kept / judged < least:
+        kept += 1
+    return kept
 
 
 class _Worker:
@@ -50,27 +143,30 @@ class _Worker:
     comes before; `passes` are counted in fractions."""
 
     __slots__ = (
-        "_engine", "_itl_s", "_max_kv", "_max_seqs", "_waiting",
-        "due_s", "judged", "kept", "kv", "load", "now_s", "passes", "streams",
+        "_itl_s", "_max_kv", "_max_seqs", "_pass_s", "_tally", "_took_s", "_waiting",
+        "due_s", "kv", "load", "now_s", "passes", "streams",
     )  # fmt: skip
 
-    def __init__(self, engine: Engine, itl_s: float) -> None:
-        self._engine, self._itl_s = engine, itl_s
+    def __init__(self, engine: Engine, itl_s: float, tally: _Tally) -> None:
+        self._itl_s, self._tally = itl_s, tally
+        self._pass_s: Callable[[float, float], float] = engine.itl_s
         self._max_kv, self._max_seqs = engine.max_kv_tokens, engine.options.max_num_seqs
-        self._waiting: deque[tuple[float, int, int, bool]] = deque()
+        self._waiting: deque[tuple[int, int]] = deque()
         self.streams: list[tuple[float, float, int, int, bool]] = []
         self.now_s = self.passes = self.kv = self.load = 0.0
         self.due_s = math.inf
-        self.kept = self.judged = 0
+        self._took_s: float | None = None
+        """From `now_s` to the next end; None where something has changed since."""
 
     def take(self, at_s: float, isl: int, tokens: int, judged: bool) -> None:
         """A stream of so many tokens yet to come, whose prompt has `isl`. Bring it to `at_s` first."""
-        self.judged += judged
         self.load += isl + tokens / 2
         if self._waiting or not self._fits(isl):
-            self._waiting.append((at_s, isl, tokens, False))
+            self._waiting.append((isl, tokens))
+            self._tally.missed += judged
             return
-        self._start(at_s, isl, tokens, judged)
+        heappush(self.streams, (self.passes + tokens, at_s, isl, tokens, judged))
+        self.kv += isl
         self._put_due()
 
     def _fits(self, isl: int) -> bool:
@@ -78,57 +174,63 @@ class _Worker:
             return True
         return self.kv + isl <= self._max_kv and len(self.streams) < self._max_seqs
 
-    def _start(self, at_s: float, isl: int, tokens: int, judged: bool) -> None:
-        heappush(self.streams, (self.passes + tokens, at_s, isl, tokens, judged))
-        self.kv += isl
-
     def advance(self, to_s: float) -> None:
         """Bring it to that moment."""
-        streams, engine = self.streams, self._engine
+        streams = self.streams
         while streams:
-            count = len(streams)
-            ahead = streams[0][0] - self.passes
-            kv = self.kv + count * ahead / 2
-            took_s = ahead * engine.itl_s(kv, kv / count)
+            took_s = self._took_s
+            if took_s is None:
+                took_s = self._to_next_s()
             if self.now_s + took_s > to_s:
-                done = ahead * (to_s - self.now_s) / took_s if took_s > 0 else 0.0
-                self.passes += done
-                self.kv += count * done
+                if to_s > self.now_s:
+                    done = (streams[0][0] - self.passes) * (to_s - self.now_s) / took_s if took_s > 0 else 0.0
+                    self.passes += done
+                    self.kv += len(streams) * done
+                    self._took_s = None
                 self.now_s = to_s
                 return
             self.now_s += took_s
-            self.passes += ahead
-            self.kv += count * ahead
             self._end()
             self._put_due()
         self.now_s = to_s
 
-    def _put_due(self) -> None:
-        streams = self.streams
-        if not streams:
-            self.due_s = math.inf
-            return
+    def _to_next_s(self) -> float:
+        """How long its passes take until the next stream ends."""
+        streams, passes = self.streams, self.passes
         count = len(streams)
-        ahead = streams[0][0] - self.passes
+        ahead = streams[0][0] - passes
         kv = self.kv + count * ahead / 2
-        self.due_s = self.now_s + ahead * self._engine.itl_s(kv, kv / count)
+        return ahead * self._pass_s(kv, kv / count)
+
+    def _put_due(self) -> None:
+        if not self.streams:
+            self.due_s, self._took_s = math.inf, None
+            return
+        self._took_s = took_s = self._to_next_s()
+        self.due_s = self.now_s + took_s
 
     def finish(self) -> None:
         """Until the last stream has ended."""
         while self.streams:
-            count = len(self.streams)
-            ahead = self.streams[0][0] - self.passes
-            kv = self.kv + count * ahead / 2
-            self.now_s += ahead * self._engine.itl_s(kv, kv / count)
-            self.passes += ahead
-            self.kv += count * ahead
+            self.now_s += self._to_next_s() if self._took_s is None else self._took_s
+            self._took_s = None
             self._end()
 
     def _end(self) -> None:
-        _, began_s, isl, tokens, judged = heappop(self.streams)
-        self.kv = self.kv - isl - tokens if self.streams else 0.0
+        """The next stream, at `now_s`."""
+        streams = self.streams
+        ahead = streams[0][0] - self.passes
+        self.passes += ahead
+        self.kv += len(streams) * ahead
+        _, began_s, isl, tokens, judged = heappop(streams)
+        self.kv = self.kv - isl - tokens if streams else 0.0
         self.load -= isl + tokens / 2
-        self.kept += judged and self.now_s - began_s <= self._itl_s * tokens * (1 + 1e-9)
-        while self._waiting and self._fits(self._waiting[0][1]):
-            _, isl, tokens, judged = self._waiting.popleft()
-            self._start(self.now_s, isl, tokens, judged)
+        if judged:
+            if self.now_s - began_s <= self._itl_s * tokens * (1 + 1e-9):
+                self._tally.kept += 1
+            else:
+                self._tally.missed += 1
+        while self._waiting and self._fits(self._waiting[0][0]):
+            isl, tokens = self._waiting.popleft()
+            heappush(streams, (self.passes + tokens, self.now_s, isl, tokens, False))
+            self.kv += isl

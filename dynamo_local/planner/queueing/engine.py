@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Protocol
 
 PROMPT_STEP = 128
 """Prompt lengths are looked up in steps of so many tokens: the profile has seventeen points."""
+PROMPTS_KEPT = 8
+"""Of so many demands it is remembered what their prompts take."""
 KV_STEPS = 96
 CONTEXTS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536)
 """Between two of these, and of `KV_STEPS` + 1 points of KV in use, the time of a decode pass is linear."""
@@ -53,17 +57,18 @@ class Engine:
     def __init__(self, passes: Passes, options: EngineOptions) -> None:
         self.options = options
         self.max_kv_tokens = options.max_kv_tokens or passes.max_kv_tokens
+        self.prompts_s = lru_cache(maxsize=PROMPTS_KEPT)(self._prompts_s)
+        """Seconds of each of these prompts: the same ones are asked for again and again."""
         factor = options.prefill_factor
         steps = options.batched_tokens // PROMPT_STEP + 2
         self._prefill = [passes.ttft_s(max(1, step * PROMPT_STEP)) * factor for step in range(steps)]
-        self._kv_step = self.max_kv_tokens / KV_STEPS
-        self._rows = [
-            [
-                passes.itl_s(int(column * self._kv_step), context) * options.decode_factor
-                for column in range(KV_STEPS + 2)
-            ]
+        kv_step = self.max_kv_tokens / KV_STEPS
+        rows = [
+            [passes.itl_s(int(column * kv_step), context) * options.decode_factor for column in range(KV_STEPS + 2)]
             for context in CONTEXTS
         ]
+        self.itl_s = _decode_pass(rows, kv_step)
+        """Seconds of a decode pass with so many tokens of KV in use, so many of them per stream."""
 
     def pass_s(self, tokens: int) -> float:
         """Of a prefill pass of so many prompt tokens, at most `batched_tokens`."""
@@ -76,19 +81,33 @@ class Engine:
         full, rest = divmod(tokens, self.options.batched_tokens)
         return full * self.pass_s(self.options.batched_tokens) + (self.pass_s(rest) if rest else 0.0)
 
-    def itl_s(self, kv_tokens: float, context: float) -> float:
-        """Of a decode pass with so many tokens of KV in use, `context` per stream."""
-        row = min(max(bisect_right(CONTEXTS, context) - 1, 0), len(CONTEXTS) - 2)
-        share = min(max((context - CONTEXTS[row]) / (CONTEXTS[row + 1] - CONTEXTS[row]), 0.0), 1.0)
-        at = min(kv_tokens / self._kv_step, KV_STEPS)
+    def _prompts_s(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
+        return tuple(self.prompt_s(each) for each in tokens)
+
+
+def _decode_pass(rows: Sequence[Sequence[float]], kv_step: float) -> Callable[[float, float], float]:
+    """A function with all that it needs at hand: nothing is asked as often."""
+    rises = [[high - low for low, high in pairwise(row)] for row in rows]
+    cells = [
+        (float(short), float(long - short), rows[row], rises[row], rows[row + 1], rises[row + 1])
+        for row, (short, long) in enumerate(pairwise(CONTEXTS))
+    ]
+    by_context = [cells[0], *cells, cells[-1]]
+
+    def itl_s(kv_tokens: float, context: float) -> float:
+        from_context, width, shorts, short_rises, longs, long_rises = by_context[bisect_right(CONTEXTS, context)]
+        at = kv_tokens / kv_step
+        if at > KV_STEPS:
+            at = KV_STEPS
         column = int(at)
         part = at - column
-        low, high = self._rows[row], self._rows[row + 1]
-        short = low[column] + (low[column + 1] - low[column]) * part
-        long = high[column] + (high[column + 1] - high[column]) * part
+        short = shorts[column] + short_rises[column] * part
+        share = (context - from_context) / width
+        if share <= 0:
+            return short
+        long = longs[column] + long_rises[column] * part
+        if share >= 1:
+            share = 1.0
         return short + (long - short) * share
 
-
-def share(kept: Sequence[bool]) -> float:
-    """Of those that are true; 1 of none."""
-    return sum(kept) / len(kept) if kept else 1.0
+    return itl_s

@@ -23,19 +23,20 @@ def within(times: Sequence[float], done: Sequence[float], allowed_s: float) -> f
 def done_at(times: list[float], isl: tuple[int, ...], workers: int, engine: Engine) -> list[float]:
     """When each of these prompts, which come at those times (seconds, ascending), is done."""
     if not engine.options.turns:
-        return _shared(times, isl, workers, engine)
+        return _shared(times, engine.prompts_s(isl), workers)
     done = [0.0] * len(times)
     for first in range(min(workers, len(times))):
         done[first::workers] = _alone(times[first::workers], isl[first::workers], engine)
     return done
 
 
-def _shared(times: list[float], isl: tuple[int, ...], workers: int, engine: Engine) -> list[float]:
-    """One queue, one prompt at a time on each worker."""
+def _shared(times: list[float], took_s: Sequence[float], workers: int) -> list[float]:
+    """One queue, one prompt at a time on each worker. `took_s`: what each takes."""
     free = [0.0] * workers
     done = []
-    for at_s, tokens in zip(times, isl, strict=True):
-        done_s = max(at_s, free[0]) + engine.prompt_s(tokens)
+    for at_s, prompt_s in zip(times, took_s, strict=True):
+        free_s = free[0]
+        done_s = (at_s if at_s > free_s else free_s) + prompt_s
         heapreplace(free, done_s)
         done.append(done_s)
     return done
@@ -44,7 +45,7 @@ def _shared(times: list[float], isl: tuple[int, ...], workers: int, engine: Engi
 def _alone(times: list[float], isl: tuple[int, ...], engine: Engine) -> list[float]:
     """One worker with a queue of its own, whose passes take prompts, and parts of them, in their order."""
     if not engine.options.batches:
-        return _shared(times, isl, 1, engine)
+        return _shared(times, engine.prompts_s(isl), 1)
     limit = engine.options.batched_tokens
     done: list[float] = []
     now_s, index, left = 0.0, 0, 0

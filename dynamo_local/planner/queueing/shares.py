@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynamo_local.planner.queueing.decode import decode_share
+from dynamo_local.planner.queueing.decode import Run, Streams
 from dynamo_local.planner.queueing.demand import Demand
 from dynamo_local.planner.queueing.engine import Engine
 from dynamo_local.planner.queueing.prefill import done_at, within
@@ -52,31 +52,42 @@ class Evaluator:
         allowed_s = self._ttft_s - self._after_s
         done: dict[int, list[float]] = {}
 
-        def prefill(workers: int) -> float:
+        def prefill(workers: int, _least: float) -> float:
             done[workers] = done_at(times, demand.isl, workers, engine)
             return within(times, done[workers], allowed_s)
 
         shares = _monotone(prefill, workers_max)
         # Streams come as the smallest fleet lets them go that is as good as the largest.
         enough = next(workers for workers, share in enumerate(shares) if share >= shares[-1] - FULL)
-        streams = done.get(enough) or done_at(times, demand.isl, max(1, enough), engine)
-        return Shares(shares, _monotone(lambda n: decode_share(demand, streams, n, engine, self._itl_s), workers_max))
+        streams = Streams.of(demand, done.get(enough) or done_at(times, demand.isl, max(1, enough), engine))
+        runs: dict[int, Run] = {}
+
+        def decode(workers: int, least: float) -> float:
+            if workers not in runs:
+                runs[workers] = Run(streams, workers, engine, self._itl_s)
+            return runs[workers].share(least)
+
+        return Shares(shares, _monotone(decode, workers_max))
 
 
-def _monotone(of: Callable[[int], float], workers_max: int) -> tuple[float, ...]:
-    """Shares of 0 to `workers_max` workers, of which only those are computed that matter."""
-    best = of(workers_max)
+def _monotone(of: Callable[[int, float], float], workers_max: int) -> tuple[float, ...]:
+    """Shares of 0 to `workers_max` workers, of which only those are computed that matter. `of` may say -1 where it is
+    less than the second argument."""
+    known = {workers_max: of(workers_max, 0.0)}
+    best = known[workers_max]
     low, high = 0, workers_max
     while high - low > 1:
         middle = (low + high) // 2
-        if of(middle) >= best - FULL:
+        known[middle] = of(middle, best - FULL)
+        if known[middle] >= best - FULL:
             high = middle
         else:
             low = middle
     shares = [0.0] * (workers_max + 1)
     shares[high:] = [best] * (workers_max + 1 - high)
     for workers in range(high - 1, 0, -1):
-        shares[workers] = min(of(workers), shares[workers + 1])
+        share = known.get(workers, -1.0)
+        shares[workers] = min(share if share >= 0 else of(workers, 0.0), shares[workers + 1])
         if shares[workers] < LOST * best:
             break
     return tuple(shares)
