@@ -160,19 +160,16 @@ class _Worker:
 
     def take(self, at_s: float, isl: int, tokens: int, judged: bool) -> None:
         """A stream of so many tokens yet to come, whose prompt has `isl`. Bring it to `at_s` first."""
+        streams = self.streams
         self.load += isl + tokens / 2
-        if self._waiting or not self._fits(isl):
+        if streams and (self._waiting or self.kv + isl > self._max_kv or len(streams) >= self._max_seqs):
             self._waiting.append((isl, tokens))
             self._tally.missed += judged
             return
-        heappush(self.streams, (self.passes + tokens, at_s, isl, tokens, judged))
+        heappush(streams, (self.passes + tokens, at_s, isl, tokens, judged))
         self.kv += isl
-        self._put_due()
-
-    def _fits(self, isl: int) -> bool:
-        if not self.streams:
-            return True
-        return self.kv + isl <= self._max_kv and len(self.streams) < self._max_seqs
+        self._took_s = took_s = self._to_next_s()
+        self.due_s = self.now_s + took_s
 
     def advance(self, to_s: float) -> None:
         """Bring it to that moment."""
@@ -191,7 +188,11 @@ class _Worker:
                 return
             self.now_s += took_s
             self._end()
-            self._put_due()
+            if streams:
+                self._took_s = took_s = self._to_next_s()
+                self.due_s = self.now_s + took_s
+            else:
+                self._took_s, self.due_s = None, math.inf
         self.now_s = to_s
 
     def _to_next_s(self) -> float:
@@ -201,13 +202,6 @@ class _Worker:
         ahead = streams[0][0] - passes
         kv = self.kv + count * ahead / 2
         return ahead * self._pass_s(kv, kv / count)
-
-    def _put_due(self) -> None:
-        if not self.streams:
-            self.due_s, self._took_s = math.inf, None
-            return
-        self._took_s = took_s = self._to_next_s()
-        self.due_s = self.now_s + took_s
 
     def finish(self) -> None:
         """Until the last stream has ended."""
@@ -230,7 +224,8 @@ class _Worker:
                 self._tally.kept += 1
             else:
                 self._tally.missed += 1
-        while self._waiting and self._fits(self._waiting[0][0]):
-            isl, tokens = self._waiting.popleft()
+        waiting = self._waiting
+        while waiting and not (streams and (self.kv + waiting[0][0] > self._max_kv or len(streams) >= self._max_seqs)):
+            isl, tokens = waiting.popleft()
             heappush(streams, (self.passes + tokens, self.now_s, isl, tokens, False))
             self.kv += isl

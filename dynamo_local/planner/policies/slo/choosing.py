@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
@@ -61,9 +61,11 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is expected of one moment: `(rate × probability, shares)` of each scenario."""
+    """What is expected of one moment: `(rate × probability, shares)` of each scenario. What a fleet would serve is
+    remembered: decisions of a whole lead ask for the same ones."""
 
     scenarios: tuple[tuple[float, Shares], ...]
+    _known: dict[Fleet, float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def rate(self) -> float:
@@ -84,6 +86,12 @@ class Moment:
     def served(self, fleet: Fleet) -> float:
         """Requests per second that keep both targets with these workers. A moment of many requests is one for prefill
         and decode alike, so what one role loses the other would mostly have lost, too: the smaller share counts."""
+        known = self._known.get(fleet)
+        if known is None:
+            known = self._known[fleet] = self._served(fleet)
+        return known
+
+    def _served(self, fleet: Fleet) -> float:
         prefill, decode = fleet
         return sum(
             weight * min(shares.prefill[min(prefill, len(shares.prefill) - 1)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from dynamo_local.planner.queueing.demand import Demand
@@ -42,11 +43,20 @@ def _demand(gaps: Sequence[float], sample: Sequence[Ended], window_s: float) -> 
     window_s = max(window_s, 1.0)
     floor_s = window_s / WEIGHT_MAX
     weights = list(accumulate([window_s / (left if left > floor_s else floor_s) for left in _left(sample, window_s)]))
-    chosen, seed = [], 12345
-    for _ in gaps:
+    last, total = len(sample) - 1, weights[-1]
+    found = [bisect_right(weights, share * total) for share in _lots(len(gaps))]
+    chosen = [sample[index if index < last else last] for index in found]
+    return Demand(tuple(gaps), tuple([each.isl for each in chosen]), tuple([each.osl for each in chosen]))
+
+
+@lru_cache(maxsize=4)
+def _lots(count: int) -> tuple[float, ...]:
+    """So many numbers from 0 to 1, by chance, but always the same ones."""
+    found, seed = [], 12345
+    for _ in range(count):
         seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
-        chosen.append(sample[min(bisect_right(weights, seed / 2**64 * weights[-1]), len(sample) - 1)])
-    return Demand(tuple(gaps), tuple(each.isl for each in chosen), tuple(each.osl for each in chosen))
+        found.append(seed / 2**64)
+    return tuple(found)
 
 
 def _left(sample: Sequence[Ended], window_s: float) -> list[float]:
@@ -66,14 +76,16 @@ def _repeated(gaps: list[float]) -> list[float]:
 def _gaps(times: Sequence[float]) -> list[float]:
     """The times between arrivals, each times the rate around it: one in the mean."""
     half = SMOOTH_S / 2
+    first_s, last_s, count = times[0], times[-1], len(times)
     gaps, low, high = [], 0, 0
     for before, at_s in pairwise(times):
-        while times[low] < at_s - half:
+        from_s, until_s = at_s - half, at_s + half
+        while times[low] < from_s:
             low += 1
-        while high < len(times) and times[high] <= at_s + half:
+        while high < count and times[high] <= until_s:
             high += 1
-        span_s = min(at_s + half, times[-1]) - max(at_s - half, times[0])
-        gaps.append((at_s - before) * (high - low) / max(span_s, 1e-3))
+        span_s = (until_s if until_s < last_s else last_s) - (from_s if from_s > first_s else first_s)
+        gaps.append((at_s - before) * (high - low) / (span_s if span_s > 1e-3 else 1e-3))
     mean = sum(gaps) / len(gaps)
     # Rounded: an even load is the same demand again, whose answers are known.
     return [round(gap / mean, 4) for gap in gaps] if mean > 0 else [1.0] * len(gaps)
