@@ -7,20 +7,18 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import pytest
-from httpx import HTTPError
-from openai import APIError, AsyncOpenAI
 
 from dynamo_local.twin.simulation import Run
 from dynamo_local.twin.trace import HASH_BLOCK_TOKENS, TraceRequest
+from tests.drivers.lean_client import BadAnswerError, ask, completion
 from tests.drivers.planned import planner
 from tests.drivers.served import Served
-from tests.drivers.timed import timed
 
 BUSY_MAX_PERCENT = 60.0
 POLL_S = 0.2
@@ -36,6 +34,8 @@ class Watched:
     itl_s: list[float] = field(default_factory=list)
     latencies_s: list[tuple[float, float]] = field(default_factory=list)
     """Of each request: to its first token, and the mean gap between its tokens (0: it has one)."""
+    late_s: float = 0.0
+    """By how much the latest request was sent too late: the client's own, and nobody else's."""
     end_s: float = 0.0
     """When the last answer was whole."""
     held: list[tuple[float, int]] = field(default_factory=list)
@@ -79,52 +79,48 @@ async def play(
     does. Whether all answers were complete is the caller's to say (`all_answered`): it knows how busy the host was."""
     watched = Watched()
     prompt_of = prompt_of or by_chance()
-    async with served.client() as client:
-        await ask(client, [300] * 50, 4)  # the first request of a connection pays for its imports
-        psutil.cpu_percent()
-        if planned:
-            planner(served, "pause")
-            planner(served, "resume")
-        frontend = served.pids()["Frontend"]
-        begin_s = time.monotonic()
-        watching = asyncio.create_task(watch(served, watched, begin_s, look_every_s))
+    # Made before anybody asks: prompts of a hundred thousand tokens take their time.
+    requests = [completion(prompt_of(each), each.output_length) for each in trace]
+    port = int(served.url.rpartition(":")[2])
+    await ask(port, completion([300] * 50, 4))  # the first request pays for imports
+    psutil.cpu_percent()
+    if planned:
+        planner(served, "pause")
+        planner(served, "resume")
+    frontend = served.pids()["Frontend"]
+    begin_s = time.monotonic()
+    watching = asyncio.create_task(watch(served, watched, begin_s, look_every_s))
 
-        async def one(request: TraceRequest) -> None:
-            await asyncio.sleep(begin_s + request.at_s - time.monotonic())
-            prompt = prompt_of(request)
-            asked_s = time.monotonic()
-            try:
-                first_s, last_s, tokens = await ask(client, prompt, request.output_length)
-            except (APIError, HTTPError, AssertionError) as error:  # in a stream the client lets httpx's errors through
-                cause = f" ({error.__cause__!r})" if error.__cause__ is not None else ""
-                watched.failed.append(f"at {request.at_s:.1f} s: {type(error).__name__}: {error}{cause}")
-                return
-            if tokens != request.output_length:
-                watched.failed.append(f"at {request.at_s:.1f} s: {tokens} of {request.output_length} tokens")
-                return
-            ttft_s, itl_s = first_s - asked_s, (last_s - first_s) / max(1, tokens - 1)
-            watched.ttft_s.append(ttft_s)
-            if tokens > 1:
-                watched.itl_s.append(itl_s)
-            watched.latencies_s.append((ttft_s, itl_s))
+    async def one(request: TraceRequest, asked: bytes) -> None:
+        await asyncio.sleep(begin_s + request.at_s - time.monotonic())
+        asked_s = time.monotonic()
+        watched.late_s = max(watched.late_s, asked_s - begin_s - request.at_s)
+        try:
+            answer = await ask(port, asked)
+        except (BadAnswerError, OSError, TimeoutError) as error:
+            watched.failed.append(f"at {request.at_s:.1f} s: {type(error).__name__}: {error}")
+            return
+        tokens = answer.tokens
+        if tokens != request.output_length:
+            watched.failed.append(f"at {request.at_s:.1f} s: {tokens} of {request.output_length} tokens")
+            return
+        ttft_s, itl_s = answer.first_s - asked_s, (answer.last_s - answer.first_s) / max(1, tokens - 1)
+        watched.ttft_s.append(ttft_s)
+        if tokens > 1:
+            watched.itl_s.append(itl_s)
+        watched.latencies_s.append((ttft_s, itl_s))
 
-        async with asyncio.TaskGroup() as group:
-            for request in trace:
-                group.create_task(one(request))
-        watched.end_s = time.monotonic() - begin_s
-        watched.busy_percent = psutil.cpu_percent()
-        watching.cancel()
-        await asyncio.wait([watching])
+    async with asyncio.TaskGroup() as group:
+        for request, asked in zip(trace, requests, strict=True):
+            group.create_task(one(request, asked))
+    watched.end_s = time.monotonic() - begin_s
+    watched.busy_percent = psutil.cpu_percent()
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching  # raises what ended it before: half a record would be taken for a whole one
     # However busy the host: nothing here may end the Frontend.
     assert served.pids().get("Frontend") == frontend, f"the Frontend was started again; failed: {watched.failed}"
     return watched
-
-
-async def ask(client: AsyncOpenAI, prompt: list[int], tokens: int) -> tuple[float, float, int]:
-    """When the first and the last token came, and how many there were."""
-    times, count = await timed(client, prompt, tokens)
-    assert times, "the stream ended without a token"
-    return times[0], times[-1], count or 0
 
 
 async def watch(served: Served, watched: Watched, begin_s: float, every_s: float) -> None:
@@ -137,7 +133,7 @@ async def watch(served: Served, watched: Watched, begin_s: float, every_s: float
         }
         at_s = time.monotonic() - begin_s
         watched.counts.append((at_s, counts))
-        watched.held.append((at_s, sum(len(worker["gpu_uuids"]) for worker in workers)))
+        watched.held.append((at_s, sum(len(worker["gpus"]) for worker in workers)))
         await asyncio.sleep(every_s)
 
 

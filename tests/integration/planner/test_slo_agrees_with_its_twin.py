@@ -6,6 +6,10 @@
 from __future__ import annotations
 
 import os
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -32,8 +36,10 @@ START_UP_S = 20.0
 PROCESS_S = 1.5
 """What a process takes to be there, beside the engine's own start-up."""
 LOOK_EVERY_S = 1.0
-SHARE_APART, GPUS_APART = 0.03, 0.1
-"""A decision that hangs on a millisecond may fall otherwise: what is kept, and paid, must be the same all the same."""
+DRAWS, LATE_MAX_S = 6, 0.1
+"""So many twins, whose requests come by so much later than recorded: what HTTP and hops take of a burst."""
+SHARE_APART, GPUS_APART = 0.02, 0.05
+"""From the range of the twins: what the twin leaves out, and looks a second apart."""
 WORDS = (
     "--VllmWorker.conditional-disagg=false",
     f"--PrefillWorker.ServiceArgs.workers={START.prefill}",
@@ -66,19 +72,42 @@ def held_s(watched: Watched) -> float:
     return sum(gpus * max(0.0, until_s - at_s) for (at_s, gpus), (until_s, _) in pairwise(looks))
 
 
+def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
+    """What twins keep, and the GPU-seconds that they hold, where each request comes a little later, by chance.
+
+    The first decision falls after five seconds, by a handful of answers: which ones these are hangs on milliseconds,
+    and a fleet that was ordered stays for a while. So one twin is one draw, as the real graph is.
+    """
+    # The arbiter has seen its first workers start; those of the twin are there from the beginning.
+    planned = SloOptions(DEFAULT_PROFILE, ttft_ms=TTFT_MS, itl_ms=ITL_MS, max_gpu_budget=BUDGET, start_up_s=START_UP_S)
+    twin = TwinOptions(shape=START, gpus=BUDGET, start_up_s=START_UP_S, conditional=False)
+    found = []
+    for seed in range(DRAWS):
+        chance = random.Random(seed)
+        late = [replace(each, at_s=each.at_s + chance.uniform(0.0, LATE_MAX_S)) for each in trace]
+        run = run_case(sorted(late, key=lambda each: each.at_s), Case("", twin, planned))
+        measured = measure(run, Slo(TTFT_MS, ITL_MS))
+        assert measured.completed == len(trace)
+        found.append((measured.attainment, gpu_seconds(run.points, run.end_s)))
+    return found
+
+
+def beyond(value: float, draws: Sequence[float]) -> float:
+    """By how much it is outside of their range."""
+    return max(0.0, min(draws) - value, value - max(draws))
+
+
 async def test_slo_keeps_as_many_targets_with_as_many_gpus_as_in_the_twin() -> None:
     trace = recorded()
     with Served(*WORDS, "--planner") as served:
         watched = await play(served.start(), trace, planned=True, prompt_of=by_blocks, look_every_s=LOOK_EVERY_S)
         status, decisions = planner(served, "status"), decided(served)
-    planned = SloOptions(DEFAULT_PROFILE, ttft_ms=TTFT_MS, itl_ms=ITL_MS, max_gpu_budget=BUDGET)
-    twin = TwinOptions(shape=START, gpus=BUDGET, start_up_s=START_UP_S, conditional=False)
-    run = run_case(trace, Case("", twin, planned))
-    expected = measure(run, Slo(TTFT_MS, ITL_MS))
-    expected_s = gpu_seconds(run.points, run.end_s)
+    expected, expected_s = zip(*twins(trace), strict=True)
     told = (
-        f"{len(trace)} requests: {kept(watched):.2%} within both targets, twin {expected.attainment:.2%}; "
-        f"{held_s(watched) / 3600:.3f} GPU-hours, twin {expected_s / 3600:.3f}; host {watched.busy_percent:.0f} % busy"
+        f"{len(trace)} requests: {kept(watched):.2%} within both targets, twins {min(expected):.2%} to "
+        f"{max(expected):.2%}; {held_s(watched) / 3600:.3f} GPU-hours, twins {min(expected_s) / 3600:.3f} to "
+        f"{max(expected_s) / 3600:.3f}; host {watched.busy_percent:.0f} % busy, requests at most "
+        f"{watched.late_s * 1000:.0f} ms late"
     )
     print(told)
     assert status["options"]["policy"] == "slo"  # nobody has named it: the targets did
@@ -86,6 +115,6 @@ async def test_slo_keeps_as_many_targets_with_as_many_gpus_as_in_the_twin() -> N
     assert {record["inputs"]["policy"] for record in decisions} == {"slo"}
     with unless_busy(watched):
         all_answered(watched)
-        assert expected.completed == len(watched.latencies_s), told
-        assert kept(watched) == pytest.approx(expected.attainment, abs=SHARE_APART), told
-        assert held_s(watched) == pytest.approx(expected_s, rel=GPUS_APART), told
+        assert len(watched.latencies_s) == len(trace), told
+        assert beyond(kept(watched), expected) <= SHARE_APART, told
+        assert beyond(held_s(watched), expected_s) <= GPUS_APART * statistics.fmean(expected_s), told
