@@ -52,13 +52,15 @@ class VllmHost:
         router: str | None = None,
         workers: int = 1,
         prefill_workers: int | None = None,
+        planner: Mapping[str, Any] | None = None,
         **decode: Any,
     ) -> Served:
         """`graphs.disagg`, so many `workers` of each role (and so many `prefill_workers`, if given), every prefill
-        remote unless `decode` says otherwise."""
+        remote unless `decode` says otherwise. `planner` is the Planner's section."""
         decoding = {"remote-prefill": True, "ServiceArgs": {"workers": workers}, **decode}
         prefilling = {"ServiceArgs": {"workers": workers if prefill_workers is None else prefill_workers}}
-        sections = {"VllmWorker": self._worker(decoding), "PrefillWorker": self._worker(prefilling)}
+        planned = {} if planner is None else {"Planner": dict(planner)}
+        sections = {"VllmWorker": self._worker(decoding), "PrefillWorker": self._worker(prefilling), **planned}
         return self._served(folder, "disagg", sections, router)
 
     def _worker(self, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm import cases, flip_cases, spare_cases
+from tests.vllm import cases, flip_cases, planned_cases, spare_cases
 
 pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
 
@@ -51,3 +51,8 @@ class TestPrefillDies(cases.PrefillDies):
 @pytest.mark.full
 class TestPlanned(cases.Planned):
     """The load planner."""
+
+
+@pytest.mark.full
+class TestPlannedByTargets(planned_cases.PlannedByTargets):
+    """The policy `slo`."""
