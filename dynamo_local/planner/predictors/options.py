@@ -84,8 +84,9 @@ class PredictorOptions:
 
 
 def is_light(name: str) -> bool:
-    """It needs no library and no process of its own: 600 windows take a millisecond at most."""
-    return name not in LIBRARIES
+    """Whether it is a predictor of our own: it needs no library and no process, 600 windows take a millisecond at most.
+    What is no predictor at all (the queueing twin) is none of them."""
+    return name in NAMES and name not in LIBRARIES
 
 
 def predictor_of(task: ForecastTask) -> tuple[Predictor, bool]:

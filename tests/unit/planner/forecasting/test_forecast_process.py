@@ -21,7 +21,11 @@ from dynamo_local.planner.forecasting.__main__ import NICE
 from dynamo_local.planner.forecasting.process import ForecastProcess
 from dynamo_local.planner.forecasting.runners import ArbiterForecaster, InlineForecaster
 from dynamo_local.planner.predictors.answering import answer
+from dynamo_local.planner.queueing.demand import Demand
+from dynamo_local.planner.queueing.engine import EngineOptions
+from dynamo_local.planner.queueing.task import Question
 from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
+from dynamo_local.profiles import DEFAULT_PROFILE
 from dynamo_local.system.processes import is_alive
 from tests.drivers.served import auntil, until
 
@@ -75,6 +79,18 @@ async def test_our_own_predictors_start_no_process() -> None:
     before = psutil.Process().children()
     assert await forecaster.run(TASK, 0.0) == answer(TASK)
     assert psutil.Process().children() == before
+    await forecaster.close()
+
+
+async def test_the_queueing_twin_runs_in_the_process() -> None:
+    """It was taken for a predictor of our own, and held the arbiter's loop for a tenth of a second and more."""
+    demand = Demand((1.0, 0.5, 1.5), (900, 3000, 12_000), (40, 200, 1))
+    task = Question(DEFAULT_PROFILE, 0.5, 0.02, 4, (2.0, 3.0), (demand,), EngineOptions(batches=True)).task()
+    forecaster = ArbiterForecaster()
+    before = set(psutil.Process().children())
+    told = await forecaster.run(task, LONG_S)
+    assert len(set(psutil.Process().children()) - before) == 1
+    assert told == await InlineForecaster().run(task, 0.0)
     await forecaster.close()
 
 
