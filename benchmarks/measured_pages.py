@@ -53,6 +53,6 @@ def write_measured(page: Path, command: str, text: str) -> None:
     if begin not in before or END not in before:
         raise ValueError(f"{page} lacks {begin} or {END}")
     after = re.sub(
-        f"{re.escape(begin)}.*{re.escape(END)}", lambda _: f"{begin}\n{text}\n{END}", before, flags=re.DOTALL
+        f"{re.escape(begin)}.*?{re.escape(END)}", lambda _: f"{begin}\n{text}\n{END}", before, flags=re.DOTALL
     )
     page.write_text(after, encoding="utf-8")

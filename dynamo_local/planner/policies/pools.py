@@ -64,9 +64,11 @@ def _flippable(fleet: Fleet, component: str) -> int:
 
 
 def _asleep(fleet: Fleet, component: str) -> int:
+    """Those that a wake would bring. One that is only started to sleep would take the rest of its start."""
     if not any(worker.stands_by for worker in fleet.workers.values()):
         return 0
-    return len(standby.woken_first(fleet, component, len(fleet.workers), "counted"))
+    found = standby.woken_first(fleet, component, len(fleet.workers), "counted")
+    return sum(TRAITS[fleet.workers[move.name].state].standby for move in found)
 
 
 def _waits(worker: Worker, size: int) -> bool:

@@ -23,8 +23,9 @@ class Pool:
     first of this run, what starts took in earlier ones on this host (None: nobody knows).
 
     What is quicker than a start: `flippable` of its ready workers could take over the role of the other component now,
-    `asleep` could be woken; 0 also where the planner may not have that done. `leads` are what each way to one more
-    worker has taken, in the median, by its rung (`core.lead_times.Rung`); what was never measured is not in it.
+    `asleep` could be woken (none of those that are only started to sleep); 0 also where the planner may not have that
+    done. `leads` are what each way to one more worker has taken, in the median, by its rung
+    (`core.lead_times.Rung`); what was never measured is not in it.
     """
 
     component: str

@@ -9,7 +9,6 @@ both.
   now are overrun, the requests that come are not what their GPUs serve: then one of the best fleet is looked at.
 * **Shrinking.** The workers of now serve all moments from now to the lead: one that goes cannot be back before. One
   stays if there is any stretch from now on in which it is worth more than its price, summed over that stretch.
-  A quicker rung shortens the stretch; what it could bring is there for the slower rungs' stretches, too.
 * **Growing.** A worker that is ordered now serves from the lead on; it must be worth its rung's `order_price`.
 
 With more rungs than cold starts: `climbing`.
@@ -45,18 +44,6 @@ class Expected(Protocol):
     def served(self, fleet: Fleet) -> float:
         """See `Moment`."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """The moments from now to a rung's lead, and the workers that quicker rungs can bring within it."""
-
-    moments: Sequence[Expected]
-    sooner: Fleet = (0, 0)
-
-    def worth(self, fleet: Fleet, other: Fleet, gpu_price: float, bounds: Bounds) -> float:
-        """See `worth`."""
-        return worth(plus(fleet, self.sooner), plus(other, self.sooner), self.moments, gpu_price, bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +122,13 @@ def plus(fleet: Fleet, more: Fleet) -> Fleet:
     return fleet[0] + more[0], fleet[1] + more[1]
 
 
-def shrunk(now: Fleet, stretches: Sequence[Stretch], gpu_price: float, bounds: Bounds) -> Fleet:
-    """As many fewer as are not worth their price in any part, from now on, of any of these stretches."""
+def shrunk(now: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bounds) -> Fleet:
+    """As many fewer as are not worth their price in any part, from now on, of these moments."""
     fleet = now
     while True:
         fewer = [(fleet[0] - 1, fleet[1]), (fleet[0], fleet[1] - 1), (fleet[0] - 1, fleet[1] - 1)]
         for other in fewer:
-            if bounds.above_floors(other) and not any(
-                each.worth(fleet, other, gpu_price, bounds) > 0 for each in stretches
-            ):
+            if bounds.above_floors(other) and worth(fleet, other, moments, gpu_price, bounds) <= 0:
                 fleet = other
                 break
         else:

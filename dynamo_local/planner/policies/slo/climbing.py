@@ -1,8 +1,9 @@
 """The ladder climbed: how many workers by slow rungs, who of them sleeps, and which role they have. Pure.
 
-* **Cold starts** decide from what is expected at their lead. What sleepers could bring is not ordered that way, and is
-  not held for a stretch that they bridge.
-* **Wakes** bring sleepers for what is expected at their own, short lead.
+* **Cold starts** decide from what is expected at their lead, as if nobody slept. A sleeper that is woken is replaced by
+  a start, so one that stands in for a worker that was given up, or not ordered, saves nothing, and is missing when a
+  burst comes.
+* **Wakes** bring sleepers for what is expected at their own, short lead, and was not foreseen.
 * **Flips.** Where workers can take over each other's role, the other rungs decide how many there are, as if each split
   of them could be had, and the split follows what is expected next. A flip must gain more than it disturbs, and no
   decode worker goes whose streams the others could not bear.
@@ -18,7 +19,6 @@ from dynamo_local.planner.policies.slo.choosing import (
     Expected,
     Fleet,
     Moment,
-    Stretch,
     filled,
     grown,
     plus,
@@ -105,19 +105,11 @@ def climbed(now: Fleet, ladder: Sequence[Ahead], has: Quick, gpu_price: float, b
     def seen(moment: Moment) -> Expected:
         return moment if flip is None else AnySplit(moment, now, bounds.floors)
 
-    asleep = (0, 0) if wake is None else has.asleep
-    stretches = [Stretch([seen(each) for each in slow.until], asleep)]
-    if wake is not None and any(asleep):
-        stretches.append(Stretch([seen(each) for each in wake.until]))
-    fleet = shrunk(now, stretches, gpu_price, bounds)
-    if wake is not None and any(asleep):
-        fleet = grown(fleet, now, seen(wake.at_lead), gpu_price, wake.rung.order_price, bounds, asleep)
-    left = (asleep[0] - max(0, fleet[0] - now[0]), asleep[1] - max(0, fleet[1] - now[1]))
+    fleet = shrunk(now, [seen(each) for each in slow.until], gpu_price, bounds)
+    if wake is not None and any(has.asleep):
+        fleet = grown(fleet, now, wake.at_lead, gpu_price, wake.rung.order_price, bounds, has.asleep)
     goal = grown(fleet, now, seen(slow.at_lead), gpu_price, slow.rung.order_price, bounds)
-    fleet = (
-        goal[0] if goal[0] > fleet[0] + left[0] else fleet[0],
-        goal[1] if goal[1] > fleet[1] + left[1] else fleet[1],
-    )
+    fleet = (max(fleet[0], goal[0]), max(fleet[1], goal[1]))
     fleet = filled(fleet, slow.at_lead, bounds)
     if flip is None:
         return fleet, 0

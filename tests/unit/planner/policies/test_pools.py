@@ -9,6 +9,7 @@ import pytest
 from dynamo_local.autoscale.planner_options import load_options
 from dynamo_local.config import PlannerConfig
 from dynamo_local.core.actuators import EVERY
+from dynamo_local.core.life.standby import Standby
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import UnknownWorker
 from dynamo_local.planner.policies.options import LoadOptions
@@ -111,3 +112,13 @@ def test_who_could_flip_or_be_woken_is_counted_as_far_as_that_is_allowed() -> No
     (uuid,) = view.gpus.sleepers[name(3)].uuids
     taken = replace(view, gpus=view.gpus.assign("somebody", [uuid]))
     assert pools_of(taken, decode="VllmWorker", prefill="PrefillWorker", actuators=EVERY).decode.asleep == 0
+
+
+def test_one_that_is_only_started_to_sleep_does_not_sleep_yet() -> None:
+    """It was counted as a sleeper: `slo` went without what it would have started, and waited for a whole start."""
+    templates = (replace(DECODE, standby=2), PREFILL)
+    coming = replace(worker(2, "starting"), standby=Standby(wanted=True))
+    asleep = replace(worker(1, "sleeping"), standby=Standby(wanted=True))
+    view = on_ledger([worker(0, "ready"), asleep, coming, worker(0, "ready", PREFILL)], 8, templates)
+    decode = pools_of(view, decode="VllmWorker", prefill="PrefillWorker", actuators=EVERY).decode
+    assert (decode.asleep, decode.capacity) == (1, 1)

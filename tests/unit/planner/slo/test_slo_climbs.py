@@ -37,20 +37,20 @@ def fleet_of(now: Fleet, ahead: Sequence[Ahead], has: Quick) -> Fleet:
     return climbed(now, ahead, has, PRICE, BOUNDS)[0]
 
 
-def test_what_sleepers_bring_in_time_is_not_started_ahead() -> None:
-    far, near, asleep = needs(4, 2), needs(2, 2), Quick((2, 2), asleep=(2, 0))
-    assert fleet_of((2, 2), ladder(far), Quick((2, 2))) == (4, 2)
-    assert fleet_of((2, 2), ladder(far, wake=near), asleep) == (2, 2)
-    assert fleet_of((2, 2), ladder(far, wake=far), asleep) == (4, 2)
-    # More than sleep is needed: those that are missing are started, and by then all are awake.
-    assert fleet_of((2, 2), ladder(needs(5, 2), wake=near), asleep) == (5, 2)
+def test_a_trend_is_met_by_starts_and_what_was_not_foreseen_by_sleepers() -> None:
+    calm, more, asleep = needs(2, 2), needs(4, 2), Quick((2, 2), asleep=(2, 0))
+    assert fleet_of((2, 2), ladder(more), Quick((2, 2))) == (4, 2)
+    assert fleet_of((2, 2), ladder(more, wake=calm), asleep) == (4, 2)
+    assert fleet_of((2, 2), ladder(calm, wake=more), Quick((2, 2))) == (2, 2)
+    assert fleet_of((2, 2), ladder(calm, wake=more), asleep) == (4, 2)
+    assert fleet_of((2, 2), ladder(calm, wake=more), Quick((2, 2), asleep=(1, 0))) == (3, 2)
 
 
-def test_a_pause_that_a_wake_bridges_holds_no_worker() -> None:
+def test_a_worker_is_held_over_a_pause_whoever_sleeps() -> None:
+    """A sleeper that is woken is replaced by a start: it saves none, and is missing when a burst comes."""
     far, near = needs(3, 2), needs(2, 2)
-    assert fleet_of((3, 2), ladder(far), Quick((3, 2))) == (3, 2)
-    assert fleet_of((3, 2), ladder(far, wake=near), Quick((3, 2), asleep=(1, 0))) == (2, 2)
-    assert fleet_of((3, 2), ladder(far, wake=near), Quick((3, 2), asleep=(0, 0))) == (3, 2)
+    for asleep in ((0, 0), (1, 0)):
+        assert fleet_of((3, 2), ladder(far, wake=near), Quick((3, 2), asleep=asleep)) == (3, 2)
 
 
 def test_a_mix_that_changes_is_followed_by_flips_within_the_same_gpus() -> None:
