@@ -10,8 +10,23 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contest import rungs
-from benchmarks.contest.rungs import COLD, LOADS, PRICES, RUNGS, Facts, Row, measure_all, missed_at, section, spared
+from benchmarks.contest.rungs import (
+    ASKED,
+    COLD,
+    LOADS,
+    PRICES,
+    RUNGS,
+    Facts,
+    Load,
+    Row,
+    Stretch,
+    measure_all,
+    missed_at,
+    section,
+    spared,
+)
 from benchmarks.measured_pages import write_measured
+from dynamo_local.planner.policies.slo import lengths
 
 ROW = Row("bursts", 0, COLD, 1.0, 1000, 100, 2.0, {"starts": 3}, 1.0, "2026-11-23", "a machine")
 BOTH = "flips, 1 of each role on standby"
@@ -45,7 +60,8 @@ def test_every_load_has_other_samples_in_the_order_of_time() -> None:
 def test_runs_are_kept_and_sleepers_at_the_beginning_are_paid_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rungs, "LOADS", (replace(LOADS[1], stretches=LOADS[1].stretches[:1]),))
+    monkeypatch.setattr(lengths, "REQUESTS", 60)  # a demand of fewer requests: what is tested here is no figure
+    monkeypatch.setattr(rungs, "LOADS", (replace(LOADS[1], stretches=(Stretch("chat,rate=2", 40),)),))
     monkeypatch.setattr(rungs, "PRICES", (1.0,))
     monkeypatch.setattr(rungs, "RUNGS", (RUNGS[0], RUNGS[3]))
     path, said = tmp_path / "rungs.jsonl", list[str]()
@@ -60,6 +76,19 @@ def test_runs_are_kept_and_sleepers_at_the_beginning_are_paid_for(
     assert both.gpu_hours >= 2 * 45 / 3600
     assert measure_all(Facts.load(path), [0], time.monotonic() + 600, said.append)
     assert len(said) == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
+def test_with_flips_and_standby_a_third_fewer_are_missed_at_equal_gpu_hours(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While sleepers stood in for workers that were given up or not ordered it was more, not fewer."""
+    monkeypatch.setattr(rungs, "LOADS", (load,))
+    monkeypatch.setattr(rungs, "RUNGS", (RUNGS[0], RUNGS[3]))
+    facts = Facts()
+    assert measure_all(facts, [0], time.monotonic() + 600, print)
+    assert spared(facts, load.name, BOTH)[0] >= ASKED
 
 
 def test_a_page_may_have_several_measured_parts(tmp_path: Path) -> None:
