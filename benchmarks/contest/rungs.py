@@ -107,7 +107,7 @@ RUNGS = (
     Rungs("1 of each role on standby", standby=1),
     Rungs("flips, 1 of each role on standby", flips=True, standby=1),
 )
-PRICES = (0.1, 0.25, 0.5, 1.0, 2.0)
+PRICES = (0.25, 0.5, 1.0, 2.0)
 """`thrift` of the runs with cold starts alone: the curve. The others have 1."""
 
 
@@ -253,7 +253,8 @@ def section(facts: Facts) -> str:
         rows = [row for row in facts.rows if row.load == load.name]
         if rows:
             seeds = len({row.seed for row in rows})
-            lines += [f"**{load.name}**: {load.told}; {seeds} samples.", "", *_table(facts, load), ""]
+            told = f"{seeds} samples" if seeds > 1 else "one sample"
+            lines += [f"**{load.name}**: {load.told}; {told}.", "", *_table(facts, load), ""]
     dates = "; ".join(sorted({f"{row.date}, {row.machine}" for row in facts.rows}))
     took_s = sum(row.took_s for row in facts.rows)
     lines.append(f"{dates}; {took_s / 60:.0f} min for {len(facts.rows)} runs.")
@@ -277,7 +278,10 @@ def _spared(facts: Facts, load: str, rungs: str) -> str:
     if not parts:
         return ""
     met = "" if fmean(parts) >= ASKED else ": **less than a third**"
-    return f"{fmean(parts):.0%} ({min(parts):.0%}, {max(parts):.0%}){met}"
+    ends = {seed: facts.of(load, COLD, seed)[-1].gpu_hours for seed in {row.seed for row in facts.of(load, COLD)}}
+    beyond = any(row.gpu_hours > ends.get(row.seed, math.inf) for row in facts.of(load, rungs))
+    around = f" ({min(parts):.0%}, {max(parts):.0%})" if len(parts) > 1 else ""
+    return f"{fmean(parts):.0%}{around}{met}{', beyond the end of a line' if beyond else ''}"
 
 
 def main() -> int:
