@@ -103,10 +103,12 @@ class Flipping:
         to, component, section = args.get("to"), args.get("component"), args.get("section")
         if args.get("pid") != os.getpid() or not isinstance(to, str) or not isinstance(component, str):
             raise InvalidRequest("a flip names the pid, the component, and the new name", param="args")
-        if self.under_way:
-            if self._to != to:
+        while self.under_way and self._to != to:
+            if not self._past or self._task is None:
                 raise FlipUnderWay(f"it becomes {self._to} at this moment")
-        elif self.role.identity.watcher_name != to:
+            # Its new ready key may have been seen, by which it is what it was to become: in a moment it knows itself.
+            await asyncio.wait({self._task})
+        if not self.under_way and self.role.identity.watcher_name != to:
             self._to, self._past, self._why = to, False, ""
             self._task = asyncio.create_task(self._flip(to, component, section), name=f"flip to {to}")
             self._task.add_done_callback(lambda task: task.cancelled() or task.exception())

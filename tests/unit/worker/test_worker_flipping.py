@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from dynamo_local.clock import run_virtual
-from dynamo_local.errors import FlipFailed
+from dynamo_local.errors import FlipFailed, FlipUnderWay
 from dynamo_local.ports import PutEvent
 from dynamo_local.runtime.requests import RequestPlane
 from dynamo_local.sdk import dynamo_context, service
@@ -28,6 +28,7 @@ OLD, NEW = "dynamo_Prefill", "dynamo_Decode"
 READY_KEYS = "dynamo/workers/"
 AWAY_S = 25.0
 """Longer than a flip may take, and than one attempt to register."""
+LATE_S = 0.3
 A_MOMENT = 20
 """Turns of the event loop: what is heard of etcd is acted on within so many."""
 
@@ -51,11 +52,21 @@ class Prefill(Part): ...
 class Decode(Part): ...
 
 
+class LateEtcd(FakeEtcd):
+    """It has put a ready key at once, and says so later."""
+
+    async def put(self, key: str, value: bytes, lease_id: int = 0) -> int:
+        revision = await super().put(key, value, lease_id)
+        if key.startswith(READY_KEYS):
+            await asyncio.sleep(LATE_S)
+        return revision
+
+
 class Process:
     """One that serves `Prefill` and may become `Decode`. `before_ready` is run before the new role's ready key."""
 
-    def __init__(self) -> None:
-        self.etcd = FakeEtcd()
+    def __init__(self, etcd: FakeEtcd | None = None) -> None:
+        self.etcd = etcd or FakeEtcd()
         self.before_ready: Callable[[], object] = lambda: None
         self.seen: list[tuple[str, str]] = []
         self._watching: asyncio.Task[None] | None = None
@@ -95,8 +106,8 @@ class Process:
         await role.register_ready(lambda: asyncio.sleep(0))
         self._watching = asyncio.create_task(self._watch())
 
-    async def flip(self) -> dict[str, Any]:
-        return await self.flipping.flip({"pid": os.getpid(), "to": NEW, "component": "Decode", "section": {}})
+    async def flip(self, to: str = NEW, component: str = "Decode") -> dict[str, Any]:
+        return await self.flipping.flip({"pid": os.getpid(), "to": to, "component": component, "section": {}})
 
     async def close(self) -> None:
         assert self._watching is not None
@@ -172,6 +183,44 @@ def test_a_new_lease_that_is_revoked_ends_in_the_old_role() -> None:
         assert (current_context().component, dynamo_context["component"]) == ("Prefill", "Prefill")
         assert await process.ready_keys() == [OLD]
         assert process.seen == []
+        await process.close()
+
+    run_virtual(main())
+
+
+def test_who_has_seen_its_new_ready_key_may_have_it_flip_back_at_once() -> None:
+    """Seen with vLLM on two cores: the answer to its last put came late, and the next flip was refused, because the one
+    before was still under way."""
+
+    async def main() -> None:
+        process = Process(LateEtcd())
+        await process.start()
+        keys = process.etcd.watch_prefix(READY_KEYS)
+        flipping = asyncio.create_task(process.flip())
+        async for event in keys:
+            if isinstance(event, PutEvent) and NEW in event.kv.key:
+                break
+        assert not flipping.done()
+        answer = await process.flip("dynamo_Prefill_1", "Prefill")
+
+        assert (await flipping)["watcher_name"] in (NEW, "dynamo_Prefill_1")
+        assert answer["watcher_name"] == "dynamo_Prefill_1"
+        await process.close()
+
+    run_virtual(main())
+
+
+def test_while_it_can_still_be_undone_another_flip_is_refused() -> None:
+    """The arbiter has one flip under way for a worker; anything else is a mistake."""
+
+    async def main() -> None:
+        process = Process()
+        await process.start()
+        flipping = asyncio.create_task(process.flip())
+        await asyncio.sleep(0)
+        with pytest.raises(FlipUnderWay):
+            await process.flip("dynamo_Other", "Decode")
+        await flipping
         await process.close()
 
     run_virtual(main())
