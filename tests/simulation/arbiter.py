@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from dynamo_local.core.life.lifecycle import (
     DrainRequested,
     Faulted,
     Flipped,
-    IllegalTransition,
     ProcessExited,
     Removed,
     RestartRequested,
@@ -36,14 +35,14 @@ from dynamo_local.core.life.lifecycle import (
     WakeRequested,
 )
 from dynamo_local.core.life.restart_plan import RestartPlan
-from dynamo_local.core.life.stimuli import Apply, InfraSeen, Leave, StartAll, Stimulus
+from dynamo_local.core.life.stimuli import InfraSeen, Leave, StartAll, Stimulus
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import GraphSpec, WorkerState, suffix_of
-from dynamo_local.errors import DynamoError
 from dynamo_local.gpus.locks import GpuLocks
 from dynamo_local.gpus.pool import GpuPool
 from dynamo_local.state import State
 from tests.fakes.arbiter.memory_store import MemoryStore
+from tests.simulation.spares import SimSpares
 from tests.simulation.successor import Successor
 from tests.simulation.watched_shell import WatchedShell
 from tests.simulation.world import (
@@ -59,7 +58,6 @@ from tests.simulation.world import (
 )
 
 HEALTH_EVERY_S = 2.0
-LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
 
 
 class Arbiter(Successor):
@@ -92,8 +90,11 @@ class Arbiter(Successor):
         self._cancelling: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.host = SimHost(world)
-        world.host, world.loop.on_crash = self.host, self.died
         clock, tell = world.clock, self._tell
+        self.spares = SimSpares(
+            world.spares_wanted, self.host, self.factory.paths, clock, run=self._background, tell=tell
+        )
+        world.host, world.loop.on_crash = self.host, self.died
         head = State(namespace=NAMESPACE, run_id=run_id, circus_endpoint="ipc:///simulated/ctl.sock")
         store = MemoryStore(world.file, on_write=self._on_write)
         self.statefile = Statefile(head, store, self.factory.launch_of, tell)  # type: ignore[arg-type]
@@ -101,7 +102,7 @@ class Arbiter(Successor):
         self.links = Links(NAMESPACE, run_id)
         self.links.attach(world.etcd, world.nats.client())  # type: ignore[arg-type]
         self.effects = ArbiterEffects(
-            host=self.host,
+            host=self.spares.host,
             system=SimSystem(world),
             pool=self.pool,
             launcher=Launcher(self.factory),
@@ -124,7 +125,8 @@ class Arbiter(Successor):
         self.sampling = Sampling(NAMESPACE, self.shell, self.links, clock)
         self.waiting = Waiting(self.shell, clock.now_s)
         self.flips = FlipOrders(self.shell, self.orders, self.waiting)
-        self.host.on_exit = self._guarded(self.effects.exited)
+        self.spares.connect(lambda: self.shell.fleet, self._record_spares)
+        self.host.on_exit = self._guarded(self._exited)
 
     def _nobody(self) -> Fleet:
         """The fleet before its first worker."""
@@ -135,11 +137,6 @@ class Arbiter(Successor):
             restart_revoked=self.world.restart_revoked,
             infra_ok=True,
         )
-
-    @property
-    def workers(self) -> dict[str, Worker]:
-        """By watcher name."""
-        return dict(self.shell.fleet.workers)
 
     # --- its life ----------------------------------------------------------------------------------
 
@@ -163,6 +160,14 @@ class Arbiter(Successor):
         self._feed(StartAll(stimulus_id="serve"))
         self._background(self.registrations.follow())
         self._watch()
+
+    def _exited(self, name: str, pid: int, code: int | None) -> None:
+        if not self.spares.pool.exited(name, pid, code):
+            self.effects.exited(name, pid, code)
+
+    async def _record_spares(self) -> None:
+        self.statefile.head.spares = self.spares.pool.records() or None
+        await self.statefile.write_head(lambda: self.shell.fleet)
 
     async def _heal(self) -> None:
         while True:
@@ -249,9 +254,13 @@ class Arbiter(Successor):
         self.effects.abandon()
         for task in list(self._tasks):
             task.cancel()
+        for spare in list(self.world.spares.values()):  # their sockets are closed
+            self.world.spare_exits(spare, 0)
+        asyncio.ensure_future(self.spares.pool.close())  # noqa: RUF006 - the kernel closes the other ends
 
     async def leave(self) -> None:
         """As `dynamo down`."""
+        await self.spares.pool.close()
         self._feed(Leave(stimulus_id="down"))
         await self.waiting.until(lambda: leaving.has_left(self.shell.fleet))
         await self.effects.written()
@@ -263,68 +272,6 @@ class Arbiter(Successor):
         await self.effects.close()
         if self.failure is not None:
             raise Broken("something was raised out of the shell while it left") from self.failure
-
-    # --- commands ----------------------------------------------------------------------------------
-
-    async def scale(self, component: str, target: str, *, force: bool, policy: str | None, stimulus_id: str) -> None:
-        """`dynamo scale`; refusals are answers."""
-        if not force:
-            self.unforced.add(stimulus_id)
-        await self.command(
-            f"scale {component} {target}{' --force' * force}",
-            self.orders.scale(component, target, force=force, victim_policy=policy, stimulus_id=stimulus_id),
-        )
-
-    async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> None:
-        """`dynamo drain`."""
-        if not force:
-            self.unforced.add(stimulus_id)
-        words = f"drain {name}{' --cancel' * cancel}{' --force' * force}"
-        work = self.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
-        answered = await self.command(words, work)
-        worker = self.workers.get(name)
-        # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
-        goes = worker is None or (worker.state in LEAVES and worker.course is Course.STEADY)
-        if cancel and not answered and stimulus_id in self._cancelling and goes:
-            self.wanted.discard(name)
-
-    async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
-        """`dynamo restart`."""
-        self.restarts.add(stimulus_id)
-        await self.command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
-
-    async def apply(
-        self, renewed: Collection[str], counts: Mapping[str, int], *, force: bool, stimulus_id: str
-    ) -> None:
-        """`dynamo apply`: these components start otherwise from now on, and have so many workers."""
-        self.restarts.add(stimulus_id)
-        templates = tuple(
-            replace(each, fingerprint=stimulus_id) if each.component in renewed else each
-            for each in self.shell.fleet.templates
-        )
-        order = Apply(
-            stimulus_id=stimulus_id, templates=templates, counts=counts, policy=self.shell.fleet.policy, force=force
-        )
-        words = f"apply {sorted(renewed)} {dict(counts)}{' --force' * force}"
-        await self.command(words, self._applied(order))
-
-    async def _applied(self, order: Apply) -> dict[str, Any]:
-        await self.orders.committed(order)
-        return {}
-
-    async def command(self, words: str, work: Coroutine[Any, Any, dict[str, Any]]) -> bool:
-        """Whether it was carried out; a refusal is an answer."""
-        self.world.note(f"$ dynamo {words}")
-        try:
-            answer = await work
-        except IllegalTransition:
-            raise  # a command may be refused, but never by the table
-        except DynamoError as error:
-            self.world.note(f"  {words}: {type(error).__name__}: {str(error)[:100]}")
-            return False
-        done = [f"{each['kind']} {each['watcher_name']}" for each in answer.get("instructions", ())]
-        self.world.note(f"  {words}: {done}")
-        return True
 
     # --- who is wanted -------------------------------------------------------------------------------
 

@@ -6,9 +6,12 @@ from collections import defaultdict
 from contextlib import aclosing
 
 from dynamo_local.core.life.states import TRAITS, HasProcess
+from dynamo_local.errors import StateError
 from dynamo_local.ports import PutEvent, SnapshotEvent
+from dynamo_local.state import State
+from tests.fakes.arbiter.memory_store import MemoryStore
 from tests.simulation.arbiter import Arbiter
-from tests.simulation.world import NAMESPACE, Broken
+from tests.simulation.world import NAMESPACE, Broken, World
 
 LIVES = tuple(state for state, traits in TRAITS.items() if traits.process is HasProcess.YES)
 
@@ -20,6 +23,7 @@ def check(arbiter: Arbiter) -> None:
     if arbiter.dead:
         return
     _check_processes(arbiter)
+    _check_spares(arbiter)
     if not arbiter.world.loop.blocking and not arbiter.statefile.unwritten and arbiter.effects.idle:
         _check_file(arbiter)
 
@@ -45,6 +49,15 @@ def _check_processes(arbiter: Arbiter) -> None:
             raise Broken(f"{process.name} is on {missing}, which are not booked on it")
 
 
+def _check_spares(arbiter: Arbiter) -> None:
+    """None is forgotten, and there are no more of them than are to be."""
+    known = {entry.pid for entry in arbiter.spares.pool.records().values()}
+    if unknown := set(arbiter.world.spares) - known:
+        raise Broken(f"the spares {unknown} are known to nobody")
+    if sum(arbiter.spares.pool.counts().values()) > arbiter.world.spares_wanted:
+        raise Broken(f"more spares than {arbiter.world.spares_wanted}: {arbiter.spares.pool.counts()}")
+
+
 def _check_file(arbiter: Arbiter) -> None:
     file = arbiter.world.file
     if file.edited:
@@ -52,6 +65,48 @@ def _check_file(arbiter: Arbiter) -> None:
     state = arbiter.statefile.store.read()
     if set(state.components) != set(arbiter.workers):
         raise Broken(f"the statefile has {set(state.components)}, the fleet {set(arbiter.workers)}")
+
+
+# --- after a crash ----------------------------------------------------------------------------------
+
+
+def check_sufficient(world: World) -> State:
+    """After a crash the statefile alone says what is there: each process has its entry, with its pid and its GPUs.
+
+    Between the start of a process and the commit of its pid the entry is `starting` without one.
+    """
+    if world.file.text is None and not world.living():
+        return State(namespace=NAMESPACE, run_id="none", circus_endpoint="ipc:///none")
+    try:
+        state = MemoryStore(world.file).read()
+    except StateError as error:
+        raise Broken(f"the statefile that a crash left is not valid: {error}") from error
+    holders: dict[str, str] = {}
+    for name, entry in state.components.items():
+        for uuid in entry.resources.gpu_uuids or ():
+            if uuid in holders:
+                raise Broken(f"the statefile gives {uuid} to {holders[uuid]} and to {name}")
+            holders[uuid] = name
+    for process in world.living():
+        own = [each for each in state.components.values() if each.pid == process.pid]
+        if len(own) > 1:
+            raise Broken(f"{process.pid} is in the statefile as {[each.watcher_name for each in own]}")
+        entry = own[0] if own else state.components.get(process.name)  # type: ignore[assignment]
+        names = () if entry is None else (entry.watcher_name, entry.born, entry.flip and entry.flip.watcher_name)
+        if entry is not None and not {process.name, process.spec.name} <= set(names):
+            raise Broken(f"{process.name}, made as {process.spec.name}, is in the statefile as {names}")
+        if entry is None:
+            raise Broken(f"{process.name} ({process.pid}) lives and is not in the statefile")
+        if entry.pid not in (None, process.pid):
+            raise Broken(f"{process.name} is {process.pid}, the statefile says {entry.pid}")
+        if entry.pid is None and entry.state not in LIVES:
+            raise Broken(f"{process.name} ({process.pid}) lives, the statefile says {entry.state}")
+        booked = set(entry.resources.gpu_uuids or ())
+        if entry.standby is not None and not process.standby.on_gpus:
+            booked |= set(entry.standby.gpu_uuids or ())
+        if missing := set(process.gpus) - booked:
+            raise Broken(f"{process.name} is on {missing}, which the statefile does not give to it")
+    return state
 
 
 # --- in a gentle run ---------------------------------------------------------------------------------

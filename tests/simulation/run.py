@@ -18,9 +18,10 @@ def run_seed(
     steps: int | None = None,
     adopts: bool = False,
     gentle: bool = False,
+    spares: int = 0,
 ) -> RunOutcome:
     """One whole run. Raises `Broken` whose notes are the story. `adopts`: what comes after a crash; `gentle`: commands
-    alone, none of them forced."""
+    alone, none of them forced; `spares`: so many are kept, and fare badly."""
     rng = random.Random(seed)
     made: list[Scenario] = []
     with asyncio.Runner(loop_factory=lambda: SimLoop(rng)) as runner:
@@ -28,7 +29,7 @@ def run_seed(
         assert isinstance(loop, SimLoop)
 
         async def main() -> None:
-            scenario = Scenario(rng, loop, GENTLE if gentle else ACTIONS, adopts=adopts, gentle=gentle)
+            scenario = Scenario(rng, loop, GENTLE if gentle else ACTIONS, adopts=adopts, gentle=gentle, spares=spares)
             made.append(scenario)
             try:
                 await scenario.run(crash_at=crash_at, crash_when=crash_when, steps=steps)

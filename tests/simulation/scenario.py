@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from dynamo_local.core.life.fleet import Worker
 from dynamo_local.core.types import WorkerState
 from tests.simulation.arbiter import Arbiter
-from tests.simulation.checks import always_served, check
+from tests.simulation.checks import always_served, check, check_sufficient
 from tests.simulation.process import Fate, SimProcess
-from tests.simulation.sufficient import check_sufficient
+from tests.simulation.spares import mishaps
 from tests.simulation.world import Broken, SimLoop, World, graph
 
 SETTLES_WITHIN_S = 1_500.0
@@ -38,7 +38,14 @@ class Scenario:
     """One seed's script on one world. `gentle`: nothing is forced, and somebody always serves."""
 
     def __init__(
-        self, rng: random.Random, loop: SimLoop, actions: Actions, *, adopts: bool = False, gentle: bool = False
+        self,
+        rng: random.Random,
+        loop: SimLoop,
+        actions: Actions,
+        *,
+        adopts: bool = False,
+        gentle: bool = False,
+        spares: int = 0,
     ) -> None:
         self.actions = actions
         self.adopts = adopts
@@ -49,6 +56,7 @@ class Scenario:
         self.graph = graph(rng.choice((1, 1, 2, 3)), rng.choice((0, 1, 1, 2)), big, rng.choice((None, 0, 0, 1, 2)))
         asked = sum(spec.workers * spec.resources.gpu for spec in self.graph.services)
         self.world = World(rng, loop, asked + rng.choice((0, 1, 1, 2, 3)))
+        self.world.spares_wanted = spares
         self.runs = 0
         self.arbiter = self._arbiter()
         self.commands = 0
@@ -66,6 +74,7 @@ class Scenario:
         """Start, let things happen, calm down, see that all came right, leave."""
         self.arbiter.crash_at, self.arbiter.crash_when = crash_at, crash_when
         await self.arbiter.foreground(self.arbiter.start())
+        spoiling = asyncio.ensure_future(mishaps(self.world)) if self.world.spares_wanted else None
         await self._wait(self.rng.choice((0.0, 0.3, 2.0)))
         if self.gentle:
             await self._begin_gently()
@@ -74,6 +83,8 @@ class Scenario:
                 await self._start_anew()
             self.rng.choices(list(self.actions), list(self.actions.values()))[0](self)
             await self._wait(self.rng.choice((0.0, 0.0, 0.01, 0.1, 0.5, self.rng.expovariate(0.3))))
+        if spoiling is not None:
+            spoiling.cancel()
         self.calm()
         if self.arbiter.dead:
             await self._start_anew()
@@ -140,6 +151,7 @@ class Scenario:
             handle.cancel()
         world.etcd.available, world.nats.up, world.file.full = True, True, False
         world.flip_s, world.flips_fail = 0.05, False
+        world.spare_fates = []
         world.fates, world.refusals, world.spawn_s, world.kind = [], [], 0.003, Fate()
         world.etcd.fail_next(0)
         for process in world.living():
@@ -158,7 +170,7 @@ class Scenario:
                 return False
             check(self.arbiter)
             workers = self.arbiter.workers.values()
-            still = still + 1 if all(self._rests(worker) for worker in workers) else 0
+            still = still + 1 if all(self._rests(worker) for worker in workers) and self.arbiter.spares.full else 0
         self._check_wanted()
         self._check_registered()
         self._check_statefile()
@@ -221,6 +233,8 @@ class Scenario:
             await self.arbiter.foreground(self.arbiter.leave())
         if living := self.world.living():
             raise Broken(f"left behind: {[(process.name, process.pid) for process in living]}")
+        if self.world.spares:
+            raise Broken(f"spares left behind: {list(self.world.spares)}")
 
     # --- helpers of the actions ------------------------------------------------------------------------
 

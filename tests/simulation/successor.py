@@ -13,7 +13,7 @@ from dynamo_local.core.life.stimuli import Resume
 from dynamo_local.core.types import WorkerState
 from dynamo_local.state import State
 from dynamo_local.succession.adoption import Adoption, Found, hold_gpus
-from tests.simulation.flip_commands import FlipCommands
+from tests.simulation.commands import Commands
 
 if TYPE_CHECKING:
     from tests.simulation.watched_shell import WatchedShell
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LISTED_WITHIN_S = 10.0
 
 
-class Successor(FlipCommands):
+class Successor(Commands):
     """A part of `Arbiter`, which has all that is named here."""
 
     world: World
@@ -35,6 +35,7 @@ class Successor(FlipCommands):
     statefile: Any
     registrations: Any
     sampling: Any
+    spares: Any
     _background: Any
     _feed: Any
     _heal: Any
@@ -67,6 +68,7 @@ class Successor(FlipCommands):
         self._background(self.sampling.run())
         self._background(self._heal())
         self._background(self._beat())
+        self._background(self.spares.pool.run())
 
     def _is_meant(self, worker: Worker) -> bool:
         """It is to serve, as the statefile has it."""

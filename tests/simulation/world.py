@@ -19,6 +19,7 @@ from dynamo_local.clock import AsyncioClock, VirtualTimeLoop
 from dynamo_local.control.deployment import Settings, WatcherFactory, WatcherPlan
 from dynamo_local.core.gpus import GpuDevice
 from dynamo_local.core.life.instructions import Commit, Instruction, Transition
+from dynamo_local.core.spares import is_spare
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.gpus.inventory import SimInventory
 from dynamo_local.system.paths import Paths
@@ -27,6 +28,7 @@ from tests.fakes.arbiter.memory_store import MemoryFile
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.fakes.infra.memory_nats import MemoryNats
 from tests.simulation.process import Fate, SimProcess
+from tests.simulation.spares import SimSpare, SpareFate
 
 NAMESPACE = "dynamo"
 FIRST_PID = 2**23
@@ -183,6 +185,9 @@ class World:
         self.flip_s = 0.05
         self.flips_fail = False
         self.kind = Fate()
+        self.spares_wanted = 0
+        self.spares: dict[int, SimSpare] = {}
+        self.spare_fates: list[SpareFate] = []
         self.host: SimHost | None = None
         self.story: list[str] = []
         self._pids = itertools.count(FIRST_PID)
@@ -197,10 +202,11 @@ class World:
         """Those that run, by pid."""
         return [process for process in self.processes.values() if process.alive]
 
-    def spawn(self, spec: ProcessSpec) -> SimProcess:
-        """A new process. Two on one GPU, or one on memory that was not returned, is what must never be."""
+    def spawn(self, spec: ProcessSpec, pid: int | None = None) -> SimProcess:
+        """A new process, or what that one is from now on. Two on one GPU, or one on memory that was not returned, is
+        what must never be."""
         fate = self.fates.pop(0) if self.fates else self.kind
-        pid = next(self._pids)
+        pid = next(self._pids) if pid is None else pid
         process = SimProcess(self, pid, spec, fate)
         for other in self.living():
             if process.name in (other.name, other.spec.name):
@@ -213,6 +219,29 @@ class World:
         self.gpus.busy.update(process.gpus)
         self.note(f"{process.name} started as {pid} on {[uuid[-1] for uuid in process.gpus]}, {fate}")
         return process
+
+    def spare(self, spec: ProcessSpec) -> SimSpare:
+        """A new spare."""
+        fate = self.spare_fates.pop(0) if self.spare_fates else SpareFate()
+        spare = SimSpare(self, next(self._pids), spec, fate)
+        self.spares[spare.pid] = spare
+        self.note(f"{spec.name} started as {spare.pid}, {fate}")
+        return spare
+
+    def becomes(self, spare: SimSpare, spec: ProcessSpec) -> None:
+        """It is a worker from now on."""
+        del self.spares[spare.pid]
+        self.note(f"{spare.spec.name} ({spare.pid}) becomes {spec.name}")
+        self.spawn(spec, spare.pid)
+
+    def spare_exits(self, spare: SimSpare, code: int) -> None:
+        """It is gone, unless it is a worker by now."""
+        if self.spares.pop(spare.pid, None) is None:
+            return
+        spare.die()
+        self.note(f"{spare.spec.name} ({spare.pid}) is gone, code {code}")
+        if self.host is not None:
+            self.loop.call_later(self.rng.uniform(0.0, 0.01), self.host.exited, spare, code)
 
     def let_go(self, process: SimProcess) -> None:
         """It sleeps: its memory is free at once, but for a residue that is too little to be seen."""
@@ -242,6 +271,8 @@ class World:
 
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
         """`kill -9`: it takes the kernel a moment, and a stuck driver longer."""
+        if (spare := self.spares.get(pid)) is not None:
+            self.spare_exits(spare, -signum)
         process = self.processes.get(pid)
         if process is not None and process.alive:
             self.loop.call_later(process.fate.dies_in_s, self.exits, process, -signum)
@@ -279,12 +310,33 @@ class SimHost:
             raise asyncio.CancelledError
         if self.world.refusals:
             raise self.world.refusals.pop(0)
+        if is_spare(spec.name, NAMESPACE):
+            pid = self.world.spare(spec).pid
+            self.called[pid] = spec.name  # whatever it becomes, until it is renamed
+            return pid
         return self.world.spawn(spec).pid
+
+    def rename_process(self, name: str, spec: ProcessSpec) -> int:
+        """See `SpareHost`."""
+        for pid, called in self.called.items():
+            if called == name and pid in self.world.processes and self.world.processes[pid].alive:
+                self.called[pid] = spec.name
+                return pid
+        raise ProcessLookupError(f"{name} has ended")
+
+    async def end(self, pid: int, timeout_s: float) -> None:
+        """SIGKILL; returns when it is gone, or past the timeout."""
+        self.world.kill(pid)
+        deadline_s = self.world.loop.time() + timeout_s
+        while self.world.loop.time() < deadline_s:
+            if pid not in self.world.spares and pid not in {process.pid for process in self.world.living()}:
+                return
+            await asyncio.sleep(0.01)
 
     async def forget(self, name: str) -> None:
         """See `ProcessHost`."""
 
-    def exited(self, process: SimProcess, code: int) -> None:
+    def exited(self, process: SimProcess | SimSpare, code: int) -> None:
         """Told by the world."""
         if self.on_exit is not None and not self.dead:
             self.on_exit(self.called.get(process.pid, process.spec.name), process.pid, code)

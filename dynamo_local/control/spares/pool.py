@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,9 +69,15 @@ class SpareRules:
     start_deadline_s: float
 
 
+async def end_process(pid: int) -> None:
+    """End it with its session; returns when it is gone, or has not gone for some seconds."""
+    await aend_session(pid)
+    await wait_exit(pid, ENDED_TIMEOUT_S)
+
+
 class Spares:
     """`wanted` are the kinds, `calm` says that no worker is coming up; `on_change` is called, as a task of
-    `background`, when there is another spare, or one less."""
+    `background`, when there is another spare, or one less. `end` ends a process, and returns when it is gone."""
 
     def __init__(
         self,
@@ -84,6 +90,7 @@ class Spares:
         calm: Callable[[], bool],
         background: Callable[[Coroutine[Any, Any, None]], object],
         tell: Tell,
+        end: Callable[[int], Awaitable[None]] = end_process,
     ) -> None:
         self._host = host
         self._paths = paths
@@ -93,6 +100,7 @@ class Spares:
         self._calm = calm
         self._background = background
         self._tell = tell
+        self._end_process = end
         self.on_change: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._spares: dict[str, Spare] = {}
         self._failures = 0
@@ -220,8 +228,7 @@ class Spares:
         """End it, and return when it is gone."""
         spare.taken = True
         if spare.pid is not None:
-            await aend_session(spare.pid)
-            await wait_exit(spare.pid, ENDED_TIMEOUT_S)
+            await self._end_process(spare.pid)
         spare.connection.close()
         if self._spares.get(spare.name) is spare and spare.pid is None:
             del self._spares[spare.name]
