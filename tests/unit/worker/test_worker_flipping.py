@@ -55,9 +55,9 @@ class Decode(Part): ...
 class LateEtcd(FakeEtcd):
     """It has put a ready key at once, and says so later."""
 
-    async def put(self, key: str, value: bytes, lease_id: int = 0) -> int:
-        revision = await super().put(key, value, lease_id)
-        if key.startswith(READY_KEYS):
+    async def put_all(self, values: Mapping[str, bytes], lease_id: int = 0) -> int:
+        revision = await super().put_all(values, lease_id)
+        if any(key.startswith(READY_KEYS) for key in values):
             await asyncio.sleep(LATE_S)
         return revision
 
