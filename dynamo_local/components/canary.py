@@ -123,6 +123,7 @@ class Canary:
     async def _hand_off(self, peer: int, patience_s: float) -> None:
         request = _request(None)
         asked = {"request_id": request.request_id, "token_ids": list(request.prompt_token_ids)}
+        began_s = self._clock.now_s()
         stream = await self._workers.call(asked, instance_id=peer, request_id=request.request_id, timeout_s=patience_s)
         try:
             answers = [item async for item in stream]
@@ -132,7 +133,15 @@ class Canary:
             raise EngineError("the prefill worker answered nothing")
         params = messages.parse_prefill_reply(answers[0])
         await self._check(params)
+        prefilled_s = self._clock.now_s()
         await self._decoded(_request(params, request.request_id, request.prompt_token_ids))
+        decoded_s = self._clock.now_s() - prefilled_s
+        log.info(
+            "the canary of prefill worker %x: prefilled %.3f, pulled and decoded %.3f s",
+            peer,
+            prefilled_s - began_s,
+            decoded_s,
+        )
 
     async def _decoded(self, request: EngineRequest) -> None:
         last = await _last(self._engine, request)

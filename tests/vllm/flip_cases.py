@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from tests.vllm.cases import ANSWER_TOKENS, asked, reference
 from tests.vllm.hosts import VllmHost
 from tests.vllm.seeing import prompt_tokens_by_source
 
+TELLS = re.compile(r" (becomes \S+$|became \S+ in |the canary of prefill worker |stays \S+: |prefilled locally)")
 FLIPS = int(os.environ.get("DYN_VLLM_FLIPS", "30"))
 FAILED_MAX = FLIPS // 3
 """Flips that may stay what they were: where cores are short a canary is not answered in time."""
@@ -49,6 +51,7 @@ class Flipping:
             logs = [Path(file).read_text() for file in files]
         print(f"{FLIPS} flips, {failed} failed, {len(prompt_tokens)} answers, load {os.getloadavg()[0]:.1f}")
         print(f"seconds from the command to the first answer: {quantiles(took_s)}; {sorted(took_s)}")
+        print(*_told_by(logs), sep="\n")
         _accounted(logs, prompt_tokens, FLIPS, exact=failed == 0)
         assert failed <= FAILED_MAX
         assert quantiles(took_s)[0.99] < FLIP_P99_S, sorted(took_s)
@@ -102,6 +105,12 @@ async def _flips(served: Served) -> tuple[list[float], int]:
                 failed += 1
                 await settled(served, PATIENCE_S)
     return took_s, failed
+
+
+def _told_by(logs: Sequence[str]) -> list[str]:
+    """What the workers say of their flips, by time."""
+    lines = [line for log in logs for line in log.splitlines() if TELLS.search(line)]
+    return sorted(lines)
 
 
 def _accounted(logs: Sequence[str], prompt_tokens: Sequence[int], flips: int, *, exact: bool) -> None:
