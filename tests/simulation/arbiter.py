@@ -91,9 +91,7 @@ class Arbiter(Successor):
         self._tasks: set[asyncio.Task[Any]] = set()
         self.host = SimHost(world)
         clock, tell = world.clock, self._tell
-        self.spares = SimSpares(
-            world.spares_wanted, self.host, self.factory.paths, clock, run=self._background, tell=tell
-        )
+        self.spares = SimSpares(world, self.host, self.factory.paths, run=self._background, tell=tell)
         world.host, world.loop.on_crash = self.host, self.died
         head = State(namespace=NAMESPACE, run_id=run_id, circus_endpoint="ipc:///simulated/ctl.sock")
         store = MemoryStore(world.file, on_write=self._on_write)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.clock import Clock
 from dynamo_local.control.spares.kinds import Kind
 from dynamo_local.control.spares.pool import ENDED_TIMEOUT_S, SpareRules, Spares
 from dynamo_local.control.spares.starting import SparedHost
@@ -103,7 +102,8 @@ class SimSpare:
 class SimSpares:
     """The spares of one arbiter: what `serve.spared` is to a real one."""
 
-    def __init__(self, count: int, host: SimHost, paths: Paths, clock: Clock, run: Run, tell: Tell) -> None:
+    def __init__(self, world: World, host: SimHost, paths: Paths, *, run: Run, tell: Tell) -> None:
+        count = world.spares_wanted
         self._host = host
         self._fleet: Callable[[], Fleet | None] = lambda: None
         self._count = count
@@ -112,7 +112,7 @@ class SimSpares:
             host,
             paths,
             rules,
-            clock,
+            world.clock,
             wanted=lambda: (KIND,) if count else (),
             calm=self._calm,
             background=run,
