@@ -30,7 +30,6 @@ class Kind(StrEnum):
     KILL = "kill -9 of a worker"
     STOP = "SIGSTOP, later SIGCONT"
     HANG = "SIGSTOP for good"
-    SPARE = "kill -9 of a spare"
     ETCD = "kill -9 of etcd"
     NATS = "kill -9 of NATS"
     STOP_ETCD = "SIGSTOP of etcd, later SIGCONT"
@@ -51,7 +50,7 @@ class Kind(StrEnum):
 
 
 FAULTS = {
-    **{Kind.KILL: 8, Kind.STOP: 4, Kind.HANG: 2, Kind.SPARE: 2, Kind.ETCD: 2, Kind.NATS: 2},
+    **{Kind.KILL: 8, Kind.STOP: 4, Kind.HANG: 2, Kind.ETCD: 2, Kind.NATS: 2},
     **{Kind.STOP_ETCD: 2, Kind.STOP_NATS: 2, Kind.STOP_ARBITER: 1, Kind.DISK: 2, Kind.DESCRIPTORS: 1},
 }
 FOR_S = {
@@ -116,8 +115,8 @@ def _drawn(rng: random.Random, weights: dict[Kind, int]) -> Kind:
 
 def _action(rng: random.Random, at_s: float, kind: Kind) -> Action:
     unit = rng.random()
-    if kind in (Kind.ETCD, Kind.NATS, Kind.SPARE):
-        return Action(at_s, kind, unit=unit)
+    if kind in (Kind.ETCD, Kind.NATS):
+        return Action(at_s, kind)
     if kind in FOR_S:
         return Action(at_s, kind, seconds=rng.uniform(*FOR_S[kind]))
     if kind in (Kind.KILL, Kind.STOP, Kind.HANG):

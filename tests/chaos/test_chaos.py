@@ -41,7 +41,6 @@ WORDS = (
     *(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items()),
     *(f"--{name}.ServiceArgs.standby=0" for name in (DECODE, PREFILL)),  # each may be put to sleep
     "--Common.sim.speed=0.5",  # a token takes 12 ms and more: streams last for seconds
-    "--Host.spares=1",
     "--Host.health-bound-s=8",
     "--Host.restart.first-s=0.3",
     "--Host.restart.max-s=1.5",

@@ -218,8 +218,6 @@ class Chaos:
             await self._stop_server(kind.name.lower().removeprefix("stop_"), status, action.seconds)
         elif kind is Kind.DISK:
             await self._fill_disk(action.seconds)
-        elif kind is Kind.SPARE:
-            self._kill_spare(action, status)
         elif kind is Kind.SCALE:
             reply = await self._ask("scale", component=action.component, target=action.target)
             self.note("  " + ", ".join(f"{i['kind']} {i['watcher_name']}" for i in reply["instructions"]))
@@ -264,17 +262,6 @@ class Chaos:
             return
         self._break(name, lambda status: status[name] not in (None, old))
         send_signal(old, signal.SIGKILL)
-
-    def _kill_spare(self, action: Action, status: Status) -> None:
-        """Nobody is served by it, so nothing is broken; it may be a worker by now."""
-        pids = [spare["pid"] for spare in status["spares"]["spares"] if spare["pid"] is not None]
-        if not pids:
-            self.note("  there is none")
-            return
-        pid = pids[int(action.unit * len(pids))]
-        self.note(f"  pid {pid}")
-        self.hurt.add(pid)
-        send_signal(pid, signal.SIGKILL)
 
     async def _stop_server(self, name: str, status: Status, seconds: float) -> None:
         pid = status[name]
