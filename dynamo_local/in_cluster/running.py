@@ -22,7 +22,7 @@ from dynamo_local.in_cluster.loads import LoadsOfPasses
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.connectors.kubernetes.connector import KubernetesConnector
 from dynamo_local.planner.connectors.kubernetes.electing import Election
-from dynamo_local.planner.forecasting.runners import ArbiterForecaster
+from dynamo_local.planner.forecasting.runners import ArbiterForecaster, InlineForecaster
 from dynamo_local.planner.loop import PlannerLoop, PlannerState
 from dynamo_local.planner.pulling import Puller, Sampled
 from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_path
@@ -57,6 +57,7 @@ class PodPlanner:
         name: str,
         traffic: TrafficSource | None,
         passes: HeardPasses | None = None,
+        forecaster: ArbiterForecaster | InlineForecaster | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.options = options
@@ -69,7 +70,7 @@ class PodPlanner:
         self._traffic = traffic
         self.passes = passes
         self._loads = None if passes is None else LoadsOfPasses(passes, connector.pools, clock)
-        self._forecaster = ArbiterForecaster()
+        self._forecaster = forecaster or ArbiterForecaster()
         self._background: set[asyncio.Task[Any]] = set()
         self._logged: list[LoggedDecisions | LoggedTicks] = []
         self._reports: ReportSchedule | None = None

@@ -45,15 +45,20 @@ def opened(paths: list[str]) -> list[str]:
 
 
 def sockets(paths: list[str]) -> list[str]:
-    """Of these unix sockets, those that he can connect to."""
+    """Of these unix sockets, those that he can connect to and that do not turn him away."""
     found = []
     for path in paths:
         with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(1.0)
             try:
                 client.connect(path)
+                let_in = client.recv(1) != b""
+            except TimeoutError:
+                let_in = True
             except OSError:
-                continue
-            found.append(path)
+                let_in = False
+            if let_in:
+                found.append(path)
     return found
 
 

@@ -1,6 +1,7 @@
 """Where workers deliver responses to a process: one port, and one abstract unix socket, which is cheaper.
 
-Either takes connections of any user of this host, and none is read from that does not show a token.
+Any user of this host can connect to the port; who connects to the unix socket must be ours. Nothing is read from a
+connection that does not show a token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import struct
 from typing import Final
 
 from dynamo_local import errors
@@ -25,6 +27,9 @@ BACKLOG: Final = 4096
 
 NAMES: Final = "dynamo-responses-"
 """How the names of unix sockets begin. A worker connects to no others, whatever a message says."""
+
+_UCRED: Final = struct.Struct("3i")
+"""What the kernel tells of a peer (`SO_PEERCRED`, unix(7)): pid, uid, gid."""
 
 RECEIVE_BUFFER_BYTES: Final = 256 * 1024
 """Fixed, because the kernel would otherwise grow it to 6 MiB per slow reader."""
@@ -45,6 +50,17 @@ class Offer:
         """End the wait for the connection with this error."""
         if not self.answer.done():
             self.answer.set_exception(error)
+
+
+class _OfOurUser(InboundStream):
+    """Over the unix socket. The kernel says who has connected: another user is turned away, token or not."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        _, uid, _ = _UCRED.unpack(peer)
+        if uid != os.geteuid():
+            self.finish(errors.StreamGap(f"a process of user {uid} has connected"))
 
 
 class ResponseListener:
@@ -81,7 +97,7 @@ class ResponseListener:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(f"\0{name}")
-            self._servers.append(await loop.create_unix_server(self._make_protocol, sock=sock, backlog=BACKLOG))
+            self._servers.append(await loop.create_unix_server(self._make_own, sock=sock, backlog=BACKLOG))
         except BaseException:
             sock.close()
             raise
@@ -127,7 +143,12 @@ class ResponseListener:
             answer.result().discard()
 
     def _make_protocol(self) -> InboundStream:
-        inbound = InboundStream(self._greeted, self._closed)
+        return self._expected(InboundStream(self._greeted, self._closed))
+
+    def _make_own(self) -> InboundStream:
+        return self._expected(_OfOurUser(self._greeted, self._closed))
+
+    def _expected(self, inbound: InboundStream) -> InboundStream:
         self._connections.add(inbound)
         self._strangers[inbound] = inbound.loop.call_later(HELLO_TIMEOUT_S, self._too_late, inbound)
         return inbound

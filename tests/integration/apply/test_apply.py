@@ -118,10 +118,9 @@ async def test_a_dry_run_shows_the_same_and_changes_nothing(graph: Served) -> No
         ("VllmWorker: [", ["wanted.yaml"]),
         ("VllmWroker: {}", ["VllmWroker", "did you mean"]),
         (
-            yaml.safe_dump(config(Host={"etcd-endpoints": "localhost:1"}, Frontend={"max-inflight": 7})),
-            ["Host.etcd_endpoints", "dynamo_Frontend needs a new process and is the only worker"],
+            yaml.safe_dump(config(Host={"etcd-endpoints": "localhost:1"}, VllmWorker={"ServiceArgs": {"workers": 9}})),
+            ["Host.etcd_endpoints", "too few GPUs"],
         ),
-        (yaml.safe_dump(config(VllmWorker={"ServiceArgs": {"workers": 9}})), ["too few GPUs"]),
     ],
 )
 def test_what_cannot_be_applied_is_refused_before_anything_happens(shared: Served, text: str, told: list[str]) -> None:

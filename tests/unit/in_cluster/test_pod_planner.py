@@ -23,6 +23,7 @@ from dynamo_local.planner.connectors.kubernetes.api import KubeApi
 from dynamo_local.planner.connectors.kubernetes.checking import Expected
 from dynamo_local.planner.connectors.kubernetes.connector import GraphUnfit, KubernetesConnector
 from dynamo_local.planner.connectors.kubernetes.electing import Election
+from dynamo_local.planner.forecasting.runners import InlineForecaster
 from dynamo_local.planner.loop import PlannerState
 from dynamo_local.planner.policies.slo import lengths
 from tests.fakes.arbiter.told import Told
@@ -64,7 +65,14 @@ class Rig:
         election = Election(api, clock, lease_name(NAME, expected_of(config).only), identity)
         logs = self.folder / identity
         logs.mkdir(exist_ok=True)
-        planner = PodPlanner(config, connector, election, clock, logs, name=NAME, traffic=self.demand, passes=heard)
+        here = InlineForecaster()  # virtual time would run away from a process
+        planner = PodPlanner(
+            *(config, connector, election, clock, logs),
+            name=NAME,
+            traffic=self.demand,
+            passes=heard,
+            forecaster=here,
+        )
         self._stack.push_async_callback(planner.stop)
         await planner.start()
         return planner

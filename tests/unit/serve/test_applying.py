@@ -133,7 +133,9 @@ async def test_every_reason_against_it_is_said_at_once() -> None:
     factory, workers = run.launcher.factory, run.fleet.workers
     with pytest.raises(NotApplicable) as refused:
         await run.apply(
-            replace(FRONTEND, config={"x": 1}), replace(DECODE, workers=9), host={"nats_server": "elsewhere:4222"}
+            replace(FRONTEND, config={"x": 1}, max_workers=1),
+            replace(DECODE, workers=9),
+            host={"nats_server": "elsewhere:4222"},
         )
     assert [reason.split(" ")[0] for reason in refused.value.details["reasons"]] == [
         "Host.nats_server",
