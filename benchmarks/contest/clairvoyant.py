@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.slo.options import SloOptions
@@ -27,7 +28,9 @@ from dynamo_local.twin.trace import TraceRequest
 
 STEP_S = 5.0
 BEFORE_S, AFTER_S = 20.0, 10.0
-"""A moment's requests: those that come so long before it, and after."""
+"""A moment's requests: those that come so long before it, and after,"""
+LIVES = 2.0
+"""and those before that may be answered still: so many times as long as an answer takes, within its target."""
 REQUESTS_MIN = 20
 GIVEN_UP = 0.005
 
@@ -39,15 +42,16 @@ def schedule(requests: Sequence[TraceRequest], options: SloOptions) -> tuple[Fle
     engine = Engine(passes_of(options.profile, options.speed), options.engine)
     evaluator = Evaluator(engine, options.ttft_ms / 1000, options.itl_ms / 1000)
     times = [each.at_s for each in requests]
+    before_s = BEFORE_S + LIVES * fmean(each.output_length for each in requests) * options.itl_ms / 1000
     needed: list[Fleet] = []
     most = options.max_gpu_budget - 1
     for step in range(int(times[-1] / STEP_S) + 1):
         at_s = step * STEP_S
-        first, last = bisect_left(times, at_s - BEFORE_S), bisect_left(times, at_s + AFTER_S)
+        first, last = bisect_left(times, at_s - before_s), bisect_left(times, at_s + AFTER_S)
         if last - first < REQUESTS_MIN:
             needed.append((1, 1))
             continue
-        span_s = min(BEFORE_S, at_s) + AFTER_S
+        span_s = min(before_s, at_s) + AFTER_S
         rate = (last - first) / span_s
         demand = _demand(requests[first:last], rate)
         needed.append(_smallest(evaluator.shares(demand, step, rate, most), options.max_gpu_budget))

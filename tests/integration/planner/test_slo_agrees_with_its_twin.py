@@ -36,9 +36,9 @@ START_UP_S = 20.0
 PROCESS_S = 1.5
 """What a process takes to be there, beside the engine's own start-up."""
 LOOK_EVERY_S = 1.0
-DRAWS, LATE_MAX_S = 6, 0.1
+DRAWS, LATE_MAX_S = 12, 0.1
 """So many twins, whose requests come by so much later than recorded: what HTTP and hops take of a burst."""
-SHARE_APART, GPUS_APART = 0.02, 0.05
+SHARE_APART, GPUS_APART = 0.02, 0.1
 """From the range of the twins: what the twin leaves out, and looks a second apart."""
 WORDS = (
     "--VllmWorker.conditional-disagg=false",
@@ -75,8 +75,9 @@ def held_s(watched: Watched) -> float:
 def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
     """What twins keep, and the GPU-seconds that they hold, where each request comes a little later, by chance.
 
-    The first decision falls after five seconds, by a handful of answers: which ones these are hangs on milliseconds,
-    and a fleet that was ordered stays for a while. So one twin is one draw, as the real graph is.
+    The first decision falls up to five seconds after the first request (the planner of the real graph runs already),
+    by a handful of answers: which ones these are hangs on milliseconds, and a fleet that was ordered stays for a while.
+    So one twin is one draw, as the real graph is.
     """
     # The arbiter has seen its first workers start; those of the twin are there from the beginning.
     planned = SloOptions(DEFAULT_PROFILE, ttft_ms=TTFT_MS, itl_ms=ITL_MS, max_gpu_budget=BUDGET, start_up_s=START_UP_S)
@@ -84,11 +85,13 @@ def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
     found = []
     for seed in range(DRAWS):
         chance = random.Random(seed)
-        late = [replace(each, at_s=each.at_s + chance.uniform(0.0, LATE_MAX_S)) for each in trace]
+        quiet_s = chance.uniform(0.0, planned.adjustment_interval_s)
+        late = [replace(each, at_s=quiet_s + each.at_s + chance.uniform(0.0, LATE_MAX_S)) for each in trace]
         run = run_case(sorted(late, key=lambda each: each.at_s), Case("", twin, planned))
         measured = measure(run, Slo(TTFT_MS, ITL_MS))
         assert measured.completed == len(trace)
-        found.append((measured.attainment, gpu_seconds(run.points, run.end_s)))
+        held_before_s = (START.prefill + START.decode) * quiet_s
+        found.append((measured.attainment, gpu_seconds(run.points, run.end_s) - held_before_s))
     return found
 
 
