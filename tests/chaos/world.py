@@ -238,7 +238,7 @@ class Chaos:
         elif kind in (Kind.FLIP, Kind.FLIP_CANCEL):
             await self._flip(action, row)
         else:
-            await self._drain(action, row)
+            await self._drain(action, row, status)
 
     async def _flip(self, action: Action, row: Mapping[str, Any]) -> None:
         reply = await self._ask("flip", name=row["watcher_name"])
@@ -250,8 +250,12 @@ class Chaos:
     async def _ask(self, name: str, /, **properties: Any) -> dict[str, Any]:
         return await asyncio.to_thread(lambda: command(self.served, name, **properties))
 
-    async def _drain(self, action: Action, row: Mapping[str, Any]) -> None:
+    async def _drain(self, action: Action, row: Mapping[str, Any], status: Status) -> None:
         self.note(f"  {row['watcher_name']}, pid {row['pid']}")
+        others = [each for each in status["workers"] if each["pid"] not in self.hurt]
+        if row["pid"] in self.hurt and not ready(others, row["component"]):
+            self.note("  left out: nobody would take its place, which is no fault but an order")
+            return
         await self._ask("drain", name=row["watcher_name"])
         if action.kind is Kind.DRAIN_CANCEL:
             await asyncio.sleep(action.seconds)

@@ -188,9 +188,10 @@ class Served(Registry):
         return self._output_file.read_text()
 
     def down(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`dynamo down`, which must succeed."""
-        done = self.cli("down", "--namespace", self.namespace, *words, timeout_s=max(START_TIMEOUT_S, self.timeout_s))
-        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        """`dynamo down`, which must succeed; where it does not end, it says who is left."""
+        words = ("down", "--timeout", f"{START_TIMEOUT_S:g}", "--namespace", self.namespace, *words)
+        done = self.cli(*words, timeout_s=START_TIMEOUT_S + self.timeout_s)
+        assert not done.returncode, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.cli_status()}"
         return done
 
     # --- what is -----------------------------------------------------------------------------------
@@ -256,8 +257,7 @@ class Served(Registry):
                 if self.paths.control_socket.exists():
                     self.down()
                 self.reap_foreground()
-                left = self.leftovers()
-                assert left == [], left
+                assert (left := self.leftovers()) == [], left
             else:
                 self._add_logs(error)
         finally:

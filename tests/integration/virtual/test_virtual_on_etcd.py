@@ -11,6 +11,7 @@ import pytest
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.virtual import Layout, PlannerDecision
+from dynamo_local.errors import EtcdUnavailable
 from dynamo_local.planner.connectors.local_connector import Refused
 from dynamo_local.planner.connectors.virtual_connector import VirtualConnector, Written
 from dynamo_local.planner.connectors.virtual_keys import VirtualKeys
@@ -107,7 +108,15 @@ async def test_both_survive_a_restart_of_etcd(own_etcd: RealEtcd, namespace: str
         assert isinstance(refused, Refused)
         assert refused.code == "etcd_unavailable"
         await asyncio.to_thread(own_etcd.start_now)
-        await environment.complete(decision)
+
+        async def completed() -> bool:
+            try:
+                await environment.complete(decision)
+            except EtcdUnavailable:  # it is asked again, as an environment does: its connection is not back yet
+                return False
+            return True
+
+        await soon(completed)
         await soon(lambda: not planner.pending())
         assert await planner.set_component_replicas({P: 1, D: 3}) == Written(1)
         assert await environment.wait(SOON_S)
