@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.contest.clairvoyant import clairvoyant
+from benchmarks.contest.kept import KeptRows
 from benchmarks.contest.trials import TRIALS, Fleet, Trial
 from benchmarks.harness import machine, machine_line
 from benchmarks.traces import Requests
@@ -72,27 +74,14 @@ class Row:
         return (self.judge, self.trial, self.case, self.fleet, self.requests)
 
 
-@dataclass(slots=True)
-class Facts:
-    """All rows so far. With a `path` each new one is written there at once."""
+class Facts(KeptRows[Row]):
+    """The rows of a page."""
 
-    path: Path | None = None
-    rows: list[Row] = field(default_factory=list)
+    __slots__ = ()
 
-    @classmethod
-    def load(cls, path: Path | None) -> Facts:
-        """What is kept there; nothing, if nothing is."""
-        if path is None or not path.exists():
-            return cls(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return cls(path, [Row(**{**told, "fleet": tuple(told["fleet"])}) for told in map(json.loads, lines)])
-
-    def add(self, row: Row) -> None:
-        """One more."""
-        self.rows.append(row)
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as lines:
-                lines.write(f"{json.dumps(asdict(row))}\n")
+    @staticmethod
+    def row_of(told: dict[str, Any]) -> Row:
+        return Row(**{**told, "fleet": tuple(told["fleet"])})
 
     def of(self, judge: str, trial: str, case: str | None = None) -> list[Row]:
         """Those of a trial, by GPU-hours."""

@@ -8,16 +8,17 @@ has as many GPU-hours. Each run is kept in FILE as soon as it is done; exit code
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from benchmarks.contest.kept import KeptRows
 from benchmarks.contest.measuring import here, today
 from benchmarks.measured_pages import write_measured
 from benchmarks.traces import generated
@@ -134,26 +135,14 @@ class Row:
         return (self.load, self.seed, self.rungs, self.thrift)
 
 
-@dataclass(slots=True)
-class Facts:
-    """All rows so far. With a `path` each new one is written there at once."""
+class Facts(KeptRows[Row]):
+    """The rows of a page."""
 
-    path: Path | None = None
-    rows: list[Row] = field(default_factory=list)
+    __slots__ = ()
 
-    @classmethod
-    def load(cls, path: Path | None) -> Facts:
-        """What is kept there; nothing, if nothing is."""
-        if path is None or not path.exists():
-            return cls(path)
-        return cls(path, [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()])
-
-    def add(self, row: Row) -> None:
-        """One more."""
-        self.rows.append(row)
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as lines:
-                lines.write(f"{json.dumps(asdict(row))}\n")
+    @staticmethod
+    def row_of(told: dict[str, Any]) -> Row:
+        return Row(**told)
 
     def of(self, load: str, rungs: str, seed: int | None = None) -> list[Row]:
         """Those of a load with these rungs, by GPU-hours."""
