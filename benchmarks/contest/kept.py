@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -11,7 +12,7 @@ R = TypeVar("R")
 
 
 @dataclass(slots=True)
-class KeptRows(Generic[R]):
+class KeptRows(ABC, Generic[R]):
     """All rows so far. With a `path` each new one is written there at once, as a line of JSON."""
 
     path: Path | None = None
@@ -25,9 +26,9 @@ class KeptRows(Generic[R]):
         return cls(path, [cls.row_of(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()])
 
     @staticmethod
+    @abstractmethod
     def row_of(told: dict[str, Any]) -> R:
         """The dataclass that was written so."""
-        raise NotImplementedError
 
     def add(self, row: R) -> None:
         """One more."""

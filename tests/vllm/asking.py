@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, AsyncStream
+from openai.types import Completion
 
 from tests.drivers.scaled import Ask
 from tests.drivers.served import Served
@@ -62,6 +63,19 @@ async def complete_all(served: Served, asked: Sequence[str], max_tokens: int, *,
         return list(await asyncio.gather(*(one(prompt) for prompt in asked)))
 
 
+async def greedy_stream(client: AsyncOpenAI, prompt: str, max_tokens: int) -> AsyncStream[Completion]:
+    """Exactly so many greedy tokens, as they come, and their number at the end."""
+    return await client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+
+
 class Streaming:
     """A streamed completion under way. `started` is set at its first text; its `task` gives the finish reason."""
 
@@ -73,15 +87,7 @@ class Streaming:
 
     async def _run(self, client: AsyncOpenAI, prompt: str, max_tokens: int) -> str | None:
         reason = None
-        stream = await client.completions.create(
-            model="tiny",
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
+        stream = await greedy_stream(client, prompt, max_tokens)
         async with stream:
             async for chunk in stream:
                 if chunk.usage is not None:

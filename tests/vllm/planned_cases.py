@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from tests.drivers.planned import decided, planner
 from tests.drivers.served import Served
-from tests.vllm.asking import prompts
+from tests.vllm.asking import greedy_stream, prompts
 from tests.vllm.hosts import VllmHost
 
 RATES = ((20.0, 0.5), (30.0, 3.0), (30.0, 0.5))
@@ -47,15 +47,7 @@ async def asked(client: AsyncOpenAI, prompt: str, found: Kept) -> None:
     """One request, by its client's clock."""
     began_s, times_s, tokens = time.monotonic(), list[float](), 0
     try:
-        stream = await client.completions.create(
-            model="tiny",
-            prompt=prompt,
-            max_tokens=TOKENS,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
+        stream = await greedy_stream(client, prompt, TOKENS)
         async for chunk in stream:
             if chunk.choices and chunk.choices[0].text:
                 times_s.append(time.monotonic())
