@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo_local.errors import InfraUnavailable, KvTransferError
 from dynamo_local.ports import DeleteEvent, EngineInfo, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +136,7 @@ class EngineDirectory:
 
     async def close(self) -> None:
         """End the watches."""
-        watches = list(self._watches.values())
-        for task in watches:
-            task.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
+        await ended(*self._watches.values())
 
 
 def _decoded(value: bytes, key: str) -> EngineCard | None:

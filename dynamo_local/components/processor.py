@@ -28,6 +28,7 @@ from dynamo_local.core.routing import RouterPolicy
 from dynamo_local.runtime.requests.context import current_request
 from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
 from dynamo_local.sdk.context import current_context
+from dynamo_local.system.cancelling import ended
 
 
 class ProcessorConfig(RoutingOptions):
@@ -98,7 +99,7 @@ class Processor:
         picker = make_picker(config.policy, config.router_seed, costs=usable_costs(config))
         models = ModelsView(context.namespace, name)
         follow = asyncio.create_task(models.follow(context.kv), name="model cards")
-        self._stack.push_async_callback(_end, follow)
+        self._stack.push_async_callback(ended, follow)
         router = None
         if self.router is not None:
             asking = await context.endpoint_client(self.router.component, "generate")
@@ -147,8 +148,3 @@ def _remaining_s() -> float | None:
     """What is left of the caller's deadline; it goes on to the worker."""
     request = current_request()
     return request.remaining_s() if request is not None else None
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

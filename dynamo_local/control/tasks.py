@@ -14,10 +14,12 @@ from typing import Any
 
 from dynamo_local.clock import Clock
 from dynamo_local.core.notes import Elsewhere, Tell
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
 AGAIN_S, AGAIN_MAX_S = 0.5, 30.0
+END_WITHIN_S = 5.0
 RAN_WELL_S = 60.0
 """A task that ran for so long before it died begins with the shortest delay again."""
 
@@ -73,11 +75,14 @@ class Tasks:
         task.add_done_callback(self._done)
 
     async def close(self) -> None:
-        """End all of them."""
+        """End all of them; one that does not end is named in the log, and left."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(END_WITHIN_S):
+                await ended(*tasks)
+        except TimeoutError:
+            left = ", ".join(repr(task.get_coro()) for task in tasks if not task.done())
+            log.error("did not end within %g s: %s", END_WITHIN_S, left)
 
     def status(self) -> list[dict[str, Any]]:
         """Of those that are kept alive."""

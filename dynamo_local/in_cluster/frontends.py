@@ -21,6 +21,7 @@ from dynamo_local.commands.probing import get_ok
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S, Counted, CounterHistory
 from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,7 @@ class FrontendScrapes:
     async def close(self) -> None:
         """Closing twice is no error."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await ended(task)
 
     async def traffic(self, window_s: float) -> Traffic | Missing:
         """See `TrafficSource`."""

@@ -24,6 +24,7 @@ from dynamo_local.planner.values.pools import WorkerPools
 from dynamo_local.runtime.nats_errors import nats_call
 from dynamo_local.runtime.passes import event_plane
 from dynamo_local.runtime.passes.fpm import decode_pass
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,7 @@ class HeardPasses:
     async def close(self) -> None:
         """Look no more, and leave the sockets. Closing twice is no error."""
         task, self._following = self._following, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await ended(task)
         await self._sockets.close()
 
     async def _follow(self, nats: Any | None, namespace: str, look: Callable[[], Awaitable[Registered]]) -> None:

@@ -29,6 +29,7 @@ from dynamo_local.planner.records.decision_log import DecisionLog, decision_log_
 from dynamo_local.planner.records.ticks import TickLog, tick_log_path
 from dynamo_local.planner.sources import TrafficSource
 from dynamo_local.planner.values.pools import WorkerPools
+from dynamo_local.system.cancelling import ended
 from dynamo_local.telemetry.planner_gauges import PlannerNow
 from dynamo_local.telemetry.planner_report.schedule import ReportSchedule
 from dynamo_local.telemetry.planner_views import PlannerMetrics
@@ -103,9 +104,7 @@ class PodPlanner:
         if self._reports is not None and self.loop is not None:
             self._reports.ended()
             await self._reports.close()
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await ended(*self._background)
 
     async def _made(self) -> PlannerLoop:
         await asyncio.to_thread(_made_folder, self._logs)

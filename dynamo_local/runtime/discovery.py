@@ -18,6 +18,7 @@ from typing import Any
 
 from dynamo_local.core.types import Instance, instance_key, instance_prefix, lease_hex
 from dynamo_local.ports import DeleteEvent, KeyValue, KeyValueStore, SnapshotEvent, WatchEvent
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +138,7 @@ class InstanceView:
     async def close(self) -> None:
         """End the watch. Closing twice is no error."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await ended(task)
 
     # --- inside ----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from dynamo_local.runtime.kv_wire import (
 )
 from dynamo_local.runtime.nats_client import Client, Msg, Subscription
 from dynamo_local.runtime.nats_errors import subscribe, unsubscribe
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +73,7 @@ class KvFeed:
 
     async def close(self) -> None:
         """Stop listening; the index stays as it is."""
-        tasks = [task for task in (self._following, *self._syncs.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(self._following, *self._syncs.values())
         await self._view.close()
         await unsubscribe(self._nats, self._subscription)
         self._subscription = None

@@ -25,6 +25,7 @@ from dynamo_local.runtime.kv_wire import (
 )
 from dynamo_local.runtime.nats_client import Client
 from dynamo_local.runtime.nats_errors import nats_call
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +89,7 @@ class NatsKvEventPublisher:
     async def close(self) -> None:
         """Send the batches that are left, if NATS is connected, and stop."""
         if self._loop_task is not None:
-            self._loop_task.cancel()
-            await asyncio.wait((self._loop_task,))
+            await ended(self._loop_task)
             self._loop_task = None
             await self._send_all()
 

@@ -17,6 +17,7 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.types import lease_hex
 from dynamo_local.errors import DynamoError, EtcdUnavailable, LeaseNotFound
 from dynamo_local.ports import DeleteEvent, KeyValueStore, SnapshotEvent
+from dynamo_local.system.cancelling import ended
 from dynamo_local.system.together import together
 
 log = logging.getLogger(__name__)
@@ -203,9 +204,7 @@ class LeaseKeeper:
         """End the tasks and give the lease back if etcd answers. Closing twice is no error."""
         state, self._state = self._state, _State.CLOSED
         keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+        await ended(keeping)
         await self._stop_watching()
         if state is not _State.HELD:
             return
@@ -385,9 +384,7 @@ class LeaseKeeper:
 
     async def _stop_watching(self) -> None:
         watching, self._watching = self._watching, None
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        await ended(watching)
 
     async def _watch(self, key: str) -> None:
         async with aclosing(self._kv.watch_prefix(key)) as events:  # type: ignore[type-var]

@@ -21,6 +21,7 @@ from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.runtime.nats_client import Client, Msg, Subscription
 from dynamo_local.runtime.nats_errors import nats_call, subscribe, unsubscribe
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +128,7 @@ class LoadPublisher:
     async def close(self) -> None:
         """Stop publishing and answering."""
         if self._loop_task is not None:
-            self._loop_task.cancel()
-            await asyncio.wait((self._loop_task,))
+            await ended(self._loop_task)
             self._loop_task = None
         await unsubscribe(self._nats, self._subscription)
         self._subscription = None

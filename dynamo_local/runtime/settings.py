@@ -19,6 +19,7 @@ from dynamo_local.core.disagg import DisaggSettings
 from dynamo_local.core.routing import RouterSettings
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import DeleteEvent, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
+from dynamo_local.system.cancelling import ended
 
 __all__ = [
     "DisaggSettings",
@@ -107,10 +108,8 @@ class WatchedSettings(Generic[S]):
 
     async def close(self) -> None:
         """End the watch; `current` stays readable."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-            self._watcher = None
+        await ended(self._watcher)
+        self._watcher = None
 
     def __str__(self) -> str:
         return encode_settings(self._current).decode()

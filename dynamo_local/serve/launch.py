@@ -33,6 +33,7 @@ from dynamo_local.infra.access import without_access
 from dynamo_local.serve.request import Request, ServeOptions, understand
 from dynamo_local.state.raw import prepare_folder
 from dynamo_local.system import collector, living, lock
+from dynamo_local.system.ending import end_at_the_latest
 from dynamo_local.system.host_errors import ensure_descriptors, host_refused, telling
 from dynamo_local.system.notify import notify
 from dynamo_local.system.paths import Paths
@@ -149,11 +150,19 @@ def serve(options: ServeOptions, make_host: MakeHost, *, boot_report: Path | Non
         f"`dynamo serve {options.target or f'-f {options.file}'}` {'detached' if detached else 'in the foreground'}",
         lambda _paths: open_view(boot_report),
         make_host,
+        on_left=end_at_the_latest,
     )
 
 
-def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], View], make_host: MakeHost) -> int:
-    """`serve` with another view, or another host. `who` is how the namespace's lock names us to others."""
+def serve_with(
+    options: ServeOptions,
+    who: str,
+    make_view: Callable[[Paths], View],
+    make_host: MakeHost,
+    on_left: Callable[[int], None] = lambda code: None,
+) -> int:
+    """`serve` with another view, or another host. `who` is how the namespace's lock names us to others. `on_left` is
+    told the exit code when all is done but to end our own process."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before gRPC is imported: else forked children die (circus-facts)
     # circus gives itself a title where setproctitle is installed (vLLM brings it): not over our environment, please.
     os.environ["SPT_NOENV"] = "1"
@@ -175,7 +184,7 @@ def serve_with(options: ServeOptions, who: str, make_view: Callable[[Paths], Vie
                 request = _with_policy(request, keep=found.state.on_arbiter_death == "keep")
             deployment, pool = plan_deployment(request, os.environ, found)
             with closing(pool):
-                return asyncio.run(_run(deployment, pool, view, make_host, found, hold))
+                return asyncio.run(_run(deployment, pool, view, make_host, found, hold, on_left))
 
 
 def _with_policy(request: Request, *, keep: bool) -> Request:
@@ -241,7 +250,13 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 
 async def _run(
-    deployment: Deployment, pool: GpuPool, view: View, make_host: MakeHost, found: Found | None, hold: NamespaceHold
+    deployment: Deployment,
+    pool: GpuPool,
+    view: View,
+    make_host: MakeHost,
+    found: Found | None,
+    hold: NamespaceHold,
+    on_left: Callable[[int], None],
 ) -> int:
     with collector.paused():
         from dynamo_local.serve.supervisor import Supervisor
@@ -273,6 +288,7 @@ async def _run(
         await supervisor.leave()
         await records.ended(why, code, ours=hold.ours)
         await arbiter.close()
+        on_left(code)
     return code
 
 

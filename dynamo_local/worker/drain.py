@@ -18,6 +18,7 @@ import logging
 from typing import Protocol
 
 from dynamo_local.errors import DrainNotCancellable, DynamoError
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -150,6 +151,7 @@ class Drain:
         finally:
             # If it is cancelled for a resume it may be half done: `resume` first removes the old keys.
             await _cancelled(deregistering)
+        await asyncio.sleep(0)  # an order of this very turn to take it back wins
         self._leave(self.reason or "drained")
 
     async def _resume(self) -> None:
@@ -173,7 +175,6 @@ async def _cancelled(task: asyncio.Task[None] | None) -> None:
     """Cancel it and await its end; what it failed with is logged."""
     if task is None:
         return
-    task.cancel()
-    await asyncio.wait({task})
+    await ended(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("%s failed", task.get_name(), exc_info=error)

@@ -17,6 +17,7 @@ import click
 
 from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
 from dynamo_local.system import collector, start_stages
+from dynamo_local.system.ending import end_at_the_latest, end_now
 from dynamo_local.system.host_errors import ensure_descriptors
 from dynamo_local.system.logs.request_log import log_to_stderr
 from dynamo_local.system.prctl import die_as_asked
@@ -91,16 +92,9 @@ def _run(worker: WorkerProcess) -> int:
         # vLLM's threads and sockets outlive its shutdown, and Python waits for them: seen for half a minute, until the
         # worker that had left in order was taken for hung.
         if worker.hurried or "vllm" in sys.modules:
-            _end_now(code)
+            end_now(code)
+        end_at_the_latest(code)
         return code
-
-
-def _end_now(code: int) -> None:
-    """End without waiting for threads, as Python would even for one that is still reading a model."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from dynamo_local.errors import EtcdUnavailable, LeaseNotFound, NotSleepable
+from dynamo_local.system.cancelling import ended
 from dynamo_local.system.start_stages import Stages
 from dynamo_local.worker.drain import LINGER_S, Drain, Phase
 
@@ -95,9 +96,7 @@ class Sleeping:
 
     async def close(self) -> None:
         """End what is under way: the worker leaves, whatever state the engine is in."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
+        await ended(self._running)
 
     # --- carrying out ----------------------------------------------------------------------------
 

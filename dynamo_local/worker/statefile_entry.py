@@ -17,6 +17,7 @@ from dynamo_local.core.life.states import TRAITS
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import StateError
 from dynamo_local.state import State, StateStore
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -92,9 +93,7 @@ class EntryWriter:
 
     async def close(self) -> None:
         """Stop writing. A commit that is under way in its thread ends by itself."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await ended(self._task)
 
     async def drains(self) -> bool:
         """Whether the file says that this worker drains; False if it cannot be read."""

@@ -17,6 +17,7 @@ from dynamo_local.components.openai.route import Activity, HttpDeps
 from dynamo_local.components.openai.server import HttpServer
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.sdk.context import Work, WorkerContext
+from dynamo_local.system.cancelling import ended
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,7 @@ class Serving:
             await self._server.stop()
         elif self._port is not None:
             self._port.sock.close()
-        for task in self._follow:
-            task.cancel()
-        await asyncio.gather(*self._follow, return_exceptions=True)
+        await ended(*self._follow)
         if self._port is not None:
             await self._port.close()
 

@@ -32,6 +32,7 @@ from dynamo_local.errors import (
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest, PrefillQueue, PulledTask
 from dynamo_local.runtime.prefill_queue import keep_in_progress
 from dynamo_local.sdk.context import PrefillReplies
+from dynamo_local.system.cancelling import ended
 from dynamo_local.system.logs.request_log import bound
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,5 @@ async def _first(work: Any, stopped: asyncio.Task[bool]) -> Any:
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
+        await ended(task)
     return None if task.cancelled() else task.result()

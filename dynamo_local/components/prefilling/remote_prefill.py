@@ -22,6 +22,7 @@ from dynamo_local.core.types import Missing
 from dynamo_local.errors import DynamoError, InfraUnavailable
 from dynamo_local.ports import EngineRequest, PrefillQueue
 from dynamo_local.sdk.context import PrefillReplies
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +61,7 @@ class QueueGauge:
 
     async def close(self) -> None:
         """End a sample that is under way."""
-        if self._refresh is not None:
-            self._refresh.cancel()
-            await asyncio.wait([self._refresh])
+        await ended(self._refresh)
 
     async def _sample(self) -> None:
         self._depth.asked()

@@ -61,6 +61,7 @@ from dynamo_local.core.notes import Tell
 from dynamo_local.core.types import Missing, ready_key
 from dynamo_local.errors import DynamoError, EtcdUnavailable, InfraUnavailable
 from dynamo_local.gpus.pool import GpuPool
+from dynamo_local.system.cancelling import ended
 from dynamo_local.system.process_host import ProcessHost, ProcessSpec
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class ArbiterEffects:
         """Give up what is under way, and return when it has ended."""
         tasks = list(self._tasks)
         self.abandon()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*tasks)
 
     def abandon(self) -> None:
         """Give up what is under way."""

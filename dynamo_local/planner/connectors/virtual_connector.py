@@ -18,6 +18,7 @@ from dynamo_local.core.virtual import NOT_SET, KeysState
 from dynamo_local.errors import DynamoError
 from dynamo_local.planner.connectors.local_connector import Refused
 from dynamo_local.planner.connectors.virtual_keys import VirtualKeys
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +108,7 @@ class VirtualConnector:
         """Stop following the keys. Closing twice is no error."""
         self.release()
         task, self._following = self._following, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await ended(task)
 
     # --- deciding ----------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from dynamo_local.planner.plugins.in_process import Found, InProcessPlugin
 from dynamo_local.planner.plugins.pipeline import PluginPipeline
 from dynamo_local.planner.plugins.registry import Patience, PluginRow, Registry
 from dynamo_local.planner.plugins.tokens import UNAUTHENTICATED, Tokens
+from dynamo_local.system.cancelling import ended
 from dynamo_local.system.executors import DaemonExecutor
 
 if TYPE_CHECKING:
@@ -106,10 +107,8 @@ class PluginService:
 
     async def stop(self) -> None:
         """All plugins leave, and the gateway closes."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait({self._following})
-            self._following = None
+        await ended(self._following)
+        self._following = None
         if self._gateway is not None:
             await self._gateway.stop()
             self._gateway = None

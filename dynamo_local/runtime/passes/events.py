@@ -15,6 +15,7 @@ from dynamo_local.runtime.nats_client import Client
 from dynamo_local.runtime.nats_errors import nats_call
 from dynamo_local.runtime.passes import event_plane
 from dynamo_local.runtime.passes.fpm import encode_pass
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,8 @@ class PassEvents:
 
     async def close(self) -> None:
         """Send no more."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
-            self._task = None
+        await ended(self._task)
+        self._task = None
 
     def publish(self, passed: ForwardPass) -> None:
         """Send it soon. Never waits; beyond a thousand unsent the oldest is forgotten."""

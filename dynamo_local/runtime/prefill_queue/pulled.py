@@ -12,6 +12,7 @@ from dynamo_local.errors import NatsUnavailable
 from dynamo_local.ports import PrefillTask, PulledTask
 from dynamo_local.runtime.nats_client import Client, Msg
 from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, nats_call
+from dynamo_local.system.cancelling import ended
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +61,7 @@ async def keep_in_progress(pulled: PulledTask, ack_wait_s: float = DEFAULT_ACK_W
     try:
         yield
     finally:
-        beat.cancel()
-        await asyncio.wait((beat,))
+        await ended(beat)
         if not beat.cancelled() and (error := beat.exception()) is not None:
             log.error("in_progress for %s stopped early: %r", pulled.task.request_id, error)
 
