@@ -16,8 +16,8 @@ from dynamo_local.components.openai.responses import error_event
 BODY_TIMEOUT_S = 30.0
 """A client that has not sent its body by then gets 408; without a bound it could hold up a drain for ever."""
 
-ERROR_SEND_TIMEOUT_S = 5.0
-"""How long sending an error to a client that does not read may take."""
+SEND_TIMEOUT_S = 5.0
+"""How long sending an error, or the end of an answer, to a client that does not read may take."""
 
 JSON = "application/json"
 
@@ -103,6 +103,10 @@ class Connection(Protocol):
 
     def body(self) -> bytes | None:
         """The request's whole body where it has arrived, as a small one has with its head; None: it must be awaited."""
+        ...
+
+    def cut(self) -> None:
+        """Close it now, whatever of the answer is unread."""
         ...
 
 
@@ -222,13 +226,18 @@ class Reply:
         await self._send({"type": "http.response.start", "status": answer.status, "headers": raw})
         await self._send({"type": "http.response.body", "body": answer.body, "more_body": False})
 
+    def cut(self) -> None:
+        """The client has not read the answer in time: close its connection."""
+        if self._connection is not None:
+            self._connection.cut()
+
     async def fail(self, error: ApiError, path: str = "") -> None:
         """The error as the answer of that path; or, in a stream that has begun, as its last event, with no `[DONE]`
         after it.
 
         Raises TimeoutError where the client does not read.
         """
-        async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
+        async with asyncio.timeout(SEND_TIMEOUT_S):
             if self._started:
                 await self.event(error_event(error, path))
                 await self.end()

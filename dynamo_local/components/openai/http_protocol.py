@@ -64,6 +64,12 @@ class Client:
         cycle.message_event.clear()
         return body
 
+    def cut(self) -> None:
+        """Close the connection; what is unsent is lost."""
+        self._protocol.transport.abort()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+
     def on_lost(self, callback: Callable[[], None] | None) -> bool:
         """Call it when the connection is lost; False where it is."""
         self._protocol.on_lost = callback

@@ -25,6 +25,7 @@ from dynamo_local.components.models_view import Availability, ModelsView
 from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.http_io import (
+    SEND_TIMEOUT_S,
     ClientGone,
     Reply,
     Whole,
@@ -195,7 +196,11 @@ class ModelRoute(ABC, Generic[R]):
                 answer = api_errors.from_error(error)
                 log = logger.warning if answer.status >= 500 else logger.info
                 log("request %s: %d %s: %s", request_id, answer.status, answer.code, fit_for_logs(answer.message))
-                await reply.fail(answer, scope["path"])
+                try:
+                    await reply.fail(answer, scope["path"])
+                except TimeoutError:
+                    logger.info("request %s: its client does not read; cut off", request_id)
+                    reply.cut()
 
     async def _serve(
         self, scope: Scope, receive: Receive, reply: Reply, request_id: str, take: Callable[[int], None]
@@ -219,10 +224,12 @@ class ModelRoute(ABC, Generic[R]):
             ended_s = deps.clock.now_s()
             observer.end(status, ended_s)
             logger.info("request %s: %s after %.0f ms", request_id, status, (ended_s - started_s) * 1e3)
-        if answer is None:
-            await reply.end()
-        else:
-            await reply.whole(answer)
+        try:
+            async with asyncio.timeout(max(SEND_TIMEOUT_S, started_s + deps.settings.request_timeout_s - ended_s)):
+                await (reply.end() if answer is None else reply.whole(answer))
+        except TimeoutError:
+            reply.cut()
+            raise ClientGone from None  # it has stopped reading, and would hold a drain up for ever
 
     async def _accept(self, scope: Scope, receive: Receive, take: Callable[[int], None]) -> R:
         """Raises `ApiError` for a request that is not to be served, and counts it."""

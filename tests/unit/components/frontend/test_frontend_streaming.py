@@ -247,6 +247,33 @@ async def test_a_slow_reader_holds_its_own_stream_back(house: Make):
         await made.endpoint.streams[0].closed.wait()
 
 
+LARGE = "x" * 8_000_000
+"""More than the buffers of both sides take."""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [[[text("a")], [last(LARGE)]], [[text(LARGE)], [text("more")], [last()]]],
+    ids=["the end", "a part before the end"],
+)
+async def test_who_never_reads_an_answer_is_cut_off(house: Make, monkeypatch: pytest.MonkeyPatch, script: Any):
+    """A drain waits for every exchange, and would for ever."""
+    for module in ("route", "http_io"):
+        monkeypatch.setattr(f"dynamo_local.components.openai.{module}.SEND_TIMEOUT_S", 0.1)
+    made = house(FakeEndpoint(script), request_timeout_s=0.5)
+    body = json.dumps(STREAM).encode()
+    async with made.served() as server, asyncio.timeout(30):
+        port = int(server.url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        head = f"POST {CHAT_URL} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await made.endpoint.called.wait()
+        await made.deps.activity.wait_idle()
+        await server.wait_unconnected()
+        writer.close()
+
+
 async def test_the_openai_client_gets_an_answer(house: Make):
     """Chat and completion, not streamed, and the list of models."""
     async with house().served() as server, openai_client(server.url) as client:
