@@ -119,8 +119,11 @@ class Prefiller:
 
     async def _pull_one(self, stop: asyncio.Event, stopped: asyncio.Task[bool]) -> None:
         """Wait for a free pass and for an entry, or for the stop."""
-        if not await _first(self._free_passes.acquire(), stopped):
-            return
+        if self._free_passes.locked():
+            if not await _first(self._free_passes.acquire(), stopped):
+                return
+        else:
+            await self._free_passes.acquire()
         pulled: PulledTask | None = None
         try:
             # The stop came while we waited: even a pull that is cancelled at once may take an entry.

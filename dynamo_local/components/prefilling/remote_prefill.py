@@ -42,6 +42,11 @@ class QueueGauge:
         """Count one entry more, until the next sample."""
         self._depth.enqueued()
 
+    @property
+    def known(self) -> int | Missing:
+        """Entries waiting when somebody last asked."""
+        return self._depth.pending
+
     async def pending(self) -> int | Missing:
         """Entries waiting, at most `DEPTH_MAX_AGE_S` old; `Missing` where the queue does not answer."""
         await self._fresh()
@@ -141,10 +146,12 @@ class RemotePrefill:
                 self.abandon(request.request_id)
 
     async def _by_thresholds(self, request: EngineRequest, prefix_hit_rate: float) -> bool:
+        # Asking the queue costs as much as a message of the hand-off: only where its answer counts.
+        queue_size = await self._gauge.pending() if self._conditional else self._gauge.known
         decision = decide_prefill(
             prompt_length=len(request.prompt_token_ids),
             prefix_hit_rate=prefix_hit_rate,
-            queue_size=await self._gauge.pending(),
+            queue_size=queue_size,
             prefill_workers=self._prefill_workers(),
             settings=self._settings(),
             conditional=self._conditional,

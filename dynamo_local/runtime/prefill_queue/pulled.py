@@ -57,19 +57,27 @@ async def keep_in_progress(pulled: PulledTask, ack_wait_s: float = DEFAULT_ACK_W
 
     An outage is logged, not raised: the work goes on, and at worst the entry is also done by somebody else.
     """
-    beat = asyncio.create_task(_beat(pulled, ack_wait_s / 3), name=f"in progress {pulled.task.request_id}")
+    beats: list[asyncio.Task[None]] = []  # most entries are over before the first is due, and need no task
+
+    def begin() -> None:
+        name = f"in progress {pulled.task.request_id}"
+        beats.append(asyncio.create_task(_beat(pulled, ack_wait_s / 3), name=name))
+
+    first = asyncio.get_running_loop().call_later(ack_wait_s / 3, begin)
     try:
         yield
     finally:
-        await ended(beat)
-        if not beat.cancelled() and (error := beat.exception()) is not None:
-            log.error("in_progress for %s stopped early: %r", pulled.task.request_id, error)
+        first.cancel()
+        await ended(*beats)
+        for beat in beats:
+            if not beat.cancelled() and (error := beat.exception()) is not None:
+                log.error("in_progress for %s stopped early: %r", pulled.task.request_id, error)
 
 
 async def _beat(pulled: PulledTask, every_s: float) -> None:
     while True:
-        await asyncio.sleep(every_s)
         try:
             await pulled.in_progress()
         except NatsUnavailable as error:
             log.warning("%s; it may be delivered to another worker too", error)
+        await asyncio.sleep(every_s)

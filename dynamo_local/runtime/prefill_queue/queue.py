@@ -76,6 +76,8 @@ MAX_DEAD_LETTERS = 100
 PULL_SLICE_S = 2.0
 """The longest single pull request: if a server restart loses one, no more than this is lost."""
 RETRY_PAUSE_S = 0.1
+LATE_LOOK_S = 1.0
+"""How often the second line is looked at for its depth by who has not seen an entry that can become late."""
 
 _STREAM_FULL = {10023, 10047, 10077}  # nats-server: "insufficient (storage) resources", "maximum messages exceeded"
 
@@ -117,6 +119,7 @@ class JetStreamPrefillQueue:
         self._deadlines = False
         """An entry that can become late was seen here. Until then nobody puts one into the second line, but for those
         who have seen one: so it is looked into rarely. (Each question to the server costs both of them.)"""
+        self._late, self._late_due_s = (0, 0), float("-inf")
         self.deferred = self.late_pulled = 0
 
     async def start(self, *, purge_stale: bool = False) -> None:
@@ -164,6 +167,7 @@ class JetStreamPrefillQueue:
             EXPIRES: repr(self._clock.wall_s() + deadline_s),
         }
         if start_within_s is not None:
+            self._deadlines = True
             headers[START_BY] = repr(self._clock.wall_s() + start_within_s)
         if x_request_id():
             headers[X_REQUEST_ID] = quote(x_request_id())
@@ -218,7 +222,12 @@ class JetStreamPrefillQueue:
         """How many entries wait, and how many are unfinished. Raises `NatsUnavailable`: an unknown depth is not 0."""
         await self._ensure()
         with nats_call(self._nats, f"read the depth of {self.stream}"):
-            first, late = await asyncio.gather(*map(self._counts, (self.stream, self._late_stream)))
+            if self._deadlines or self._clock.now_s() >= self._late_due_s:
+                first, self._late = await asyncio.gather(*map(self._counts, (self.stream, self._late_stream)))
+                self._late_due_s = self._clock.now_s() + LATE_LOOK_S
+            else:
+                first = await self._counts(self.stream)
+            late = self._late
         return QueueDepth(first[0] + late[0], sum(first) + sum(late), late[0])
 
     async def _counts(self, stream: str) -> tuple[int, int]:
