@@ -265,7 +265,12 @@ class Engine(Protocol):
         ...
 
     async def wait_handoffs(self) -> None:
-        """Return when all KV that was handed over has been pulled or has expired."""
+        """Return when all KV that was handed over has been pulled or released, or has expired."""
+        ...
+
+    def release_handoff(self, params: Mapping[str, Any]) -> None:
+        """Nobody will pull the KV of these `kv_transfer_params`: it is freed as soon as the engine can, and not waited
+        for. No error where it is unknown."""
         ...
 
     async def close(self) -> None:

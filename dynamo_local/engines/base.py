@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -36,6 +37,12 @@ class EngineBase:
         if self._changed is None:
             self._changed = asyncio.Event()
         await self._changed.wait()
+
+    async def changed_within(self, timeout_s: float) -> None:
+        """Return when `load()` may differ, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.load_changed()
 
     def counters(self) -> Mapping[str, float]:
         return {}

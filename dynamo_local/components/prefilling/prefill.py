@@ -207,7 +207,9 @@ class Prefiller:
         try:
             await self._replies.send_reply(entry.reply_subject, request_id, result)
         except (WorkerLost, RequestCancelled) as error:
-            # Nobody will pull the KV, so its lease frees it. Nobody needs the entry any more, so it is acked.
+            # Nobody will pull the KV. Nobody needs the entry any more, so it is acked.
+            if not isinstance(result, InvalidRequest):
+                self._engine.release_handoff(result["kv_transfer_params"])
             self.counts.unwanted += 1
             log.info("prefill %s: %s", request_id, error)
             return

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.core.kv.events import AllBlocksCleared, KvEvent
@@ -41,6 +42,7 @@ from dynamo_local.errors import EngineDead, EngineError, InvalidRequest
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, KvEventPublisher, PassSink
 from dynamo_local.profiles import PerfModel, ProfileModel
+from dynamo_local.system.cancelling import ended
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +129,7 @@ class SimEngine(EngineBase):
         for stream in self._streams.values():
             stream.reason = stream.reason or "abort"
             stream.wake()
-        tasks = [task for task in (self._timer, self._beat, *self._transfers.tasks()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(self._timer, self._beat, *self._transfers.tasks())
         if self._listener is not None:
             await self._listener.close()
             self._listener = None
@@ -235,7 +234,7 @@ class SimEngine(EngineBase):
         stream = self._streams.pop(internal_id)
         if stream.delivered:
             return
-        self._transfers.forget(internal_id)
+        self._transfers.forget(internal_id, stream)
         if self._scheduler is not None:
             self._scheduler.abort(internal_id, self._now_s())
             # Finished, but nobody was told of the hand-off, so nobody can pull it.
@@ -297,6 +296,9 @@ class SimEngine(EngineBase):
     async def wait_handoffs(self) -> None:
         while self._scheduler is not None and self._scheduler.num_held:
             await self.load_changed()
+
+    def release_handoff(self, params: Mapping[str, Any]) -> None:
+        self._transfers.release(params)
 
     # --- time ----------------------------------------------------------------------------------
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dynamo_local.clock import Clock
@@ -73,17 +75,22 @@ class KvTransfers:
         self._held: dict[str, str] = {}
         self._expired: deque[str] = deque(maxlen=_REMEMBERED_EXPIRIES)
         self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
 
     def tasks(self) -> Iterable[asyncio.Task[None]]:
         """The pulls that are under way."""
-        return tuple(self._pulls.values())
+        return (*self._pulls.values(), *self._telling)
 
-    def forget(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
+    def forget(self, request_id: str, stream: OutputStream) -> None:
+        """Nobody waits for this request any more. KV that it was to pull is not wanted, either."""
         self._held.pop(request_id, None)
         task = self._pulls.pop(request_id, None)
         if task is not None:
             task.cancel()
+        if stream.pull is not None and stream.error is None and not stream.first + stream.pending:
+            telling = asyncio.get_running_loop().create_task(self._tell_unwanted(stream), name="KV is not wanted")
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
 
     # --- giving ------------------------------------------------------------------------------------
 
@@ -97,6 +104,14 @@ class KvTransfers:
         self._expired.append(request_id)
         logger.warning("the KV of request %s was not pulled within its lease", request_id)
 
+    def release(self, params: Mapping[str, Any]) -> None:
+        """See `ports.Engine.release_handoff`."""
+        request_id, scheduler = str(params.get("remote_request_id")), self._scheduler()
+        if scheduler is not None and self._held.pop(request_id, None) is not None:
+            scheduler.release(request_id, self._clock.now_s())
+            self._changed()
+            self._kick()
+
     async def serve_pull(self, pull: PullRequest) -> None:
         """Return when the KV has been pulled, and free it. Raises `KvTransferError`."""
         scheduler = self._scheduler()
@@ -107,6 +122,9 @@ class KvTransfers:
                 remote_request_id=pull.request_id,
             )
         self._pump()
+        if pull.unwanted:
+            self.release({"remote_request_id": pull.request_id})
+            return
         digest = self._held.get(pull.request_id)
         if digest is not None and digest != pull.prompt_digest:
             raise KvTransferError(f"the KV of request {pull.request_id} is that of another prompt; nothing was pulled")
@@ -167,3 +185,11 @@ class KvTransfers:
         elif scheduler is not None:
             scheduler.pulled(event.request_id, self._clock.now_s())
             self._kick()
+
+    async def _tell_unwanted(self, stream: OutputStream) -> None:
+        assert stream.pull is not None
+        params = stream.request.kv_transfer_params or {}
+        with contextlib.suppress(KvTransferError, TimeoutError):  # then its lease frees it
+            async with asyncio.timeout(self._options.kv_pull_timeout_s):
+                unwanted = replace(stream.pull, unwanted=True)
+                await self._transport.pull(params["remote_host"], params["remote_port"], unwanted)

@@ -23,12 +23,14 @@ _REQUEST_DEADLINE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """`prompt_digest`: hex digest of the prompt whose KV is expected. `num_tokens`: how many of its tokens to move."""
+    """`prompt_digest`: hex digest of the prompt whose KV is expected. `num_tokens`: how many of its tokens to move.
+    `unwanted`: none, and the KV may be freed; its request has ended (so vLLM's connector says, too)."""
 
     engine_id: str
     request_id: str
     prompt_digest: str
     num_tokens: int
+    unwanted: bool = False
 
 
 def pull_request_of(params: Mapping[str, Any], request_id: str, digest: bytes) -> PullRequest:

@@ -306,7 +306,7 @@ class VllmEngine(EngineBase):
                     raise EngineError(f"vLLM ended request {request.request_id} with an error; see the worker's log")
                 started = started or bool(answer.token_ids)
                 if answer.kv_transfer_params is not None:
-                    self._handoffs.add(time.monotonic())
+                    self._handoffs.add(answer.kv_transfer_params, time.monotonic())
                 yield answer
                 if answer.finish_reason is not None:
                     return
@@ -384,14 +384,14 @@ class VllmEngine(EngineBase):
             raise EngineDead(self._death)
 
     async def wait_handoffs(self) -> None:
-        now_s = time.monotonic()
-        if num_held := self._handoffs.num_held(now_s):
-            left_s = self._handoffs.seconds_left(now_s)
-            log.info("KV of %d prefills may not have been pulled yet; waiting for at most %.1f s", num_held, left_s)
+        if left_s := self._handoffs.seconds_left(time.monotonic()):
+            log.info("KV of prefills may not have been pulled yet; waiting for at most %.1f s", left_s)
         while self._llm is not None and (left_s := self._handoffs.seconds_left(time.monotonic())) > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self.load_changed()
+            await self.changed_within(left_s)
+
+    def release_handoff(self, params: Mapping[str, Any]) -> None:
+        self._handoffs.forget(params)
+        self._notify()
 
     def _recorded(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         changed = self._statistics.record(scheduler_stats, iteration_stats)

@@ -6,8 +6,11 @@ tells nobody when they were pulled. We notice it by the cache: no request runs h
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
+
+REQUEST: Final = "remote_request_id"
+"""Among the `kv_transfer_params`: vLLM's name of the request whose KV it is."""
 
 
 class Handoffs:
@@ -18,11 +21,15 @@ class Handoffs:
 
     def __init__(self, lease_s: float) -> None:
         self._kept_s = 2 * lease_s
-        self._held: deque[float] = deque()
+        self._held: dict[str, float] = {}
 
-    def add(self, now_s: float) -> None:
-        """A request has ended, and its KV is kept for another engine."""
-        self._held.append(now_s + self._kept_s)
+    def add(self, params: Mapping[str, Any], now_s: float) -> None:
+        """A request has ended, and its KV is kept for another engine, which will get these `kv_transfer_params`."""
+        self._held[str(params.get(REQUEST))] = now_s + self._kept_s
+
+    def forget(self, params: Mapping[str, Any]) -> None:
+        """Nobody will pull it. (vLLM has no call to free it sooner than its lease does.)"""
+        self._held.pop(str(params.get(REQUEST)), None)
 
     def observe(self, scheduler_stats: Any, num_live: int) -> bool:
         """Take vLLM's `SchedulerStats` of a pass (None: there were none). True if they show that all KV was pulled."""
@@ -33,10 +40,10 @@ class Handoffs:
 
     def num_held(self, now_s: float) -> int:
         """How many may still be held."""
-        while self._held and self._held[0] <= now_s:
-            self._held.popleft()
+        for request_id in [name for name, until_s in self._held.items() if until_s <= now_s]:
+            del self._held[request_id]
         return len(self._held)
 
     def seconds_left(self, now_s: float) -> float:
         """Seconds until the last of them is over at the latest; 0 if none is held."""
-        return self._held[-1] - now_s if self.num_held(now_s) else 0.0
+        return max(self._held.values()) - now_s if self.num_held(now_s) else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ class ScriptedEngine:
         self.pulled = asyncio.Event()
         self.pulled.set()
         self.errors: list[Exception] = []
+        self.released: list[str] = []
         self.requests: list[EngineRequest] = []
         self.running = 0
         self.most_running = 0
@@ -45,6 +46,9 @@ class ScriptedEngine:
 
     async def wait_handoffs(self) -> None:
         await self.pulled.wait()
+
+    def release_handoff(self, params: Mapping[str, Any]) -> None:
+        self.released.append(params["remote_request_id"])
 
 
 class Bench:
@@ -191,10 +195,11 @@ async def test_an_entry_that_cannot_be_read_is_dropped(bench: Bench) -> None:
 
 
 async def test_a_reply_that_nobody_wants_is_acked(bench: Bench) -> None:
-    """The decode side has given up: the entry is finished, not repeated."""
+    """The decode side has given up: the entry is finished, not repeated, and no drain waits for its KV."""
     await bench.ask("r")
     await eventually(lambda: not bench.queue.server.entries)
     assert (bench.subject.counts.unwanted, bench.subject.counts.given_back) == (1, 0)
+    assert bench.engine.released == [request.request_id for request in bench.engine.requests]
     with pytest.raises(RequestCancelled):
         await bench.replies.send_reply("decode", "r", {})
 

@@ -12,8 +12,15 @@ import pytest
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.tokens import expected_tokens
-from dynamo_local.engines.sim.transport import InMemoryTransport, KvListener, KvSource, LoopbackTransport, PullRequest
+from dynamo_local.engines.sim.tokens import expected_tokens, prompt_digest
+from dynamo_local.engines.sim.transport import (
+    InMemoryTransport,
+    KvListener,
+    KvSource,
+    LoopbackTransport,
+    PullRequest,
+    pull_request_of,
+)
 from dynamo_local.errors import KvTransferError
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
 from dynamo_local.profiles import FixedModel
@@ -200,7 +207,7 @@ def test_a_pull_in_progress_outlives_the_lease() -> None:
 
 
 def test_a_decode_that_is_aborted_in_mid_pull_gives_everything_back() -> None:
-    """Its own blocks at once; the prefill engine's stay under their lease, and can be pulled again."""
+    """Its own blocks at once; and it tells the prefill engine, as vLLM's connector does: nothing waits for a lease."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         params = await prefill(p, PROMPT)
@@ -210,7 +217,25 @@ def test_a_decode_that_is_aborted_in_mid_pull_gives_everything_back() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert (d.load().num_requests_waiting, d.load().kv_active_blocks) == (0, 0)
-        assert tokens_of(await collect(d, PROMPT, params)) == expected_tokens(PROMPT, 6)
+        aborted_s = AsyncioClock().now_s()
+        await p.wait_handoffs()
+        assert AsyncioClock().now_s() == aborted_s
+        assert p.load().kv_active_blocks == 0
+
+    virtual(body)
+
+
+def test_a_hand_off_that_is_released_is_not_waited_for() -> None:
+    """Nobody will pull it; one that is unknown is no error."""
+
+    async def body(p: SimEngine, d: SimEngine) -> None:
+        params = await prefill(p, PROMPT)
+        p.release_handoff({**params, "remote_request_id": "another"})
+        assert p.num_held == 1
+        p.release_handoff(params)
+        assert (p.num_held, p.load().kv_active_blocks) == (0, 0)
+        with pytest.raises(KvTransferError, match="not held here"):
+            await collect(d, PROMPT, params)
 
     virtual(body)
 
@@ -342,7 +367,8 @@ async def test_a_decode_engine_that_goes_away_over_loopback_leaves_the_lease() -
     side = WatchedTransport()
     p, d = await started(side, kv_transfer_latency_s=0.2), await started()
     params = await prefill(p, PROMPT)
-    task = asyncio.create_task(collect(d, PROMPT, params))
+    pull = pull_request_of(params, "r", prompt_digest(PROMPT, seed=p.options.seed))
+    task = asyncio.create_task(LoopbackTransport().pull(params["remote_host"], params["remote_port"], pull))
     await side.serving.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -70,7 +70,7 @@ def test_prompt_tokens_are_counted_by_source() -> None:
 def test_handed_over_kv_is_held_until_it_was_pulled() -> None:
     """An empty cache without requests says so; while requests live, nothing does."""
     handoffs = Handoffs(30.0)
-    handoffs.add(100.0)
+    handoffs.add(kv("a"), 100.0)
     handoffs.observe(scheduler(usage=0.0), num_live=1)
     handoffs.observe(scheduler(usage=0.1), num_live=0)
     handoffs.observe(None, num_live=0)
@@ -82,11 +82,26 @@ def test_handed_over_kv_is_held_until_it_was_pulled() -> None:
 def test_handed_over_kv_that_nobody_pulls_ends_with_its_lease() -> None:
     """The other side waits for less than a lease and renews it for one more."""
     handoffs = Handoffs(30.0)
-    handoffs.add(100.0)
-    handoffs.add(110.0)
+    handoffs.add(kv("a"), 100.0)
+    handoffs.add(kv("b"), 110.0)
     assert (handoffs.num_held(159.9), handoffs.num_held(160.0), handoffs.num_held(170.0)) == (2, 1, 0)
-    handoffs.add(200.0)
+    handoffs.add(kv("c"), 200.0)
     assert handoffs.seconds_left(210.0) == pytest.approx(50.0)
+
+
+def test_handed_over_kv_that_nobody_wants_is_not_waited_for() -> None:
+    """The others are."""
+    handoffs = Handoffs(30.0)
+    for n, name in enumerate("ab"):
+        handoffs.add(kv(name), 100.0 + n)
+    handoffs.forget(kv("b"))
+    handoffs.forget(kv("unknown"))
+    assert (handoffs.num_held(101.0), handoffs.seconds_left(101.0)) == (1, pytest.approx(59.0))
+
+
+def kv(request_id: str) -> dict[str, str]:
+    """What a decode engine gets, as far as it matters here."""
+    return {"remote_request_id": request_id}
 
 
 def test_eight_engines_have_nothing_in_common(short_folder: Path) -> None:
