@@ -11,11 +11,14 @@ from typing import Any
 
 NAMES_AND_TIMES = frozenset(
     {"id", "created", "created_at", "completed_at", "request_id", "item_id", "call_id", "system_fingerprint"}
+    | {"signature"}  # of Anthropic's thinking: a random number
 )
 _IDS = re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|fc|chatcmpl-tool|tool|toolu)[-_][0-9A-Za-z_-]{6,}")
 CLOSE = 1e-4
 """What else is in a batch may change the last digits of a log-probability."""
-ADDED = frozenset({"text", "delta", "content", "arguments", "reasoning", "partial_json", "thinking"})
+ADDED = frozenset(
+    {"text", "delta", "content", "arguments", "reasoning", "reasoning_content", "partial_json", "thinking"}
+)
 
 
 def plain(status: int, body: bytes, kind: str) -> dict[str, Any]:
