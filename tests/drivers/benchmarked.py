@@ -11,7 +11,7 @@ from dynamo_local.commands.metrics_text import Metrics
 
 @dataclass(frozen=True)
 class Counted:
-    """Requests by their end, and tokens of prompts and answers."""
+    """Requests that a worker answers, by their end, and tokens of prompts and answers."""
 
     succeeded: float = 0.0
     failed: float = 0.0
@@ -31,9 +31,13 @@ def counted(url: str) -> Counted:
         # Before its first request a counter is not there.
         return metrics.sum(f"dynamo_frontend_{name}", **labels) or 0.0
 
+    def ended(status: str) -> float:
+        counting = sum_of("requests_total", status=status, endpoint="tokenize")  # a client's question beforehand
+        return sum_of("requests_total", status=status) - counting
+
     return Counted(
-        sum_of("requests_total", status="success"),
-        sum_of("requests_total", status="error"),
+        ended("success"),
+        ended("error"),
         sum_of("input_sequence_tokens_sum"),
         sum_of("output_tokens_total"),
     )

@@ -56,13 +56,11 @@ def benched(url: str, folder: Path, **options: Any) -> Mapping[str, Any]:
     return found
 
 
-def check_generating(graph: Served, folder: Path, model: str, tokenizer: Path) -> None:
+def check_generating(graph: Served, folder: Path, **named: Any) -> None:
     """Both of OpenAI's paths: no request fails, each has its tokens, and the graph has counted the same."""
     for backend, path in PATHS.items():
         before = counted(graph.url)
-        report = benched(
-            graph.url, folder, backend=backend, endpoint=path, model=model, tokenizer=tokenizer, ignore_eos=True
-        )
+        report = benched(graph.url, folder, backend=backend, endpoint=path, ignore_eos=True, **named)
         told = counted(graph.url) - before
         assert (report["completed"], report["failed"], set(report["errors"])) == (REQUESTS, 0, {""}), backend
         assert report["output_lens"] == [TOKENS] * REQUESTS, backend
@@ -73,15 +71,15 @@ def test_vllm_bench_serve_loses_no_request_of_the_sim_engine(tmp_path: Path) -> 
     """Every prefill is remote."""
     with Served("--VllmWorker.max-local-prefill-length=16") as graph:
         graph.start()
-        check_generating(graph, tmp_path, MODEL, SIM_TOKENIZER)
+        check_generating(graph, tmp_path, model=MODEL, tokenizer=SIM_TOKENIZER)
 
 
 @pytest.mark.parametrize("kind", ["aggregated", "disaggregated"])
 def test_vllm_bench_serve_loses_no_request_of_vllm(kind: str, vllm_host: VllmHost, tmp_path: Path) -> None:
-    """A real engine, with its own tokenizer."""
+    """A real engine; model and tokenizer are those that the graph names."""
     with getattr(vllm_host, kind)(tmp_path) as graph:
         graph.start()
-        check_generating(graph, tmp_path, "tiny", vllm_host.model)
+        check_generating(graph, tmp_path)
 
 
 def test_vllm_bench_serve_embeds_and_reranks(vllm_host: VllmHost, tmp_path: Path) -> None:
