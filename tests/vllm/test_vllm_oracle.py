@@ -41,4 +41,9 @@ def test_the_comparison_sees_what_differs():
     assert difference(whole, plain(200, b'{"id": "y", "logprob": -1.23457, "user": null}', "application/json")) is None
     assert difference(whole, plain(200, b'{"id": "y", "logprob": -1.3, "user": null}', "application/json")) is not None
     assert difference(whole, plain(200, b'{"id": "y", "logprob": -1.23456}', "application/json")) is not None
+    tasks = [
+        plain(400, f'{{"message": "Supported tasks: {listed}"}}'.encode(), "")
+        for listed in ("['a', 'b']", "['b', 'a']")
+    ]
+    assert difference(*tasks) is None
     assert difference(whole, plain(400, b'{"id": "x", "logprob": -1.23456, "user": null}', "application/json"))
