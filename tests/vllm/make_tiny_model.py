@@ -18,61 +18,29 @@ VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE, CONTEXT = 1024, 64, 2
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-def make(folder: Path, texts: Sequence[Path], *, seed: int = 0, labels: int = 0, marks: Sequence[str] = ()) -> Path:
+def make(folder: Path, texts: Sequence[Path], *, seed: int = 0, labels: int = 0) -> Path:
     """Write config, tokenizer and weights into `folder`; needs tokenizers, torch and safetensors.
 
-    With `labels` it is a model that classifies. `marks` are tokens of their own, such as `</think>`.
+    With `labels` it is a model that classifies.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _tokenizer(folder, texts, marks)
+    _tokenizer(folder, texts)
     _config(folder, labels)
     _weights(folder, seed, labels)
     return folder
 
 
-def make_adapter(folder: Path, *, seed: int = 1, rank: int = 4) -> Path:
-    """Write a LoRA adapter of the tiny model into `folder`, strong enough to be seen in its answers."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    head = HIDDEN // HEADS
-    weights = {}
-    for layer in range(LAYERS):
-        for name, rows in (("q_proj", HEADS * head), ("v_proj", KV_HEADS * head)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator) * 0.3
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.3
-    save_file(weights, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    about = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-        "lora_dropout": 0.0,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(about))
-    return folder
-
-
-def _tokenizer(folder: Path, texts: Sequence[Path], marks: Sequence[str]) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+def _tokenizer(folder: Path, texts: Sequence[Path]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(marks),
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train([str(path) for path in texts], trainer)
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",

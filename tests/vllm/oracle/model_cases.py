@@ -1,4 +1,4 @@
-"""What is asked of models that do more than generate, or something else: adapters, reasoning, vectors, scores."""
+"""What is asked of models that generate nothing: vectors, classes, scores."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tests.vllm.oracle.requests import CHAT, GREEDY, LONG, MODEL, NAMED, PROMPT, SCHEMA, SEEDED, TOOL, Case
+from tests.vllm.oracle.requests import CHAT, GREEDY, MODEL, PROMPT, Case
 
-ADAPTER = "tiny-adapter"
-MARKS = ("<think>", "</think>")
 TEXTS = ["a lease is a promise", "a drain ends it", "the planner waits"]
 CONVERSATION = {"messages": CHAT}
 BAD_BODIES: tuple[tuple[str, Any], ...] = (
@@ -28,73 +26,6 @@ def numbered(cases: Iterator[Case]) -> list[Case]:
 def _both(path: str, parameter: str, body: Mapping[str, Any]) -> Iterator[Case]:
     yield Case(path, parameter, dict(body))
     yield Case(path, parameter, {**body, "stream": True})
-
-
-def of_adapters() -> Iterator[Case]:
-    """An adapter goes by a model's name of its own, beside the model that it adapts."""
-    chat, text = {"messages": CHAT, **GREEDY}, {"prompt": PROMPT, **GREEDY}
-    for model in (ADAPTER, MODEL, "no-such-adapter"):
-        for more in (
-            {},
-            {**SEEDED, "n": 2},
-            {"logprobs": True, "top_logprobs": 2},
-            {**LONG, "tools": [TOOL], "tool_choice": NAMED},
-            {**LONG, "structured_outputs": {"json": SCHEMA}},
-        ):
-            yield from _both("/v1/chat/completions", "an adapter", {**chat, **more, "model": model})
-        for more in ({}, {"logprobs": 2, "echo": True}, {"prompt_logprobs": 1}, {"prompt": TEXTS}):
-            yield from _both("/v1/completions", "an adapter", {**text, **more, "model": model})
-        answer = {"model": model, "input": "What is a lease?", "temperature": 0, "max_output_tokens": 8}
-        yield from _both("/v1/responses", "an adapter", answer)
-        message = {"model": model, "messages": CHAT[1:], "temperature": 0, "max_tokens": 8}
-        yield from _both("/v1/messages", "an adapter", message)
-        yield Case("/tokenize", "an adapter", {"model": model, "prompt": PROMPT})
-
-
-def of_reasoning(end: int) -> Iterator[Case]:
-    """Answers whose reasoning ends somewhere, at once, or never: the token `end` is made likelier, or forbidden."""
-    chat: dict[str, Any] = {"model": MODEL, "messages": CHAT, "temperature": 1, "max_tokens": 32}
-    for seed, bias in enumerate((-100, 3, 4, 5, 6, 7, 100)):
-        likely = {**chat, "seed": seed, "logit_bias": {str(end): bias}}
-        yield from _both("/v1/chat/completions", "reasoning", likely)
-        yield from _both("/v1/chat/completions", "include_reasoning", {**likely, "include_reasoning": False})
-    likely = {**chat, "seed": 8, "logit_bias": {str(end): 6}}
-    for name, more in (
-        ("n", {"n": 3}),
-        ("logprobs", {"logprobs": True, "top_logprobs": 2}),
-        ("response_format", {"response_format": {"type": "json_object"}, "max_tokens": 64}),
-        ("structured_outputs", {"structured_outputs": {"json": SCHEMA}, "max_tokens": 64}),
-        ("structured_outputs", {"structured_outputs": {"choice": ["red", "green"]}, "max_tokens": 64}),
-        ("tools", {"tools": [TOOL], "tool_choice": "required", "max_tokens": 64}),
-        ("tools", {"tools": [TOOL], "tool_choice": NAMED, "max_tokens": 64}),
-        ("tools", {"tools": [TOOL], "tool_choice": "auto"}),
-        ("reasoning_effort", {"reasoning_effort": "none"}),
-        ("reasoning_effort", {"reasoning_effort": "low"}),
-        ("chat_template_kwargs", {"chat_template_kwargs": {"enable_thinking": False}}),
-        ("thinking_token_budget", {"thinking_token_budget": 4}),
-        ("stop", {"stop": [MARKS[1]]}),
-        ("return_token_ids", {"return_token_ids": True}),
-    ):
-        yield from _both("/v1/chat/completions", name, {**likely, **more})
-    said = {"role": "assistant", "content": "yes", "reasoning": "hm, a lease"}
-    yield from _both("/v1/chat/completions", "messages", {**likely, "messages": [*CHAT, said, CHAT[1]]})
-    yield from _both("/v1/completions", "reasoning", {"model": MODEL, "prompt": PROMPT, **SEEDED, "max_tokens": 24})
-    answer = {"model": MODEL, "input": "What is a lease?", "temperature": 0, "max_output_tokens": 24}
-    for more in ({}, {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "none"}}):
-        yield from _both("/v1/responses", "reasoning", {**answer, **more})
-    message = {"model": MODEL, "messages": CHAT[1:], "temperature": 0, "max_tokens": 24}
-    for more in ({}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"thinking": {"type": "disabled"}}):
-        yield from _both("/v1/messages", "thinking", {**message, **more})
-
-
-def of_priorities() -> Iterator[Case]:
-    """Numbers that the engine's scheduler reads."""
-    for priority in (0, 5, -3, "high", 1.5, None):
-        asked = {"model": MODEL, **GREEDY, "priority": priority}
-        yield from _both("/v1/chat/completions", "priority", {**asked, "messages": CHAT})
-        yield from _both("/v1/completions", "priority", {**asked, "prompt": PROMPT})
-        yield from _both("/v1/responses", "priority", {"model": MODEL, "input": "What?", "temperature": 0,
-                                                       "max_output_tokens": 6, "priority": priority})  # fmt: skip
 
 
 def _bad(path: str) -> Iterator[Case]:
