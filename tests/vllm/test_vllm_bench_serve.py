@@ -1,4 +1,4 @@
-"""`vllm bench serve`, vLLM's own benchmark, as a client of a graph: with the sim engine, and with vLLM."""
+"""`vllm bench serve`, vLLM's own benchmark, as a client of a graph with the sim engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dynamo_local.components.text import tokenizer
 from dynamo_local.engines.vllm.options import words_of
 from tests.drivers.benchmarked import Counted, counted
 from tests.drivers.served import MODEL, Served
-from tests.vllm.hosts import VllmHost
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.infra, pytest.mark.timeout(2400)]
 
@@ -72,27 +71,3 @@ def test_vllm_bench_serve_loses_no_request_of_the_sim_engine(tmp_path: Path) -> 
     with Served("--VllmWorker.max-local-prefill-length=16") as graph:
         graph.start()
         check_generating(graph, tmp_path, model=MODEL, tokenizer=SIM_TOKENIZER)
-
-
-@pytest.mark.parametrize("kind", ["aggregated", "disaggregated"])
-def test_vllm_bench_serve_loses_no_request_of_vllm(kind: str, vllm_host: VllmHost, tmp_path: Path) -> None:
-    """A real engine; model and tokenizer are those that the graph names."""
-    with getattr(vllm_host, kind)(tmp_path) as graph:
-        graph.start()
-        check_generating(graph, tmp_path)
-
-
-def test_vllm_bench_serve_embeds_and_reranks(vllm_host: VllmHost, tmp_path: Path) -> None:
-    """Its clients for models that generate nothing."""
-    with vllm_host.aggregated(tmp_path, runner="pooling") as graph:
-        graph.start()
-        named = {"model": "tiny", "tokenizer": vllm_host.model}
-        for more in (
-            {"backend": "openai-embeddings", "endpoint": "/v1/embeddings"},
-            {"backend": "vllm-rerank", "endpoint": "/v1/rerank", "dataset_name": "random-rerank"},
-        ):
-            before = counted(graph.url)
-            report = benched(graph.url, tmp_path, **named, **more)
-            told = counted(graph.url) - before
-            assert (report["completed"], report["failed"]) == (told.succeeded, told.failed), more
-            assert (told.succeeded >= REQUESTS / 4, told.failed) == (True, 0), more
