@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -293,19 +293,26 @@ def _names(names: Iterable[str]) -> str:
 
 
 def vllm_oracle() -> str:
-    """What tests/vllm/test_vllm_oracle.py found: by path, which parameters were asked for, and what differs."""
+    """What tests/vllm/test_vllm_oracle*.py found: by path, which parameters were asked for, and what differs."""
     told = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
-    graphs = told["graphs"]
+    graphs, models = told["graphs"], told["models"]
     paths = list(dict.fromkeys(path for found in graphs.values() for path in found))
-    rows = []
-    for path in paths:
-        every = [found[path] for found in graphs.values() if path in found]
-        asked = ", ".join(f"`{name}`" if " " not in name else name for name in every[0]["parameters"])
-        differs = {f"{name}: {how}" for row in every for name, how in row["differs"].items()}
-        count = f"{every[0]['requests']} ({every[0]['streamed']})"
-        rows.append((f"`{path}`", count, asked, "; ".join(sorted(differs)) or "nothing"))
-    made = f"Against `vllm serve` {told['vllm']}, graphs: {', '.join(graphs)}.\n\n"
-    return made + table(("Path", "Requests (streamed)", "About", "What differs"), rows)
+    rows = [_oracle_row(path, [found[path] for found in graphs.values() if path in found]) for path in paths]
+    head = ("Path", "Requests (streamed)", "About", "What differs")
+    made = f"Against `vllm serve` {told['vllm']}, graphs: {', '.join(graphs)}.\n\n{table(head, rows)}\n"
+    rows = [(name, *_oracle_row(path, [row])) for name, found in models.items() for path, row in found.items()]
+    return f"{made}\nWith other options, and other models:\n\n{table(('Of', *head), rows)}"
+
+
+def _oracle_row(path: str, every: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
+    asked = ", ".join(f"`{name}`" if " " not in name else name for name in every[0]["parameters"])
+    differs = {f"{name}: {how}" for row in every for name, how in row["differs"].items()}
+    return (
+        f"`{path}`",
+        f"{every[0]['requests']} ({every[0]['streamed']})",
+        asked,
+        "; ".join(sorted(differs)) or "nothing",
+    )
 
 
 PARTS: Mapping[str, Callable[[], str]] = {

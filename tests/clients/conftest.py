@@ -13,7 +13,7 @@ import pytest
 from tests.drivers.served import Served
 
 # The extra `clients` is large, and installed for `tox -e clients` alone.
-collect_ignore = [] if find_spec("litellm") else ["test_clients.py"]
+collect_ignore = [] if find_spec("litellm") else ["test_clients.py", "test_aiperf.py"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,17 +12,21 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE, CONTEXT = 1024, 64, 2, 2, 1, 128, 8192
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-def make(folder: Path, texts: Sequence[Path], *, seed: int = 0) -> Path:
-    """Write config, tokenizer and weights into `folder`; needs tokenizers, torch and safetensors."""
+def make(folder: Path, texts: Sequence[Path], *, seed: int = 0, labels: int = 0) -> Path:
+    """Write config, tokenizer and weights into `folder`; needs tokenizers, torch and safetensors.
+
+    With `labels` it is a model that classifies.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _tokenizer(folder, texts)
-    _config(folder)
-    _weights(folder, seed)
+    _config(folder, labels)
+    _weights(folder, seed, labels)
     return folder
 
 
@@ -49,8 +53,8 @@ def _tokenizer(folder: Path, texts: Sequence[Path]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def _config(folder: Path) -> None:
-    config = {
+def _config(folder: Path, labels: int) -> None:
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCABULARY,
@@ -72,12 +76,16 @@ def _config(folder: Path) -> None:
         "mlp_bias": False,
         "torch_dtype": "bfloat16",
     }
+    if labels:
+        names = {str(n): f"label {n}" for n in range(labels)}
+        config |= {"id2label": names, "label2id": {name: int(n) for n, name in names.items()}, "num_labels": labels}
+        config |= {"architectures": ["LlamaForSequenceClassification"], "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-def _weights(folder: Path, seed: int) -> None:
+def _weights(folder: Path, seed: int, labels: int) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -91,7 +99,7 @@ def _weights(folder: Path, seed: int) -> None:
     ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
     weights = {
         "model.embed_tokens.weight": random(VOCABULARY, HIDDEN, 1.0),
-        "lm_head.weight": random(VOCABULARY, HIDDEN, 0.5),
+        **({"score.weight": random(labels, HIDDEN)} if labels else {"lm_head.weight": random(VOCABULARY, HIDDEN, 0.5)}),
         "model.norm.weight": ones.clone(),
     }
     for layer in range(LAYERS):

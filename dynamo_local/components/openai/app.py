@@ -147,12 +147,16 @@ def _status(models: ModelsView, draining: bool) -> str:
 
 
 def _model_object(model: ServedModel) -> dict[str, Any]:
-    """OpenAI's object, with vLLM's `max_model_len` (tokens)."""
+    """OpenAI's object, with vLLM's `max_model_len` (tokens) and `root`, which its clients take for the tokenizer's
+    place where nobody has told them."""
+    words = () if model.engine is None else model.engine.words
+    folders = (word.removeprefix("--model=") for word in words if word.startswith("--model="))
     return {
         "id": model.name,
         "object": "model",
         "created": model.created_s,
         "owned_by": "dynamo",
+        "root": next(folders, model.name),
         "max_model_len": model.max_model_len,
     }
 

@@ -25,7 +25,12 @@ MAX_PIPELINED: Final = 16
 """Requests that wait for the answer to the one before. No client of this API sends one."""
 
 HEAD_TIMEOUT_S: Final = 30.0
-"""For a request's head, from its first byte, or from the connection; past it 408."""
+"""For a request's head, from its first byte; past it 408."""
+
+SILENCE_TIMEOUT_S: Final = 75.0
+"""For the first byte of a new connection, as for that of another request on one that was kept. It was 30 s: of a
+thousand connections that one client opened at once on a host with too much to do, some were closed before the client
+had come to write on them, and it saw a reset."""
 
 MESSAGE_TIMEOUT_S: Final = 60.0
 """For the body, from the end of the head. Who reads it gives up earlier, with 408; this ends connections whose body
@@ -82,7 +87,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refused = False
-        self._in_head = True
+        self._in_head = self._silent = True
         self._field_bytes = 0
         self._overhead_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -92,7 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_within(HEAD_TIMEOUT_S)
+        self._expect_within(SILENCE_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_within(None)
@@ -103,8 +108,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._timer is None:
-            self._expect_within(HEAD_TIMEOUT_S)  # another request on a connection that was kept
+        if self._timer is None or self._silent:  # another request on a connection that was kept, or its first
+            self._silent = False
+            self._expect_within(HEAD_TIMEOUT_S)
         self._overhead_bytes += len(data)
         super().data_received(data)
         # What a field's parts have come to is seen when it ends: of one that does not end, all bytes count.

@@ -12,6 +12,9 @@ import httpx
 from tests.vllm.oracle.comparing import difference, plain
 from tests.vllm.oracle.requests import Case, encoded
 
+TIMEOUT_S = 500.0
+"""Of one answer: the first one waits for vLLM's API, whose imports took more than two minutes on a busy host."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -29,7 +32,7 @@ class Outcome:
 
 async def ask_both(graph: str, serve: str, cases: Sequence[Case]) -> list[Outcome]:
     """One after the other: what an engine computes together differs in the last digits of its numbers."""
-    async with httpx.AsyncClient(timeout=httpx.Timeout(120.0)) as client:
+    async with httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S)) as client:
         return [
             Outcome(case, *await asyncio.gather(_ask(client, graph, case), _ask(client, serve, case))) for case in cases
         ]

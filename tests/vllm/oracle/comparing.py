@@ -11,11 +11,16 @@ from typing import Any
 
 NAMES_AND_TIMES = frozenset(
     {"id", "created", "created_at", "completed_at", "request_id", "item_id", "call_id", "system_fingerprint"}
+    | {"signature"}  # of Anthropic's thinking: a random number
 )
 _IDS = re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|fc|chatcmpl-tool|tool|toolu)[-_][0-9A-Za-z_-]{6,}")
+_NAMES = re.compile(r"\['\w+'(?:, '\w+')+\]")
+"""Of a set: each process of vLLM's lists its tasks in an order of its own."""
 CLOSE = 1e-4
 """What else is in a batch may change the last digits of a log-probability."""
-ADDED = frozenset({"text", "delta", "content", "arguments", "reasoning", "partial_json", "thinking"})
+ADDED = frozenset(
+    {"text", "delta", "content", "arguments", "reasoning", "reasoning_content", "partial_json", "thinking"}
+)
 
 
 def plain(status: int, body: bytes, kind: str) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def _nameless(value: Any) -> Any:
     if isinstance(value, list):
         return [_nameless(each) for each in value]
     if isinstance(value, str):
-        return _IDS.sub("ID", value)
+        return _NAMES.sub(lambda found: str(sorted(found[0][1:-1].split(", "))), _IDS.sub("ID", value))
     return value
 
 

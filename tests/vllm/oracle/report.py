@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.vllm.oracle.asking import Outcome
 
 FILE = Path(__file__).parents[3] / "docs" / "vllm_oracle.json"
+WRITE = "DYN_ORACLE_WRITE"
+"""Set it, and docs/vllm_oracle.json says what was found (then run docs/generate.py)."""
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -27,9 +30,15 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return paths
 
 
-def write(graph: str, version: str, outcomes: Sequence[Outcome]) -> None:
-    """Of one graph; what was found with the others stays."""
+def write_if_asked(part: Literal["graphs", "models"], name: str, outcomes: Sequence[Outcome]) -> None:
+    """Of one graph, or of one kind of model; what was found with the others stays."""
+    if not os.environ.get(WRITE):
+        return
+    import vllm
+
     told = json.loads(FILE.read_text()) if FILE.exists() else {}
-    graphs = told.get("graphs", {}) if told.get("vllm") == version else {}
-    graphs[graph] = summary(outcomes)
-    FILE.write_text(json.dumps({"vllm": version, "graphs": dict(sorted(graphs.items()))}, indent=1) + "\n")
+    parts = {"graphs": {}, "models": {}}
+    if told.get("vllm") == vllm.__version__:
+        parts |= {key: told.get(key, {}) for key in parts}
+    parts[part] = dict(sorted({**parts[part], name: summary(outcomes)}.items()))
+    FILE.write_text(json.dumps({"vllm": vllm.__version__, **parts}, indent=1) + "\n")

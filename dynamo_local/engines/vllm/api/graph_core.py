@@ -51,13 +51,13 @@ class GraphCore:
         self.resources = SimpleNamespace(engine_dead=False)
         self.failed: Callable[[str, Exception], None] = lambda _id, _error: None
         self._send = send
-        self._tasks = tuple(tasks)
+        self._tasks = list(tasks)  # as EngineCore gives them: vLLM shows them to clients
         self._wire = Wire()
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
 
-    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+    async def get_supported_tasks_async(self) -> list[str]:
         """As the worker said."""
         return self._tasks
 

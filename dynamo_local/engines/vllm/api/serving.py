@@ -45,7 +45,7 @@ class Engine:
 class VllmApi:
     """The application and what is behind it. Made in two steps, as `build` blocks for seconds."""
 
-    def __init__(self, args: Namespace, llm: Any, core: GraphCore, tasks: tuple[Any, ...]) -> None:
+    def __init__(self, args: Namespace, llm: Any, core: GraphCore, tasks: list[Any]) -> None:
         self._args = args
         self._llm = llm
         self._core = core
@@ -67,7 +67,7 @@ class VllmApi:
         with _as_engine_core(core):
             llm = AsyncLLM(config, Executor, log_stats=False, log_requests=args.enable_log_requests)
         core.failed = _told(llm)
-        return cls(args, llm, core, tuple(engine.tasks))
+        return cls(args, llm, core, list(engine.tasks))
 
     async def app(self) -> ASGIApp:
         """The application. In the event loop in which it is to be called."""

@@ -181,6 +181,7 @@ async def test_the_model_list(house: Make, serve_model: Make):
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": []}
         key = serve_model(made.models, "org/m", 7, created=12.9, max_model_len=77)
         expected = {"id": "org/m", "object": "model", "created": 12, "owned_by": "dynamo", "max_model_len": 77}
+        expected["root"] = "org/m"
         assert (await client.get("/v1/models")).json()["data"] == [expected]
         assert (await client.get("/v1/models/org/m")).json() == expected
         made.models.apply(DeleteEvent(key))

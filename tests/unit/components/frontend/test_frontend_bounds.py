@@ -125,9 +125,21 @@ async def test_a_head_that_is_sent_by_halves_is_a_408(house: Make, monkeypatch: 
 
 async def test_a_connection_that_says_nothing_is_closed(house: Make, monkeypatch: pytest.MonkeyPatch):
     """Without an answer: there is no question."""
-    monkeypatch.setattr(f"{PROTOCOL}.HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(f"{PROTOCOL}.SILENCE_TIMEOUT_S", 0.1)
     async with house().served() as server, connection(server) as (reader, _), asyncio.timeout(10):
         assert await reader.read() == b""
+
+
+async def test_a_client_that_is_slow_to_begin_is_served(house: Make, monkeypatch: pytest.MonkeyPatch):
+    """One that opens a thousand connections writes on the last of them late: a head has its time from its first byte,
+    not from the connection."""
+    monkeypatch.setattr(f"{PROTOCOL}.HEAD_TIMEOUT_S", 0.0)
+    async with house().served() as server, connection(server) as (reader, writer), asyncio.timeout(10):
+        async with connection(server) as (other, another):
+            another.write(b"G")
+            assert (await refusal(other))[0] == 408  # a head's time is over by now
+        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b'{"status":"live"}')
 
 
 async def test_a_body_that_is_sent_by_halves_is_a_408_and_the_end_of_the_connection(
