@@ -47,7 +47,7 @@ from dynamo_local.profiles.measuring.writing import keep, resumed, write_npz
 from dynamo_local.profiling.actions import Acted, measured_actions
 from dynamo_local.profiling.checking import check
 from dynamo_local.profiling.graph import MeasuredGraph, running
-from dynamo_local.profiling.host import HostWatch
+from dynamo_local.profiling.host import HostWatch, processors, share_processors
 from dynamo_local.profiling.requests import Frontend
 from dynamo_local.profiling.session import Session
 from dynamo_local.profiling.target import AGG, DECODE, PREFILL, Target
@@ -100,11 +100,13 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
     before = resumed(asked.folder, rules, the_hash) if asked.resume else None
     asked.folder.mkdir(parents=True, exist_ok=True)
     tell("starting the graph")
-    async with running(target) as graph:
+    async with running(target, tell) as graph:
         workers = {role: graph.workers(component) for role, component in target.components.items()}
         engines = {role: await graph.limits(found[0]) for role, found in workers.items()}
         limits = {role: each.within(asked.context_max) for role, each in engines.items()}
-        by_kind = {kind: role for role in target.components for kind in KINDS[role]}
+        by_kind = {kind: role for role in target.components for kind in _kinds(target, role)}
+        inventory = open_inventory(graph.state.gpus, os.environ)
+        shared = share_processors(target.engine_names, inventory)
         session = Session(
             graph,
             {kind: workers[role] for kind, role in by_kind.items()},
@@ -112,10 +114,11 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
             asked.folder,
             the_hash,
             tell_point,
+            in_turn=shared,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, session.stop.set)
-        progress = before or Progress(tuple(_points(limits, asked)), rules)
-        watch = HostWatch(graph.ours, open_inventory(graph.state.gpus, os.environ))
+        progress = before or Progress(tuple(_points(target, limits, asked)), rules)
+        watch = HostWatch(graph.ours, inventory)
         async with watch.watching():
             progress = await session.run(progress)
             known = measured(progress)
@@ -127,14 +130,20 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
                 return Told(None, progress, session.stop.is_set(), why)
             write_npz(asked.folder, prefill, decode)
             rest = await _rest(graph, target, asked, known, limits, engines, session, tell, watch)
+            if shared:
+                rest.host.extend(processors())
     document = _document(target, asked, engines, known, graph, rest, the_hash, time.monotonic() - began_s)
     write_document(asked.folder, document)
     return Told(document, progress, False)
 
 
-def _points(limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
+def _kinds(target: Target, role: str) -> tuple[Kind, ...]:
+    return tuple(kind for kind in KINDS[role] if kind is not Kind.CACHED or target.has_prefix_cache(role))
+
+
+def _points(target: Target, limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
     steps = (5, 3) if asked.small else (PREFILL_STEPS, DECODE_STEPS)
-    return [point for role, each in limits.items() for point in sweep(each, KINDS[role], steps)]
+    return [point for role, each in limits.items() for point in sweep(each, _kinds(target, role), steps)]
 
 
 def _curves(target: Target, known: Mapping[Point, Measured], engines: Mapping[str, Limits]) -> Any:
