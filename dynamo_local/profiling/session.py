@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 from zlib import crc32
 
 from dynamo_local.errors import DynamoError
@@ -82,9 +83,12 @@ class Session:
         workers = self._workers[point.kind]
         if self._in_turn:
             return [await self._one(worker, point, seed, at_s) for worker in workers]
-        found = [asyncio.create_task(self._one(worker, point, seed, at_s)) for worker in workers]
-        await asyncio.wait(found)  # also where one fails: the next repetition must not run beside a straggler
-        return [task.result() for task in found]
+        asked = (self._one(worker, point, seed, at_s) for worker in workers)
+        found = await asyncio.gather(*asked, return_exceptions=True)  # the next repetition runs beside no straggler
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return cast(list[Sample], found)
 
     async def _one(self, worker: Worker, point: Point, seed: int, at_s: float) -> Sample:
         asked = request_of(point, self._limits[point.kind], seed & 0x7FFFFFFF)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ def test_who_is_late_is_named_by_its_short_name():
 
 async def test_a_long_start_is_told_of_until_it_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What the start returns comes back; nothing is told after it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    paths = Paths.found("profile", {"XDG_RUNTIME_DIR": str(tmp_path)})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = Paths.found("profile", os.environ)
     told: list[str] = []
     ready = asyncio.Event()
 
