@@ -107,6 +107,14 @@ class MeasuredGraph:
             if each["component"] == component and each["state"] == "ready"
         ]
 
+    def cold_s(self) -> dict[str, float]:
+        """What the cold starts of the measured components took in this run, as far as it was seen."""
+        return {
+            row["component"]: row["run"]["median_s"]
+            for row in self.status["lead_times"]
+            if row["rung"] == "cold" and row["run"] is not None and row["component"] in self.target.components.values()
+        }
+
     def ours(self) -> Ours:
         """Whose processes are its own, and the devices of the workers that are measured."""
         workers = [each for each in self.status["workers"] if each["pid"]]

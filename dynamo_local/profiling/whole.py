@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -50,6 +50,7 @@ from dynamo_local.profiling.graph import MeasuredGraph, running
 from dynamo_local.profiling.host import HostWatch, processors, share_processors
 from dynamo_local.profiling.requests import Frontend
 from dynamo_local.profiling.session import Session
+from dynamo_local.profiling.spending import Spending, spending
 from dynamo_local.profiling.target import AGG, DECODE, PREFILL, Target
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
@@ -57,9 +58,6 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     DECODE: (Kind.DECODE,),
     AGG: (Kind.PREFILL, Kind.CACHED, Kind.DECODE),
 }
-TRACE_SHARE = 1 / 3
-"""Of the budget, for the trace that the profile is checked by; five minutes at most."""
-TRACE_MAX_S = 300.0
 PATH_REPEATS = 5
 PATH_ANSWER = 20
 
@@ -96,7 +94,7 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
     wanted = {role: target.engines[role] for role in target.components}
     the_hash = configuration_hash(wanted)
     began_s = time.monotonic()
-    rules = Rules(budget_s=asked.budget_s * (1 - TRACE_SHARE), seed=asked.seed)
+    rules = Rules(budget_s=asked.budget_s, seed=asked.seed)
     before = resumed(asked.folder, rules, the_hash) if asked.resume else None
     asked.folder.mkdir(parents=True, exist_ok=True)
     tell("starting the graph")
@@ -117,7 +115,10 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
             in_turn=shared,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, session.stop.set)
+        spent = spending(asked.budget_s, time.monotonic() - began_s, graph.cold_s().values() if asked.actions else ())
         progress = before or Progress(tuple(_points(target, limits, asked)), rules)
+        progress = replace(progress, rules=replace(rules, budget_s=spent.points_s))
+        tell(_ahead(len(progress.points), spent))
         watch = HostWatch(graph.ours, inventory)
         async with watch.watching():
             progress = await session.run(progress)
@@ -129,12 +130,17 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
                 keep(asked.folder, progress, the_hash)
                 return Told(None, progress, session.stop.is_set(), why)
             write_npz(asked.folder, prefill, decode)
-            rest = await _rest(graph, target, asked, known, limits, engines, session, tell, watch)
+            rest = await _rest(graph, target, asked, known, limits, engines, session, tell, watch, spent)
             if shared:
                 rest.host.extend(processors())
     document = _document(target, asked, engines, known, graph, rest, the_hash, time.monotonic() - began_s)
     write_document(asked.folder, document)
     return Told(document, progress, False)
+
+
+def _ahead(points: int, spent: Spending) -> str:
+    actions = f", then actions, about {spent.actions_s:.0f} s" if spent.actions_s else ""
+    return f"measuring {points} points, at most {spent.points_s:.0f} s; then a trace of {spent.trace_s:.0f} s{actions}"
 
 
 def _kinds(target: Target, role: str) -> tuple[Kind, ...]:
@@ -175,6 +181,7 @@ async def _rest(
     session: Session,
     tell: Tell,
     watch: HostWatch,
+    spent: Spending,
 ) -> _Rest:
     role = AGG if target.standalone else DECODE
     kv = engines[role].max_kv_tokens if role in engines else 1
@@ -186,14 +193,14 @@ async def _rest(
         prefill, decode = _curves(target, known, engines)
         path = await _path(graph, model_of(prefill, decode), limits[role])
         if not session.stop.is_set():
-            seconds = min(TRACE_MAX_S, asked.budget_s * TRACE_SHARE)
-            tell(f"checking it with a mixed trace of {seconds:.0f} s, here and in the twin")
-            trace = await check(graph, asked.folder, limits, path, seconds, asked.seed)
+            tell(f"checking it with a mixed trace of {spent.trace_s:.0f} s, here and in the twin")
+            trace = await check(graph, asked.folder, limits, path, spent.trace_s, asked.seed)
     elif held.why_not is not None:
         trace = "no curves to run the twin by"
     host, actions = watch.noticed(), Acted({}, {})  # of the measurement: actions are work of our own
     if asked.actions and not session.stop.is_set():
-        actions = await measured_actions(graph, open_inventory(graph.state.gpus, os.environ), tell)
+        inventory = open_inventory(graph.state.gpus, os.environ)
+        actions = await measured_actions(graph, inventory, tell, time.monotonic() + spent.actions_s)
     return _Rest(path, actions, held, trace, host)
 
 
