@@ -15,7 +15,7 @@ from tests.drivers.served import Served, auntil
 from tests.vllm.hosts import VllmHost
 from tests.vllm.planned_cases import BUDGET, ITL_MS, TARGET, TTFT_MS, arrivals, play
 
-WHOLE, WHOLE_S = "10m", 900.0
+WHOLE, WHOLE_S = "8m", 900.0
 """The budget of a whole profile, and the quarter of an hour that it must take at most: on two cores that do something
 else, too, what was begun ends late."""
 SMALL = ("--small", "--budget", "100s", "--no-actions")
