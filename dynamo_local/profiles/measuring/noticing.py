@@ -136,7 +136,7 @@ def on_processors(count: int, model: str) -> Iterator[Noticed]:
     """Engines whose GPUs are simulated, and which compute all the same."""
     text = (
         f"the GPUs are simulated: these engines compute on {count} × {model}, which they share with whatever else runs "
-        "on this host; workers were measured one after the other"
+        "on this host, and several workers were measured one after the other"
     )
     yield Noticed("on_processors", None, 1.0, text)
 
