@@ -52,7 +52,10 @@ def check_whole(document: dict[str, Any], folder: Path, *, simulated: bool) -> N
     }
     certificate = document["certificate"]
     assert (certificate["state"] == "certified") == (not certificate["where"]), certificate
-    assert [row["what"] for row in certificate["trace"]] == ["TTFT p50", "TTFT p90", "ITL p50", "ITL p90"]
+    if certificate["trace"]:
+        assert [row["what"] for row in certificate["trace"]] == ["TTFT p50", "TTFT p90", "ITL p50", "ITL p90"]
+    else:  # a busy host lost requests of the trace: then that is said
+        assert any(where.startswith("trace: ") for where in certificate["where"]), certificate
     for component in (PREFILL, DECODE):
         assert document["actions"][component]["cold"] > 0
         ready = document["memory"][component]["ready"]
@@ -63,6 +66,35 @@ def check_whole(document: dict[str, Any], folder: Path, *, simulated: bool) -> N
     read = read_profile(str(folder))
     assert read.decode.max_kv_tokens == document["engines"]["decode"]["max_kv_tokens"]
     assert len(read.prefill.isl) == kinds.count("prefill")
+
+
+async def check_served(vllm_host: VllmHost, tmp_path: Path, folder: Path, state: str) -> None:
+    """`slo` takes the profile for these engines, serves a load by it, and says how far they are off it."""
+    section = {
+        "policy": "slo",
+        "profile-results-dir": str(folder),
+        "ttft": TTFT_MS,
+        "itl": ITL_MS,
+        "target": TARGET,
+        "budget": BUDGET,
+    }
+    with vllm_host.disaggregated(tmp_path, planner=section) as served:
+        served.start()
+        found = await play(served)
+        assert found.failed == []
+        assert len(found.within) == len(arrivals())
+
+        def decode() -> list[dict[str, Any]]:
+            rows = planner(served, "status")["drift"]
+            return [row for row in rows if (row["component"], row["kind"]) == (DECODE, "decode")]
+
+        [row] = await auntil(decode, 60.0, what=lambda: planner(served, "status"))
+        status, said = planner(served, "status"), served.cli("planner", "status").stdout
+    assert row["passes"] >= PASSES_MIN
+    assert status["profile"] == {"name": str(folder), "measured": True, "certificate": state}
+    assert f"profile   {folder} ({state})" in said
+    assert f"drift     {DECODE} decode: " in said
+    print(said)
 
 
 class Profiled:
@@ -87,32 +119,7 @@ class Profiled:
             assert done.returncode == 0, done.stderr
             played = json.loads(done.stdout)
             assert played["completed"] == played["requests"] > 0
-        section = {
-            "policy": "slo",
-            "profile-results-dir": str(folder),
-            "ttft": TTFT_MS,
-            "itl": ITL_MS,
-            "target": TARGET,
-            "budget": BUDGET,
-        }
-        with vllm_host.disaggregated(tmp_path, planner=section) as served:
-            served.start()
-            found = await play(served)
-            assert found.failed == []
-            assert len(found.within) == len(arrivals())
-
-            def decode() -> list[dict[str, Any]]:
-                rows = planner(served, "status")["drift"]
-                return [row for row in rows if (row["component"], row["kind"]) == (DECODE, "decode")]
-
-            [row] = await auntil(decode, 60.0, what=lambda: planner(served, "status"))
-            status, said = planner(served, "status"), served.cli("planner", "status").stdout
-        assert row["passes"] >= PASSES_MIN
-        state = document["certificate"]["state"]
-        assert status["profile"] == {"name": str(folder), "measured": True, "certificate": state}
-        assert f"profile   {folder} ({state})" in said
-        assert f"drift     {DECODE} decode: " in said
-        print(said)
+        await check_served(vllm_host, tmp_path, folder, document["certificate"]["state"])
 
     async def test_of_two_settings_that_were_measured_the_better_one_is_named(
         self, vllm_host: VllmHost, tmp_path: Path
