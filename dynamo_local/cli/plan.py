@@ -133,7 +133,11 @@ def _candidate_line(each: Candidate) -> str:
         f"{planned.best.metrics.attainment:.1%} within the targets ({planned.lowest:.1%} to {planned.highest:.1%})"
     )
     kept = "" if planned.attained else ", which does not keep them"
-    return f"{each.engines.profile}{told}: {planned.best.shape} on {planned.best.gpus} GPUs, {attained}{kept}"
+    return f"{each.engines.profile}{told}: {planned.best.shape} on {_gpus(planned.best.gpus)}, {attained}{kept}"
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def _write(path: Path, text: str) -> None:
@@ -189,7 +193,7 @@ def _print(candidates: Sequence[Candidate], wanted: Wanted, traces: Traces, text
     if not planned.attained:
         click.echo(f"no fleet on {wanted.gpus} GPUs keeps the targets for {wanted.attainment:.0%}; the best one:")
     click.echo(
-        f"{best.shape} on {best.gpus} GPUs: {best.metrics.attainment:.1%} within the targets "
+        f"{best.shape} on {_gpus(best.gpus)}: {best.metrics.attainment:.1%} within the targets "
         f"({planned.lowest:.1%} to {planned.highest:.1%} with other arrivals, and engines ±{engines.error:.0%})"
     )
     for tried in planned.alternatives:

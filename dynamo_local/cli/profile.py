@@ -161,7 +161,9 @@ class _View:
             return
         self._told_s = now_s
         done, points = share_done(progress)
-        text = f"{done} of {points} points, about {progress.left_s:.0f} s left" + (f": {point}" if point else "")
+        repeated = sum(len(progress.of(each).samples) for each in progress.points)
+        text = f"{done} of {points} points, {repeated} repetitions, about {progress.left_s:.0f} s left of the points"
+        text += f": {point}" if point else ""
         if self._terminal:
             click.echo(f"\r\x1b[K{text}", err=True, nl=False)
             self._open = True

@@ -48,7 +48,9 @@ DEFAULT_INITIAL = "1,1"
 @click.option("--static", "statics", type=Shape(), multiple=True, help="A run with this fleet and no planner.")
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=A,B,…", help="One run for each value (or combination).")
 @click.option(
-    "--start-up-s", type=FiniteRange(min=0, max=SECONDS_MAX), default=30.0, show_default=True, help="Of a new worker."
+    "--start-up-s",
+    type=FiniteRange(min=0, max=SECONDS_MAX),
+    help="Of a new worker.  [default: the profile's cold start, or 30]",
 )
 @click.option("--spares", type=click.IntRange(0, 64), default=0, show_default=True, help="As Host's: warm starts.")
 @click.option(
@@ -95,6 +97,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
     The requests are those of a --trace, or are made (--generate).
     With --static and no policy or option of the planner there is no planned run; with both they are compared.
     """
+    from dynamo_local.cli.simulated_profile import with_measured
     from dynamo_local.system.pages import check_plots
     from dynamo_local.twin.cases import run_cases
     from dynamo_local.twin.metrics import measure
@@ -104,6 +107,7 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
     source = source_of(words["trace"], words["generate"], words["write_trace"])
     if report is not None:
         check_plots()
+    words = with_measured(words)
     cases = cases_of(words)
     requests = source.requests(limit=words["limit"], speed=words["trace_speed"])
     slo = Slo(words["ttft_ms"], words["itl_ms"])
@@ -128,7 +132,7 @@ def cases_of(words: Mapping[str, Any]) -> list[Case]:
     """The planned runs, then the fixed ones. Raises `BadInput` for options that cannot be run."""
     given = _overrides(words["overrides"])
     if words["profile"] is not None:
-        given["sim"]["profile"] = words["profile"]
+        given["sim"] = {**words["engines"], **given["sim"], "profile": words["profile"]}
     combinations = _combinations(words["sweeps"])
     asked = bool(given["planner"] or words["sweeps"] or words["initial"] or words["policies"])
     planned = not words["statics"] or asked

@@ -29,13 +29,20 @@ class Acted:
     memory: dict[str, dict[str, MemoryFacts]]
 
 
-async def measured_actions(graph: MeasuredGraph, inventory: Inventory, tell: Callable[[str], None]) -> Acted:
-    """What is refused (no free GPU) is told, and left out."""
-    drains: dict[str, float] = {}
+async def measured_actions(
+    graph: MeasuredGraph, inventory: Inventory, tell: Callable[[str], None], until_s: float
+) -> Acted:
+    """What is refused (no free GPU) is told, and left out; so is a start that would end after `until_s` (monotonic)."""
+    cold_s, drains = graph.cold_s(), dict[str, float]()
     memory: dict[str, dict[str, MemoryFacts]] = {}
     for component in dict.fromkeys(graph.target.components.values()):
         memory[component] = await _memory(graph, component, inventory)
-        await _one_more_and_one_less(graph, component, drains, tell)
+        takes_s, left_s = cold_s.get(component, 0.0), until_s - time.monotonic()
+        if takes_s > left_s:
+            left = f"{max(0.0, left_s):.0f} s of the budget are left"
+            tell(f"not timed: one more {component} takes {takes_s:.0f} s, and {left}")
+        else:
+            await _one_more_and_one_less(graph, component, drains, tell)
         await _flip(graph, component, tell)
         memory[component] |= await _sleep(graph, component, tell)
     found: dict[str, dict[str, float]] = {}

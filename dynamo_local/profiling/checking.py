@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dynamo_local.core.admission import MAX_INFLIGHT
@@ -37,9 +38,9 @@ LOST_MAX = 0.02
 
 
 def mixed_trace(
-    model: ProfileModel, limits: Limits, shape: FleetShape, seconds: float, seed: int
+    model: ProfileModel, limits: Limits, shape: FleetShape, seconds: float, seed: int, slower: float = 1.0
 ) -> list[TraceRequest]:
-    """Prompts and answers of many lengths, at a rate that keeps the engines half busy."""
+    """Prompts and answers of many lengths, at a rate that keeps the engines half busy; `slower`, see `slower_over`."""
     isl = max(16, min(1000, limits.context_length // 8))
     osl = max(8, min(100, limits.context_length // 16))
     kv = min(limits.max_kv_tokens * BUSY, limits.max_num_seqs * BUSY * (isl + osl))
@@ -51,7 +52,7 @@ def mixed_trace(
     options = GeneratorOptions(
         seed=seed,
         duration=seconds,
-        rate=max(2.0 / seconds, min(RATE_MAX, BUSY * rate)),
+        rate=max(2.0 / seconds, min(RATE_MAX, BUSY * rate / slower)),
         cv=1.0,
         isl=isl,
         isl_sigma=0.8,
@@ -61,6 +62,13 @@ def mixed_trace(
         osl_max=max(osl, min(400, limits.context_length // 4)),
     )
     return list(generate(options))
+
+
+def slower_over(path: Sequence[PathFacts]) -> float:
+    """So many times as long as at the engine a token takes over HTTP, 1 or more. On a host whose processors are busy
+    engines that need them are fed late, and half of what their passes could do is more than the host can."""
+    found = [each.itl_ms / each.engine_itl_ms for each in path if each.itl_ms and each.engine_itl_ms]
+    return max(1.0, median(found)) if found else 1.0
 
 
 def twin_options(target: Target, folder: Path, limits: Mapping[str, Limits], shape: FleetShape) -> TwinOptions:
@@ -121,7 +129,7 @@ async def check(
     decode = len(graph.workers(target.components[AGG if target.standalone else DECODE]))
     shape = FleetShape(prefill, decode)
     role = AGG if target.standalone else DECODE
-    trace = mixed_trace(ProfileModel.load(str(folder)), limits[role], shape, seconds, seed)
+    trace = mixed_trace(ProfileModel.load(str(folder)), limits[role], shape, seconds, seed, slower_over(path))
     try:
         run = Simulation(twin_options(target, folder, limits, shape), trace).run()
         async with Frontend(graph.frontend_url) as frontend:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from dynamo_local.errors import DynamoError
 from dynamo_local.infra.access import EtcdAccess, NatsAccess, run_environment
 from dynamo_local.profiles.measuring.points import Limits
 from dynamo_local.profiling.host import Ours
+from dynamo_local.profiling.starting import told_while
 from dynamo_local.profiling.target import Target
 from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.runtime.nats import close_quietly, connect_nats
@@ -106,6 +107,14 @@ class MeasuredGraph:
             if each["component"] == component and each["state"] == "ready"
         ]
 
+    def cold_s(self) -> dict[str, float]:
+        """What the cold starts of the measured components took in this run, as far as it was seen."""
+        return {
+            row["component"]: row["run"]["median_s"]
+            for row in self.status["lead_times"]
+            if row["rung"] == "cold" and row["run"] is not None and row["component"] in self.target.components.values()
+        }
+
     def ours(self) -> Ours:
         """Whose processes are its own, and the devices of the workers that are measured."""
         workers = [each for each in self.status["workers"] if each["pid"]]
@@ -147,11 +156,12 @@ class MeasuredGraph:
 
 
 @asynccontextmanager
-async def running(target: Target) -> AsyncIterator[MeasuredGraph]:
-    """The target's graph, ready; ended when the block is left, whatever happened."""
+async def running(target: Target, tell: Callable[[str], None]) -> AsyncIterator[MeasuredGraph]:
+    """The target's graph, ready; ended when the block is left, whatever happened. `tell` hears of its start."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_down, target.namespace)
-        await dynamo(*target.serve_words(), timeout_s=SERVE_S + (target.start_deadline_s or 0.0))
+        serve = dynamo(*target.serve_words(), timeout_s=SERVE_S + (target.deadline_s or 0.0))
+        await told_while(serve, target.namespace, tell)
         yield await _joined(target, stack)
 
 

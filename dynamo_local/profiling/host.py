@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from dynamo_local.core.gpus import GpuDevice
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import GpuError
 from dynamo_local.gpus.inventory import Inventory
-from dynamo_local.profiles.measuring.noticing import Noticed, busy_processors, strangers
+from dynamo_local.profiles.measuring.noticing import Noticed, busy_processors, on_processors, strangers
 from dynamo_local.system.processes import cpu_s, family_of
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,18 @@ class HostWatch:
             for process in processes:
                 if process.pid not in family and process.kind == "compute":
                     self._strangers[process.pid, process.name] = device.index
+
+
+def share_processors(engines: Collection[str], inventory: Inventory) -> bool:
+    """Whether engines of those names compute where all else of the host does: their devices are simulated, they not."""
+    return inventory.simulated and any(engine != "sim" for engine in engines)
+
+
+def processors() -> list[Noticed]:
+    """That such engines' times are those of these processors."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "processor")
+    return list(on_processors(len(os.sched_getaffinity(0)), model))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 from zlib import crc32
 
 from dynamo_local.errors import DynamoError
@@ -23,7 +25,8 @@ WARM_UP = 2
 
 class Session:
     """Measures the points of `progress` on these workers, by the kind of the point; a point's repetitions are made on
-    all workers of its kind at once. `stop` ends it after the repetition that is under way."""
+    all workers of its kind at once, or `in_turn` where they would share processors. `stop` ends it after the repetition
+    that is under way."""
 
     def __init__(
         self,
@@ -33,6 +36,8 @@ class Session:
         folder: Path,
         configuration_hash: str,
         tell: Callable[[Progress, Point | None], None],
+        *,
+        in_turn: bool = False,
     ) -> None:
         self._graph = graph
         self._workers = workers
@@ -40,6 +45,7 @@ class Session:
         self._folder = folder
         self._hash = configuration_hash
         self._tell = tell
+        self._in_turn = in_turn
         self.stop = asyncio.Event()
 
     async def run(self, progress: Progress) -> Progress:
@@ -66,15 +72,23 @@ class Session:
             points = sorted((p for p in progress.points if p.kind is kind), key=lambda point: point.cost)
             for point in points[:1] + points[len(points) // 2 : len(points) // 2 + 1]:
                 for _ in range(WARM_UP):
-                    await asyncio.gather(
-                        *(self._one(worker, point, seed=-1, at_s=0.0) for worker in self._workers[kind]),
-                        return_exceptions=True,
-                    )
+                    with contextlib.suppress(DynamoError):  # the same refusal comes again, and is noted then
+                        await self._on_all(point, seed=-1, at_s=0.0)
 
     async def _repeat(self, point: Point, progress: Progress, at_s: float) -> list[Sample]:
         seed = crc32(f"{progress.rules.seed}/{point}/{len(progress.of(point).samples)}".encode())
-        found = [self._one(worker, point, seed, at_s) for worker in self._workers[point.kind]]
-        return list(await asyncio.gather(*found))
+        return await self._on_all(point, seed, at_s)
+
+    async def _on_all(self, point: Point, seed: int, at_s: float) -> list[Sample]:
+        workers = self._workers[point.kind]
+        if self._in_turn:
+            return [await self._one(worker, point, seed, at_s) for worker in workers]
+        asked = (self._one(worker, point, seed, at_s) for worker in workers)
+        found = await asyncio.gather(*asked, return_exceptions=True)  # the next repetition runs beside no straggler
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return cast(list[Sample], found)
 
     async def _one(self, worker: Worker, point: Point, seed: int, at_s: float) -> Sample:
         asked = request_of(point, self._limits[point.kind], seed & 0x7FFFFFFF)

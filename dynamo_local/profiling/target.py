@@ -16,6 +16,9 @@ from dynamo_local.serve.request import ServeOptions, understand
 
 PREFILL, DECODE, AGG = "prefill", "decode", "agg"
 WAITING_MAX = 4096
+SLOW_START_S = 900.0
+"""Of engines that import and compile: on a host with other work `dynamo serve`'s five minutes were too short, and
+nobody waits at a prompt for a profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Target:
     spec: GraphSpec
     engines: Mapping[str, Mapping[str, Any]]
     start_deadline_s: float | None = None
-    """Of the graph's start; None: `dynamo serve`'s own."""
+    """As asked for; None: what is usual."""
 
     def gpus_of(self, role: str) -> int:
         """GPUs of one engine."""
@@ -42,13 +45,27 @@ class Target:
         """Each worker does both: an aggregated graph."""
         return AGG in self.components
 
+    @property
+    def deadline_s(self) -> float | None:
+        """Of the graph's start; None: `dynamo serve`'s own."""
+        return self.start_deadline_s or (None if self.engine_names <= {"sim"} else SLOW_START_S)
+
+    @property
+    def engine_names(self) -> frozenset[str]:
+        """What computes in those that are measured: sim, vllm."""
+        return frozenset(self.engines[role]["engine"] for role in self.components)
+
+    def has_prefix_cache(self, role: str) -> bool:
+        """Not where the section says that it keeps none: a cached prompt cannot be measured there."""
+        return self.engines[role]["options"].get("enable_prefix_caching") is not False
+
     def serve_words(self) -> list[str]:
         """The command line behind `dynamo`, with what a measurement needs beside the configuration: a port of its own,
         no planner, and workers that can be measured, take everything, and prefill where they are told to."""
         words = ["serve", *([self.graph] if self.graph else []), *(["-f", str(self.file)] if self.file else [])]
         words += ["--namespace", self.namespace, "--no-planner", "--detach"]
         words += ["--gpus", self.gpus] if self.gpus else []
-        words += ["--start-deadline", f"{self.start_deadline_s:g}"] if self.start_deadline_s else []
+        words += ["--start-deadline", f"{self.deadline_s:g}"] if self.deadline_s else []
         names = {service.name for service in self.spec.services}
         words += [*self.overrides, *(["--Frontend.port=0"] if "Frontend" in names else [])]
         for component in dict.fromkeys(self.components.values()):

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -47,9 +47,10 @@ from dynamo_local.profiles.measuring.writing import keep, resumed, write_npz
 from dynamo_local.profiling.actions import Acted, measured_actions
 from dynamo_local.profiling.checking import check
 from dynamo_local.profiling.graph import MeasuredGraph, running
-from dynamo_local.profiling.host import HostWatch
+from dynamo_local.profiling.host import HostWatch, processors, share_processors
 from dynamo_local.profiling.requests import Frontend
 from dynamo_local.profiling.session import Session
+from dynamo_local.profiling.spending import Spending, spending
 from dynamo_local.profiling.target import AGG, DECODE, PREFILL, Target
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
@@ -57,9 +58,6 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     DECODE: (Kind.DECODE,),
     AGG: (Kind.PREFILL, Kind.CACHED, Kind.DECODE),
 }
-TRACE_SHARE = 1 / 3
-"""Of the budget, for the trace that the profile is checked by; five minutes at most."""
-TRACE_MAX_S = 300.0
 PATH_REPEATS = 5
 PATH_ANSWER = 20
 
@@ -96,15 +94,17 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
     wanted = {role: target.engines[role] for role in target.components}
     the_hash = configuration_hash(wanted)
     began_s = time.monotonic()
-    rules = Rules(budget_s=asked.budget_s * (1 - TRACE_SHARE), seed=asked.seed)
+    rules = Rules(budget_s=asked.budget_s, seed=asked.seed)
     before = resumed(asked.folder, rules, the_hash) if asked.resume else None
     asked.folder.mkdir(parents=True, exist_ok=True)
     tell("starting the graph")
-    async with running(target) as graph:
+    async with running(target, tell) as graph:
         workers = {role: graph.workers(component) for role, component in target.components.items()}
         engines = {role: await graph.limits(found[0]) for role, found in workers.items()}
         limits = {role: each.within(asked.context_max) for role, each in engines.items()}
-        by_kind = {kind: role for role in target.components for kind in KINDS[role]}
+        by_kind = {kind: role for role in target.components for kind in _kinds(target, role)}
+        inventory = open_inventory(graph.state.gpus, os.environ)
+        shared = share_processors(target.engine_names, inventory)
         session = Session(
             graph,
             {kind: workers[role] for kind, role in by_kind.items()},
@@ -112,10 +112,14 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
             asked.folder,
             the_hash,
             tell_point,
+            in_turn=shared,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, session.stop.set)
-        progress = before or Progress(tuple(_points(limits, asked)), rules)
-        watch = HostWatch(graph.ours, open_inventory(graph.state.gpus, os.environ))
+        spent = spending(asked.budget_s, time.monotonic() - began_s, graph.cold_s().values() if asked.actions else ())
+        progress = before or Progress(tuple(_points(target, limits, asked)), rules)
+        progress = replace(progress, rules=replace(rules, budget_s=spent.points_s))
+        tell(_ahead(len(progress.points), spent))
+        watch = HostWatch(graph.ours, inventory)
         async with watch.watching():
             progress = await session.run(progress)
             known = measured(progress)
@@ -126,15 +130,26 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
                 keep(asked.folder, progress, the_hash)
                 return Told(None, progress, session.stop.is_set(), why)
             write_npz(asked.folder, prefill, decode)
-            rest = await _rest(graph, target, asked, known, limits, engines, session, tell, watch)
+            rest = await _rest(graph, target, asked, known, limits, engines, session, tell, watch, spent)
+            if shared:
+                rest.host.extend(processors())
     document = _document(target, asked, engines, known, graph, rest, the_hash, time.monotonic() - began_s)
     write_document(asked.folder, document)
     return Told(document, progress, False)
 
 
-def _points(limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
+def _ahead(points: int, spent: Spending) -> str:
+    actions = f", then actions, about {spent.actions_s:.0f} s" if spent.actions_s else ""
+    return f"measuring {points} points, at most {spent.points_s:.0f} s; then a trace of {spent.trace_s:.0f} s{actions}"
+
+
+def _kinds(target: Target, role: str) -> tuple[Kind, ...]:
+    return tuple(kind for kind in KINDS[role] if kind is not Kind.CACHED or target.has_prefix_cache(role))
+
+
+def _points(target: Target, limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
     steps = (5, 3) if asked.small else (PREFILL_STEPS, DECODE_STEPS)
-    return [point for role, each in limits.items() for point in sweep(each, KINDS[role], steps)]
+    return [point for role, each in limits.items() for point in sweep(each, _kinds(target, role), steps)]
 
 
 def _curves(target: Target, known: Mapping[Point, Measured], engines: Mapping[str, Limits]) -> Any:
@@ -166,6 +181,7 @@ async def _rest(
     session: Session,
     tell: Tell,
     watch: HostWatch,
+    spent: Spending,
 ) -> _Rest:
     role = AGG if target.standalone else DECODE
     kv = engines[role].max_kv_tokens if role in engines else 1
@@ -177,14 +193,14 @@ async def _rest(
         prefill, decode = _curves(target, known, engines)
         path = await _path(graph, model_of(prefill, decode), limits[role])
         if not session.stop.is_set():
-            seconds = min(TRACE_MAX_S, asked.budget_s * TRACE_SHARE)
-            tell(f"checking it with a mixed trace of {seconds:.0f} s, here and in the twin")
-            trace = await check(graph, asked.folder, limits, path, seconds, asked.seed)
+            tell(f"checking it with a mixed trace of {spent.trace_s:.0f} s, here and in the twin")
+            trace = await check(graph, asked.folder, limits, path, spent.trace_s, asked.seed)
     elif held.why_not is not None:
         trace = "no curves to run the twin by"
     host, actions = watch.noticed(), Acted({}, {})  # of the measurement: actions are work of our own
     if asked.actions and not session.stop.is_set():
-        actions = await measured_actions(graph, open_inventory(graph.state.gpus, os.environ), tell)
+        inventory = open_inventory(graph.state.gpus, os.environ)
+        actions = await measured_actions(graph, inventory, tell, time.monotonic() + spent.actions_s)
     return _Rest(path, actions, held, trace, host)
 
 

@@ -14,7 +14,7 @@ import pytest
 from dynamo_local.engines.vllm.checking import is_installed
 from dynamo_local.errors import GpuError
 from dynamo_local.gpus.inventory import open_inventory
-from tests.vllm import cases
+from tests.vllm import cases, profile_cases
 from tests.vllm.cases import answers
 from tests.vllm.hosts import VllmHost, cuda_host
 
@@ -70,3 +70,7 @@ class TestPrefillDies(cases.PrefillDies):
 
 class TestPlanned(cases.Planned):
     """The load planner."""
+
+
+class TestProfiled(profile_cases.Profiled):
+    """`dynamo profile`: with the GPU's memory, the driver and UUIDs; equal engines each on its own."""

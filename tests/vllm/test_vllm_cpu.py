@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm import cases, flip_cases, planned_cases, spare_cases
+from tests.vllm import cases, flip_cases, planned_cases, profile_cases, spare_cases
 
 pytestmark = [pytest.mark.vllm, pytest.mark.infra, pytest.mark.timeout(1500)]
 
@@ -56,3 +56,9 @@ class TestPlanned(cases.Planned):
 @pytest.mark.full
 class TestPlannedByTargets(planned_cases.PlannedByTargets):
     """The policy `slo`."""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+class TestProfiled(profile_cases.Profiled):
+    """`dynamo profile`."""

@@ -35,7 +35,8 @@ OTHERS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """`kind`: slow_worker, noisy_neighbour, drift, busy_host or stranger; `size` is a share (0.2: a fifth longer)."""
+    """`kind`: slow_worker, noisy_neighbour, drift, busy_host, on_processors or stranger; `size` is a share (0.2: a
+    fifth longer)."""
 
     kind: str
     worker: str | None
@@ -129,6 +130,15 @@ def busy_processors(share: float) -> Iterator[Noticed]:
             "way over HTTP, starts, an engine without a GPU) takes longer than on a quiet host; measure again then"
         )
         yield Noticed("busy_host", None, share, text)
+
+
+def on_processors(count: int, model: str) -> Iterator[Noticed]:
+    """Engines whose GPUs are simulated, and which compute all the same."""
+    text = (
+        f"the GPUs are simulated: these engines compute on {count} × {model}, which they share with whatever else runs "
+        "on this host, and several workers were measured one after the other"
+    )
+    yield Noticed("on_processors", None, 1.0, text)
 
 
 def strangers(seen: Mapping[tuple[int, str], int]) -> Iterator[Noticed]:

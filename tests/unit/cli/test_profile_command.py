@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -70,6 +71,18 @@ def test_engines_that_start_slowly_get_the_time_that_is_given(monkeypatch):
     assert "--start-deadline" not in understood(*of).serve_words()
     words = understood(*of, 900.0).serve_words()
     assert words[words.index("--start-deadline") + 1] == "900"
+
+
+def test_real_engines_get_a_quarter_of_an_hour_and_no_cached_prompts_where_they_keep_none(monkeypatch):
+    """Nobody waits at a prompt for a profile; and what is called a cached prompt must have been one."""
+    monkeypatch.chdir(ROOT / "examples" / "llm")
+    simulated = understood("graphs.agg:Frontend", Path("configs/agg.yaml"), (), "profile", None, None)
+    assert simulated.has_prefix_cache("agg")
+    options = {"model": "/models/tiny", "enable_prefix_caching": False}
+    target = replace(simulated, engines={"agg": {"engine": "vllm", "gpus": 1, "options": options}})
+    words = target.serve_words()
+    assert words[words.index("--start-deadline") + 1] == "900"
+    assert not target.has_prefix_cache("agg")
 
 
 def test_components_that_are_commands_are_refused_by_name(tmp_path, monkeypatch):

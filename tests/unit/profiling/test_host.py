@@ -13,8 +13,9 @@ import pytest
 
 from dynamo_local.core.gpus import GpuDevice, GpuProcess
 from dynamo_local.core.types import Missing
+from dynamo_local.gpus.inventory import SimInventory
 from dynamo_local.profiling import host
-from dynamo_local.profiling.host import HostWatch, Ours, gpu_bytes, host_bytes
+from dynamo_local.profiling.host import HostWatch, Ours, gpu_bytes, host_bytes, processors, share_processors
 from dynamo_local.system.processes import cpu_s, family_of
 from tests.drivers.served import until
 
@@ -119,3 +120,13 @@ def test_gpu_memory_of_a_worker_is_that_of_its_processes_or_not_known(memory, to
     pid = os.getpid()
     devices = tuple(device(n, GpuProcess(pid, "python", used)) for n, used in enumerate(memory))
     assert gpu_bytes(pid, devices) == told
+
+
+def test_engines_on_simulated_gpus_share_the_processors_unless_they_are_simulated_themselves():
+    """vLLM's CPU build beside a `gpus: sim:8`: its times are those of the processors, which are named."""
+    assert share_processors({"vllm"}, SimInventory(8))
+    assert not share_processors({"sim"}, SimInventory(8))
+    assert not share_processors({"vllm"}, Devices())
+    [told] = processors()
+    assert told.kind == "on_processors"
+    assert f"compute on {len(os.sched_getaffinity(0))} × " in told.text

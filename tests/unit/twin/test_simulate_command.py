@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from dynamo_local.profiles.measuring.document import write_document
 from dynamo_local.system.pages import check_plots
 from dynamo_local.twin.generator import generate, parse_generated
 from dynamo_local.twin.trace import read_trace
 from tests.fakes.arbiter.scripted_arbiter import dynamo
+from tests.fakes.profile_documents import document, engine
+from tests.fakes.profile_folders import SLOW_KV_TOKENS, slow_engine
 
 TRACE = Path(__file__).parents[3] / "examples" / "llm" / "traces" / "sin_5-20.jsonl.gz"
 KEYS = [
@@ -80,6 +84,19 @@ def test_what_was_dropped_is_explained_with_the_option_that_changes_it(command: 
         assert " dropped: " in told
         assert bound in told
         assert status in told
+
+
+def test_a_measured_profile_brings_its_engines_limits_and_cold_start(command: Any, tmp_path: Path) -> None:
+    """They were the H200's, whatever engine the folder was measured of; and what the user says counts more."""
+    folder = Path(slow_engine(tmp_path / "measured"))
+    engines = {"agg": replace(engine(), max_kv_tokens=SLOW_KV_TOKENS, context_length=8192, max_num_seqs=1)}
+    write_document(folder, document(engines=engines, actions={"VllmWorker": {"cold": 71.5}}))
+    words = (*SMALL, "--static", "1,1", "--profile", str(folder), "--always-remote")
+    slow, quick = (json.loads(command(*words, *more, "--json")[1]) for more in ((), ("--sim.max-num-seqs=8",)))
+    assert slow["itl_ms"]["mean"] < quick["itl_ms"]["mean"]  # one sequence at a time
+    assert slow["ttft_ms"]["mean"] > quick["ttft_ms"]["mean"]
+    assert "start-up 71.5 s" in command(*words)[1]
+    assert "start-up 5 s" in command(*words, "--start-up-s", "5")[1]
 
 
 def test_static_alone_is_one_run_and_with_the_planner_two(command: Any) -> None:
