@@ -85,7 +85,7 @@ class Measurable:
 
     async def _prefill(self, request: MeasureRequest, seen: _Seen) -> dict[str, Any]:
         random = Random(request.seed)
-        prompts = [_prompt(random, request.tokens) for _ in range(request.prompts)]
+        prompts = [prompt_of(random, request.tokens) for _ in range(request.prompts)]
         if request.cached:
             for prompt in prompts:
                 await self._first_token(prompt[: request.cached])
@@ -115,7 +115,7 @@ class Measurable:
     async def _decode(self, request: MeasureRequest, seen: _Seen) -> dict[str, Any]:
         """All at once, in one turn of the loop; ended as soon as enough was seen, or when the answers are over."""
         random = Random(request.seed)
-        prompts = [_prompt(random, request.tokens) for _ in range(request.prompts)]
+        prompts = [prompt_of(random, request.tokens) for _ in range(request.prompts)]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._stream(prompt, request.answer_max)) for prompt in prompts]
             enough = group.create_task(seen.enough.wait())
@@ -182,7 +182,8 @@ class _Seen:
             await self._news.wait()
 
 
-def _prompt(random: Random, tokens: int) -> list[int]:
+def prompt_of(random: Random, tokens: int) -> list[int]:
+    """So many random tokens."""
     return [LOWEST_TOKEN + byte * TOKENS // 256 for byte in random.randbytes(tokens)]
 
 

@@ -61,7 +61,7 @@ def sample_of(point: Point, answer: Mapping[str, Any], asked: Mapping[str, Any],
             return Sample(worker, at_s, value_s * 1000, float(point.requests), fmean(row[2] for row in rows))
         if answer["itl_s"] is None:
             raise NoMeasurement(f"no pass had all {point.requests} requests of {point.tokens} tokens in it")
-        kv_tokens = point.requests * (asked["tokens"] + asked["answer_max"] / 2)
+        kv_tokens = answer.get("kv_tokens") or point.requests * (asked["tokens"] + asked["answer_max"] / 2)
         return Sample(worker, at_s, answer["itl_s"] * 1000, float(point.requests), kv_tokens)
     prompts = int(asked["prompts"])
     if rows:

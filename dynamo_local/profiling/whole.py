@@ -244,7 +244,7 @@ def _document(
         gpus=gpus,
         driver=_driver(),
         versions=_versions(target),
-        points=[_point(point, each) for point, each in known.items()],
+        points=[_point(point, each, _over(target, point)) for point, each in known.items()],
         fit=_fit(known),
         end_to_end=rest.path,
         actions=rest.actions.seconds,
@@ -302,7 +302,13 @@ def _driver() -> str | None:
         return None
 
 
-def _point(point: Point, each: Measured) -> PointFacts:
+def _over(target: Target, point: Point) -> str:
+    """Where that point was measured."""
+    role = AGG if target.standalone else DECODE if point.kind is Kind.DECODE else PREFILL
+    return "engine" if target.runtime_of(target.components[role]) is None else "http"
+
+
+def _point(point: Point, each: Measured, over: str) -> PointFacts:
     found = each.interval
     assert found is not None
     count = len(each.samples)
@@ -316,6 +322,7 @@ def _point(point: Point, each: Measured) -> PointFacts:
         half_width_ms=found.half_width if count > 1 else None,
         repetitions=[sample.value_ms for sample in each.samples],
         workers=[sample.worker for sample in each.samples],
+        over=over,
     )
 
 
