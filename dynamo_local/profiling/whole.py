@@ -38,12 +38,14 @@ from dynamo_local.profiles.measuring.fit import (
     model_of,
     prefill_fit,
     prefill_points,
+    sum_error,
     usable,
 )
 from dynamo_local.profiles.measuring.noticing import Noticed, noticed
 from dynamo_local.profiles.measuring.plan import Measured, Progress, Rules, measured
 from dynamo_local.profiles.measuring.points import CONTEXT_MAX, DECODE_STEPS, PREFILL_STEPS, Kind, Limits, Point, sweep
 from dynamo_local.profiles.measuring.writing import keep, resumed, write_npz
+from dynamo_local.profiles.reading import DecodePoints, PrefillPoints
 from dynamo_local.profiling.actions import Acted, measured_actions
 from dynamo_local.profiling.checking import check
 from dynamo_local.profiling.graph import MeasuredGraph, running
@@ -55,7 +57,7 @@ from dynamo_local.profiling.target import AGG, DECODE, PREFILL, Target
 KINDS: Mapping[str, tuple[Kind, ...]] = {
     PREFILL: (Kind.PREFILL, Kind.CACHED),
     DECODE: (Kind.DECODE,),
-    AGG: (Kind.PREFILL, Kind.CACHED, Kind.DECODE),
+    AGG: (Kind.PREFILL, Kind.CACHED, Kind.DECODE, Kind.MIXED),
 }
 TRACE_SHARE = 1 / 3
 """Of the budget, for the trace that the profile is checked by; five minutes at most."""
@@ -114,7 +116,7 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
             tell_point,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, session.stop.set)
-        progress = before or Progress(tuple(_points(limits, asked)), rules)
+        progress = before or Progress(tuple(_points(target, limits, asked)), rules)
         watch = HostWatch(graph.ours, open_inventory(graph.state.gpus, os.environ))
         async with watch.watching():
             progress = await session.run(progress)
@@ -132,9 +134,15 @@ async def profile(target: Target, asked: Asked, tell: Tell, tell_point: TellPoin
     return Told(document, progress, False)
 
 
-def _points(limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
+def _points(target: Target, limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
     steps = (5, 3) if asked.small else (PREFILL_STEPS, DECODE_STEPS)
-    return [point for role, each in limits.items() for point in sweep(each, KINDS[role], steps)]
+    return [point for role, each in limits.items() for point in sweep(each, _kinds(target, role), steps)]
+
+
+def _kinds(target: Target, role: str) -> list[Kind]:
+    """A server that is measured from outside tells of no pass what was in it."""
+    outside = target.runtime_of(target.components[role]) is not None
+    return [kind for kind in KINDS[role] if not (outside and kind is Kind.MIXED)]
 
 
 def _curves(target: Target, known: Mapping[Point, Measured], engines: Mapping[str, Limits]) -> Any:
@@ -245,7 +253,7 @@ def _document(
         driver=_driver(),
         versions=_versions(target),
         points=[_point(point, each, _over(target, point)) for point, each in known.items()],
-        fit=_fit(known),
+        fit=_fit(known, *_curves(target, known, engines)),
         end_to_end=rest.path,
         actions=rest.actions.seconds,
         memory=rest.actions.memory,
@@ -323,14 +331,15 @@ def _point(point: Point, each: Measured, over: str) -> PointFacts:
         repetitions=[sample.value_ms for sample in each.samples],
         workers=[sample.worker for sample in each.samples],
         over=over,
+        chunk=point.chunk,
     )
 
 
-def _fit(known: Mapping[Point, Measured]) -> dict[str, dict[str, float]]:
+def _fit(known: Mapping[Point, Measured], prefill: PrefillPoints, decode: DecodePoints) -> dict[str, dict[str, float]]:
     rows: dict[Kind, list[tuple[float, ...]]] = {kind: [] for kind in Kind}
     for point, each in known.items():
         assert each.interval is not None
-        if point.kind is Kind.DECODE:
+        if point.kind in (Kind.DECODE, Kind.MIXED):
             kv = sum(sample.kv_tokens for sample in each.samples) / len(each.samples)
             rows[point.kind].append((kv, float(point.requests), each.interval.mean))
         else:
@@ -339,4 +348,6 @@ def _fit(known: Mapping[Point, Measured]) -> dict[str, dict[str, float]]:
         ("prefill", prefill_fit(rows[Kind.PREFILL])),  # type: ignore[arg-type]  # two columns each
         ("decode", decode_fit(rows[Kind.DECODE])),  # type: ignore[arg-type]  # three
     ]
+    if usable(prefill, decode) is None:
+        fits = [*fits, ("mixed", sum_error(known, model_of(prefill, decode)))]
     return {name: asdict(fit) for name, fit in fits if fit is not None}

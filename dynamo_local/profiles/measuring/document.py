@@ -55,7 +55,7 @@ class GpuFacts(msgspec.Struct, frozen=True):
 class PointFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A measured point: the mean with the half width of its 95 % confidence interval, ms. `kv_tokens` and `requests`
     are what the engine really computed, in the mean; `repetitions` are all single values. `over`: `engine`, or `http`
-    for a server that was measured from outside."""
+    for a server that was measured from outside. `chunk`: tokens of the prompt that a mixed pass computed as well."""
 
     kind: str
     tokens: int
@@ -67,6 +67,7 @@ class PointFacts(msgspec.Struct, frozen=True, kw_only=True):
     repetitions: list[float]
     workers: list[str]
     over: str = "engine"
+    chunk: int = 0
 
 
 class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
