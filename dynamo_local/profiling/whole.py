@@ -43,7 +43,16 @@ from dynamo_local.profiles.measuring.fit import (
 )
 from dynamo_local.profiles.measuring.noticing import Noticed, noticed
 from dynamo_local.profiles.measuring.plan import Measured, Progress, Rules, measured
-from dynamo_local.profiles.measuring.points import CONTEXT_MAX, DECODE_STEPS, PREFILL_STEPS, Kind, Limits, Point, sweep
+from dynamo_local.profiles.measuring.points import (
+    CONTEXT_MAX,
+    DECODE_STEPS,
+    PREFILL_STEPS,
+    Kind,
+    Limits,
+    Point,
+    path_lengths,
+    sweep,
+)
 from dynamo_local.profiles.measuring.writing import keep, resumed, write_npz
 from dynamo_local.profiles.reading import DecodePoints, PrefillPoints
 from dynamo_local.profiling.actions import Acted, measured_actions
@@ -183,7 +192,8 @@ async def _rest(
     if held.why_not is None and graph.frontend_url is not None and role in engines:
         tell("measuring the way over HTTP")
         prefill, decode = _curves(target, known, engines)
-        path = await _path(graph, model_of(prefill, decode), limits[role])
+        lengths = path_lengths(limits[role].context_length, apart=not target.standalone)
+        path = await _path(graph, model_of(prefill, decode), lengths)
         if not session.stop.is_set():
             seconds = min(TRACE_MAX_S, asked.budget_s * TRACE_SHARE)
             tell(f"checking it with a mixed trace of {seconds:.0f} s, here and in the twin")
@@ -196,14 +206,13 @@ async def _rest(
     return _Rest(path, actions, held, trace, host)
 
 
-async def _path(graph: MeasuredGraph, model: Any, limits: Limits) -> list[PathFacts]:
+async def _path(graph: MeasuredGraph, model: Any, lengths: Sequence[int]) -> list[PathFacts]:
     """A few lengths over HTTP, one request at a time, beside what the engine itself takes."""
     assert graph.frontend_url is not None
     found, random = [], Random(1)
-    longest = limits.context_length // 2
     try:
         async with Frontend(graph.frontend_url) as frontend:
-            for tokens in sorted({min(128, longest), min(1024, longest), longest}):
+            for tokens in lengths:
                 answers = [await frontend.ask(tokens, PATH_ANSWER, random) for _ in range(PATH_REPEATS)]
                 got = [each for each in answers if each is not None]
                 gaps = [each.itl_ms for each in got if each.itl_ms is not None]

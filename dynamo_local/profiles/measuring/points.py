@@ -112,6 +112,14 @@ def _mixed(limits: Limits, context: int, steps: int) -> list[Point]:
     return found
 
 
+def path_lengths(context_length: int, *, apart: bool) -> list[int]:
+    """Prompts whose way over HTTP is measured: more of them where a hand-off is on it (prefill and decode `apart`), for
+    that takes longer with its size."""
+    longest = max(1, context_length // 2)
+    wanted = (128, 512, 1024, 4096) if apart else (128, 1024)
+    return sorted({*(min(tokens, longest) for tokens in wanted), longest})
+
+
 def loads(limits: Limits, context: int, steps: int) -> list[int]:
     """Numbers of requests at that context, from one to all that fit, each about the same factor above the last."""
     most = max(1, min(limits.max_num_seqs, int(limits.max_kv_tokens * KV_MAX) // (context + LEFT_FREE)))
