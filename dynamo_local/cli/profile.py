@@ -63,6 +63,9 @@ class Budget(click.ParamType):
     help="Longest sequence that is measured, tokens.",
 )
 @click.option("--start-deadline", type=click.FloatRange(min=0.1, max=SECONDS_MAX), help="As for `dynamo serve`.")
+@click.option("--kv-tokens", type=click.IntRange(min=1), help="Of a command: tokens that its KV cache holds.")
+@click.option("--context-length", type=click.IntRange(min=1), help="Of a command: its longest sequence, tokens.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Of a command: requests that it runs at once.")
 @click.option("--small", is_flag=True, help="A third of the points: for a first look.")
 @click.option("--resume", is_flag=True, help="Go on with what an earlier run left in the folder.")
 @click.option("--no-actions", is_flag=True, help="Do not time starts, drains, flips and sleeps.")
@@ -75,6 +78,7 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
     The graph is started as `dynamo serve` would, in a namespace of its own, and ended. Any `--Service.key=value`
     overrides the configuration. Ctrl-C keeps what is there; --resume goes on.
     """
+    from dynamo_local.profiles.measuring.outside import Given
     from dynamo_local.profiling.target import understood
     from dynamo_local.profiling.whole import Asked
     from dynamo_local.profiling.whole import profile as measure
@@ -86,7 +90,14 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
     if report is not None:
         check_plots()
     target = understood(
-        graph, words["file"], overrides, words["namespace"], words["gpus"], words["roles"], words["start_deadline"]
+        graph,
+        words["file"],
+        overrides,
+        words["namespace"],
+        words["gpus"],
+        words["roles"],
+        words["start_deadline"],
+        Given(words["kv_tokens"], words["context_length"], words["max_num_seqs"]),
     )
     asked = Asked(
         words["output"],

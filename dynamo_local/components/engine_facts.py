@@ -21,18 +21,19 @@ _OURS = frozenset({*VllmWorkerConfig.model_fields, *PrefillWorkerConfig.model_fi
 
 
 def engines_of(graph: GraphSpec) -> dict[str, dict[str, Any]]:
-    """By role (prefill, decode or agg), what `measuring.document.described` has; without components that are
-    commands, whose engines nobody here knows."""
+    """By role (prefill, decode or agg), what `measuring.document.described` has. Of a component that is a command it is
+    the command: whatever its engine's speed depends on stands there."""
     found = {}
     for service in graph.services:
         role = _ROLES.get(service.role)
-        if role is not None and service.runtime is None:
-            found[role] = engine_description(service)
+        if role is not None:
+            found[role] = engine_description(service) if service.runtime is None else command_description(service)
     if "decode" in found and "prefill" not in found:
         found["agg"] = found.pop("decode")
     return found
 
 
+_PACKAGES: Mapping[str, str] = {"dynamo-1x": "ai-dynamo"}
 _ROLES: Mapping[Role, str] = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.AGGREGATED: "agg"}
 
 
@@ -48,12 +49,21 @@ def engine_description(service: ServiceSpec) -> dict[str, Any]:
     }
 
 
+def command_description(service: ServiceSpec) -> dict[str, Any]:
+    """The same of a component that is a command; its `engine` is its runtime."""
+    command = service.config["command"]
+    words = command if isinstance(command, str) else " ".join(map(str, command))
+    model = service.config.get("model")
+    options = {"command": words, **({} if model is None else {"model": model})}
+    return {"engine": service.runtime, "gpus": service.resources.gpu, "options": options}
+
+
 def engine_version(engine: str) -> str:
-    """Of the package that the engine is; the sim engine is ours."""
+    """Of the package that the engine is; the sim engine is ours, and of a server that is a command nobody knows it."""
     if engine == "sim":
         return __version__
     try:
-        return metadata.version(engine)
+        return metadata.version(_PACKAGES.get(engine, engine))
     except metadata.PackageNotFoundError:
         return "unknown"
 

@@ -36,13 +36,15 @@ _Tokens = Annotated[int, Meta(ge=0, le=10_000_000)]
 
 class MeasureRequest(msgspec.Struct, frozen=True):
     """`prompts` of `tokens`, of which the first `cached` were there before: one after the other, each for its first
-    token. With `passes` above 0 they decode side by side, until so many passes had all of them in."""
+    token. With `passes` above 0 they decode side by side, until so many passes had all of them in; with `beside` above
+    0, until so many passes computed a further prompt of so many tokens as well."""
 
     prompts: Annotated[int, Meta(ge=1, le=4096)]
     tokens: Annotated[int, Meta(ge=1, le=10_000_000)]
     seed: int
     cached: _Tokens = 0
     passes: _Tokens = 0
+    beside: _Tokens = 0
     answer_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     """Tokens that a sequence may decode: there must be room for them in the cache."""
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
@@ -85,7 +87,7 @@ class Measurable:
 
     async def _prefill(self, request: MeasureRequest, seen: _Seen) -> dict[str, Any]:
         random = Random(request.seed)
-        prompts = [_prompt(random, request.tokens) for _ in range(request.prompts)]
+        prompts = [prompt_of(random, request.tokens) for _ in range(request.prompts)]
         if request.cached:
             for prompt in prompts:
                 await self._first_token(prompt[: request.cached])
@@ -115,16 +117,23 @@ class Measurable:
     async def _decode(self, request: MeasureRequest, seen: _Seen) -> dict[str, Any]:
         """All at once, in one turn of the loop; ended as soon as enough was seen, or when the answers are over."""
         random = Random(request.seed)
-        prompts = [_prompt(random, request.tokens) for _ in range(request.prompts)]
+        prompts = [prompt_of(random, request.tokens) for _ in range(request.prompts)]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._stream(prompt, request.answer_max)) for prompt in prompts]
             enough = group.create_task(seen.enough.wait())
+            others = [group.create_task(self._beside(request.beside, random, seen))] if request.beside else []
             await asyncio.wait([enough, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in (enough, *tasks):
+            for task in (enough, *others, *tasks):
                 task.cancel()
         gaps = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
         found = [gap for gap in gaps if gap is not None]
         return {"ttft_s": [], "itl_s": sum(found) / len(found) if found else None}
+
+    async def _beside(self, tokens: int, random: Random, seen: _Seen) -> None:
+        """One prompt after the other, from when all the others decode, until this is cancelled."""
+        await seen.decoding.wait()
+        while True:
+            await self._first_token(prompt_of(random, tokens))
 
     async def _stream(self, prompt: Sequence[int], most: int) -> float | None:
         """The mean gap between its tokens; None where it had no two. Cancelled, it says so far."""
@@ -146,7 +155,8 @@ class Measurable:
 
 
 class _Seen:
-    """The passes that a request is about: of prompts those that compute one, else those that decode all of them."""
+    """The passes that a request is about: of prompts those that compute one, else those that decode all of them, and
+    compute a whole one `beside` them where that is asked for. `decoding`: all of them do."""
 
     def __init__(self, request: MeasureRequest) -> None:
         self._request = request
@@ -154,6 +164,7 @@ class _Seen:
         self._news = asyncio.Event()
         self.kept: list[ForwardPass] = []
         self.enough = asyncio.Event()
+        self.decoding = asyncio.Event()
 
     def take(self, passed: ForwardPass) -> None:
         """A listener of the recorder."""
@@ -165,10 +176,12 @@ class _Seen:
                 self.kept.append(passed)
                 self._prompt_tokens += scheduled.sum_prefill_tokens
                 self._news.set()
-        elif scheduled.num_decode_requests == self._request.prompts and not scheduled.num_prefill_requests:
-            self.kept.append(passed)
-            if len(self.kept) >= self._request.passes:
-                self.enough.set()
+        elif scheduled.num_decode_requests == self._request.prompts:
+            self.decoding.set()
+            if scheduled.sum_prefill_tokens == self._request.beside:
+                self.kept.append(passed)
+                if len(self.kept) >= self._request.passes:
+                    self.enough.set()
 
     def clear(self) -> None:
         """Forget them."""
@@ -182,7 +195,8 @@ class _Seen:
             await self._news.wait()
 
 
-def _prompt(random: Random, tokens: int) -> list[int]:
+def prompt_of(random: Random, tokens: int) -> list[int]:
+    """So many random tokens."""
     return [LOWEST_TOKEN + byte * TOKENS // 256 for byte in random.randbytes(tokens)]
 
 

@@ -157,11 +157,11 @@ _PAGE = page_template(
 {% if repeated %}
 <h2>How sure the points are</h2>
 <table>
-<tr><th>what</th><th>tokens</th><th>cached</th><th>requests</th><th>mean, ms</th><th>± (95 %)</th>
+<tr><th>what</th><th>tokens</th><th>cached</th><th>requests</th><th>chunk</th><th>mean, ms</th><th>± (95 %)</th>
 <th>repetitions</th></tr>
 {% for point in repeated %}
 <tr><td>{{ point.kind }}</td><td>{{ point.tokens }}</td><td>{{ point.cached }}</td>
-<td>{{ "{:g}".format(point.requests) }}</td><td>{{ "{:.3f}".format(point.mean_ms) }}</td>
+<td>{{ "{:g}".format(point.requests) }}</td><td>{{ point.chunk }}</td><td>{{ "{:.3f}".format(point.mean_ms) }}</td>
 <td>{{ "–" if point.half_width_ms is none else "{:.1%}".format(point.half_width_ms / point.mean_ms) }}</td>
 <td>{{ point.repetitions | length }}</td></tr>
 {% endfor %}

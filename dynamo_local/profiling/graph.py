@@ -11,11 +11,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from dynamo_local.commands.launching import HTTP
 from dynamo_local.components.measuring import MEASURE
+from dynamo_local.core.types import ready_key
 from dynamo_local.errors import DynamoError
 from dynamo_local.infra.access import EtcdAccess, NatsAccess, run_environment
+from dynamo_local.profiles.measuring.outside import Unknown, limits_of
 from dynamo_local.profiles.measuring.points import Limits
 from dynamo_local.profiling.host import Ours
+from dynamo_local.profiling.outside import Server
 from dynamo_local.profiling.starting import told_while
 from dynamo_local.profiling.target import Target
 from dynamo_local.runtime.etcd import EtcdStore
@@ -92,6 +96,7 @@ class MeasuredGraph:
         self._kv = kv
         self._observer = observer
         self._clients: dict[str, NatsEndpointClient] = {}
+        self._servers: dict[str, Server] = {}
 
     @property
     def frontend_url(self) -> str | None:
@@ -133,7 +138,10 @@ class MeasuredGraph:
         return self.status
 
     async def measure(self, worker: Worker, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One repetition on that worker. Raises what the data plane and the engine raise."""
+        """One repetition on that worker; over HTTP where it is a command. Raises what the data plane, the engine and
+        the server raise."""
+        if self.target.runtime_of(worker.component) is not None:
+            return await (await self._server(worker)).measure(request, timeout_s)
         client = self._clients.get(worker.component)
         if client is None:
             client = await self._plane.client(self._kv, self.target.namespace, worker.component, MEASURE)
@@ -143,16 +151,44 @@ class MeasuredGraph:
         return dict(await stream.single())
 
     async def limits(self, worker: Worker) -> Limits:
-        """Of its engine. Raises `GraphFailed` where it does not say."""
-        expected = frozenset({worker.name})
+        """Of its engine. Raises `GraphFailed` where neither it nor the command line says."""
+        target, expected = self.target, frozenset({worker.name})
+        runtime = target.runtime_of(worker.component)
+        words = () if runtime is None else target.words_of(worker.component)
+        found: Limits | Unknown = Unknown(())
         for _ in range(20):
-            answers = await self._observer.ask(Question(passes=True), expected)
-            found = answers[worker.name].limits if worker.name in answers else {}
-            kv, context, seqs = (found.get(name) for name in ("max_kv_tokens", "context_length", "max_num_seqs"))
-            if kv and context and seqs:
-                return Limits(kv, context, seqs, found.get("max_num_batched_tokens") or 8192)
+            if runtime == HTTP:
+                told = await (await self._server(worker)).told(target.model_of(worker.component))
+            else:
+                # What a worker of Dynamo's says of its limits it reads when it is asked for its counters.
+                answers = await self._observer.ask(Question(counters=runtime is not None, passes=True), expected)
+                told = dict(answers[worker.name].limits) if worker.name in answers else {}
+            found = limits_of(told, words, target.given)
+            if isinstance(found, Limits):
+                return found
             await asyncio.sleep(0.25)  # it may still be starting to answer
-        raise GraphFailed(f"{worker.name} does not say how much its KV cache holds; look at `dynamo logs`")
+        raise GraphFailed(f"{worker.name} {found}" + ("; look at `dynamo logs`" if runtime is None else ""))
+
+    async def close(self) -> None:
+        """Close the connections to servers that were measured."""
+        for server in self._servers.values():
+            await server.close()
+
+    async def _server(self, worker: Worker) -> Server:
+        """The worker's own where it is an HTTP server; else the frontend before it. Raises `GraphFailed`."""
+        http = self.target.runtime_of(worker.component) == HTTP
+        name = worker.name if http else "frontend"
+        if name not in self._servers:
+            if http:
+                key = ready_key(self.target.namespace, worker.name, worker.instance_id)
+                found = await self._kv.get(key)
+                url = None if found is None else json.loads(found.value).get("server_url")
+            else:
+                url = self.frontend_url
+            if url is None:
+                raise GraphFailed(f"{worker.name} cannot be asked over HTTP: it does not say where it listens")
+            self._servers[name] = Server(url, self.target.metrics_of(worker.component) if http else None)
+        return self._servers[name]
 
 
 @asynccontextmanager
@@ -176,7 +212,9 @@ async def _joined(target: Target, stack: AsyncExitStack) -> MeasuredGraph:
     plane = RequestPlane(nats)
     stack.push_async_callback(plane.close)
     await plane.start()
-    return MeasuredGraph(target, status, state, plane, kv, Observer(nats, target.namespace))
+    graph = MeasuredGraph(target, status, state, plane, kv, Observer(nats, target.namespace))
+    stack.push_async_callback(graph.close)
+    return graph
 
 
 async def _down(namespace: str) -> None:

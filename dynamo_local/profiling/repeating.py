@@ -16,6 +16,10 @@ PROMPT_TOKENS = 8192
 PROMPTS_MAX = 5
 PASSES = 40
 """Decode passes of a repetition."""
+MIXED_PASSES = 10
+"""Those with a prompt beside them."""
+MIXED_LONGER = 1000
+"""Tokens more for the others meanwhile: until the next prompt is there, a quick engine runs many passes without one."""
 TIMEOUT_S = 300.0
 
 
@@ -27,7 +31,7 @@ class NoMeasurement(DynamoError):
 
 def request_of(point: Point, limits: Limits, seed: int) -> dict[str, Any]:
     """What `components.measuring` is asked for."""
-    if point.kind is not Kind.DECODE:
+    if point.kind not in (Kind.DECODE, Kind.MIXED):
         prompts = max(1, min(PROMPTS_MAX, PROMPT_TOKENS // point.tokens))
         return {
             "prompts": prompts,
@@ -40,12 +44,15 @@ def request_of(point: Point, limits: Limits, seed: int) -> dict[str, Any]:
     filling = math.ceil(point.requests * point.tokens / limits.max_num_batched_tokens)
     grown = filling + PASSES
     tokens = max(1, point.tokens - grown // 2)
-    room = int(limits.max_kv_tokens * (1 + KV_MAX) / 2) // point.requests - tokens
-    most = max(2, min(grown + PASSES, limits.context_length - tokens - 1, room))
+    room = (int(limits.max_kv_tokens * (1 + KV_MAX) / 2) - point.chunk) // point.requests - tokens
+    longest = grown + (PASSES if point.kind is Kind.DECODE else MIXED_LONGER)
+    most = max(2, min(longest, limits.context_length - tokens - 1, room))
+    wanted = PASSES if point.kind is Kind.DECODE else MIXED_PASSES
     return {
         "prompts": point.requests,
         "tokens": tokens,
-        "passes": min(PASSES, max(1, most - filling - 1)),
+        "passes": min(wanted, max(1, most - filling - 1)),
+        "beside": point.chunk,
         "answer_max": most,
         "seed": seed,
         "timeout_s": TIMEOUT_S,
@@ -55,13 +62,14 @@ def request_of(point: Point, limits: Limits, seed: int) -> dict[str, Any]:
 def sample_of(point: Point, answer: Mapping[str, Any], asked: Mapping[str, Any], worker: str, at_s: float) -> Sample:
     """What the answer says. Raises `NoMeasurement`."""
     rows = answer["passes"]
-    if point.kind is Kind.DECODE:
+    beside = f" and a prompt of {point.chunk}" if point.chunk else ""
+    if point.kind in (Kind.DECODE, Kind.MIXED):
         if rows:
             value_s = robust_mean([row[0] for row in rows])
             return Sample(worker, at_s, value_s * 1000, float(point.requests), fmean(row[2] for row in rows))
-        if answer["itl_s"] is None:
-            raise NoMeasurement(f"no pass had all {point.requests} requests of {point.tokens} tokens in it")
-        kv_tokens = point.requests * (asked["tokens"] + asked["answer_max"] / 2)
+        if answer["itl_s"] is None or point.kind is Kind.MIXED:
+            raise NoMeasurement(f"no pass had all {point.requests} requests of {point.tokens} tokens in it{beside}")
+        kv_tokens = answer.get("kv_tokens") or point.requests * (asked["tokens"] + asked["answer_max"] / 2)
         return Sample(worker, at_s, answer["itl_s"] * 1000, float(point.requests), kv_tokens)
     prompts = int(asked["prompts"])
     if rows:

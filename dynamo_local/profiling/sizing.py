@@ -27,6 +27,8 @@ from dynamo_local.twin.trace import TraceRequest
 REQUESTS = 1500
 """Of a load that is made: enough for a share of some tenths of a per cent."""
 SEEDS = 3
+AT_ONCE = 1e18
+"""Bytes per second of a hand-off that takes no longer for a longer prompt."""
 UNKNOWN_ERROR = 0.10
 """How far a profile may be off that says nothing about it."""
 
@@ -99,10 +101,25 @@ def engines_of_profile(profile: str, *, aggregated: bool) -> Engines:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=min(engine.context_length, engine.max_kv_tokens),
     )
+    if "prefill" in document.engines:
+        sim = with_handoff(sim, document.beyond_engine)
     prefill = document.engines.get("prefill", engine)
     errors = document.certificate.held_out.values()
     return Engines(
         profile, sim, max(1, prefill.gpus), max(1, engine.gpus), median(errors) if errors else UNKNOWN_ERROR, document
+    )
+
+
+def with_handoff(sim: SimOptions, beyond: Mapping[str, float]) -> SimOptions:
+    """The twin's hand-offs take what a first token was measured to take beyond the engine, by the size of its prompt:
+    the way over HTTP is in it, as it is in the TTFT that a client sees. Where nothing was measured they stay."""
+    if not beyond:
+        return sim
+    per_token_s = beyond["per_token_ms"] / 1000
+    return replace(
+        sim,
+        kv_transfer_latency_s=beyond["overhead_ms"] / 1000,
+        kv_transfer_bytes_per_s=sim.kv_bytes_per_token / per_token_s if per_token_s > 0 else AT_ONCE,
     )
 
 

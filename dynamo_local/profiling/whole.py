@@ -38,12 +38,23 @@ from dynamo_local.profiles.measuring.fit import (
     model_of,
     prefill_fit,
     prefill_points,
+    sum_error,
     usable,
 )
 from dynamo_local.profiles.measuring.noticing import Noticed, noticed
 from dynamo_local.profiles.measuring.plan import Measured, Progress, Rules, measured
-from dynamo_local.profiles.measuring.points import CONTEXT_MAX, DECODE_STEPS, PREFILL_STEPS, Kind, Limits, Point, sweep
+from dynamo_local.profiles.measuring.points import (
+    CONTEXT_MAX,
+    DECODE_STEPS,
+    PREFILL_STEPS,
+    Kind,
+    Limits,
+    Point,
+    path_lengths,
+    sweep,
+)
 from dynamo_local.profiles.measuring.writing import keep, resumed, write_npz
+from dynamo_local.profiles.reading import DecodePoints, PrefillPoints
 from dynamo_local.profiling.actions import Acted, measured_actions
 from dynamo_local.profiling.checking import check
 from dynamo_local.profiling.graph import MeasuredGraph, running
@@ -56,7 +67,7 @@ from dynamo_local.profiling.target import AGG, DECODE, PREFILL, Target
 KINDS: Mapping[str, tuple[Kind, ...]] = {
     PREFILL: (Kind.PREFILL, Kind.CACHED),
     DECODE: (Kind.DECODE,),
-    AGG: (Kind.PREFILL, Kind.CACHED, Kind.DECODE),
+    AGG: (Kind.PREFILL, Kind.CACHED, Kind.DECODE, Kind.MIXED),
 }
 PATH_REPEATS = 5
 PATH_ANSWER = 20
@@ -143,8 +154,12 @@ def _ahead(points: int, spent: Spending) -> str:
     return f"measuring {points} points, at most {spent.points_s:.0f} s; then a trace of {spent.trace_s:.0f} s{actions}"
 
 
-def _kinds(target: Target, role: str) -> tuple[Kind, ...]:
-    return tuple(kind for kind in KINDS[role] if kind is not Kind.CACHED or target.has_prefix_cache(role))
+def _kinds(target: Target, role: str) -> list[Kind]:
+    """A server that is measured from outside tells of no pass what was in it."""
+    outside = target.runtime_of(target.components[role]) is not None
+    without = {Kind.MIXED} if outside else set()
+    without |= set() if target.has_prefix_cache(role) else {Kind.CACHED}
+    return [kind for kind in KINDS[role] if kind not in without]
 
 
 def _points(target: Target, limits: Mapping[str, Limits], asked: Asked) -> list[Point]:
@@ -191,7 +206,8 @@ async def _rest(
     if held.why_not is None and graph.frontend_url is not None and role in engines:
         tell("measuring the way over HTTP")
         prefill, decode = _curves(target, known, engines)
-        path = await _path(graph, model_of(prefill, decode), limits[role])
+        lengths = path_lengths(limits[role].context_length, apart=not target.standalone)
+        path = await _path(graph, model_of(prefill, decode), lengths)
         if not session.stop.is_set():
             tell(f"checking it with a mixed trace of {spent.trace_s:.0f} s, here and in the twin")
             trace = await check(graph, asked.folder, limits, path, spent.trace_s, asked.seed)
@@ -204,14 +220,13 @@ async def _rest(
     return _Rest(path, actions, held, trace, host)
 
 
-async def _path(graph: MeasuredGraph, model: Any, limits: Limits) -> list[PathFacts]:
+async def _path(graph: MeasuredGraph, model: Any, lengths: Sequence[int]) -> list[PathFacts]:
     """A few lengths over HTTP, one request at a time, beside what the engine itself takes."""
     assert graph.frontend_url is not None
     found, random = [], Random(1)
-    longest = limits.context_length // 2
     try:
         async with Frontend(graph.frontend_url) as frontend:
-            for tokens in sorted({min(128, longest), min(1024, longest), longest}):
+            for tokens in lengths:
                 answers = [await frontend.ask(tokens, PATH_ANSWER, random) for _ in range(PATH_REPEATS)]
                 got = [each for each in answers if each is not None]
                 gaps = [each.itl_ms for each in got if each.itl_ms is not None]
@@ -260,8 +275,8 @@ def _document(
         gpus=gpus,
         driver=_driver(),
         versions=_versions(target),
-        points=[_point(point, each) for point, each in known.items()],
-        fit=_fit(known),
+        points=[_point(point, each, _over(target, point)) for point, each in known.items()],
+        fit=_fit(known, *_curves(target, known, engines)),
         end_to_end=rest.path,
         actions=rest.actions.seconds,
         memory=rest.actions.memory,
@@ -318,7 +333,13 @@ def _driver() -> str | None:
         return None
 
 
-def _point(point: Point, each: Measured) -> PointFacts:
+def _over(target: Target, point: Point) -> str:
+    """Where that point was measured."""
+    role = AGG if target.standalone else DECODE if point.kind is Kind.DECODE else PREFILL
+    return "engine" if target.runtime_of(target.components[role]) is None else "http"
+
+
+def _point(point: Point, each: Measured, over: str) -> PointFacts:
     found = each.interval
     assert found is not None
     count = len(each.samples)
@@ -332,14 +353,16 @@ def _point(point: Point, each: Measured) -> PointFacts:
         half_width_ms=found.half_width if count > 1 else None,
         repetitions=[sample.value_ms for sample in each.samples],
         workers=[sample.worker for sample in each.samples],
+        over=over,
+        chunk=point.chunk,
     )
 
 
-def _fit(known: Mapping[Point, Measured]) -> dict[str, dict[str, float]]:
+def _fit(known: Mapping[Point, Measured], prefill: PrefillPoints, decode: DecodePoints) -> dict[str, dict[str, float]]:
     rows: dict[Kind, list[tuple[float, ...]]] = {kind: [] for kind in Kind}
     for point, each in known.items():
         assert each.interval is not None
-        if point.kind is Kind.DECODE:
+        if point.kind in (Kind.DECODE, Kind.MIXED):
             kv = sum(sample.kv_tokens for sample in each.samples) / len(each.samples)
             rows[point.kind].append((kv, float(point.requests), each.interval.mean))
         else:
@@ -348,4 +371,6 @@ def _fit(known: Mapping[Point, Measured]) -> dict[str, dict[str, float]]:
         ("prefill", prefill_fit(rows[Kind.PREFILL])),  # type: ignore[arg-type]  # two columns each
         ("decode", decode_fit(rows[Kind.DECODE])),  # type: ignore[arg-type]  # three
     ]
+    if usable(prefill, decode) is None:
+        fits = [*fits, ("mixed", sum_error(known, model_of(prefill, decode)))]
     return {name: asdict(fit) for name, fit in fits if fit is not None}

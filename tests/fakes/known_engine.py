@@ -22,11 +22,16 @@ class KnownEngine:
     at: Callable[[float], float] = lambda at_s: 1.0
     held_up: float = 0.0
     held_up_by: float = 1.5
+    mixed: float = 1.0
+    """What a pass that prefills and decodes takes, of the sum of both."""
     random: Random = field(default_factory=lambda: Random(5))
 
     def truth_ms(self, point: Point) -> float:
         """A prompt: 8 ms and 0.02 ms per token that is not cached; a pass: 5 ms, 0.02 µs per KV token, 5 µs per
         request."""
+        if point.kind is Kind.MIXED:
+            alone = Point(Kind.DECODE, point.tokens, point.requests), Point(Kind.PREFILL, point.chunk)
+            return self.mixed * sum(map(self.truth_ms, alone))
         if point.kind is Kind.DECODE:
             return 5 + 2e-5 * point.tokens * point.requests + 5e-3 * point.requests
         return 8 + 0.02 * (point.tokens - point.cached)
@@ -37,7 +42,7 @@ class KnownEngine:
         value *= 1 + self.noise * self.random.gauss(0, 1)
         if self.random.random() < self.held_up:
             value *= self.held_up_by
-        kv = float(point.tokens * point.requests) if point.kind is Kind.DECODE else 0.0
+        kv = float(point.tokens * point.requests) if point.kind in (Kind.DECODE, Kind.MIXED) else 0.0
         return Sample(worker, at_s, value, float(point.requests), kv)
 
 

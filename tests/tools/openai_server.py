@@ -46,6 +46,11 @@ class Server:
     port: int = 0
     token_s: float = 0.01
     prefill_s: float = 0.0
+    prompt_token_s: float = 0.0
+    """Of a prefill, for each token of a prompt that is not the beginning of one that was there before."""
+    seq_s: float = 0.0
+    """Of each token, for each request that runs."""
+    block_size: int | None = None
     record_file: Path | None = None
     refuse: int | None = None
     silent_metrics: bool = False
@@ -57,6 +62,8 @@ class Server:
     running: int = 0
     tokens: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
+    prompts: set[tuple[int, ...]] = field(default_factory=set)
+    """Prompts of tokens that were computed: the cache of prefixes."""
     kept: set[str] = field(default_factory=set)
     """Prompts that were prefilled and not fetched yet."""
 
@@ -129,13 +136,14 @@ def make_app(server: Server) -> Starlette:
 def exposition(server: Server) -> str:
     """`/metrics`, as far as anybody here reads it."""
     label = f'{{engine="0",model_name="{server.model}"}}'
+    size = "" if server.block_size is None else f',block_size="{server.block_size}"'
     usage = min(1.0, (server.running + len(server.kept)) / 20)
     return (
         f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{label} {float(server.running)}\n"
         f"# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{label} 0.0\n"
         f"# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{label} {usage}\n"
         f"# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total{label} {float(server.tokens)}\n"
-        f'# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{num_gpu_blocks="{KV_BLOCKS}"}} 1.0\n'
+        f'# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{num_gpu_blocks="{KV_BLOCKS}"{size}}} 1.0\n'
     )
 
 
@@ -181,10 +189,19 @@ async def _generate(server: Server, request: Request) -> Response:
             return JSONResponse({"error": {"message": "the KV could not be loaded", "code": 500}}, 500)
     else:
         with server.one():
-            await asyncio.sleep(server.prefill_s)
+            await asyncio.sleep(server.prefill_s + server.prompt_token_s * _not_cached(server, body.get("prompt")))
     if body.get("stream"):
         return StreamingResponse(_events(server, chat, count), media_type="text/event-stream")
     return await _whole(server, request, chat, count, params)
+
+
+def _not_cached(server: Server, prompt: object) -> int:
+    """Tokens of the prompt that have to be computed; none of a text, whose tokens nobody counts here."""
+    if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
+        return 0
+    there = max((len(known) for known in server.prompts if tuple(prompt[: len(known)]) == known), default=0)
+    server.prompts.add(tuple(prompt))
+    return len(prompt) - there
 
 
 def _tell_observers(request: Request) -> dict[str, str]:
@@ -207,7 +224,7 @@ async def _events(server: Server, chat: bool, count: int) -> AsyncIterator[bytes
             if chat:
                 yield _event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
             for n in range(count):
-                await asyncio.sleep(server.token_s)
+                await asyncio.sleep(server.token_s + server.seq_s * server.running)
                 server.tokens += 1
                 reason = "length" if n == count - 1 else None
                 choice = {"delta": {"content": f"{n} "}} if chat else {"text": f"{n} "}
@@ -288,6 +305,9 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--token-s", type=float, default=0.01)
     parser.add_argument("--prefill-s", type=float, default=0.0)
+    parser.add_argument("--prompt-token-s", type=float, default=0.0)
+    parser.add_argument("--seq-s", type=float, default=0.0)
+    parser.add_argument("--block-size", type=int, help="of its KV cache; without it nobody knows how much that holds")
     parser.add_argument("--start-up-s", type=float, default=0.0)
     parser.add_argument("--forgetful", action="store_true")
     parser.add_argument("--role", choices=("prefill", "decode"))
@@ -300,6 +320,9 @@ def main() -> None:
         port=given.port,
         token_s=given.token_s,
         prefill_s=given.prefill_s,
+        prompt_token_s=given.prompt_token_s,
+        seq_s=given.seq_s,
+        block_size=given.block_size,
         forgetful=given.forgetful,
         role=given.role,
         stuck=given.stuck,

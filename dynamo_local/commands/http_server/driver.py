@@ -147,7 +147,8 @@ class HttpDriver(UnroutedDriver):
         return models
 
     def facts(self) -> Mapping[str, str]:
-        return {}
+        """Where it listens: `dynamo profile` asks it there."""
+        return {"server_url": self.base_url}
 
     async def sample(self) -> Sample:
         """From its metrics; without a metrics URL, from its health and our own connections."""

@@ -54,7 +54,8 @@ class GpuFacts(msgspec.Struct, frozen=True):
 
 class PointFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A measured point: the mean with the half width of its 95 % confidence interval, ms. `kv_tokens` and `requests`
-    are what the engine really computed, in the mean; `repetitions` are all single values."""
+    are what the engine really computed, in the mean; `repetitions` are all single values. `over`: `engine`, or `http`
+    for a server that was measured from outside. `chunk`: tokens of the prompt that a mixed pass computed as well."""
 
     kind: str
     tokens: int
@@ -65,6 +66,8 @@ class PointFacts(msgspec.Struct, frozen=True, kw_only=True):
     half_width_ms: float | None
     repetitions: list[float]
     workers: list[str]
+    over: str = "engine"
+    chunk: int = 0
 
 
 class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,6 +90,29 @@ def _error(rows: Sequence[tuple[float, ...]], values: Sequence[float], found: Se
     return fmean(abs(a - b) / b for a, b in zip(fitted, values, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class SumError:
+    """How far passes that prefill and decode at once are from the sum of both, as shares of what was measured: `error`
+    without its sign, `bias` with it (above 0: the sum is too long)."""
+
+    error: float
+    bias: float
+    points: float
+
+
+def sum_error(known: Mapping[Point, Measured], model: ProfileModel) -> SumError | None:
+    """None where no such pass was measured."""
+    found = []
+    for point, each in known.items():
+        if point.kind is Kind.MIXED:
+            kv = fmean(sample.kv_tokens for sample in each.samples)
+            total_s = model.ttft_s(point.chunk) + model.itl_s(round(kv), kv / point.requests)
+            found.append(total_s * 1000 / _mean(each) - 1)
+    if not found:
+        return None
+    return SumError(fmean(map(abs, found)), fmean(found), float(len(found)))
+
+
 # --- curves ------------------------------------------------------------------------------------
 
 

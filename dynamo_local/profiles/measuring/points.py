@@ -22,26 +22,33 @@ CONTEXT_MAX = 16_384
 """Unless another longest context is asked for."""
 KV_MAX = 0.9
 """Share of the KV cache that is filled at most: above it a scheduler may preempt, which is another measurement."""
+MIXED_CONTEXT = 1024
+"""Tokens of the requests that decode while a prompt is computed beside them."""
+MIXED_CHUNK_MIN, MIXED_CHUNK_MAX = 64, 4096
 CACHED = 0.5
 """Share of a prompt that was there before, where a cached prefix is measured."""
 
 
 class Kind(enum.StrEnum):
-    """What a point is about. `CACHED` is a prompt of which a part is cached, `DECODE` a pass that only decodes."""
+    """What a point is about. `CACHED` is a prompt of which a part is cached, `DECODE` a pass that only decodes, `MIXED`
+    one that computes a prompt as well."""
 
     PREFILL = "prefill"
     CACHED = "cached"
     DECODE = "decode"
+    MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Point:
-    """A prompt of `tokens`, of which `cached` are in the cache; or `requests` that decode at a context of `tokens`."""
+    """A prompt of `tokens`, of which `cached` are in the cache; or `requests` that decode at a context of `tokens`, and
+    beside them, in the same pass, a prompt of `chunk`."""
 
     kind: Kind
     tokens: int
     requests: int = 1
     cached: int = 0
+    chunk: int = 0
 
     @property
     def cost(self) -> float:
@@ -51,6 +58,8 @@ class Point:
     def __str__(self) -> str:
         if self.kind is Kind.DECODE:
             return f"decode, {self.requests} at {self.tokens} tokens"
+        if self.kind is Kind.MIXED:
+            return f"mixed, {self.requests} at {self.tokens} tokens with a prompt of {self.chunk}"
         return f"prompt of {self.tokens} tokens" + (f", {self.cached} cached" if self.cached else "")
 
 
@@ -88,7 +97,27 @@ def sweep(
     if Kind.DECODE in kinds:
         for context in _linear(SHORTEST, longest, steps[1]):
             points += [Point(Kind.DECODE, context, requests) for requests in loads(limits, context, steps[1])]
+    if Kind.MIXED in kinds:
+        points += _mixed(limits, min(MIXED_CONTEXT, longest), 2 if steps[1] < DECODE_STEPS else 3)
     return points
+
+
+def _mixed(limits: Limits, context: int, steps: int) -> list[Point]:
+    """A few loads without the least, each with a short prompt and one that fills a pass, or `MIXED_CHUNK_MAX`."""
+    found = []
+    for requests in loads(limits, context, steps)[1:]:
+        most = min(MIXED_CHUNK_MAX, limits.max_num_batched_tokens - requests, limits.context_length - 1)
+        if most >= MIXED_CHUNK_MIN:
+            found += [Point(Kind.MIXED, context, requests, chunk=chunk) for chunk in (most // 8, most)]
+    return found
+
+
+def path_lengths(context_length: int, *, apart: bool) -> list[int]:
+    """Prompts whose way over HTTP is measured: more of them where a hand-off is on it (prefill and decode `apart`), for
+    that takes longer with its size."""
+    longest = max(1, context_length // 2)
+    wanted = (128, 512, 1024, 4096) if apart else (128, 1024)
+    return sorted({*(min(tokens, longest) for tokens in wanted), longest})
 
 
 def loads(limits: Limits, context: int, steps: int) -> list[int]:

@@ -10,6 +10,8 @@ from dynamo_local.profiles.measuring.document import Document, MemoryFacts
 
 FULL = 0.95
 """Such a share of the highest throughput counts as all of it."""
+SAME = 0.005
+"""Closer to the sum than this is the sum."""
 PAYS = 0.5
 """Twice the streams with less than 1.5 times the tokens: beyond the knee."""
 
@@ -24,6 +26,7 @@ def lines_of(document: Document) -> Iterator[str]:
     yield from prompts(document)
     yield from streams(document)
     yield from knees(document)
+    yield from mixed(document)
     yield from spread(document)
     for each in document.end_to_end:
         yield (
@@ -93,6 +96,18 @@ def _knee(line: list[tuple[float, float]]) -> float | None:
         if (more / rate - 1) < PAYS * (high / low - 1):
             return low
     return None
+
+
+def mixed(document: Document) -> Iterator[str]:
+    """How far passes that prefill and decode at once are the sum of both."""
+    found = document.fit.get("mixed")
+    if found is not None:
+        bias = found["bias"]
+        than = "as long as" if abs(bias) < SAME else f"{abs(bias):.1%} {'less' if bias > 0 else 'more'} than"
+        yield (
+            f"passes that prefill and decode at once take {than} the sum of both (off by {found['error']:.1%} on "
+            f"average, {found['points']:.0f} points); planners and the twin take the sum"
+        )
 
 
 def spread(document: Document) -> Iterator[str]:

@@ -64,6 +64,7 @@ class _KeptPoint(msgspec.Struct, frozen=True):
     samples: list[tuple[str, float, float, float, float]]
     spent_s: float
     failures: list[str]
+    chunk: int = 0
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -85,6 +86,7 @@ def keep(folder: Path, progress: Progress, configuration_hash: str) -> None:
             [(s.worker, s.at_s, s.value_ms, s.requests, s.kv_tokens) for s in progress.of(point).samples],
             progress.of(point).spent_s,
             list(progress.of(point).failures),
+            point.chunk,
         )
         for point in progress.points
     ]
@@ -109,6 +111,6 @@ def resumed(folder: Path, rules: Rules, configuration_hash: str) -> Progress:
         )
     known = {}
     for each in kept.points:
-        point = Point(each.kind, each.tokens, each.requests, each.cached)
+        point = Point(each.kind, each.tokens, each.requests, each.cached, each.chunk)
         known[point] = Measured(tuple(Sample(*values) for values in each.samples), each.spent_s, tuple(each.failures))
     return Progress(tuple(known), rules, known, kept.elapsed_s)

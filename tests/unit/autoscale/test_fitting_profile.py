@@ -112,6 +112,21 @@ def test_a_measured_profile_has_the_engines_speed_in_it(folder, tmp_path_factory
     assert times_of(other, {"speed": 10}).speed == 10.0
 
 
+def test_a_profile_of_a_command_fits_that_command_alone(tmp_path):
+    """Whatever its engine's speed depends on stands in its words."""
+
+    def server(command: object) -> GraphSpec:
+        section = {"command": command, "runtime": "http"}
+        worker = ServiceSpec("Vllm", Role.AGGREGATED, resources=Resources(gpu=1), config=section, runtime="http")
+        return GraphSpec("dynamo", "file.yaml", (worker,))
+
+    write_npz(tmp_path)
+    write_document(tmp_path, of(server("vllm serve m --max-num-seqs 8")))
+    check_profile(config(tmp_path), server(["vllm", "serve", "m", "--max-num-seqs", 8]))
+    with pytest.raises(ConfigError, match="agg: command is vllm serve m here and was vllm serve m --max-num-seqs 8"):
+        check_profile(config(tmp_path), server("vllm serve m"))
+
+
 def test_numbers_and_spellings_do_not_make_another_engine():
     """`10` and `10.0`, `max-num-seqs` and `max_num_seqs`."""
     one = graph(sim={"speed": 10, "max-num-seqs": 8}).services[0]

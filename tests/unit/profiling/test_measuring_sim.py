@@ -19,6 +19,8 @@ from dynamo_local.profiling.session import Session
 from tests.fakes.measured_graph import InProcessGraph, in_process
 
 SPEED = 200.0
+MIXED_SPEED = 4.0
+ALONE = (Kind.PREFILL, Kind.CACHED, Kind.DECODE)
 LIMITS = Limits(max_kv_tokens=60_000, context_length=4096, max_num_seqs=64)
 TRUTH = ProfileModel.load(SimOptions().profile)
 
@@ -27,6 +29,9 @@ def truth_ms(point: Point, kv_tokens: float) -> float:
     """What the engine plays, at what was really computed."""
     if point.kind is Kind.DECODE:
         return TRUTH.itl_s(round(kv_tokens), kv_tokens / point.requests) * 1000 / SPEED
+    if point.kind is Kind.MIXED:
+        prompt_s = TRUTH.launch_s + TRUTH.prefill_s(0, point.chunk)
+        return (prompt_s + TRUTH.itl_s(round(kv_tokens), kv_tokens / point.requests)) * 1000 / SPEED
     cached = round(kv_tokens)
     return (TRUTH.launch_s + TRUTH.prefill_s(cached, point.tokens - cached)) * 1000 / SPEED
 
@@ -38,7 +43,7 @@ def session(graph: InProcessGraph, folder: Path, tell=lambda progress, point: No
 
 async def test_every_point_is_within_three_per_cent_of_what_the_engine_plays(tmp_path):
     """Prompts, prompts with a cached half, and loads: at the engine, whatever else this machine does meanwhile."""
-    points = tuple(sweep(LIMITS, tuple(Kind), (5, 3)))
+    points = tuple(sweep(LIMITS, ALONE, (5, 3)))
     async with in_process(w=SPEED) as graph:
         progress = await session(graph, tmp_path).run(Progress(points, Rules(budget_s=60.0)))
     known = measured(progress)
@@ -51,6 +56,19 @@ async def test_every_point_is_within_three_per_cent_of_what_the_engine_plays(tmp
             assert 0 < kv_tokens <= point.cached
         if point.kind is Kind.DECODE:
             assert kv_tokens / point.requests == pytest.approx(point.tokens, rel=0.25)
+
+
+async def test_passes_that_prefill_and_decode_at_once_are_the_sum_that_this_engine_plays(tmp_path):
+    """At a speed at which the next prompt comes while the others still decode."""
+    points = tuple(sweep(LIMITS, (Kind.MIXED,), (5, 3)))
+    async with in_process(w=MIXED_SPEED) as graph:
+        progress = await session(graph, tmp_path).run(Progress(points, Rules(budget_s=60.0)))
+    known = measured(progress)
+    assert set(known) == set(points)
+    assert {point.chunk for point in points} == {511, 4095}
+    for point, each in known.items():
+        kv_tokens = sum(sample.kv_tokens for sample in each.samples) / len(each.samples)
+        assert each.interval.mean * MIXED_SPEED / SPEED == pytest.approx(truth_ms(point, kv_tokens), rel=0.03)
 
 
 async def test_a_slow_worker_among_equals_is_noticed(tmp_path):

@@ -12,7 +12,7 @@ from dynamo_local.cli.plan import plan as command
 from dynamo_local.config import planner_section
 from dynamo_local.errors import BadInput
 from dynamo_local.profiles import DEFAULT_PROFILE
-from dynamo_local.profiling.sizing import Wanted, engines_of_profile, made, plan, section, sizes
+from dynamo_local.profiling.sizing import Wanted, engines_of_profile, made, plan, section, sizes, with_handoff
 from dynamo_local.twin.options import FleetShape, Slo
 from dynamo_local.twin.trace import TraceRequest
 
@@ -41,6 +41,19 @@ def test_a_small_load_needs_one_worker_of_each_role(engines):
     assert planned.attained
     assert planned.best.shape == FleetShape(1, 1)
     assert planned.lowest <= planned.best.metrics.attainment <= planned.highest
+
+
+@pytest.mark.parametrize(
+    ("beyond", "seconds"),
+    [
+        ({"overhead_ms": 4.0, "per_token_ms": 0.01}, 0.014),
+        ({"overhead_ms": 4.0, "per_token_ms": 0.0}, 0.004),
+    ],
+)
+def test_hand_offs_take_what_was_measured_by_their_size(engines, beyond, seconds):
+    """1,000 tokens; where nothing was measured they stay as they were."""
+    assert with_handoff(engines.sim, beyond).transfer_s(1000) == pytest.approx(seconds)
+    assert with_handoff(engines.sim, {}) == engines.sim
 
 
 def test_more_load_needs_more_prefill_workers_and_the_split_is_named(engines):

@@ -6,8 +6,23 @@ import pytest
 
 from dynamo_local.profiles.measuring.document import read_document, write_document
 from dynamo_local.profiles.measuring.fit import beyond
+from dynamo_local.profiles.measuring.points import path_lengths
 from dynamo_local.profiles.measuring.summary import lines_of
 from tests.fakes.profile_documents import document, engine
+
+
+@pytest.mark.parametrize(
+    ("context", "apart", "lengths"),
+    [
+        (16_384, False, [128, 1024, 8192]),
+        (16_384, True, [128, 512, 1024, 4096, 8192]),
+        (1024, True, [128, 512]),
+        (100, False, [50]),
+    ],
+)
+def test_more_lengths_are_asked_over_http_where_a_hand_off_is_on_the_way(context, apart, lengths):
+    """And none that leaves no room for its answer."""
+    assert path_lengths(context, apart=apart) == lengths
 
 
 @pytest.mark.parametrize(
