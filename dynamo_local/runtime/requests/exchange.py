@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Callable
 from typing import Final
@@ -14,8 +15,8 @@ from dynamo_local.clock import Clock
 from dynamo_local.runtime.requests.context import RequestContext
 from dynamo_local.runtime.requests.frames import Decode, RequestHeader
 from dynamo_local.runtime.requests.handlers import Handler, drive
-from dynamo_local.runtime.requests.listener import NAMES
-from dynamo_local.runtime.requests.sender import ResponseSender
+from dynamo_local.runtime.requests.listener import NAMES, peer_uid
+from dynamo_local.runtime.requests.sender import Keep, ResponseSender
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ class Exchange:
     """A request that a worker took, from connecting back until the caller has the end of the answer.
 
     `on_handler_done` is called once, when the handler has ended or will never start; the task that `start`
-    gives ends later, when the caller has everything. Errors go to the caller, never out of the task.
+    gives ends later, when the caller has everything. Errors go to the caller, never out of the task. `kept` is the
+    connection on which the request came, where one was kept; `keep` takes it over at the end.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class Exchange:
         decode: Decode,
         clock: Clock,
         on_handler_done: Callable[[], None],
+        keep: Keep | None = None,
+        kept: asyncio.Transport | None = None,
     ) -> None:
         deadline_s = None if header.remaining_s is None else clock.now_s() + header.remaining_s
         self.context = RequestContext(header.request_id, deadline_s, clock)
@@ -48,10 +52,15 @@ class Exchange:
         self._handler = handler
         self._decode = decode
         self._on_handler_done = on_handler_done
+        self._keep = keep
         self._sender: ResponseSender | None = None
         self._handling = True
         self._stopped = False
         self._task = asyncio.create_task(self._run(), name=f"request-{header.request_id}")
+        if kept is not None:
+            self._sender = self._make_sender()
+            self._sender.keep = keep
+            self._sender.resume(kept)
 
     @property
     def task(self) -> asyncio.Task[None]:
@@ -116,6 +125,8 @@ class Exchange:
     async def _connect(self) -> bytes | None:
         """The encoded payload once the caller has sent GO; None if it wants no answer any more."""
         header = self._header
+        if self._sender is not None:
+            return header.payload
         if not _is_loopback(header.host):
             logger.warning("request %s wants its answer at %s, which is not loopback", header.request_id, header.host)
             return None
@@ -127,6 +138,7 @@ class Exchange:
                     _, self._sender = await loop.create_connection(self._make_sender, header.host, header.port)
                 else:
                     _, self._sender = await loop.create_unix_connection(self._make_sender, sock=sock)
+                    self._sender.keep = self._keep if header.keep else None
                 follows = await self._sender.go
         except (OSError, TimeoutError) as error:
             logger.info("the caller of request %s could not be reached: %s", header.request_id, error)
@@ -177,10 +189,12 @@ def _unix_socket(name: str) -> socket.socket | None:
     sock.setblocking(False)
     try:
         sock.connect(f"\0{name}")  # at once, or not: a full queue is an error here
+        if peer_uid(sock) == os.geteuid():  # what comes on it later are requests
+            return sock
     except OSError:
-        sock.close()
-        return None
-    return sock
+        pass
+    sock.close()
+    return None
 
 
 def _is_loopback(host: str) -> bool:

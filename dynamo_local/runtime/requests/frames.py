@@ -1,13 +1,19 @@
 """The wire: what travels over NATS, and the frames of a response stream. Pure; no I/O.
 
 A request is one NATS message: a msgpack `RequestHeader`, the payload in it where that is small. A refusal
-is the NATS reply: `errors.to_wire` as msgpack. Everything else travels over one loopback TCP connection
-per request, which the *worker* opens to the caller:
+is the NATS reply: `errors.to_wire` as msgpack. Everything else travels over one connection per request,
+which the *worker* opens to the caller, on this host:
 
     worker -> caller   HELLO  the one-time token                        "I take it"
     caller -> worker   GO     the payload, unless it came by NATS       "it is still wanted": only now the handler runs
     worker -> caller   DATA   a msgpack array of items, as many as were ready
-    worker -> caller   END | ERROR
+    worker -> caller   END | ERROR | END_KEPT
+
+After END_KEPT the caller may ask again, on the same connection and without NATS:
+
+    caller -> worker   ASK    a `RequestHeader` with the payload
+    worker -> caller   TAKEN  "I take it"; or ERROR, a refusal
+    worker -> caller   DATA, then END | ERROR | END_KEPT, as before
 
 A frame is a 9 byte prefix `>IBI` (body length in bytes, kind, number) and a body. The number of a DATA
 frame is how many items went before it, that of END how many there were in all: one lost or repeated frame
@@ -49,6 +55,9 @@ class FrameKind(enum.IntEnum):
     DATA = 3
     ERROR = 4
     END = 5
+    ASK = 6
+    TAKEN = 7
+    END_KEPT = 8
 
 
 class Frame(NamedTuple):
@@ -78,6 +87,11 @@ class RequestHeader(msgspec.Struct, array_like=True):
     socket: str = ""
     """The name of an abstract unix socket to which the answer may come, too, which costs less than TCP. Older callers
     have none, and older workers take the port."""
+    keep: bool = False
+    """Whether the caller can ask again on the unix socket's connection. Older callers cannot."""
+    until_s: float | None = None
+    """Of an ASK: when its caller gives up waiting for TAKEN, by the clock that all processes of a host share
+    (`time.monotonic`). A worker that has hung for longer does not begin."""
 
 
 WIRE_VERSION: Final = 1

@@ -17,6 +17,7 @@ from typing import Final
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import TOKEN_BYTES
+from dynamo_local.runtime.requests.kept.asking import KeptConnections
 from dynamo_local.runtime.requests.stream import InboundStream
 
 logger = logging.getLogger(__name__)
@@ -35,12 +36,19 @@ RECEIVE_BUFFER_BYTES: Final = 256 * 1024
 """Fixed, because the kernel would otherwise grow it to 6 MiB per slow reader."""
 
 
+def peer_uid(sock: socket.socket) -> int:
+    """Whose process is at the other end of a unix socket, as the kernel says."""
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
 class Offer:
     """A request that was sent: the first connection with its token gets it. `answer`: the connection, or a refusal."""
 
-    __slots__ = ("answer", "payload", "token", "who")
+    __slots__ = ("answer", "payload", "subject", "token", "who")
 
-    def __init__(self, who: str, payload: bytes) -> None:
+    def __init__(self, who: str, payload: bytes, subject: str) -> None:
+        self.subject = subject
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.answer: asyncio.Future[InboundStream] = asyncio.get_running_loop().create_future()
         self.who = who
@@ -57,8 +65,7 @@ class _OfOurUser(InboundStream):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        _, uid, _ = _UCRED.unpack(peer)
+        uid = peer_uid(transport.get_extra_info("socket"))
         if uid != os.geteuid():
             self.finish(errors.StreamGap(f"a process of user {uid} has connected"))
 
@@ -80,6 +87,8 @@ class ResponseListener:
         self.host = "127.0.0.1"
         self.port = 0
         self.name = ""
+        self.kept = KeptConnections()
+        """Connections of former answers, on which their workers can be asked again."""
 
     async def start(self) -> None:
         """Bind a free port, and a name that nobody else has."""
@@ -108,6 +117,7 @@ class ResponseListener:
         for offer in list(self._offers.values()):
             offer.refuse(errors.RequestCancelled("the caller is shutting down"))
         self._offers.clear()
+        self.kept.close()
         connections = list(self._connections)
         for inbound in connections:
             inbound.finish(errors.RequestCancelled("the caller is shutting down"))
@@ -124,12 +134,23 @@ class ResponseListener:
 
     @property
     def open_connections(self) -> int:
-        """How many workers have opened a connection here to answer, and have not closed it."""
+        """How many connections are open here on which a worker answers, or may show its token."""
         return len(self._connections)
 
-    def offer(self, who: str, payload: bytes = b"") -> Offer:
-        """A new offer; `payload` goes to the worker that takes it. Take it back with `withdraw`."""
-        offer = Offer(who, payload)
+    def ask_again(self, subject: str, who: str, header: bytes) -> InboundStream | None:
+        """Send a request to the worker of that subject, on a connection that was kept. None where there is none."""
+        transport = self.kept.take(subject)
+        if transport is None:
+            return None
+        inbound = InboundStream(self._greeted, self._closed, self._keep)
+        self._connections.add(inbound)
+        inbound.ask(transport, subject, who, header)
+        return inbound
+
+    def offer(self, who: str, payload: bytes = b"", subject: str = "") -> Offer:
+        """A new offer; `payload` goes to the worker that takes it, which serves `subject`. Take it back with
+        `withdraw`."""
+        offer = Offer(who, payload, subject)
         self._offers[offer.token] = offer
         return offer
 
@@ -146,7 +167,10 @@ class ResponseListener:
         return self._expected(InboundStream(self._greeted, self._closed))
 
     def _make_own(self) -> InboundStream:
-        return self._expected(_OfOurUser(self._greeted, self._closed))
+        return self._expected(_OfOurUser(self._greeted, self._closed, self._keep))
+
+    def _keep(self, inbound: InboundStream, transport: asyncio.Transport) -> None:
+        self.kept.put(inbound.subject, transport)
 
     def _expected(self, inbound: InboundStream) -> InboundStream:
         self._connections.add(inbound)
@@ -159,6 +183,7 @@ class ResponseListener:
         if offer is None or offer.answer.done():
             self._reject(inbound, "an unknown or used token")
             return
+        inbound.subject = offer.subject
         inbound.accept(offer.who, offer.payload)
         offer.answer.set_result(inbound)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from typing import Final
 
 from dynamo_local import errors
@@ -80,10 +81,13 @@ class RequestSender:
         """Returns the connection on which the answer comes. `deadline_s` is absolute, of `clock.now_s()`.
 
         Raises what the worker refused with, `WorkerLost`, `DeadlineExceeded` or `NatsUnavailable`. After any of these
-        the handler has not run and will not: it starts only when we have greeted its connection.
+        the handler has not run and will not: it starts only when we have greeted its connection, or within the time for
+        which we wait where the worker has left one open.
         """
+        if (again := await self._asked_again(instance, request_id, payload, deadline_s)) is not None:
+            return again
         inline = len(payload) <= min(MAX_INLINE_BYTES, self._nats.max_payload // 2)
-        offer = self.listener.offer(_name(instance), b"" if inline else payload)
+        offer = self.listener.offer(_name(instance), b"" if inline else payload, instance.subject)
         number = str(next(self._numbers))
         self._waiting[number] = offer
         header = RequestHeader(
@@ -96,6 +100,7 @@ class RequestSender:
             payload=payload if inline else None,
             x_request_id=x_request_id(),
             socket=self.listener.name,
+            keep=True,
         )
         try:
             with nats_call(self._nats, f"send request {request_id} to {offer.who}"):
@@ -109,6 +114,49 @@ class RequestSender:
         finally:
             del self._waiting[number]
 
+    async def _asked_again(
+        self, instance: Instance, request_id: str, payload: bytes, deadline_s: float | None
+    ) -> InboundStream | None:
+        """Over the connection of a former answer, which costs neither NATS nor a new connection.
+
+        None where there is none, or it broke before the worker took the request: NATS knows what has become of it.
+        """
+        kept = self.listener.kept
+        if len(payload) > MAX_INLINE_BYTES or not kept.has(instance.subject):
+            return None
+        left_s = None if deadline_s is None else deadline_s - self.clock.now_s()
+        wait_s = self._accept_timeout_s if left_s is None else min(left_s, self._accept_timeout_s)
+        header = RequestHeader(
+            version=WIRE_VERSION,
+            request_id=request_id,
+            remaining_s=left_s,
+            host="",
+            port=0,
+            token=b"",
+            payload=payload,
+            x_request_id=x_request_id(),
+            keep=True,
+            until_s=time.monotonic() + wait_s,
+        )
+        who = _name(instance)
+        inbound = self.listener.ask_again(instance.subject, who, encode_header(header))
+        if inbound is None or inbound.taken is None:
+            return None
+        late: errors.DynamoError = self._silent(who) if wait_s == self._accept_timeout_s else _overdue(who)
+        timer = inbound.loop.call_later(wait_s, inbound.give_up, late)
+        try:
+            if await inbound.taken:
+                return inbound
+        except BaseException:
+            inbound.discard()
+            raise
+        finally:
+            timer.cancel()
+        if inbound.refusal is not None:
+            raise inbound.refusal
+        kept.forget(instance.subject)
+        return None
+
     async def _accepted(
         self, offer: Offer, subject: str, reply: str, deadline_s: float | None, reconnects: int
     ) -> InboundStream:
@@ -121,13 +169,15 @@ class RequestSender:
                 return offer.answer.result()
             now_s = self.clock.now_s()
             if deadline_s is not None and now_s >= deadline_s:
-                raise errors.DeadlineExceeded(f"the deadline passed before {offer.who} took the request")
+                raise _overdue(offer.who)
             if now_s >= give_up_s:
-                raise errors.WorkerLost(
-                    f"{offer.who} did not take the request within {self._accept_timeout_s:g} s; it hangs, or is gone",
-                    reason=SILENT,
-                )
+                raise self._silent(offer.who)
             await self._probe(offer.who, subject, reply, reconnects)
+
+    def _silent(self, who: str) -> errors.WorkerLost:
+        return errors.WorkerLost(
+            f"{who} did not take the request within {self._accept_timeout_s:g} s; it hangs, or is gone", reason=SILENT
+        )
 
     async def _probe(self, who: str, subject: str, reply: str, reconnects: int) -> None:
         """An empty message: servers ignore it, and NATS answers "no responders" if the worker is gone."""
@@ -150,6 +200,10 @@ class RequestSender:
             )
         else:
             offer.refuse(decode_error(message.data))
+
+
+def _overdue(who: str) -> errors.DeadlineExceeded:
+    return errors.DeadlineExceeded(f"the deadline passed before {who} took the request")
 
 
 def _name(instance: Instance) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from dynamo_local import errors
 from dynamo_local.runtime.requests.frames import (
@@ -17,9 +17,18 @@ from dynamo_local.runtime.requests.frames import (
     frame,
 )
 
+if TYPE_CHECKING:
+    from dynamo_local.runtime.requests.kept.asked import KeptConnection
+
+Keep = Callable[[asyncio.Transport, bool], "KeptConnection | None"]
+"""Who takes a connection over when its answer has ended; None where it shall end, too."""
+
 FLUSH_BYTES: Final = 64 * 1024
 FLUSH_ITEMS: Final = 512
 """A frame is written when this much is pending, or at the end of the event loop's pass."""
+
+KEEP_BYTES: Final = 64 * 1024
+"""After a larger answer the connection is not kept: that its reader has it all is known when he closes it."""
 
 SEND_BUFFER_BYTES: Final = 128 * 1024
 """The kernel's send buffer, fixed because it would grow to 4 MiB per slow reader."""
@@ -31,10 +40,15 @@ class ResponseSender(asyncio.Protocol):
     Items that are put in one pass of the event loop share a frame. While the socket takes nothing they
     wait here, up to `FLUSH_BYTES` or `FLUSH_ITEMS`; then `put` gives the handler something to await.
     `go` is the payload that came with the caller's GO, None where the connection closed before. `lost` is
-    done, and `on_lost` was called, when the connection is gone for whatever reason.
+    done, and `on_lost` was called, when the connection is gone for whatever reason. With `keep` it may be kept at the
+    end; `lost` is done then as soon as the whole answer is with the kernel: what was written to a unix socket is read
+    also when its writer is gone.
     """
 
     def __init__(self, token: bytes, on_lost: Callable[[], None]) -> None:
+        self.keep: Keep | None = None
+        self._head = b""
+        self._bytes = 0
         self._token = token
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -72,6 +86,15 @@ class ResponseSender(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         transport.write(frame(FrameKind.HELLO, 0, self._token))
+
+    def resume(self, transport: asyncio.Transport) -> None:
+        """Answer on a connection that was kept. TAKEN goes with the first items, if they come at once."""
+        self._transport = transport
+        self._head = frame(FrameKind.TAKEN)
+        transport.set_protocol(self)
+        transport.set_write_buffer_limits(high=FLUSH_BYTES)
+        self._flush_scheduled = True
+        self._loop.call_soon(self._flush)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -126,26 +149,44 @@ class ResponseSender(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if self._pending and self._writable and not self._finished:
-            self._write_pending()
+        if (self._pending or self._head) and self._writable and not self._finished:
+            assert self._transport is not None
+            self._transport.write(self._unwritten())
 
-    def _write_pending(self) -> None:
-        assert self._transport is not None
+    def _unwritten(self) -> bytes:
+        """What is to be written, and counts as such from now on."""
+        head, self._head = self._head, b""
+        if not self._pending:
+            return head
         items, self._pending, self._pending_bytes = self._pending, [], 0
-        self._transport.write(data_frame(self._sent, items))
+        data = data_frame(self._sent, items)
         self._sent += len(items)
+        self._bytes += len(data)
+        return head + data if head else data
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write what is pending and the END (or ERROR) frame, once. The caller then closes the connection."""
+        """Write what is pending and the END (or ERROR) frame, once. The caller then closes the connection, or keeps
+        it where it may."""
         if self._finished or self._transport is None:
             return
-        if self._pending:
-            self._write_pending()  # bounded: at most one frame more than the socket wanted
+        rest = self._unwritten()  # bounded: at most one frame more than the socket wanted
         self._finished = True
-        if error is None:
-            self._transport.write(frame(FrameKind.END, self._sent))
+        if error is not None:
+            self._transport.write(rest + frame(FrameKind.ERROR, self._sent, encode_error(error)))
+        elif (kept := self._kept_by()) is not None:
+            kept.begin(rest + frame(FrameKind.END_KEPT, self._sent), self._handed_over)
         else:
-            self._transport.write(frame(FrameKind.ERROR, self._sent, encode_error(error)))
+            self._transport.write(rest + frame(FrameKind.END, self._sent))
+
+    def _kept_by(self) -> KeptConnection | None:
+        if self.keep is None or self._transport is None or self._bytes > KEEP_BYTES:
+            return None
+        return self.keep(self._transport, self._writable)
+
+    def _handed_over(self) -> None:
+        self._transport = None
+        if not self.lost.done():
+            self.lost.set_result(None)
 
     def abort(self) -> None:
         """Close now, whatever is unsent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Final
 
 from dynamo_local import errors
@@ -11,8 +12,17 @@ from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.runtime.nats_client import Client, Msg, NatsError, Subscription
 from dynamo_local.runtime.nats_errors import CALL_TIMEOUT_S, flush, nats_call
 from dynamo_local.runtime.requests.exchange import Exchange
-from dynamo_local.runtime.requests.frames import Decode, RequestHeader, decode_header, decode_value, encode_error
+from dynamo_local.runtime.requests.frames import (
+    Decode,
+    FrameKind,
+    RequestHeader,
+    decode_header,
+    decode_value,
+    encode_error,
+    frame,
+)
 from dynamo_local.runtime.requests.handlers import Handler
+from dynamo_local.runtime.requests.kept.asked import CallersConnections
 from dynamo_local.system.logs.request_log import bound
 
 logger = logging.getLogger(__name__)
@@ -53,6 +63,7 @@ class EndpointServer:
         self._clock: Clock = clock or AsyncioClock()
         self._subscription: Subscription | None = None
         self._exchanges: set[Exchange] = set()
+        self._kept = CallersConnections(self._on_asked)
         self._handlers_running = 0
         self._accept_until_s: float | None = None
         self._closed = False
@@ -68,6 +79,8 @@ class EndpointServer:
         """Serve `subject` instead (the lease was granted anew). Open streams go on; the old subject is given up."""
         old, self._subscription = self._subscription, await self._subscribe(subject)
         self.subject = subject
+        self._kept.close()  # whoever asks on them means the old subject
+        self._kept = CallersConnections(self._on_asked)
         if old is not None:
             await self._unsubscribe(old)
 
@@ -90,6 +103,7 @@ class EndpointServer:
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await self._unsubscribe(subscription)
+        self._kept.close()
         for exchange in list(self._exchanges):
             exchange.fail(
                 errors.WorkerLost(
@@ -165,12 +179,35 @@ class EndpointServer:
             except errors.RequestError as error:
                 await self._refuse(message, error)
                 return
-            self._take(header)
+            self._take(header, None)
 
-    def _take(self, header: RequestHeader) -> None:
+    def _on_asked(self, data: bytes, connection: asyncio.Transport) -> None:
+        """A request on a connection that was kept after a former answer."""
+        try:
+            header = decode_header(data)
+            if header.until_s is not None and time.monotonic() >= header.until_s:
+                connection.abort()  # we have hung; its caller has asked somebody else
+                return
+            with bound(header.x_request_id):
+                self._admit(header)
+                self._take(header, connection)
+        except errors.RequestError as error:
+            connection.write(frame(FrameKind.ERROR, 0, encode_error(error)))
+            connection.close()
+
+    def _take(self, header: RequestHeader, kept: asyncio.Transport | None) -> None:
         """Serve it, in a task that inherits the request's id for the log."""
         self._handlers_running += 1
-        exchange = Exchange(self.name, header, self._handler, self._decode, self._clock, self._handler_done)
+        exchange = Exchange(
+            self.name,
+            header,
+            self._handler,
+            self._decode,
+            self._clock,
+            self._handler_done,
+            keep=self._kept.keep,
+            kept=kept,
+        )
         self._exchanges.add(exchange)
         exchange.task.add_done_callback(lambda task: self._exchange_done(exchange, task))
 

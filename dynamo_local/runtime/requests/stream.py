@@ -29,6 +29,9 @@ HELLO_MAX_BYTES: Final = 64
 Greet = Callable[["InboundStream", bytes], None]
 """Called once with the token that a new connection presents."""
 
+OnKept = Callable[["InboundStream", asyncio.Transport], None]
+"""Takes over the connection of an answer that has ended, on which its worker takes another request."""
+
 
 class InboundStream(asyncio.Protocol):
     """One connection from a worker: first a token, then the frames of a response.
@@ -36,8 +39,9 @@ class InboundStream(asyncio.Protocol):
     Everything runs in the event loop's callbacks, so a token costs no task switch until somebody reads it.
     """
 
-    def __init__(self, greet: Greet, on_closed: Callable[[InboundStream], None]) -> None:
+    def __init__(self, greet: Greet, on_closed: Callable[[InboundStream], None], on_kept: OnKept | None = None) -> None:
         self._greet: Greet | None = greet
+        self._on_kept = on_kept
         self._on_closed = on_closed
         self._decoder = FrameDecoder(HELLO_MAX_BYTES)
         self._sequence = ItemSequence()
@@ -50,6 +54,12 @@ class InboundStream(asyncio.Protocol):
         self._taker: _Taker | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._who = "a worker"
+        self.subject = ""
+        """Of the endpoint that answers."""
+        self.refusal: errors.DynamoError | None = None
+        """With what a worker that was asked again has refused."""
+        self.taken: asyncio.Future[bool] | None = None
+        """Where a worker was asked again: whether it has taken the request. False: it has refused, or is gone."""
         self.loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[None] = self.loop.create_future()
         self.transport: asyncio.Transport | None = None
@@ -86,11 +96,16 @@ class InboundStream(asyncio.Protocol):
         elif kind == FrameKind.DATA:
             self._batches.append(self._sequence.data(number, body))
             self._wake()
-        elif kind == FrameKind.END:
+        elif kind == FrameKind.END or kind == FrameKind.END_KEPT:
             self._sequence.end(number)
-            self.finish(None)
+            self._finish(None, keep=kind == FrameKind.END_KEPT)
         elif kind == FrameKind.ERROR:
-            self.finish(decode_error(body))
+            error = decode_error(body)
+            if self.taken is not None and not self.taken.done():
+                self.refusal = error
+            self.finish(error)
+        elif kind == FrameKind.TAKEN and self.taken is not None and not self.taken.done():
+            self.taken.set_result(True)
         else:
             raise errors.StreamGap(f"a frame of unknown kind {kind} from {self._who}: mixed versions?")
 
@@ -102,6 +117,9 @@ class InboundStream(asyncio.Protocol):
                 f"stream{reason}; the worker is gone, send the request again"
             )
         )
+        self._is_closed()
+
+    def _is_closed(self) -> None:
         self.closed.set_result(None)
         self._on_closed(self)
 
@@ -112,6 +130,21 @@ class InboundStream(asyncio.Protocol):
         assert self.transport is not None
         self._who = who
         self.transport.write(frame(FrameKind.GO, 0, payload))
+
+    def ask(self, transport: asyncio.Transport, subject: str, who: str, header: bytes) -> None:
+        """Ask a worker again, on the connection of a former answer; `taken` says what came of it."""
+        self._greet = None
+        self._decoder.max_frame_bytes = MAX_FRAME_BYTES
+        self._who, self.subject, self.transport = who, subject, transport
+        self.taken = self.loop.create_future()
+        transport.set_protocol(self)
+        transport.write(frame(FrameKind.ASK, 0, header))
+
+    def give_up(self, why: errors.DynamoError) -> None:
+        """Wait no longer for the worker that was asked to take the request."""
+        if self.taken is not None and not self.taken.done():
+            self.refusal = why
+            self.finish(why)
 
     def expire_at(self, deadline_s: float) -> None:
         """End the stream with `DeadlineExceeded` at `deadline_s` of the event loop's clock."""
@@ -127,17 +160,32 @@ class InboundStream(asyncio.Protocol):
 
     def finish(self, error: errors.DynamoError | None) -> None:
         """End the stream, once: what was received before can still be read. Closes the connection."""
+        self._finish(error, keep=False)
+
+    def _finish(self, error: errors.DynamoError | None, *, keep: bool) -> None:
         if self._finished:
             return
         self._finished = True
         self._error = error
+        if self.taken is not None and not self.taken.done():
+            self.taken.set_result(False)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if self.transport is not None:
+        if keep and self._on_kept is not None:
+            self._leave_connection(self._on_kept)
+        elif self.transport is not None:
             # abort: there is nothing of ours to flush, and the worker must notice now.
             self.transport.abort()
         self._wake()
+
+    def _leave_connection(self, on_kept: OnKept) -> None:
+        transport, self.transport = self.transport, None
+        assert transport is not None
+        if self._paused:
+            transport.resume_reading()
+        self._is_closed()
+        on_kept(self, transport)
 
     # --- the reader's side ---
 

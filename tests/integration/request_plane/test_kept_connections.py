@@ -1,0 +1,229 @@
+"""Connections that outlive an answer: when they are used, and what happens when worker or caller leaves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from dynamo_local import errors
+from dynamo_local.runtime.requests import RequestContext
+from dynamo_local.runtime.requests.frames import (
+    WIRE_VERSION,
+    FrameKind,
+    RequestHeader,
+    encode_header,
+    encode_value,
+    frame,
+)
+from dynamo_local.runtime.requests.kept import asking
+from dynamo_local.runtime.requests.sender import KEEP_BYTES
+from tests.drivers.eventually import eventually
+from tests.drivers.servers import RealNats
+from tests.drivers.without_arbiter.request_plane import Bench, request_bench
+
+pytestmark = pytest.mark.infra
+
+
+@pytest.fixture
+async def bench(nats_server: RealNats, namespace: str) -> AsyncIterator[Bench]:
+    """A caller over the shared NATS, and servers as the test wants them."""
+    async with request_bench(nats_server, namespace) as made:
+        yield made
+
+
+async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    for n in range(payload):
+        yield n
+
+
+async def asked(bench: Bench, payload: Any = 2, **options: Any) -> list[Any]:
+    return [item async for item in await bench.client.call(payload, **options)]
+
+
+def kept(bench: Bench) -> int:
+    return len(bench.dispatcher.listener.kept)
+
+
+def sent_by_nats(bench: Bench) -> int:
+    """How many messages the caller has sent to NATS."""
+    return int(bench.connections[0].stats["out_msgs"])
+
+
+async def test_the_next_request_needs_neither_nats_nor_a_connection(bench: Bench) -> None:
+    """One connection for one after the other, as many as there are at once for others; each answer whole."""
+    await bench.serve(count)
+    assert await asked(bench) == [0, 1]
+    assert kept(bench) == 1
+    before = sent_by_nats(bench)
+    for n in range(20):
+        assert await asked(bench, n) == list(range(n))
+    assert (kept(bench), sent_by_nats(bench)) == (1, before)
+    assert await asyncio.gather(*(asked(bench, n) for n in range(30))) == [list(range(n)) for n in range(30)]
+    assert kept(bench) == 30
+    assert bench.dispatcher.listener.open_connections == 0
+
+
+async def test_a_leaving_worker_serves_what_comes_in_time_there_and_refuses_the_rest(bench: Bench) -> None:
+    """As over NATS: the linger window, then `WorkerDraining`; and a drain that is taken back."""
+    server = await bench.serve(count)
+    await asked(bench)
+    before = sent_by_nats(bench)
+    server.stop_accepting(linger_s=30.0)
+    assert await asked(bench) == [0, 1]
+    assert server.late_accepted == 1
+    server.stop_accepting(linger_s=0.0)
+    with pytest.raises(errors.WorkerDraining):
+        await asked(bench, instance_id=1)
+    assert sent_by_nats(bench) == before
+    assert await server.wait_idle(1.0)
+    server.resume_accepting()
+    assert await asked(bench, instance_id=1) == [0, 1]
+
+
+async def test_a_full_worker_refuses_there_too(bench: Bench) -> None:
+    """`max_inflight` counts requests, whichever way they came."""
+    gate = asyncio.Event()
+
+    async def gated(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        yield "first"
+        if payload:
+            await gate.wait()
+
+    await bench.serve(gated, max_inflight=1)
+    for _ in range(2):  # two connections, of which one is kept
+        await asked(bench, None)
+    stream = await bench.client.call(1)
+    with pytest.raises(errors.WorkerBusy):
+        await asked(bench, None)
+    gate.set()
+    assert [item async for item in stream] == ["first"]
+
+
+async def test_a_closed_endpoint_is_asked_by_nats_which_knows(bench: Bench) -> None:
+    """The connection breaks while the request is on its way: that alone says nothing about the worker."""
+    server = await bench.serve(count)
+    await bench.serve(count, 2)
+    for instance_id in (1, 2):
+        await asked(bench, instance_id=instance_id)
+    await server.close()
+    with pytest.raises(errors.WorkerLost, match="nobody serves"):
+        await asked(bench, instance_id=1)
+    assert await asked(bench) == [0, 1]
+
+
+async def test_a_new_lease_ends_the_connections_of_the_old(bench: Bench) -> None:
+    """Who asks under the old name is told that nobody serves it, also where the answer under it went on meanwhile."""
+    gate = asyncio.Event()
+
+    async def gated(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        yield "first"
+        if payload:
+            await gate.wait()
+
+    server = await bench.serve(gated)
+    await asked(bench, None)
+    running = await bench.client.call(1)
+    await asked(bench, None)
+    await server.rebind(bench.subject(2))
+    bench.register(2)
+    gate.set()
+    assert [item async for item in running] == ["first"]
+    with pytest.raises(errors.WorkerLost, match="nobody serves"):
+        await asked(bench, None, instance_id=1)
+    assert await asked(bench, None, instance_id=2) == ["first"]
+
+
+async def test_a_request_that_is_given_up_ends_its_connection(bench: Bench) -> None:
+    """On a kept connection, too: closing it is how a handler hears of it."""
+    ended = asyncio.Event()
+
+    async def endless(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        try:
+            yield "first"
+            if payload:
+                await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    server = await bench.serve(endless)
+    await asked(bench, None)
+    ended.clear()
+    stream = await bench.client.call(1)
+    assert kept(bench) == 0
+    assert await anext(stream) == "first"
+    await stream.aclose()
+    await asyncio.wait_for(ended.wait(), 1.0)
+    assert await server.wait_idle(1.0)
+    late = await bench.client.call(1, timeout_s=0.05)
+    with pytest.raises(errors.DeadlineExceeded):
+        [item async for item in late]
+    assert kept(bench) == 0
+
+
+async def test_neither_errors_nor_large_answers_leave_a_connection(bench: Bench) -> None:
+    """Of a large one it is known only from its reader's close that he has it all."""
+
+    async def answer(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        yield "x" * payload
+        if not payload:
+            raise ValueError("nothing")
+
+    await bench.serve(answer)
+    with pytest.raises(errors.RemoteError, match="nothing"):
+        await asked(bench, 0)
+    assert await asked(bench, 2 * KEEP_BYTES) == ["x" * 2 * KEEP_BYTES]
+    assert kept(bench) == 0
+    assert await asked(bench, 5) == ["xxxxx"]
+    assert kept(bench) == 1
+    with pytest.raises(errors.RemoteError, match="nothing"):
+        await asked(bench, 0)
+    assert kept(bench) == 0
+
+
+async def test_a_worker_that_hung_does_not_begin_what_was_given_up(bench: Bench) -> None:
+    """Its caller has asked another one by then."""
+    begun: list[Any] = []
+
+    async def noting(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        begun.append(payload)
+        yield payload
+
+    await bench.serve(noting)
+    assert await asked(bench, "in time") == ["in time"]
+    listener = bench.dispatcher.listener
+    too_late = RequestHeader(
+        WIRE_VERSION, "r", None, "", 0, b"", encode_value("late"), keep=True, until_s=time.monotonic()
+    )
+    inbound = listener.ask_again(bench.subject(1), "the worker", encode_header(too_late))
+    assert inbound is not None
+    assert inbound.taken is not None
+    assert await inbound.taken is False
+    assert begun == ["in time"]
+
+
+async def test_only_requests_may_come_on_it(bench: Bench) -> None:
+    """Anything else ends the connection, and no handler runs."""
+    server = await bench.serve(count)
+    await asked(bench)
+    transport = bench.dispatcher.listener.kept.take(bench.subject(1))
+    assert transport is not None
+    bench.dispatcher.listener.kept.put(bench.subject(1), transport)
+    transport.write(frame(FrameKind.DATA, 0, b"x"))
+    await eventually(lambda: kept(bench) == 0)
+    assert server.in_flight == 0
+    assert await asked(bench) == [0, 1]
+
+
+async def test_what_nobody_uses_is_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides; and no more are kept than `IDLE_MAX`."""
+    monkeypatch.setattr(asking, "IDLE_S", 0.05)
+    monkeypatch.setattr(asking, "IDLE_MAX", 3)
+    await bench.serve(count)
+    await asyncio.gather(*(asked(bench) for _ in range(8)))
+    assert kept(bench) == 3
+    await eventually(lambda: kept(bench) == 0)
+    assert await asked(bench) == [0, 1]
