@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,12 +84,9 @@ def test_real_engines_get_a_quarter_of_an_hour_and_no_cached_prompts_where_they_
     assert not target.has_prefix_cache("agg")
 
 
-def test_components_that_are_commands_are_refused_by_name(tmp_path, monkeypatch):
-    """Their engines are somebody else's: nothing in them can be asked to measure."""
-    program = tmp_path / "vllm"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    file = ROOT / "examples" / "vllm_serve" / "agg.yaml"
-    with pytest.raises(BadInput, match="is a command"):
+def test_commands_that_nobody_knows_how_to_ask_are_refused_by_name(tmp_path):
+    """Of the runtime `none`: they need not be servers at all."""
+    file = tmp_path / "commands.yaml"
+    file.write_text("Mine: {command: sleep 60, runtime: none, role: decode, ServiceArgs: {resources: {gpu: 1}}}\n")
+    with pytest.raises(BadInput, match="Mine is a command of the runtime none, and nobody knows"):
         run("-f", str(file), "--gpus", "sim:8", "-o", str(tmp_path / "out"))
