@@ -237,9 +237,8 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Stream the outputs; closing the iterator aborts the request and frees its blocks.
 
-        Raises `InvalidRequest` (too long for the model), `KvTransferError` (the hand-off's identity is
-        unknown, wrong or expired), `EngineError`, or `EngineDead` once the engine has ended by itself.
-        """
+        Raises `InvalidRequest` (too long for the model), `KvTransferError` (the hand-off's identity is unknown, wrong
+        or expired), `EngineError`, or `EngineDead` once the engine has ended by itself."""
         ...
 
     def load(self) -> Load:
@@ -256,8 +255,7 @@ class Engine(Protocol):
 
     def counters(self) -> Mapping[str, float]:
         """Numbers that only grow: `prefix_queries` and `prefix_hits` (prompt tokens looked up in the KV cache, and
-        found), `drafts` and `accepted` (speculation: drafts, and their accepted tokens). What is not known, or not
-        done, is absent."""
+        found), `drafts` and `accepted` (speculation: drafts, and their accepted tokens). The unknown is absent."""
         ...
 
     async def wait_failed(self) -> None:
@@ -265,12 +263,11 @@ class Engine(Protocol):
         ...
 
     async def wait_handoffs(self) -> None:
-        """Return when all KV that was handed over has been pulled or released, or has expired."""
+        """Return when all KV that was handed over has been pulled, released or has expired."""
         ...
 
     def release_handoff(self, params: Mapping[str, Any]) -> None:
-        """Nobody will pull the KV of these `kv_transfer_params`: it is freed as soon as the engine can, and not waited
-        for. No error where it is unknown."""
+        """Nobody will pull the KV of these `kv_transfer_params`: free it soon. No error where it is unknown."""
         ...
 
     async def close(self) -> None:
@@ -393,10 +390,8 @@ class PrefillQueue(Protocol):
         ...
 
     async def pull(self, timeout_s: float) -> PulledTask | None:
-        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped.
-
-        What can keep its target comes before what cannot, which has a turn of every `core.dispatch.line.LATE_EVERY`.
-        """
+        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped. What can keep
+        its target comes before what cannot, which has a turn of every `core.dispatch.line.LATE_EVERY`."""
         ...
 
     async def depth(self) -> QueueDepth:

@@ -106,12 +106,14 @@ def test_a_graph_that_imports_another_has_its_links_too(folder: Path) -> None:
     assert "PrefillWorker" in load_graph("graphs.extended:Frontend", base_dir=folder).services
 
 
-def test_links_of_installed_modules_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_installed_modules_are_made_again(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A graph in a package outside the working folder keeps its links on a second load."""
     site = tmp_path / "site-packages"
     site.mkdir()
     (site / "prebuilt.py").write_text(COMPONENTS + "\n\nFrontend.link(Processor).link(VllmWorker)\n")
-    monkeypatch.syspath_prepend(str(site))
+    sys.path.append(str(site))
+    # Not monkeypatch.syspath_prepend: it would put the folder of an earlier load back, too.
+    request.addfinalizer(lambda: sys.path.remove(str(site)))
 
     for _ in range(2):
         graph = load_graph("prebuilt:Frontend", base_dir=tmp_path)
