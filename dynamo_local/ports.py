@@ -390,8 +390,8 @@ class PrefillQueue(Protocol):
         ...
 
     async def pull(self, timeout_s: float) -> PulledTask | None:
-        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped. What can keep
-        its target comes before what cannot, which has a turn of every `core.dispatch.line.LATE_EVERY`."""
+        """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped. What can
+        keep its target comes before what cannot, which has a turn of every `core.dispatch.line.LATE_EVERY`."""
         ...
 
     async def depth(self) -> QueueDepth:

@@ -160,7 +160,6 @@ class Generation:
         self._request_id = request_id
         self._observer, self._clock = observer, deps.clock
         self._timeout_s = deps.settings.request_timeout_s
-        self._begin()
 
     def _begin(self) -> None:
         """Nothing has come yet."""

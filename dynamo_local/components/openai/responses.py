@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -76,34 +77,47 @@ def _event_tail(head: ResponseHead) -> bytes:
 
 
 class _Format:
-    """The two APIs differ in what stands around a piece of text."""
+    """The two APIs differ in what stands around a piece of text. What a stream alone needs is made for streams only."""
 
-    def __init__(self, head: ResponseHead, prefix: str, kind: str, chunk_kind: str) -> None:
+    PREFIX: str
+    """How the answer's id begins."""
+    KIND: str
+    CHUNK_KIND: str
+    BEFORE: bytes
+    AFTER: bytes
+    """Around a text in its choice."""
+
+    def __init__(self, head: ResponseHead) -> None:
         self._head = head
-        self._members = head.members(prefix, kind)
-        self._open = _event_head(head.members(prefix, chunk_kind))
-        self._close = _event_tail(head)
-        self._before = self._open
-        self._after = self._close
+
+    @cached_property
+    def _open(self) -> bytes:
+        return _event_head(self._head.members(self.PREFIX, self.CHUNK_KIND))
+
+    @cached_property
+    def _close(self) -> bytes:
+        return _event_tail(self._head)
+
+    @cached_property
+    def _around(self) -> tuple[bytes, bytes]:
+        return self._open + self.BEFORE, self.AFTER + self._close
 
     def texts(self, texts: Iterable[str]) -> bytes:
-        before, after = self._before, self._after
+        before, after = self._around
         return b"".join([before + _encode(text) + after for text in texts])
 
     def _usage_event(self, usage: dict[str, Any] | None) -> bytes:
         return self._open + b'],"usage":' + _encode(usage) + b"}\n\n" if self._head.include_usage else b""
 
     def _whole(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> bytes:
-        return _encode({**self._members, "choices": [choice], "usage": usage})
+        return _encode({**self._head.members(self.PREFIX, self.KIND), "choices": [choice], "usage": usage})
 
 
 class ChatFormat(_Format):
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, head: ResponseHead) -> None:
-        super().__init__(head, "chatcmpl", "chat.completion", "chat.completion.chunk")
-        self._before = self._open + b'{"index":0,"delta":{"content":'
-        self._after = b'},"logprobs":null,"finish_reason":null}' + self._close
+    PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    BEFORE, AFTER = b'{"index":0,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
 
     def first(self) -> bytes:
         delta = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -121,10 +135,8 @@ class ChatFormat(_Format):
 class CompletionFormat(_Format):
     """`text_completion`, streamed or not."""
 
-    def __init__(self, head: ResponseHead) -> None:
-        super().__init__(head, "cmpl", "text_completion", "text_completion")
-        self._before = self._open + b'{"index":0,"text":'
-        self._after = b',"logprobs":null,"finish_reason":null}' + self._close
+    PREFIX, KIND, CHUNK_KIND = "cmpl", "text_completion", "text_completion"
+    BEFORE, AFTER = b'{"index":0,"text":', b',"logprobs":null,"finish_reason":null}'
 
     def first(self) -> bytes:
         return b""

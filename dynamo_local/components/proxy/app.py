@@ -12,13 +12,12 @@ import contextlib
 import logging
 from dataclasses import dataclass, field
 
-from starlette.applications import Starlette
 from starlette.types import Scope
 
 from dynamo_local.components.http_metrics import RequestObserver
 from dynamo_local.components.large_requests import run_by_size
 from dynamo_local.components.openai import errors as api_errors
-from dynamo_local.components.openai.app import make_app
+from dynamo_local.components.openai.app import Application, make_app
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
 from dynamo_local.components.proxy import payloads, requests
@@ -43,7 +42,7 @@ class ProxyDeps(HttpDeps):
     options: HttpFrontendConfig = field(default_factory=HttpFrontendConfig)
 
 
-def create_app(deps: ProxyDeps) -> Starlette:
+def create_app(deps: ProxyDeps) -> Application:
     """The application. It needs no infrastructure beyond what `deps` holds, and starts nothing."""
     return make_app(deps, {path.path: ProxyRoute(path, deps) for path in PATHS})
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -113,7 +112,8 @@ def _either(engine: EngineApiRoute, light: ASGIApp | None) -> ASGIApp:
             elif light is not None:
                 await light(scope, receive, send)
             else:
-                raise HTTPException(404, "no model that is served here has this endpoint")
+                message = f"{scope['method']} {scope['path']}: no model that is served here has this endpoint."
+                await Reply(send).fail(ApiError(404, message, code="unknown_url"), scope["path"])
 
     return Either()
 

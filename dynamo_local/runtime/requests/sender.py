@@ -30,6 +30,10 @@ FLUSH_ITEMS: Final = 512
 KEEP_BYTES: Final = 64 * 1024
 """After a larger answer the connection is not kept: that its reader has it all is known when he closes it."""
 
+TAKEN_AFTER_S: Final = 0.005
+"""How long a worker that was asked on a kept connection waits for its first items before it says that it has taken the
+request. The caller waits a thousand times as long for that."""
+
 SEND_BUFFER_BYTES: Final = 128 * 1024
 """The kernel's send buffer, fixed because it would grow to 4 MiB per slow reader."""
 
@@ -47,7 +51,6 @@ class ResponseSender(asyncio.Protocol):
 
     def __init__(self, token: bytes, on_lost: Callable[[], None]) -> None:
         self.keep: Keep | None = None
-        self._head = b""
         self._bytes = 0
         self._token = token
         self._on_lost = on_lost
@@ -88,13 +91,16 @@ class ResponseSender(asyncio.Protocol):
         transport.write(frame(FrameKind.HELLO, 0, self._token))
 
     def resume(self, transport: asyncio.Transport) -> None:
-        """Answer on a connection that was kept. TAKEN goes with the first items, if they come at once."""
+        """Answer on a connection that was kept. Whoever gets items knows by them that the request was taken; where
+        none come soon, TAKEN says it."""
         self._transport = transport
-        self._head = frame(FrameKind.TAKEN)
         transport.set_protocol(self)
         transport.set_write_buffer_limits(high=FLUSH_BYTES)
-        self._flush_scheduled = True
-        self._loop.call_soon(self._flush)
+        self._loop.call_later(TAKEN_AFTER_S, self._say_taken)
+
+    def _say_taken(self) -> None:
+        if self._bytes == 0 and not self._finished and self._transport is not None:
+            self._transport.write(frame(FrameKind.TAKEN))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -149,20 +155,19 @@ class ResponseSender(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if (self._pending or self._head) and self._writable and not self._finished:
+        if self._pending and self._writable and not self._finished:
             assert self._transport is not None
             self._transport.write(self._unwritten())
 
     def _unwritten(self) -> bytes:
         """What is to be written, and counts as such from now on."""
-        head, self._head = self._head, b""
         if not self._pending:
-            return head
+            return b""
         items, self._pending, self._pending_bytes = self._pending, [], 0
         data = data_frame(self._sent, items)
         self._sent += len(items)
         self._bytes += len(data)
-        return head + data if head else data
+        return data
 
     def end(self, error: BaseException | None = None) -> None:
         """Write what is pending and the END (or ERROR) frame, once. The caller then closes the connection, or keeps

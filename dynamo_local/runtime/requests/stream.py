@@ -95,19 +95,25 @@ class InboundStream(asyncio.Protocol):
             greet(self, bytes(body))
         elif kind == FrameKind.DATA:
             self._batches.append(self._sequence.data(number, body))
+            self._is_taken()
             self._wake()
         elif kind == FrameKind.END or kind == FrameKind.END_KEPT:
             self._sequence.end(number)
+            self._is_taken()
             self._finish(None, keep=kind == FrameKind.END_KEPT)
         elif kind == FrameKind.ERROR:
             error = decode_error(body)
             if self.taken is not None and not self.taken.done():
                 self.refusal = error
             self.finish(error)
-        elif kind == FrameKind.TAKEN and self.taken is not None and not self.taken.done():
-            self.taken.set_result(True)
+        elif kind == FrameKind.TAKEN and self.taken is not None:
+            self._is_taken()
         else:
             raise errors.StreamGap(f"a frame of unknown kind {kind} from {self._who}: mixed versions?")
+
+    def _is_taken(self) -> None:
+        if self.taken is not None and not self.taken.done():
+            self.taken.set_result(True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = f": {exc}" if exc else ""

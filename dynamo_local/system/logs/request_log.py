@@ -16,6 +16,7 @@ import contextvars
 import logging
 import re
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Final
@@ -76,8 +77,28 @@ class RequestIdFilter(logging.Filter):
         return True
 
 
+class OncePerSecond(logging.Formatter):
+    """`logging.Formatter`, which would make the date of each line anew."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self._second = -1
+        self._date = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """The local date and time, with milliseconds."""
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._date = second, time.strftime(self.default_time_format, time.localtime(second))
+        return f"{self._date},{int(record.msecs):03d}"
+
+
 def log_to_stderr(level: str) -> None:
     """Set up a worker process's log: everything from `level` on goes to stderr in `FORMAT`."""
+    # What FORMAT does not show is not looked up for each line (Python's logging howto, "Optimization").
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # type: ignore[attr-defined]
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestIdFilter())
-    logging.basicConfig(level=level, format=FORMAT, handlers=[handler])
+    handler.setFormatter(OncePerSecond(FORMAT))
+    logging.basicConfig(level=level, handlers=[handler])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-IDLE_S: Final = 15.0
-"""A connection that was not used for so long is closed."""
+IDLE_S: Final = 120.0
+"""A connection that was not used for so long is closed. Requests come in bursts: those of the last minutes find as many
+connections as they were at once."""
 
 IDLE_MAX: Final = 256
 """Of one worker's endpoint. More are closed as their answers end."""
