@@ -9,6 +9,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+YOUNG_VALUES: Final = 10_000
+"""Python looks for garbage each time so many values more have been made than freed; by itself after 700, which is seven
+requests of a Frontend: with hundreds under way it finds them all alive, again and again."""
 
 
 @contextmanager
@@ -35,3 +40,17 @@ def keeping() -> Iterator[None]:
             yield
         finally:
             gc.freeze()
+
+
+@contextmanager
+def serving() -> Iterator[None]:
+    """For as long as a process serves: what it has loaded by now is not walked through, and what it makes less often. At
+    the end of the block all is found again."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(YOUNG_VALUES, *before[1:])
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

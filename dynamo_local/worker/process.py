@@ -25,7 +25,7 @@ from dynamo_local.sdk.context import EngineSleeper
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.state import StateStore
-from dynamo_local.system import start_stages
+from dynamo_local.system import collector, start_stages
 from dynamo_local.worker.context import Identity, run_all
 from dynamo_local.worker.drain import Drain, Phase
 from dynamo_local.worker.flipping import Flipping
@@ -113,7 +113,8 @@ class WorkerProcess:
             if await self._come_up():
                 self.hurried = False
                 ends: set[asyncio.Future[Any]] = {self._drain.left, self._failed}
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                with collector.serving():
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 await self._give_up()
                 return EXIT_FAILED
