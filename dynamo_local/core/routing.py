@@ -187,6 +187,8 @@ class LeastLoaded:
         hits: Mapping[int, float] = NO_HITS,
         prompt_tokens: int = 0,
     ) -> int:
+        if len(candidates) == 1:
+            return candidates[0]
         known = {i: score for i in candidates if (score := self._score(i, loads.get(i))) is not None}
         worst = max(known.values(), default=(0, 0, 0))
         scores = {i: known[i] if i in known else max(worst, (0, *self.in_flight(i))) for i in candidates}

@@ -23,6 +23,7 @@ from dynamo_local.components.http_metrics import Endpoint, HttpMetrics, RequestO
 from dynamo_local.components.large_requests import run_by_size
 from dynamo_local.components.models_view import Availability, ModelsView
 from dynamo_local.components.openai import errors as api_errors
+from dynamo_local.components.openai.entrance import Entrance
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.http_io import (
     SEND_TIMEOUT_S,
@@ -127,6 +128,7 @@ class HttpDeps:
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     page: Callable[[], Awaitable[bytes]] | None = None
     activity: Activity = field(default_factory=Activity)
+    entrance: Entrance = field(default_factory=Entrance)
     clock: Clock = field(default_factory=AsyncioClock)
 
     def load(self) -> Load:
@@ -207,6 +209,7 @@ class ModelRoute(ABC, Generic[R]):
     ) -> None:
         deps = self._deps
         started_s = deps.clock.now_s()
+        await deps.entrance.enter()
         request = await self._accept(scope, receive, take)
         observer = deps.metrics.begin(request.model, self._endpoint, _request_type(request), started_s)
         status: Status = "error"
