@@ -44,8 +44,8 @@ def keeping() -> Iterator[None]:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """For as long as a process serves: what it has loaded by now is not walked through, and what it makes less often. At
-    the end of the block all is found again."""
+    """For as long as a process serves: what it has loaded by now is not walked through, and what it makes less often.
+    At the end of the block all is found again."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(YOUNG_VALUES, *before[1:])

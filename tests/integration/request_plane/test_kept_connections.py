@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_local import errors
-from dynamo_local.runtime.requests import RequestContext
+from dynamo_local.runtime.requests import RequestContext, sender
 from dynamo_local.runtime.requests.frames import (
     WIRE_VERSION,
     FrameKind,
@@ -227,3 +227,37 @@ async def test_what_nobody_uses_is_closed(bench: Bench, monkeypatch: pytest.Monk
     assert kept(bench) == 3
     await eventually(lambda: kept(bench) == 0)
     assert await asked(bench) == [0, 1]
+
+
+async def test_a_worker_without_items_yet_says_that_it_has_taken_the_request(bench: Bench) -> None:
+    """Otherwise its caller would ask somebody else."""
+    gate = asyncio.Event()
+
+    async def slow(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+        if payload:
+            await gate.wait()
+        yield "late"
+
+    await bench.serve(slow)
+    await asked(bench, None)
+    before = sent_by_nats(bench)
+    stream = await asyncio.wait_for(bench.client.call(1), 1.0)
+    gate.set()
+    assert [item async for item in stream] == ["late"]
+    assert sent_by_nats(bench) == before
+
+
+async def test_the_first_items_say_it_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message less for each request that is answered at once; also for an answer without any."""
+
+    async def numbers(payload: int, context: RequestContext) -> AsyncIterator[Any]:
+        for number in range(payload):
+            yield number
+
+    monkeypatch.setattr(sender, "TAKEN_AFTER_S", 60.0)
+    await bench.serve(numbers)
+    await asked(bench, 1)
+    before = sent_by_nats(bench)
+    for count_ in (2, 0, 1):
+        assert await asked(bench, count_) == list(range(count_))
+    assert sent_by_nats(bench) == before

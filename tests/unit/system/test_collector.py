@@ -65,3 +65,35 @@ def test_a_file_that_a_graph_left_open_is_written_when_python_ends(tmp_path: Pat
     )
     assert _run(program) == []
     assert written.read_text() == "whole"
+
+
+def test_while_a_process_serves_only_what_is_new_is_looked_through() -> None:
+    """And less often than Python does by itself; afterwards all is as it was."""
+    program = """
+        import gc
+        from dynamo_local.system import collector
+        loaded = [[] for _ in range(5000)]
+        before = gc.get_threshold()
+        with collector.serving():
+            print(len(gc.get_objects()) < 1000, gc.get_threshold()[0] > before[0])
+        print(len(gc.get_objects()) > 5000, gc.get_threshold() == before)
+    """
+    assert _run(program) == ["True True", "True True"]
+
+
+def test_a_file_that_a_graph_left_open_is_written_when_its_process_has_served(tmp_path: Path) -> None:
+    """As above: what was set aside is found by the last collection, too."""
+    written = tmp_path / "written.txt"
+    (tmp_path / "a_graph.py").write_text(
+        f"notes = open({str(written)!r}, 'w')\nnotes.write('whole')\ndef more(): notes.write('more')\n"
+    )
+    program = f"""
+        from dynamo_local.system import collector
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import a_graph
+        with collector.serving():
+            pass
+    """
+    assert _run(program) == []
+    assert written.read_text() == "whole"

@@ -13,6 +13,7 @@ from dynamo_local.runtime.requests.frames import WIRE_VERSION, decode_header, en
 from dynamo_local.system.logs.request_log import (
     FORMAT,
     MAX_LENGTH,
+    OncePerSecond,
     RequestIdFilter,
     accept_or_make,
     bound,
@@ -26,7 +27,7 @@ def lines() -> Iterator[io.StringIO]:
     """A logger's output in the format of worker processes."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(OncePerSecond(FORMAT))
     handler.addFilter(RequestIdFilter())
     logger = logging.getLogger("test_request_log")
     logger.addHandler(handler)
@@ -72,6 +73,14 @@ async def test_lines_within_a_request_carry_its_id(lines: io.StringIO) -> None:
     log.info("outside")
     texts = [line.partition(" test_request_log: ")[2] for line in lines.getvalue().splitlines()]
     assert sorted(texts) == ["[one] of one", "[two] of two", "of none", "of none", "outside"]
+
+
+def test_dates_are_those_of_the_library() -> None:
+    """Of each line, whichever second the line before was of."""
+    ours, theirs = OncePerSecond(FORMAT), logging.Formatter(FORMAT)
+    for created_s in (0.0, 1_795_000_000.25, 1_795_000_000.9996, 1_795_000_001.0, 1_795_000_000.5):
+        record = logging.makeLogRecord({"created": created_s, "msecs": int(created_s % 1 * 1000)})
+        assert ours.formatTime(record) == theirs.formatTime(record)
 
 
 def test_a_request_of_an_older_worker_is_understood() -> None:
