@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from dynamo_local.clock import Clock
+from dynamo_local.clock import Clock, reader
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest, Parser, parse_chat, parse_completion
@@ -295,7 +295,7 @@ class GenerationProgress:
 
     def __init__(self, observer: RequestObserver, clock: Clock) -> None:
         self._observer = observer
-        self._clock = clock
+        self._now_s = reader(clock)
         self._tokens = 0
         self._prompt_tokens: int | None = None
         self.finish_reason: str | None = None
@@ -323,7 +323,7 @@ class GenerationProgress:
                 self._on_finish(finish_reason, item.get("usage"))
         if tokens:
             self._tokens += tokens
-            self._observer.on_tokens(tokens, self._clock.now_s())
+            self._observer.on_tokens(tokens, self._now_s())
         return texts
 
     def take_counts(self, batch: Sequence[dict[str, Any]]) -> None:
@@ -334,7 +334,7 @@ class GenerationProgress:
             _check_finish(item.get("finish_reason"))
         if tokens := sum(item.get("num_tokens", 0) for item in batch):
             self._tokens += tokens
-            self._observer.on_tokens(tokens, self._clock.now_s())
+            self._observer.on_tokens(tokens, self._now_s())
 
     def end(self, usage: dict[str, Any]) -> None:
         """All choices are complete."""

@@ -105,6 +105,10 @@ class Connection(Protocol):
         """The request's whole body where it has arrived, as a small one has with its head; None: it must be awaited."""
         ...
 
+    def all_sent(self) -> bool:
+        """Whether nothing waits here for the client to read it: what is written now is taken at once."""
+        ...
+
     def cut(self) -> None:
         """Close it now, whatever of the answer is unread."""
         ...
@@ -212,6 +216,14 @@ class Reply:
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, answer: Whole | None, timeout_s: float) -> None:
+        """The whole answer; of a stream of events (None) its end. TimeoutError where the client does not read."""
+        if self._connection is not None and self._connection.all_sent():
+            await (self.end() if answer is None else self.whole(answer))  # waits for nobody
+            return
+        async with asyncio.timeout(timeout_s):
+            await (self.end() if answer is None else self.whole(answer))
 
     async def end(self) -> None:
         """The end of a stream of events."""

@@ -69,6 +69,10 @@ class Client:
         cycle.message_event.clear()
         return body
 
+    def all_sent(self) -> bool:
+        cycle = self.cycle
+        return cycle is not None and not cycle.flow.write_paused and cycle.transport.get_write_buffer_size() == 0
+
     def cut(self) -> None:
         """Close the connection; what is unsent is lost."""
         self._protocol.transport.abort()

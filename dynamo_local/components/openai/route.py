@@ -228,8 +228,8 @@ class ModelRoute(ABC, Generic[R]):
             observer.end(status, ended_s)
             logger.info("request %s: %s after %.0f ms", request_id, status, (ended_s - started_s) * 1e3)
         try:
-            async with asyncio.timeout(max(SEND_TIMEOUT_S, started_s + deps.settings.request_timeout_s - ended_s)):
-                await (reply.end() if answer is None else reply.whole(answer))
+            left_s = started_s + deps.settings.request_timeout_s - ended_s
+            await reply.finish(answer, max(SEND_TIMEOUT_S, left_s))
         except TimeoutError:
             reply.cut()
             raise ClientGone from None  # it has stopped reading, and would hold a drain up for ever
