@@ -79,6 +79,11 @@ def link_score(a: GpuDevice, b: GpuDevice) -> int:
     return score
 
 
+def simulated_uuid(index: int) -> str:
+    """What a simulated GPU of that index is called."""
+    return f"GPU-sim00000-0000-0000-0000-{index:012d}"
+
+
 def cuda_visible_devices(devices: Iterable[GpuDevice]) -> str:
     """The value that pins a worker: full UUIDs, which mean the same device under every CUDA_DEVICE_ORDER."""
     return ",".join(device.uuid for device in devices)

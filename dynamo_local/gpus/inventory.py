@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynamo_local.core.gpus import GpuDevice, GpuProcess
+from dynamo_local.core.gpus import GpuDevice, GpuProcess, simulated_uuid
 from dynamo_local.core.topology import LINK_NVLINK, LINK_SYSTEM
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import GpuError
@@ -148,7 +148,7 @@ class SimInventory:
     simulated = True
 
     def __init__(self, count: int) -> None:
-        uuids = [f"GPU-sim00000-0000-0000-0000-{index:012d}" for index in range(count)]
+        uuids = [simulated_uuid(index) for index in range(count)]
         self._devices = tuple(
             GpuDevice(
                 index=index,

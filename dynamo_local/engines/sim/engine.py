@@ -1,8 +1,7 @@
 """The simulated engine behind `ports.Engine`: an asyncio shell around the pure `SimScheduler`.
 
 One task sleeps to the end of the current pass, by the scheduler's own times: if it wakes late it catches up, and
-nothing drifts. Under a virtual-time loop (`clock.run_virtual`) the same code runs as fast as it can.
-"""
+nothing drifts. Under a virtual-time loop (`clock.run_virtual`) the same code runs as fast as it can."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from dynamo_local.core.types import Load
 from dynamo_local.engines.base import EngineBase
 from dynamo_local.engines.sim.answers import answer_of
 from dynamo_local.engines.sim.facts import load_of, shape_of
+from dynamo_local.engines.sim.faults import faults_here
 from dynamo_local.engines.sim.keys import OutputKeys
 from dynamo_local.engines.sim.kv_transfers import KvTransfers, kv_transfer_params
 from dynamo_local.engines.sim.options import SimOptions
@@ -103,7 +103,7 @@ class SimEngine(EngineBase):
         """Load the profile, open the side channel, and take `start_up_s / speed` in all. Raises `ConfigError`."""
         ready_at_s = self._clock.now_s() + self.options.start_up_s / self.options.speed
         perf = self._perf_model or ProfileModel.load(self.options.profile)
-        config, max_model_len = shape_of(self.options, perf)
+        config, max_model_len = shape_of(self.options, perf, faults_here(self.options, ready_at_s))
         self._listener = await self._transport.serve(self._transfers)
         await self._clock.sleep_until(ready_at_s)
         self._scheduler = SimScheduler(config, perf, self._journal, None if self._told is None else self._told.watch)

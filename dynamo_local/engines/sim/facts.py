@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamo_local.core.types import Load
+from dynamo_local.engines.sim.faults import Faults
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.scheduling.requests import SchedulerConfig
 from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
@@ -12,7 +13,7 @@ from dynamo_local.profiles import PerfModel
 _DEFAULT_MAX_MODEL_LEN = 131_072
 
 
-def shape_of(options: SimOptions, perf: PerfModel) -> tuple[SchedulerConfig, int]:
+def shape_of(options: SimOptions, perf: PerfModel, faults: Faults | None = None) -> tuple[SchedulerConfig, int]:
     """The scheduler's configuration and `max_model_len`. Raises `ConfigError` if one request cannot fit the cache."""
     num_gpu_blocks = options.num_gpu_blocks or perf.max_kv_tokens // options.block_size
     capacity = num_gpu_blocks * options.block_size
@@ -29,6 +30,7 @@ def shape_of(options: SimOptions, perf: PerfModel) -> tuple[SchedulerConfig, int
         max_num_batched_tokens=options.max_num_batched_tokens,
         speed=options.speed,
         kv_lease_duration_s=options.kv_lease_duration_s,
+        faults=faults,
     )
     return config, max_model_len
 

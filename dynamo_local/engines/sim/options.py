@@ -66,14 +66,26 @@ class SimOptions:
     """Memory that each wake leaves behind: for tests of what follows."""
     corrupt_after_wakes: int | None = None
     """From that wake on (the rehearsal's is the first) it answers otherwise: for tests of what follows."""
+    slow_gpu: int | None = None
+    """The simulated GPU of that index takes `slow_factor` times as long: for tests of who notices, as the next ones."""
+    slow_factor: float = 1.5
+    neighbour_every_s: float = 0.0
+    """So often (0: never) something else uses the GPU for `neighbour_for_s`: passes take `neighbour_factor` times as
+    long then. These are real seconds, whatever the speed."""
+    neighbour_for_s: float = 0.2
+    neighbour_factor: float = 2.0
+    drift_per_s: float = 0.0
+    """Passes take so much longer, as a share, with each real second since the start."""
     coalesce_passes: bool = False
     """Wake once per run of quiet passes, not once per pass: for virtual clocks (tokens of a run come together)."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, str(field.type), getattr(self, field.name))
-        for name in ("speed", "kv_transfer_bytes_per_s", "kv_pull_timeout_s", "kv_lease_duration_s"):
+        rates = ("speed", "kv_transfer_bytes_per_s", "kv_pull_timeout_s", "kv_lease_duration_s")
+        for name in (*rates, "slow_factor", "neighbour_factor"):
             _require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+        _require("slow_gpu", self.slow_gpu, self.slow_gpu is None or self.slow_gpu >= 0, "the index of a GPU")
         for name in (
             "block_size",
             "max_num_seqs",
@@ -94,6 +106,9 @@ class SimOptions:
             "sleep_residue_bytes",
             "sleep_host_bytes",
             "sleep_growth_bytes",
+            "neighbour_every_s",
+            "neighbour_for_s",
+            "drift_per_s",
         ):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         _require("token_low", self.token_low, self.token_low >= 0, "0 or more")

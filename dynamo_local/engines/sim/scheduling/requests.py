@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from dynamo_local.core.passes import Requests
+from dynamo_local.engines.sim.faults import Faults
 from dynamo_local.engines.sim.scheduling.handoffs import Handoff
 
 
@@ -21,6 +22,11 @@ class SchedulerConfig:
     speed: float = 1.0
     kv_lease_duration_s: float = 30.0
     coalesce: bool = True
+    faults: Faults | None = None
+
+    def speed_at(self, at_s: float) -> float:
+        """What divides the time of a pass that begins at that moment."""
+        return self.speed if self.faults is None else self.speed / self.faults.factor(at_s)
 
     def check(self, request: SimRequest) -> None:
         """Raises ValueError for a request that can never run here."""

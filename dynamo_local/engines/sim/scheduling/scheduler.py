@@ -263,7 +263,7 @@ class SimScheduler:
             return
         took_s, kv_tokens, decodes = cost(rows, self._perf)
         quiet = decodes and len(rows) == len(self._running) and self.preemptions == preemptions
-        end_s = start_s + took_s / self.config.speed
+        end_s = start_s + took_s / self.config.speed_at(start_s)
         limit = 1
         if quiet and self.config.coalesce:
             limit = quiet_passes(rows, self.config.block_size, self._cache.pool.free)
@@ -344,7 +344,7 @@ class SimScheduler:
     # --- passing time --------------------------------------------------------------------------
 
     def _extend(self, run: Pass, passes: int) -> None:
-        extend(run, passes, self._perf, speed=self.config.speed, expiry_s=self._held.expiry_s)
+        extend(run, passes, self._perf, speed=self.config.speed_at(run.ends[-1]), expiry_s=self._held.expiry_s)
 
     def _complete(self, run: Pass, now_s: float) -> bool:
         """End the passes that are over by `now_s`; False if none is."""
