@@ -17,13 +17,14 @@ def profiled(folder: Path, *words: str) -> tuple[list[str], str, str]:
     """What was noticed, as the file has it; the terminal's words; and the report."""
     with Served(target=AGG, namespace="profile") as served:
         done = served.cli(
-            *("profile", *AGG, "--Common.sim.speed=5", "-o", str(folder)),
-            *("--small", "--budget", "30s", "--no-actions", "--gpus", "sim:2", *words),
+            *("profile", *AGG, "--Common.sim.speed=10", "-o", str(folder)),
+            *("--small", "--budget", "75s", "--no-actions", "--gpus", "sim:2"),
+            *("--report", str(folder / "report.html"), *words),
             timeout_s=300.0,
         )
     assert done.returncode == 0, done.stderr
-    [report] = folder.glob("*.html")
-    return json.loads((folder / "profile.json").read_text())["noticed"], done.stdout, report.read_text()
+    noticed = json.loads((folder / "profile.json").read_text())["noticed"]
+    return noticed, done.stdout, (folder / "report.html").read_text()
 
 
 def told(noticed: list[str], words: str) -> str:
@@ -35,7 +36,7 @@ def told(noticed: list[str], words: str) -> str:
 
 def test_a_slow_gpu_is_found_and_named(tmp_path: Path) -> None:
     """Two engines that ought to be equal, side by side."""
-    slower = ("--Common.sim.slow_gpu=1", "--Common.sim.slow_factor=1.3")
+    slower = ("--Common.sim.slow_gpu=1", "--Common.sim.slow_factor=1.3", "--VllmWorker.ServiceArgs.workers=2")
     noticed, said, report = profiled(tmp_path / "out", *slower)
     text = told(noticed, "times what its equals take")
     assert text.startswith(("profile_VllmWorker_1 takes 1.2", "profile_VllmWorker_1 takes 1.3"))
