@@ -31,7 +31,7 @@ class Frontend:
     @async_on_start
     async def start(self) -> None:
         """Bind, listen, announce the URL. Raises `ConfigError` where port, keys or certificate cannot be had."""
-        from dynamo_local.components.models_view import ModelsView
+        from dynamo_local.components.models_view import ModelsView, adapters_prefix
         from dynamo_local.components.openai import access
         from dynamo_local.components.openai.app import FrontendDeps, create_app
         from dynamo_local.components.openai.serving import Serving
@@ -41,19 +41,21 @@ class Frontend:
         keys = access.take_keys(settings, os.environ)
         serving = self._serving = Serving()
         port = await serving.open(context, settings)
+        adapters = ModelsView(context.namespace, prefix=adapters_prefix(context.namespace))
         deps = FrontendDeps(
             chat=self.processor.endpoint("chat/completions"),
             completions=self.processor.endpoint("completions"),
             api=self.processor.endpoint("api"),
             texts=self.processor.endpoint("texts"),
             models=ModelsView(context.namespace, expected=settings.served_model_name),
+            adapters=adapters,
             settings=settings,
             keys=keys,
             metrics=port.metrics,
             draining=port.refusing,
             page=port.page,
         )
-        await serving.start(context, deps, create_app(deps))
+        await serving.start(context, deps, create_app(deps), adapters)
 
     @on_shutdown
     async def stop(self) -> None:

@@ -1,5 +1,5 @@
 """Which models are served now: a live view of `{namespace}/models/` in etcd (of HTTP servers that only prefill:
-`{namespace}/prefill_models/`).
+`{namespace}/prefill_models/`; of adapters of a model: `{namespace}/adapters/`, put by those who know their names).
 
 Each ready worker that serves a model keeps a key `{namespace}/models/{name}:{lease hex}` under its lease, with
 `{"name", "component", "endpoint", "max_model_len", "created"}`. A model is served as long as it has a key.
@@ -34,6 +34,11 @@ def prefill_models_prefix(namespace: str) -> str:
     return f"{namespace}/prefill_models/"
 
 
+def adapters_prefix(namespace: str) -> str:
+    """`dynamo/adapters/`: apart, because an adapter is served by its model's workers, and is gone with them."""
+    return f"{namespace}/adapters/"
+
+
 def model_key_prefix(namespace: str, name: str) -> str:
     """What `WorkerContext.register_key` takes; it appends `:{lease hex}`."""
     return models_prefix(namespace) + name
@@ -60,6 +65,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     created: float
     engine: EngineApi | None = None
     """What the API of this model's engine is made from, where the engine has one of its own."""
+    parent: str | None = None
+    """Of an adapter: the model that it adapts; its `root` is the folder that it is in."""
+    root: str | None = None
 
     def encode(self) -> bytes:
         """The JSON to register."""
@@ -77,7 +85,7 @@ def engine_api(info: EngineInfo) -> EngineApi | None:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model over all its workers: the oldest `created_s`, the shortest `max_model_len`, its `components` by name;
-    `engine` is the first worker's, where it has an API of its own."""
+    `engine` is the first worker's, where it has an API of its own; `parent` and `root` are an adapter's."""
 
     name: str
     created_s: int
@@ -85,6 +93,8 @@ class ServedModel:
     instances: int
     components: tuple[str, ...] = ()
     engine: EngineApi | None = None
+    parent: str | None = None
+    root: str | None = None
 
 
 class Availability(enum.Enum):
@@ -184,6 +194,8 @@ class ModelsView:
                 instances=len(cards),
                 components=tuple(sorted({card.component for card in cards})),
                 engine=next((card.engine for card in cards if card.engine is not None), None),
+                parent=cards[0].parent,
+                root=cards[0].root,
             )
             for name, cards in grouped.items()
         }

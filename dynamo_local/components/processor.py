@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any
 
@@ -77,18 +78,20 @@ class Processor:
     @async_on_start
     async def start(self) -> None:
         """Load the tokenizer (off the loop: it is megabytes of JSON) and begin to watch workers and models."""
-        from dynamo_local.components.models_view import ModelsView
+        from dynamo_local.components.models_view import ModelCard, ModelsView, adapters_prefix
         from dynamo_local.components.pipeline import Pipeline
         from dynamo_local.components.routing.dispatch import Dispatcher
         from dynamo_local.components.routing.pickers import samples
         from dynamo_local.components.routing.router_client import RouterClient
         from dynamo_local.components.text.tokenizer import load_tokenizer
+        from dynamo_local.components.vllm_api.adapters import adapters_of
         from dynamo_local.components.vllm_api.hosting import ApiHost
         from dynamo_local.runtime.load import LoadView
 
         context = current_context()
         config: ProcessorConfig = context.settings
         name = config.served_model_name or config.model
+        adapters = adapters_of(config.serve_args)
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
         client = await context.endpoint_client(self.worker.component, "generate")
         clock = AsyncioClock()
@@ -115,6 +118,9 @@ class Processor:
         self._pipeline = Pipeline(tokenizer, models, dispatcher, name)
         self._api = ApiHost(dispatcher, models, name, config.serve_args)
         self._stack.push_async_callback(self._api.close)
+        for each in adapters:
+            card = ModelCard(each.name, context.component, "api", None, time.time(), parent=name, root=each.path)
+            await context.register_key(adapters_prefix(context.namespace) + each.name, card.encode())
 
     @on_shutdown
     async def stop(self) -> None:

@@ -16,31 +16,70 @@ from typing import Any
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE, CONTEXT = 1024, 64, 2, 2, 1, 128, 8192
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+REASONING_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}: {% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}"
+    "{{ m.content }}\n{% endfor %}{% if reasoning_effort %}({{ reasoning_effort }}) {% endif %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+"""Of a model that reasons: what was thought before is read, and there are efforts."""
 
 
-def make(folder: Path, texts: Sequence[Path], *, seed: int = 0, labels: int = 0) -> Path:
+def make(folder: Path, texts: Sequence[Path], *, seed: int = 0, labels: int = 0, marks: Sequence[str] = ()) -> Path:
     """Write config, tokenizer and weights into `folder`; needs tokenizers, torch and safetensors.
 
-    With `labels` it is a model that classifies.
+    With `labels` it is a model that classifies; with `marks`, tokens of their own such as `</think>`, one that reasons.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _tokenizer(folder, texts)
+    make_tokenizer(folder, texts, marks, REASONING_TEMPLATE if marks else TEMPLATE)
     _config(folder, labels)
     _weights(folder, seed, labels)
     return folder
 
 
-def _tokenizer(folder: Path, texts: Sequence[Path]) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def make_adapter(folder: Path, *, seed: int = 1, rank: int = 4) -> Path:
+    """Write a LoRA adapter of the tiny model into `folder`, strong enough to be seen in its answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    head = HIDDEN // HEADS
+    weights = {}
+    for layer in range(LAYERS):
+        for name, rows in (("q_proj", HEADS * head), ("v_proj", KV_HEADS * head)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator) * 0.3
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.3
+    save_file(weights, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "lora_dropout": 0.0,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def make_tokenizer(folder: Path, texts: Sequence[Path], marks: Sequence[str], template: str) -> Any:
+    """A byte-level BPE of these texts, with `marks` for its last tokens; returns it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY - len(marks),
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train([str(path) for path in texts], trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -48,9 +87,10 @@ def _tokenizer(folder: Path, texts: Sequence[Path]) -> None:
         "eos_token": "</s>",
         "model_max_length": CONTEXT,
         "clean_up_tokenization_spaces": False,
-        "chat_template": TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return tokenizer
 
 
 def _config(folder: Path, labels: int) -> None:

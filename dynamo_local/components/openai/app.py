@@ -28,6 +28,7 @@ from dynamo_local.components.openai.generation import (
     FrontendDeps,
     GenerationRoute,
 )
+from dynamo_local.components.openai.model_objects import model_object
 from dynamo_local.components.openai.rich.texts_api import (
     TextsRoute,
     parse_detokenize,
@@ -131,14 +132,19 @@ class _Views:
         self._deps = deps
 
     async def models(self, _: Request) -> Response:
-        data = [_model_object(model) for model in self._deps.models.models()]
-        return _json({"object": "list", "data": data})
+        served = self._deps.models.models()
+        return _json({"object": "list", "data": [model_object(model) for model in (*served, *self._adapters())]})
+
+    def _adapters(self) -> list[ServedModel]:
+        """Those of models that are served."""
+        view, models = self._deps.adapters, self._deps.models
+        return [] if view is None else [each for each in view.models() if each.parent and models.get(each.parent)]
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        model = self._deps.models.get(name)
+        model = self._deps.models.get(name) or next((each for each in self._adapters() if each.name == name), None)
         if model is not None:
-            return _json(_model_object(model))
+            return _json(model_object(model))
         if self._deps.models.availability(name) is Availability.GONE:
             raise api_errors.model_unavailable(name)
         raise api_errors.model_not_found(name)
@@ -167,21 +173,6 @@ def _status(models: ModelsView, draining: bool) -> str:
     if draining:
         return "draining"
     return "ready" if models.models() else "starting"
-
-
-def _model_object(model: ServedModel) -> dict[str, Any]:
-    """OpenAI's object, with vLLM's `max_model_len` (tokens) and `root`, which its clients take for the tokenizer's
-    place where nobody has told them."""
-    words = () if model.engine is None else model.engine.words
-    folders = (word.removeprefix("--model=") for word in words if word.startswith("--model="))
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "dynamo",
-        "root": next(folders, model.name),
-        "max_model_len": model.max_model_len,
-    }
 
 
 def _json(body: Any, status: int = 200) -> Response:

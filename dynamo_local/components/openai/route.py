@@ -119,9 +119,11 @@ class Activity:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpDeps:
     """What an application that serves models needs; a test gives fakes. Without `keys` everybody may ask. While
-    `draining` is set requests are refused. `page` is that of /metrics, where it tells of other processes, too."""
+    `draining` is set requests are refused. `page` is that of /metrics, where it tells of other processes, too.
+    `adapters` are listed beside the models that they adapt."""
 
     models: ModelsView
+    adapters: ModelsView | None = None
     settings: FrontendConfig = field(default_factory=FrontendConfig)
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     keys: ApiKeys | None = None

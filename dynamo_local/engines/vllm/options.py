@@ -119,7 +119,7 @@ def _words(name: str, value: Any) -> Iterator[str]:
         yield json.dumps(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         yield option
-        yield from (str(item) for item in value)
+        yield from (json.dumps(item) if isinstance(item, Mapping) else str(item) for item in value)
     else:
         yield f"{option}={value}"  # one word: a value may begin with a hyphen
 

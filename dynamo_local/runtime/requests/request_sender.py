@@ -19,15 +19,14 @@ from dynamo_local.runtime.requests.frames import (
     decode_error,
     encode_header,
 )
+from dynamo_local.runtime.requests.lines import Line, Lines
 from dynamo_local.runtime.requests.listener import Offer, ResponseListener
 from dynamo_local.runtime.requests.stream import InboundStream
 from dynamo_local.system.logs.request_log import x_request_id
 
 ACCEPT_TIMEOUT_S: Final = 5.0
-"""A worker that has not taken a request by then counts as gone. A healthy one needs under a millisecond."""
-
-PROBE_INTERVAL_S: Final = 0.25
-"""How soon a caller that waits for acceptance notices that the worker, or NATS, went away meanwhile."""
+"""A worker that takes nothing for so long, of what was sent to it, counts as gone. A healthy one needs under a
+millisecond for one request; one that is asked a thousand at once may need longer for the last (`requests.lines`)."""
 
 NO_RESPONDERS: Final = "503"
 
@@ -50,6 +49,7 @@ class RequestSender:
         self._inbox = ""
         self._subscription: Subscription | None = None
         self._waiting: dict[str, Offer] = {}
+        self._lines = Lines(accept_timeout_s, self._silent, self._probe)
         self._numbers = itertools.count(1)
 
     async def start(self) -> None:
@@ -67,6 +67,7 @@ class RequestSender:
     async def close(self) -> None:
         """Calls that wait, and streams that are open, end with `RequestCancelled`."""
         await self.listener.close()
+        await self._lines.close()
         if self._subscription is None:
             return
         subscription, self._subscription = self._subscription, None
@@ -103,11 +104,10 @@ class RequestSender:
             keep=True,
         )
         try:
-            with nats_call(self._nats, f"send request {request_id} to {offer.who}"):
-                reply = f"{self._inbox}.{number}"
-                reconnects = self._nats.stats["reconnects"]
-                await self._nats.publish(instance.subject, encode_header(header), reply=reply)
-            return await self._accepted(offer, instance.subject, reply, deadline_s, reconnects)
+            with self._lines.waiting(offer, self._nats.stats["reconnects"]):
+                with nats_call(self._nats, f"send request {request_id} to {offer.who}"):
+                    await self._nats.publish(instance.subject, encode_header(header), reply=f"{self._inbox}.{number}")
+                return await self._accepted(offer, deadline_s)
         except BaseException:
             self.listener.withdraw(offer)
             raise
@@ -142,64 +142,63 @@ class RequestSender:
         inbound = self.listener.ask_again(instance.subject, who, encode_header(header))
         if inbound is None or inbound.taken is None:
             return None
-        late: errors.DynamoError = self._silent(who) if wait_s == self._accept_timeout_s else _overdue(who)
+        overdue = wait_s < self._accept_timeout_s
+        late: errors.DynamoError = _overdue(who) if overdue else self._silent(who)
         timer = inbound.loop.call_later(wait_s, inbound.give_up, late)
         try:
             if await inbound.taken:
+                self._lines.took(instance.subject)
                 return inbound
         except BaseException:
             inbound.discard()
             raise
         finally:
             timer.cancel()
-        if inbound.refusal is not None:
+        if inbound.refusal is None:
+            kept.forget(instance.subject)
+        elif inbound.refusal is not late or overdue or not self._lines.is_taking(instance.subject):
             raise inbound.refusal
-        kept.forget(instance.subject)
-        return None
+        return None  # a worker that is busy with others does not hang: to the end of its line
 
-    async def _accepted(
-        self, offer: Offer, subject: str, reply: str, deadline_s: float | None, reconnects: int
-    ) -> InboundStream:
-        now_s = self.clock.now_s()
-        give_up_s = now_s + self._accept_timeout_s
-        while True:
-            wait_until_s = min(now_s + PROBE_INTERVAL_S, give_up_s, give_up_s if deadline_s is None else deadline_s)
-            await asyncio.wait((offer.answer,), timeout=max(0.0, wait_until_s - now_s))
-            if offer.answer.done():
-                return offer.answer.result()
-            now_s = self.clock.now_s()
-            if deadline_s is not None and now_s >= deadline_s:
-                raise _overdue(offer.who)
-            if now_s >= give_up_s:
-                raise self._silent(offer.who)
-            await self._probe(offer.who, subject, reply, reconnects)
+    async def _accepted(self, offer: Offer, deadline_s: float | None) -> InboundStream:
+        """The worker's connection. Raises what the offer was refused with."""
+        if deadline_s is None:
+            return await offer.answer
+        left_s = max(0.0, deadline_s - self.clock.now_s())
+        timer = asyncio.get_running_loop().call_later(left_s, offer.refuse, _overdue(offer.who))
+        try:
+            return await offer.answer
+        finally:
+            timer.cancel()
 
     def _silent(self, who: str) -> errors.WorkerLost:
         return errors.WorkerLost(
             f"{who} did not take the request within {self._accept_timeout_s:g} s; it hangs, or is gone", reason=SILENT
         )
 
-    async def _probe(self, who: str, subject: str, reply: str, reconnects: int) -> None:
+    async def _probe(self, line: Line) -> None:
         """An empty message: servers ignore it, and NATS answers "no responders" if the worker is gone."""
-        with nats_call(self._nats, f"hear from {who}"):
-            if self._nats.stats["reconnects"] != reconnects:
-                raise errors.NatsUnavailable(
-                    f"NATS was restarted while a request to {who} was on its way; send it again"
-                )
-            await self._nats.publish(subject, b"", reply=reply)
+        with nats_call(self._nats, f"hear from {line.subject}"):
+            line.refuse(_restarted, unless_of=self._nats.stats["reconnects"])
+            await self._nats.publish(line.subject, b"", reply=f"{self._inbox}.{line.name}")
 
     async def _on_reply(self, message: Msg) -> None:
-        offer = self._waiting.get(message.subject.rpartition(".")[2])
-        if offer is None:
-            return  # given up meanwhile
-        if message.headers and message.headers.get("Status") == NO_RESPONDERS:
-            offer.refuse(
-                errors.WorkerLost(
-                    f"{offer.who} is gone: nobody serves its subject; it is still registered until etcd knows"
-                )
-            )
-        else:
-            offer.refuse(decode_error(message.data))
+        name = message.subject.rpartition(".")[2]
+        gone = (message.headers or {}).get("Status") == NO_RESPONDERS
+        if gone and (line := self._lines.named(name)) is not None:
+            line.refuse(_gone)
+        elif (offer := self._waiting.get(name)) is not None:  # else it was given up meanwhile
+            offer.refuse(_gone(offer.who) if gone else decode_error(message.data))
+
+
+def _restarted(who: str) -> errors.NatsUnavailable:
+    return errors.NatsUnavailable(f"NATS was restarted while a request to {who} was on its way; send it again")
+
+
+def _gone(who: str) -> errors.WorkerLost:
+    return errors.WorkerLost(
+        f"{who} is gone: nobody serves its subject; it is still registered until etcd knows", reason=GONE
+    )
 
 
 def _overdue(who: str) -> errors.DeadlineExceeded:

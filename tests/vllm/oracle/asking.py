@@ -40,5 +40,8 @@ async def ask_both(graph: str, serve: str, cases: Sequence[Case]) -> list[Outcom
 
 async def _ask(client: httpx.AsyncClient, url: str, case: Case) -> Any:
     headers = {"content-type": "application/json", **case.headers}
-    response = await client.post(url + case.path, content=encoded(case), headers=headers)
+    if case.body is None:
+        response = await client.get(url + case.path, headers=case.headers)
+    else:
+        response = await client.post(url + case.path, content=encoded(case), headers=headers)
     return plain(response.status_code, response.content, response.headers.get("content-type", ""))

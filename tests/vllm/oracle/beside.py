@@ -27,11 +27,13 @@ API = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes", "enable-pr
 
 @dataclass(frozen=True)
 class Setup:
-    """Options of vLLM: `worker`'s are the engine's, `api`'s only its API reads. `graph` is a method of `VllmHost`."""
+    """Options of vLLM: `worker`'s are the engine's, `api`'s only its API reads. `graph` is a method of `VllmHost`; with
+    several `workers` each request goes to the next one."""
 
     graph: str = "aggregated"
     worker: Mapping[str, Any] = field(default_factory=dict)
     api: Mapping[str, Any] = field(default_factory=lambda: API)
+    workers: int = 1
 
 
 @contextmanager
@@ -71,10 +73,12 @@ async def until_healthy(url: str, log: Path) -> None:
 def graph_of(host: VllmHost, setup: Setup, folder: Path) -> Served:
     """The graph, whose API has the options that `vllm serve` is given, and answers plain requests, too."""
     folder.mkdir()
-    served: Served = getattr(host, setup.graph)(folder, **setup.worker)
+    several = {"workers": setup.workers}
+    scaled = several if setup.graph == "disaggregated" else {"ServiceArgs": several}
+    served: Served = getattr(host, setup.graph)(folder, **setup.worker, **scaled)
     (file,) = folder.glob("*.yaml")
     config = yaml.safe_load(file.read_text())
-    config["Processor"]["serve-args"] = dict(setup.api)
+    config["Processor"] |= {"serve-args": dict(setup.api), "router": "round-robin"}
     config.setdefault("Frontend", {})["plain-requests"] = "engine"
     file.write_text(yaml.safe_dump(config))
     return served

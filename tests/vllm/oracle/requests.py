@@ -37,7 +37,7 @@ LONG = {**GREEDY, "max_tokens": 48}
 
 @dataclass(frozen=True)
 class Case:
-    """One request. `parameter` is what it is about: a row of the table in docs/api.md."""
+    """One request; without a body it is a GET. `parameter` is what it is about: a row of the table in docs/api.md."""
 
     path: str
     parameter: str
@@ -78,7 +78,7 @@ SAMPLING: Mapping[str, list[Any]] = {
     "max_tokens": [1, 0, -3, 100000, None],
     "prompt_logprobs": [2, -5, None],
     "allowed_token_ids": [[40, 41, 42], [], [999999]],
-    "priority": [1, None],
+    "priority": [1, 0, "high", None],
     "truncate_prompt_tokens": [5, -1],
     "structured_outputs": [
         {"json": SCHEMA},
@@ -269,6 +269,7 @@ def _without_answers() -> Iterator[Case]:
         yield Case("/tokenize", ", ".join(sorted(body)), body)
     for body in ({"model": MODEL, "tokens": [5, 6, 7]}, {"model": MODEL, "tokens": "x"}, {"model": MODEL}):
         yield Case("/detokenize", ", ".join(sorted(body)), body)
+    yield Case("/v1/models", "the list", None)
     yield Case("/v1/embeddings", "a model that generates", {"model": MODEL, "input": "text"})
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"):
         yield Case(path, "not JSON", b"{")

@@ -29,6 +29,10 @@ from dynamo_local.errors import ConfigError
 _ONLY_WORKERS = {"kv_transfer_config": None, "kv_events_config": None, "speculative_config": None}
 """Arguments that mean nothing to who computes nothing."""
 
+_SEVERAL_WORKERS = 2
+"""As many API processes vLLM is told to have. With one it keeps to itself what images it has sent, and sends only their
+names the next time; but the next request goes to another worker, which has never seen them."""
+
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size")
 
 
@@ -60,7 +64,9 @@ class VllmApi:
             )
         args = _parsed([*engine.words, *serve_words], engine.max_model_len)
         try:
-            config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+            engine_args = AsyncEngineArgs.from_cli_args(args)
+            engine_args._api_process_count = _SEVERAL_WORKERS
+            config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         except (ValueError, TypeError, OSError) as error:
             raise ConfigError(f"vLLM's API refuses its options: {' '.join(str(error).split())}") from error
         core = GraphCore(send, engine.tasks)
