@@ -37,6 +37,11 @@ def test_the_comparison_sees_what_differs():
     assert difference(stream(choice("a"), choice("b")), stream(choice("ab"))) is None
     assert difference(stream(choice("a"), choice("b")), stream(choice("ac"))) is not None
     assert difference(stream(choice("a"), "[DONE]"), stream(choice("a"))) is not None
+    half, none = (
+        stream(f'{{"choices": [{{"index": 0, "delta": {{"reasoning": "{text}", "content": "{text}"}}}}]}}')
+        for text in ("a\\ufffd", "a")
+    )
+    assert difference(half, none) == 'events.0.0.delta.content: "a\\ufffd" against "a"'
     whole = plain(200, b'{"id": "x", "logprob": -1.23456, "user": null}', "application/json")
     assert difference(whole, plain(200, b'{"id": "y", "logprob": -1.23457, "user": null}', "application/json")) is None
     assert difference(whole, plain(200, b'{"id": "y", "logprob": -1.3, "user": null}', "application/json")) is not None

@@ -85,12 +85,12 @@ def _texts(outcomes: Sequence[Outcome], model: str) -> list[Any]:
 async def test_pictures_are_seen_as_by_vllm_serve(graph: str, vllm_host: VllmHost, tmp_path: Path) -> None:
     """Each worker sees them, also one that it gets for the first time while others have it: the API must not rely on
     who has got what."""
-    from tests.vllm.make_tiny_llava import make_llava, picture
+    from tests.vllm.make_tiny_blip import make_blip, picture
 
-    made = make_llava(tmp_path / "llava", sorted((ROOT / "docs").glob("*.md")))
+    made = make_blip(tmp_path / "blip", sorted((ROOT / "docs").glob("*.md")))
     pictures = [picture(1), picture(7), picture(3, (20, 200))]
     cases = model_cases.numbered(model_cases.of_pictures(pictures))
-    setup = Setup(graph, worker={"limit-mm-per-prompt": {"image": 2}}, workers=2)
+    setup = Setup(graph, workers=2)
     outcomes = await compared(replace(vllm_host, model=made), setup, tmp_path, cases)
     write_if_asked("models", f"pictures, {graph}", outcomes)
     assert unexpected(outcomes) == []

@@ -32,7 +32,9 @@ class Outcome:
 
 async def ask_both(graph: str, serve: str, cases: Sequence[Case]) -> list[Outcome]:
     """One after the other: what an engine computes together differs in the last digits of its numbers."""
-    async with httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S)) as client:
+    # A connection for each request: after an error of its own vLLM's server closes one without saying so.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S), limits=limits) as client:
         return [
             Outcome(case, *await asyncio.gather(_ask(client, graph, case), _ask(client, serve, case))) for case in cases
         ]

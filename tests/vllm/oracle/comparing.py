@@ -22,16 +22,29 @@ ADDED = frozenset(
     {"text", "delta", "content", "arguments", "reasoning", "reasoning_content", "partial_json", "thinking"}
 )
 
+THOUGHTS = frozenset({"reasoning", "reasoning_content", "thinking"})
+
 
 def plain(status: int, body: bytes, kind: str) -> dict[str, Any]:
     """A response as something that can be compared."""
     if kind.startswith("text/event-stream"):
-        return {"status": status, "events": _summed(list(_events(body)))}
+        return {"status": status, "events": _thought(_summed(list(_events(body))))}
     try:
         value = json.loads(body)
     except ValueError:
         value = body.decode(errors="replace")
     return {"status": status, "body": _nameless(value)}
+
+
+def _thought(value: Any) -> Any:
+    """Without half a character at the end of what was thought: vLLM's parser drops it where the mark behind it comes in
+    an event of its own, and gives it where both come together, which is chance."""
+    if isinstance(value, dict):
+        return {
+            key: each.rstrip("\ufffd") if key in THOUGHTS and isinstance(each, str) else _thought(each)
+            for key, each in value.items()
+        }
+    return [_thought(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _events(body: bytes) -> Iterator[tuple[str, Any]]:

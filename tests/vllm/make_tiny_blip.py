@@ -1,6 +1,7 @@
-"""A LLaVA-like model that looks at pictures: the tiny model's sizes behind a vision tower of three layers, all random.
+"""A BLIP-2-like model that looks at pictures: the tiny model's sizes behind a vision tower and a Q-Former.
 
-Made by transformers from configurations alone; each picture is sixteen tokens.
+Made by transformers from configurations alone, all weights random; each picture is eight tokens before the prompt.
+(LLaVA's and Qwen's models ask for torchvision in vLLM, which `install.sh` leaves out.)
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from tests.vllm.make_tiny_model import (
 )
 
 IMAGE = "<image>"
-SIDE, PATCH = 56, 14
+SIDE, PATCH, QUERIES = 56, 14, 8
 
 
-def make_llava(folder: Path, texts: Sequence[Path], *, seed: int = 0) -> Path:
+def make_blip(folder: Path, texts: Sequence[Path], *, seed: int = 0) -> Path:
     """Write everything that vLLM reads of such a model into `folder`; needs torch and transformers."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(folder, texts, [IMAGE], TEMPLATE)
@@ -36,25 +37,25 @@ def make_llava(folder: Path, texts: Sequence[Path], *, seed: int = 0) -> Path:
 
 
 def _processor(folder: Path) -> None:
-    from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
+    from transformers import Blip2Processor, BlipImageProcessorPil, PreTrainedTokenizerFast
 
-    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    made = LlavaProcessor(
-        image_processor=images,
-        tokenizer=PreTrainedTokenizerFast.from_pretrained(folder),
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,  # the class token, which `default` leaves out again
-        chat_template=TEMPLATE,
-    )
-    made.save_pretrained(folder)
+    images = BlipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    Blip2Processor(images, tokenizer, num_query_tokens=QUERIES).save_pretrained(folder)
 
 
 def _model(folder: Path, image_token: int, seed: int) -> None:
     import torch
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import (
+        Blip2Config,
+        Blip2ForConditionalGeneration,
+        Blip2QFormerConfig,
+        Blip2VisionConfig,
+        LlamaConfig,
+    )
 
     text = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
@@ -66,22 +67,25 @@ def _model(folder: Path, image_token: int, seed: int) -> None:
         bos_token_id=0,
         eos_token_id=1,
     )
-    vision = CLIPVisionConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=3,
-        num_attention_heads=HEADS,
-        image_size=SIDE,
-        patch_size=PATCH,
-        projection_dim=HIDDEN,
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+    }
+    config = Blip2Config(
+        vision_config=Blip2VisionConfig(**sizes, image_size=SIDE, patch_size=PATCH),
+        qformer_config=Blip2QFormerConfig(**sizes, vocab_size=VOCABULARY, encoder_hidden_size=HIDDEN),
+        text_config=text,
+        num_query_tokens=QUERIES,
+        image_token_index=image_token,
     )
-    config = LlavaConfig(vision, text, image_token_index=image_token, image_seq_length=(SIDE // PATCH) ** 2)
-    model = LlavaForConditionalGeneration(config)
+    model = Blip2ForConditionalGeneration(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, values in model.named_parameters():
             if values.dim() > 1:
-                scale = 1.0 if "embed_tokens" in name else values[0].numel() ** -0.5
+                scale = 1.0 if "embed_tokens" in name or "query" in name else values[0].numel() ** -0.5
                 values.copy_(torch.randn(values.shape, generator=generator) * scale)
     model.save_pretrained(folder)
 
