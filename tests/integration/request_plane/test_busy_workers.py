@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,7 +31,7 @@ async def echo(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def busy(nats_server: RealNats, namespace: str, silence_s: float) -> AsyncIterator[Bench]:
+async def slow(nats_server: RealNats, namespace: str, silence_s: float) -> AsyncIterator[Bench]:
     """Instance 1 takes a request every `EACH_S`; its caller takes a worker for gone that is silent for so long."""
     async with request_bench(nats_server, namespace, accept_timeout_s=silence_s) as made:
         await made.serve(echo, 2)
@@ -56,7 +57,7 @@ async def asked(bench: Bench, number: int) -> list[Any]:
 @pytest.mark.timing
 async def test_a_busy_worker_is_waited_for(nats_server: RealNats, namespace: str) -> None:
     """The last of twelve waits three times as long as a silent worker may."""
-    async with busy(nats_server, namespace, SILENCE_S) as bench:
+    async with slow(nats_server, namespace, SILENCE_S) as bench:
         start = time.monotonic()
         assert await asyncio.gather(*(asked(bench, n) for n in range(REQUESTS))) == [[n] for n in range(REQUESTS)]
         assert time.monotonic() - start > 2 * SILENCE_S
@@ -64,7 +65,7 @@ async def test_a_busy_worker_is_waited_for(nats_server: RealNats, namespace: str
 
 async def test_those_that_wait_do_not_ask_each_for_itself(nats_server: RealNats, namespace: str) -> None:
     """Five hundred cost NATS as many messages, and a few more; each one is told when the worker goes."""
-    async with busy(nats_server, namespace, 30.0) as bench:
+    async with slow(nats_server, namespace, 30.0) as bench:
         connection, server_side = bench.connections[0], bench.connections[-1]
         waiting = [asyncio.create_task(asked(bench, n)) for n in range(500)]
         await asyncio.wait(waiting, timeout=6 * PROBE_INTERVAL_S)
@@ -74,3 +75,31 @@ async def test_those_that_wait_do_not_ask_each_for_itself(nats_server: RealNats,
     lost = [each for each in found if isinstance(each, BaseException)]
     assert len(lost) > 400
     assert all(isinstance(each, WorkerLost) for each in lost)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection whose other end says nothing."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("busy", [True, False])
+async def test_who_waits_on_a_kept_connection_of_a_busy_worker_joins_its_line(
+    busy: bool, ends: tuple[socket.socket, socket.socket], nats_server: RealNats, namespace: str
+) -> None:
+    """It takes others, so it does not hang, and is asked again by NATS. One that takes nothing is given up."""
+    async with request_bench(nats_server, namespace, accept_timeout_s=SILENCE_S) as bench:
+        await bench.serve(echo)
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ends[0])
+        bench.dispatcher.listener.kept.put(bench.subject(1), transport)
+        waiting = asyncio.create_task(asked(bench, 1))
+        await asyncio.wait({waiting}, timeout=SILENCE_S / 2)
+        if busy:
+            assert await asked(bench, 2) == [2]
+            assert await waiting == [1]
+        else:
+            with pytest.raises(WorkerLost, match="did not take"):
+                await waiting
