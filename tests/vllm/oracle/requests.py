@@ -22,6 +22,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": SCHEMA}}
+FORMAT = {"type": "json_schema", "name": "r", "schema": SCHEMA}
+LOGPROBS = ["message.output_text.logprobs"]
 NAMED = {"type": "function", "function": {"name": "look_up"}}
 CALLED = [
     *CHAT,
@@ -222,7 +224,7 @@ def _others() -> Iterator[Case]:
         {},
         {"instructions": "Be brief."},
         {"input": CHAT},
-        {"text": {"format": {"type": "json_schema", "name": "r", "schema": SCHEMA}}, "max_output_tokens": 48},
+        {"text": {"format": FORMAT}, "max_output_tokens": 48},
         {"top_p": 0.5},
         {"temperature": -1},
         {"model": "nobody"},
@@ -230,12 +232,14 @@ def _others() -> Iterator[Case]:
         {"tools": [{"type": "function", "name": "look_up", "parameters": SCHEMA}], "tool_choice": "required",
          "max_output_tokens": 48},
         {"background": True},
-        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"include": LOGPROBS, "top_logprobs": 2, "text": {"format": FORMAT}, "max_output_tokens": 48},
         {"input": None},
     ):  # fmt: skip
         name = next(iter(more), "plain")
         yield Case("/v1/responses", name, {**responses, **more})
         yield Case("/v1/responses", name, {**responses, **more, "stream": True})
+    # Not streamed: the log-probabilities of half a character are in a stream only if its other half comes with it.
+    yield Case("/v1/responses", "include", {**responses, "include": LOGPROBS, "top_logprobs": 2})
     anthropic = {"model": MODEL, "messages": [{"role": "user", "content": "What?"}], "max_tokens": 8, "temperature": 0}
     tool = {"name": "look_up", "description": "Looks up.", "input_schema": SCHEMA}
     for more in (
