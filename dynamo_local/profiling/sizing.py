@@ -6,8 +6,8 @@ that is: the same fleet with other arrivals, and with engines as much slower and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,6 +22,7 @@ from dynamo_local.twin.generator.options import GeneratorOptions
 from dynamo_local.twin.generator.requests import generate
 from dynamo_local.twin.metrics import Metrics, measure
 from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
+from dynamo_local.twin.process import Job
 from dynamo_local.twin.trace import TraceRequest
 
 REQUESTS = 1500
@@ -48,7 +49,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """A profile's engines in the twin, GPUs of one of each role, and how far their times may be off (a share)."""
+    """A profile's engines in the twin, GPUs of one of each role, and how far their times may be off (a share).
+    `beyond`, where prefill and decode are together: what a first token takes beyond the engine, which the twin knows
+    nothing of (`Document.beyond_engine`); where they are apart the twin's hand-offs take it."""
 
     profile: str
     sim: SimOptions
@@ -56,6 +59,7 @@ class Engines:
     decode_gpus: int
     error: float
     document: Document | None
+    beyond: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +105,19 @@ def engines_of_profile(profile: str, *, aggregated: bool) -> Engines:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=min(engine.context_length, engine.max_kv_tokens),
     )
-    if "prefill" in document.engines:
+    together = "prefill" not in document.engines
+    if not together:
         sim = with_handoff(sim, document.beyond_engine)
     prefill = document.engines.get("prefill", engine)
     errors = document.certificate.held_out.values()
     return Engines(
-        profile, sim, max(1, prefill.gpus), max(1, engine.gpus), median(errors) if errors else UNKNOWN_ERROR, document
+        profile,
+        sim,
+        max(1, prefill.gpus),
+        max(1, engine.gpus),
+        median(errors) if errors else UNKNOWN_ERROR,
+        document,
+        document.beyond_engine if together else {},
     )
 
 
@@ -186,10 +197,20 @@ def _run(
     jobs: int | None = None,
 ) -> list[Tried]:
     cases = [Case(str(shape), _options(engines, shape, speed)) for shape in shapes]
+    runs = run_cases(trace, cases, jobs)
+    for run in runs:
+        hear_later(run.jobs, engines.beyond)
     return [
-        Tried(case.options.shape, case.options.gpus, measure(run, slo))
-        for case, run in zip(cases, run_cases(trace, cases, jobs), strict=True)
+        Tried(case.options.shape, case.options.gpus, measure(run, slo)) for case, run in zip(cases, runs, strict=True)
     ]
+
+
+def hear_later(jobs: Iterable[Job], beyond: Mapping[str, float]) -> None:
+    """A client has all tokens of an answer so much later than the engine, by the size of its prompt."""
+    for job in jobs if beyond else ():
+        later_s = (beyond["overhead_ms"] + beyond["per_token_ms"] * job.request.input_length) / 1000
+        job.first_s = None if job.first_s is None else job.first_s + later_s
+        job.last_s = None if job.last_s is None else job.last_s + later_s
 
 
 def _options(engines: Engines, shape: FleetShape, speed: float) -> TwinOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -54,6 +55,19 @@ def test_hand_offs_take_what_was_measured_by_their_size(engines, beyond, seconds
     """1,000 tokens; where nothing was measured they stay as they were."""
     assert with_handoff(engines.sim, beyond).transfer_s(1000) == pytest.approx(seconds)
     assert with_handoff(engines.sim, {}) == engines.sim
+
+
+def test_aggregated_engines_are_heard_later_by_what_was_measured(engines):
+    """A target that the engine keeps alone, and not with the way over HTTP. Gaps are what they were."""
+    wanted = Wanted(Slo(ttft_ms=100.0), aggregated=True, gpus=1)
+    metrics = []
+    for beyond in ({}, {"overhead_ms": 50.0, "per_token_ms": 0.01}):
+        planned = plan(replace(engines, beyond=beyond), wanted, lambda seed: load(1.0), lambda text: None, jobs=1)
+        metrics.append(planned.best.metrics)
+    alone, heard = metrics
+    assert heard.ttft_ms.p50 == pytest.approx(alone.ttft_ms.p50 + 50.0 + 0.01 * 3000)
+    assert heard.itl_ms == alone.itl_ms
+    assert (alone.attainment, heard.attainment) == (1.0, 0.0)
 
 
 def test_more_load_needs_more_prefill_workers_and_the_split_is_named(engines):
