@@ -219,11 +219,12 @@ def _forget_earlier_loads(module_name: str) -> None:
 
 def _put_on_path(base_dir: str) -> None:
     global _path_of_last_load
-    if _path_of_last_load in sys.path and _path_of_last_load != base_dir:
+    if sys.path[:1] == [base_dir]:
+        return
+    if _path_of_last_load in sys.path:  # the same folder, too: others may have put themselves before it
         sys.path.remove(_path_of_last_load)
-    if sys.path[:1] != [base_dir]:
-        sys.path.insert(0, base_dir)
-        _path_of_last_load = base_dir
+    sys.path.insert(0, base_dir)
+    _path_of_last_load = base_dir
 
 
 def _not_found(error: ModuleNotFoundError, target: str, base_dir: Path) -> GraphError:

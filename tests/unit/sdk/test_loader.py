@@ -156,6 +156,20 @@ def test_only_one_base_folder_stays_on_the_path(folder: Path, tmp_path_factory: 
     assert sys.path[0] == str(other)
 
 
+def test_who_puts_itself_before_the_base_folder_does_not_keep_it_on_the_path(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
+    """A script that was imported meanwhile. A package of the earlier folder would hide the later one's."""
+    before, other = (str(tmp_path_factory.mktemp(name)) for name in ("before", "other"))
+    request.addfinalizer(lambda: sys.path.remove(before))
+    load_graph("graphs.agg:Frontend", base_dir=folder)
+    sys.path.insert(0, before)
+    load_graph("graphs.agg:Frontend", base_dir=folder)
+    assert sys.path[0] == str(folder)
+    with pytest.raises(GraphError, match="no module 'graphs'"):
+        load_graph("graphs.agg:Frontend", base_dir=Path(other))
+
+
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     """Not an import error about the module."""
     with pytest.raises(GraphError, match=r"no folder .*nowhere"):

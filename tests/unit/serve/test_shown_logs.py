@@ -150,13 +150,13 @@ async def test_the_display_is_kept_up_to_date_while_something_changes_and_only_t
 
 
 async def test_quiet_files_are_looked_at_less_often_until_a_line_comes(house: House) -> None:
-    """66 files, seven times a second, for nobody."""
+    """66 files, seven times a second, for nobody. A sleep to a common point of time is up to half as long again."""
     async with house.runs():
         await house.until(lambda: house.clock.slept_s[-1:] == [pytest.approx(QUIET_LOG_POLL_S)])
         looks = len(house.clock.slept_s)
         house.write("dynamo_A", "one\n")
         await house.until(lambda: bool(house.screen.lines))
-        await house.until(lambda: any(slept_s < LOG_POLL_S * 1.01 for slept_s in house.clock.slept_s[looks:]))
+        await house.until(lambda: any(slept_s <= LOG_POLL_S * 1.51 for slept_s in house.clock.slept_s[looks:]))
 
 
 async def test_a_file_that_is_not_there_or_not_ours_to_read_stops_nobody(house: House) -> None:

@@ -24,6 +24,7 @@ FOR_RECORDS_ONLY = {
     "dynamo_local/cli/views/top.py": "the time of a decision, for people",
     "dynamo_local/clock.py": "it is the clock",
     "dynamo_local/components/openai/generation.py": "`created` of an answer, as OpenAI's API has it",
+    "dynamo_local/components/processor.py": "`created` of an adapter's card",
     "dynamo_local/components/vllm_worker.py": "`created` of the model card",
     "dynamo_local/engines/vllm/api/core_requests.py": "vLLM's `arrival_time`, for its own metrics",
     "dynamo_local/planner/connectors/kubernetes/electing.py": "`renewTime` of a lease, for people: a holder's silence "
