@@ -195,16 +195,21 @@ class ModelRoute(ABC, Generic[R]):
             except ClientGone:
                 logger.info("request %s: the client went away; cancelled", request_id)
             except Exception as error:
-                if not isinstance(error, ApiError | DynamoError):
-                    logger.exception("request %s failed unexpectedly", request_id)
-                answer = api_errors.from_error(error)
-                log = logger.warning if answer.status >= 500 else logger.info
-                log("request %s: %d %s: %s", request_id, answer.status, answer.code, fit_for_logs(answer.message))
-                try:
-                    await reply.fail(answer, scope["path"])
-                except TimeoutError:
-                    logger.info("request %s: its client does not read; cut off", request_id)
-                    reply.cut()
+                await self._fail(error, request_id, reply, scope["path"])
+
+    async def _fail(self, error: Exception, request_id: str, reply: Reply, path: str) -> None:
+        """Answer with it. Not where it was caught: it knows the frames up to there, and one of them, with the request's
+        body, that kept it in a variable would be freed only when the garbage collector comes by."""
+        if not isinstance(error, ApiError | DynamoError):
+            logger.error("request %s failed unexpectedly", request_id, exc_info=error)
+        answer = api_errors.from_error(error)
+        log = logger.warning if answer.status >= 500 else logger.info
+        log("request %s: %d %s: %s", request_id, answer.status, answer.code, fit_for_logs(answer.message))
+        try:
+            await reply.fail(answer, path)
+        except TimeoutError:
+            logger.info("request %s: its client does not read; cut off", request_id)
+            reply.cut()
 
     async def _serve(
         self, scope: Scope, receive: Receive, reply: Reply, request_id: str, take: Callable[[int], None]

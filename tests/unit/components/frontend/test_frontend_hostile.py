@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from hypothesis import HealthCheck, example, given, settings
 
+from dynamo_local.system import collector
 from tests.drivers.hostile import Hostile, hostile_bodies
 from tests.drivers.served import MODEL
 from tests.fakes.data_plane.processor import FakeEndpoint, answer
@@ -25,6 +28,26 @@ SETTINGS = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.fun
 def test_a_hostile_body_is_answered_or_refused(house: Make, serve_model: Make, hostile: Hostile):
     """Never a failure of ours; a refusal is short, in OpenAI's format, and never reaches the Processor."""
     asyncio.run(_ask(house, serve_model, hostile))
+
+
+async def test_a_refused_request_leaves_nothing_of_ours_to_the_garbage_collector(house: Make):
+    """It comes by seldom while a process serves: an error that held the frames with the body would hold that, too."""
+    body = Hostile("/v1/chat/completions", "stop", "long string", 1000).body()
+    async with house().client() as client:
+        gc.collect()
+        with collector.paused():
+            response = await client.post(
+                "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+            )
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                gc.collect()
+            finally:
+                gc.set_debug(0)
+            frames = [each.f_code.co_qualname for each in gc.garbage if isinstance(each, FrameType)]
+            gc.garbage.clear()
+    assert response.is_client_error
+    assert frames == []
 
 
 async def _ask(house: Make, put_model: Make, hostile: Hostile) -> None:
