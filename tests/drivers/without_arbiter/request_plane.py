@@ -12,6 +12,7 @@ from nats.aio.client import Client
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
 from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.runtime.requests import RequestContext
 from dynamo_local.runtime.requests.client import NatsEndpointClient
 from dynamo_local.runtime.requests.handlers import Handler
 from dynamo_local.runtime.requests.request_sender import RequestSender
@@ -100,3 +101,14 @@ async def request_bench(nats: RealNats, namespace: str, accept_timeout_s: float 
         await bench.close()
     assert bench.dispatcher.listener.open_connections == 0
     assert [server.in_flight for server in bench.servers.values() if server.in_flight] == []
+
+
+async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
+    """A handler: the numbers up to the payload."""
+    for n in range(payload):
+        yield n
+
+
+async def asked(bench: Bench, payload: Any = 2, **options: Any) -> list[Any]:
+    """The whole answer to one request."""
+    return [item async for item in await bench.client.call(payload, **options)]

@@ -16,7 +16,7 @@ from dynamo_local.errors import WorkerLost
 from dynamo_local.runtime.requests import RequestContext
 from dynamo_local.runtime.requests.lines import PROBE_INTERVAL_S
 from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, asked, request_bench
 
 pytestmark = pytest.mark.infra
 
@@ -49,17 +49,14 @@ async def slow(nats_server: RealNats, namespace: str, silence_s: float) -> Async
         yield made
 
 
-async def asked(bench: Bench, number: int) -> list[Any]:
-    """Instance 1's answer."""
-    return [item async for item in await bench.client.call(number, instance_id=1)]
-
-
 @pytest.mark.timing
 async def test_a_busy_worker_is_waited_for(nats_server: RealNats, namespace: str) -> None:
     """The last of twelve waits three times as long as a silent worker may."""
     async with slow(nats_server, namespace, SILENCE_S) as bench:
         start = time.monotonic()
-        assert await asyncio.gather(*(asked(bench, n) for n in range(REQUESTS))) == [[n] for n in range(REQUESTS)]
+        assert await asyncio.gather(*(asked(bench, n, instance_id=1) for n in range(REQUESTS))) == [
+            [n] for n in range(REQUESTS)
+        ]
         assert time.monotonic() - start > 2 * SILENCE_S
 
 
@@ -67,7 +64,7 @@ async def test_those_that_wait_do_not_ask_each_for_itself(nats_server: RealNats,
     """Five hundred cost NATS as many messages, and a few more; each one is told when the worker goes."""
     async with slow(nats_server, namespace, 30.0) as bench:
         connection, server_side = bench.connections[0], bench.connections[-1]
-        waiting = [asyncio.create_task(asked(bench, n)) for n in range(500)]
+        waiting = [asyncio.create_task(asked(bench, n, instance_id=1)) for n in range(500)]
         await asyncio.wait(waiting, timeout=6 * PROBE_INTERVAL_S)
         assert 500 <= connection.stats["out_msgs"] < 550
         await server_side.close()
@@ -95,10 +92,10 @@ async def test_who_waits_on_a_kept_connection_of_a_busy_worker_joins_its_line(
         await bench.serve(echo)
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ends[0])
         bench.dispatcher.listener.kept.put(bench.subject(1), transport)
-        waiting = asyncio.create_task(asked(bench, 1))
+        waiting = asyncio.create_task(asked(bench, 1, instance_id=1))
         await asyncio.wait({waiting}, timeout=SILENCE_S / 2)
         if busy:
-            assert await asked(bench, 2) == [2]
+            assert await asked(bench, 2, instance_id=1) == [2]
             assert await waiting == [1]
         else:
             with pytest.raises(WorkerLost, match="did not take"):

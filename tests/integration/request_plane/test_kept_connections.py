@@ -22,26 +22,9 @@ from dynamo_local.runtime.requests.frames import (
 from dynamo_local.runtime.requests.kept import asking
 from dynamo_local.runtime.requests.sender import KEEP_BYTES
 from tests.drivers.eventually import eventually
-from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, asked, count
 
 pytestmark = pytest.mark.infra
-
-
-@pytest.fixture
-async def bench(nats_server: RealNats, namespace: str) -> AsyncIterator[Bench]:
-    """A caller over the shared NATS, and servers as the test wants them."""
-    async with request_bench(nats_server, namespace) as made:
-        yield made
-
-
-async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    for n in range(payload):
-        yield n
-
-
-async def asked(bench: Bench, payload: Any = 2, **options: Any) -> list[Any]:
-    return [item async for item in await bench.client.call(payload, **options)]
 
 
 def kept(bench: Bench) -> int:

@@ -17,21 +17,9 @@ from dynamo_local.runtime.nats import close_quietly, connect_nats
 from dynamo_local.runtime.requests import DependencyClient, EndpointServer, RequestContext, RequestPlane
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealEtcd, RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, count, request_bench
 
 pytestmark = pytest.mark.infra
-
-
-@pytest.fixture
-async def bench(nats_server: RealNats, namespace: str) -> AsyncIterator[Bench]:
-    """A caller over the shared NATS, and servers as the test wants them."""
-    async with request_bench(nats_server, namespace) as made:
-        yield made
-
-
-async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    for n in range(payload):
-        yield n
 
 
 def gated(gate: asyncio.Event) -> Any:

@@ -29,18 +29,11 @@ from dynamo_local.runtime.requests.frames import (
 )
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, count, request_bench
 
 pytestmark = pytest.mark.infra
 ROOT = Path(__file__).parents[3]
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-async def bench(nats_server: RealNats, namespace: str) -> AsyncIterator[Bench]:
-    """A caller over the shared NATS, and servers as the test wants them."""
-    async with request_bench(nats_server, namespace) as made:
-        yield made
 
 
 @pytest.fixture
@@ -68,11 +61,6 @@ async def start_worker(
     assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
     bench.register(instance_id)
     return process
-
-
-async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    for n in range(payload):
-        yield n
 
 
 async def wait_for_ever(payload: Any, context: RequestContext) -> AsyncIterator[Any]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
 
 import msgspec
 import pytest
 from nats.aio.msg import Msg
 
 from dynamo_local import errors
-from dynamo_local.runtime.requests import RequestContext
 from dynamo_local.runtime.requests.frames import (
     FrameKind,
     RequestHeader,
@@ -23,22 +20,9 @@ from dynamo_local.runtime.requests.frames import (
     frame,
 )
 from tests.drivers.eventually import eventually
-from tests.drivers.servers import RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, count
 
 pytestmark = pytest.mark.infra
-
-
-@pytest.fixture
-async def bench(nats_server: RealNats, namespace: str) -> AsyncIterator[Bench]:
-    """A caller over the shared NATS, and servers as the test wants them."""
-    async with request_bench(nats_server, namespace) as made:
-        yield made
-
-
-async def count(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    for n in range(payload):
-        yield n
 
 
 async def hello(port: int, token: bytes, *frames: bytes) -> bytes:
