@@ -187,7 +187,8 @@ class MeasuredGraph:
                 url = self.frontend_url
             if url is None:
                 raise GraphFailed(f"{worker.name} cannot be asked over HTTP: it does not say where it listens")
-            self._servers[name] = Server(url, self.target.metrics_of(worker.component) if http else None)
+            metrics = self.target.metrics_of(worker.component) if http else None
+            self._servers[name] = Server(url, metrics, apart=not http and not self.target.standalone)
         return self._servers[name]
 
 

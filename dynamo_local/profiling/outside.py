@@ -28,13 +28,15 @@ class NotAnswered(DynamoError):
 
 
 class Server:
-    """An OpenAI server at `url`. `metrics` is the path of its metrics (None: it has none)."""
+    """An OpenAI server at `url`. `metrics` is the path of its metrics (None: it has none). `apart`: others prefill for
+    those that decode."""
 
-    def __init__(self, url: str, metrics: str | None = "/metrics") -> None:
+    def __init__(self, url: str, metrics: str | None = "/metrics", *, apart: bool = False) -> None:
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False)
         self._url = url
         self._metrics = metrics
+        self._apart = apart
         self._model = ""
 
     async def close(self) -> None:
@@ -90,8 +92,11 @@ class Server:
         return {"ttft_s": took_s, "itl_s": None}
 
     async def _decode(self, prompts: list[list[int]], request: Mapping[str, Any]) -> dict[str, Any]:
-        """All at once, each to its end: what counts is the time in which all of them decode."""
+        """All at once, each to its end: what counts is the time in which all of them decode. Where others prefill, each
+        prompt is asked before: from a cache they come together, and the first has not ended when the last begins."""
         answer = request["answer_max"]
+        if self._apart:
+            await asyncio.gather(*(self._stream(prompt, 1) for prompt in prompts))
         streams = await asyncio.gather(*(self._stream(prompt, answer) for prompt in prompts))
         gap = gap_of(streams, answer)
         if gap is None:
