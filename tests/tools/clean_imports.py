@@ -1,4 +1,4 @@
-"""For tests that load graphs: `sys.path` and `sys.modules` afterwards as they were before."""
+"""For tests that load graphs: nothing of theirs is in `sys.path` and `sys.modules` afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def clean_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path[:] = path
+        # What is gone is not put back: the folder of an earlier load, which the loader would no longer know as such.
+        sys.path[:] = [each for each in sys.path if each in path]
         for name in set(sys.modules) - set(modules):
             # Ours and installed packages stay: a second copy of a class would break isinstance elsewhere.
             file = getattr(sys.modules[name], "__file__", None) or ""
