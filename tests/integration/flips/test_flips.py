@@ -28,6 +28,9 @@ from tests.drivers.served import Served, expected, messages, tokenizer
 
 pytestmark = pytest.mark.infra
 
+LONGER_THAN_A_FLIP = 1500
+"""Tokens: nine seconds. A flip takes a fraction of one, and several on a starved machine."""
+
 
 @pytest.fixture(scope="module")
 def shared_graph() -> Iterator[Served]:
@@ -70,13 +73,13 @@ async def test_flips_both_ways_under_load_lose_nothing(graph: Served) -> None:
 async def test_streams_outlast_the_role_in_which_they_began(graph: Served) -> None:
     """decode -> prefill: they run on to their end beside prefills; `drain` waits for them, too."""
     prompts = [f"Tell me something long, number {n}." for n in range(6)]
-    async with streaming(graph, *prompts, tokens=600) as streams:
+    async with streaming(graph, *prompts, tokens=LONGER_THAN_A_FLIP) as streams:
         became = await flip(graph, names(graph, "VllmWorker")[-1])
         assert not any(stream.done() for stream in streams)
         row = graph.worker(became)
         assert row["component"] == "PrefillWorker"
         answers = await asyncio.gather(*streams)
-    assert answers == [expected(prompt, 600, ignore_eos=True) for prompt in prompts]
+    assert answers == [expected(prompt, LONGER_THAN_A_FLIP, ignore_eos=True) for prompt in prompts]
 
 
 async def test_two_components_change_in_one_decision(graph: Served) -> None:
