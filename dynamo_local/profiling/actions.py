@@ -7,6 +7,7 @@ flips and sleeps are tried where the configuration has them. Beside it, what a w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,17 +37,22 @@ async def measured_actions(
     cold_s, drains = graph.cold_s(), dict[str, float]()
     memory: dict[str, dict[str, MemoryFacts]] = {}
     for component in dict.fromkeys(graph.target.components.values()):
-        memory[component] = await _memory(graph, component, inventory)
-        takes_s, left_s = cold_s.get(component, 0.0), until_s - time.monotonic()
-        if takes_s > left_s:
-            left = f"{max(0.0, left_s):.0f} s of the budget are left"
-            tell(f"not timed: one more {component} takes {takes_s:.0f} s, and {left}")
-        else:
-            await _one_more_and_one_less(graph, component, drains, tell)
-        await _flip(graph, component, tell)
-        memory[component] |= await _sleep(graph, component, tell)
+        try:
+            memory[component] = await _memory(graph, component, inventory)
+            takes_s, left_s = cold_s.get(component, 0.0), until_s - time.monotonic()
+            if takes_s > left_s:
+                left = f"{max(0.0, left_s):.0f} s of the budget are left"
+                tell(f"not timed: one more {component} takes {takes_s:.0f} s, and {left}")
+            else:
+                await _one_more_and_one_less(graph, component, drains, tell)
+            await _flip(graph, component, tell)
+            memory[component] |= await _sleep(graph, component, tell)
+        except GraphFailed as error:  # what was measured before is not lost for it
+            tell(f"not timed: {component}: {error}")
     found: dict[str, dict[str, float]] = {}
-    for row in (await graph.look())["lead_times"]:
+    with contextlib.suppress(GraphFailed):  # then what it told last
+        await graph.look()
+    for row in graph.status["lead_times"]:
         if row["component"] in graph.target.components.values() and row["run"] is not None:
             found.setdefault(row["component"], {})[row["rung"]] = row["run"]["median_s"]
     for component, seconds in drains.items():

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,9 @@ SERVE_S = 900.0
 """`dynamo serve` has deadlines of its own for a start; beyond this it hangs."""
 READY_S = 30.0
 """So long a worker's endpoint may take to be seen after the graph is ready."""
+
+LOOKS = 6
+"""Each waits five seconds for the arbiter."""
 
 
 class GraphFailed(DynamoError):
@@ -75,6 +78,17 @@ async def dynamo(*words: str, timeout_s: float = 900.0) -> str:
         said = err.decode(errors="replace").strip() or out.decode(errors="replace").strip()
         raise GraphFailed(f"`dynamo {' '.join(words[:2])}` failed: {said.removeprefix('dynamo: ')}")
     return out.decode(errors="replace")
+
+
+async def patiently(ask: Callable[[], Awaitable[str]], tries: int = LOOKS) -> str:
+    """What it answers, asked so often at most: while engines start on a host with few processors, an arbiter may not
+    answer in time. Raises the last `GraphFailed`."""
+    for _ in range(tries - 1):
+        try:
+            return await ask()
+        except GraphFailed:
+            await asyncio.sleep(0)  # the arbiter was waited for already
+    return await ask()
 
 
 class MeasuredGraph:
@@ -133,8 +147,10 @@ class MeasuredGraph:
         return next(int(each["pid"]) for each in self.status["workers"] if each["watcher_name"] == worker.name)
 
     async def look(self) -> dict[str, Any]:
-        """Its status of now."""
-        self.status = json.loads(await dynamo("status", "--json", "--namespace", self.target.namespace))
+        """Its status of now. Raises `GraphFailed`."""
+        self.status = json.loads(
+            await patiently(lambda: dynamo("status", "--json", "--namespace", self.target.namespace))
+        )
         return self.status
 
     async def measure(self, worker: Worker, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
