@@ -42,9 +42,9 @@ async def run_by_size(size: int, work: Callable[P, T], *args: P.args, **kwargs: 
         return await loop.run_in_executor(_LARGE, lambda: work(*args, **kwargs))
     finally:
         if size >= TRIM_BYTES:
-            loop.call_later(TRIM_AFTER_S, _LARGE.submit, _give_back)
+            loop.call_later(TRIM_AFTER_S, _give_back)
 
 
 def _give_back() -> None:
-    gc.collect(1)
-    _malloc_trim(0)
+    gc.collect(1)  # on the loop, where what it finds belongs: a millisecond
+    _LARGE.submit(_malloc_trim, 0)
