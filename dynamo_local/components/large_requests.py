@@ -46,5 +46,5 @@ async def run_by_size(size: int, work: Callable[P, T], *args: P.args, **kwargs: 
 
 
 def _give_back() -> None:
-    gc.collect(1)  # on the loop, where what it finds belongs: a millisecond
+    gc.collect(1)  # on the loop, where what it finds belongs; young values only
     _LARGE.submit(_malloc_trim, 0)
