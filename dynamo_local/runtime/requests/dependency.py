@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from dynamo_local import errors
 from dynamo_local.core.types import Instance
-from dynamo_local.ports import EndpointClient, KeyValueStore, ResponseStream
+from dynamo_local.ports import EndpointClient, KeyValueStore
+from dynamo_local.ports import ResponseStream as AnyResponseStream
 from dynamo_local.runtime.requests.context import current_request
 
 DEFAULT_METHOD = "generate"
@@ -52,7 +53,7 @@ class LazyEndpointClient:
         instance_id: int | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
-    ) -> ResponseStream:
+    ) -> AnyResponseStream:
         """As `EndpointClient.call`."""
         client = await self.resolve()
         return await client.call(payload, instance_id=instance_id, request_id=request_id, timeout_s=timeout_s)
@@ -81,7 +82,7 @@ class PendingCall:
         finally:
             await stream.aclose()
 
-    async def stream(self) -> ResponseStream:
+    async def stream(self) -> AnyResponseStream:
         """Send it. The caller must close the stream.
 
         Within a handler the request id is passed on, and the time that is left of the handler's deadline.

@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynamo_local.errors import InvalidRequest
-from dynamo_local.ports import SamplingParams
+from dynamo_local.ports import SamplingParams as EngineSampling
 
 _MORE = tuple(zip(EngineCoreOutput.__struct_fields__[2:], EngineCoreOutput.__struct_defaults__, strict=True))
 """The fields after the request's id and the token ids, with what they are where there is nothing to say."""
@@ -47,10 +47,10 @@ def is_plain(output: EngineCoreOutput) -> bool:
     return all(getattr(output, name) is nothing for name, nothing in _MORE)
 
 
-def sampling_of(request: EngineCoreRequest) -> SamplingParams:
+def sampling_of(request: EngineCoreRequest) -> EngineSampling:
     """What the graph reads of the parameters: routers and planners count tokens, prefills ignore the rest."""
     params = request.sampling_params
-    return SamplingParams(max_tokens=1 if params is None or params.max_tokens is None else params.max_tokens)
+    return EngineSampling(max_tokens=1 if params is None or params.max_tokens is None else params.max_tokens)
 
 
 def why_prefilled_here(request: EngineCoreRequest) -> str | None:
