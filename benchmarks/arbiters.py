@@ -34,9 +34,9 @@ def sleeper() -> tuple[str, str]:
 
 def ours(words: Sequence[str]) -> None:
     """`dynamo serve WORDS…`, with workers that only sleep."""
+    from dynamo_local.arbiter import launch
+    from dynamo_local.arbiter.deployment import WatcherFactory, WatcherPlan
     from dynamo_local.cli.main import main
-    from dynamo_local.control.deployment import WatcherFactory, WatcherPlan
-    from dynamo_local.serve import launch
 
     class SleepersFactory(WatcherFactory):
         """Plans every worker as it would be, but for what it runs."""
@@ -59,12 +59,12 @@ def ours(words: Sequence[str]) -> None:
 async def stand_in(statefile: Path, watchers: int) -> None:
     """Register each worker and answer for its load until standard input closes. TimeoutError if they do not come."""
     from dynamo_local.core.types import Load, instance_key
-    from dynamo_local.infra.access import EtcdAccess, NatsAccess, run_environment
-    from dynamo_local.runtime.etcd import EtcdStore
-    from dynamo_local.runtime.lease import LeaseKeeper
-    from dynamo_local.runtime.load import LoadPublisher
-    from dynamo_local.runtime.nats import close_quietly, connect_nats
-    from dynamo_local.state import load
+    from dynamo_local.state.store import load
+    from dynamo_local.transport.access import EtcdAccess, NatsAccess, run_environment
+    from dynamo_local.transport.etcd import EtcdStore
+    from dynamo_local.transport.lease import LeaseKeeper
+    from dynamo_local.transport.load import LoadPublisher
+    from dynamo_local.transport.nats import close_quietly, connect_nats
 
     state = await asyncio.to_thread(_spawned, statefile, watchers)
     env = run_environment(load(statefile))

@@ -23,19 +23,18 @@ import uvloop
 
 from benchmarks.harness import Report, percentile
 from benchmarks.processes import ROOT, module_command
+from dynamo_local.arbiter.servers import NatsSpec, find_server, prepare
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
-from dynamo_local.infra.access import NatsAccess
-from dynamo_local.infra.binaries import find_server
-from dynamo_local.infra.certificates import write
-from dynamo_local.infra.port_lease import PortLease
-from dynamo_local.infra.probes import probe_nats
-from dynamo_local.infra.specs import NatsSpec, prepare
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.requests.client import NatsEndpointClient
-from dynamo_local.runtime.requests.context import RequestContext
-from dynamo_local.runtime.requests.request_sender import RequestSender
-from dynamo_local.runtime.requests.server import EndpointServer
+from dynamo_local.system.host_leases import PortLease
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.certificates import write
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.probes import probe_nats
+from dynamo_local.transport.requests.calls import RequestSender
+from dynamo_local.transport.requests.client import NatsEndpointClient
+from dynamo_local.transport.requests.handlers import RequestContext
+from dynamo_local.transport.requests.server import EndpointServer
 
 SUBJECT = "bench_worker.generate-1"
 STREAMS = 200

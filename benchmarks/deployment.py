@@ -18,9 +18,9 @@ import psutil
 import yaml
 
 from benchmarks.processes import ROOT, clean_env, dynamo_command
-from dynamo_local.infra.access import run_environment
-from dynamo_local.state import load
+from dynamo_local.state.store import load
 from dynamo_local.system.paths import Paths
+from dynamo_local.transport.access import run_environment
 
 EXAMPLE = ROOT / "examples" / "llm"
 START_TIMEOUT_S = 60.0

@@ -20,20 +20,20 @@ from pathlib import Path
 from benchmarks.harness import Report, at_least, at_most
 from benchmarks.measured_pages import write_measured
 from benchmarks.traces import Requests, conversation, generated, kept
-from dynamo_local.components.routing.pickers import sim_picker
-from dynamo_local.core.disagg import QueueView
-from dynamo_local.core.dispatch.asking import Ask
-from dynamo_local.core.dispatch.picking import SloPicker
-from dynamo_local.core.dispatch.prefilling import DecodeSide
-from dynamo_local.core.dispatch.targets import Targets, Timing
-from dynamo_local.core.routing import Sample
+from dynamo_local.components.dispatcher import sim_picker
+from dynamo_local.core.routing.choice import Sample
+from dynamo_local.core.routing.decode_choice import SloPicker
+from dynamo_local.core.routing.disagg import QueueView
+from dynamo_local.core.routing.estimates import Targets, Timing
+from dynamo_local.core.routing.prefill_choice import DecodeSide
+from dynamo_local.core.routing.prompts import Ask
 from dynamo_local.core.types import Load
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.profiles import ProfileModel
-from dynamo_local.twin.cases import Case, run_case
-from dynamo_local.twin.metrics import measure
-from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.simulator.metrics import measure
+from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.simulation import Case, run_case
+from dynamo_local.simulator.trace import TraceRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "routing.md"
 COMMAND = "python -m benchmarks.dispatch --page"

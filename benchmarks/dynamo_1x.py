@@ -24,9 +24,9 @@ from benchmarks.deployment import Running, served
 from benchmarks.harness import Report, at_most
 from benchmarks.processes import ROOT
 from dynamo_local.cli.common import ask_arbiter
-from dynamo_local.commands.dynamo_1x import env as dynamo_1x_env
-from dynamo_local.commands.placeholders import words_of
-from dynamo_local.commands.ports import Ports
+from dynamo_local.components.commands import dynamo_1x_env
+from dynamo_local.components.commands.launch import words_of
+from dynamo_local.components.commands.ports import Ports
 from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent
 from dynamo_local.system.paths import Paths
 
@@ -105,8 +105,8 @@ class _Seen:
 
 @asynccontextmanager
 async def _registry(graph: Running) -> AsyncIterator[_Seen]:
-    from dynamo_local.infra.access import EtcdAccess
-    from dynamo_local.runtime.etcd import EtcdStore
+    from dynamo_local.transport.access import EtcdAccess
+    from dynamo_local.transport.etcd import EtcdStore
 
     env = graph.environment()
     store, seen = await EtcdStore.connect(env["ETCD_ENDPOINTS"], access=EtcdAccess.of(env)), _Seen()

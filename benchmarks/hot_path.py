@@ -81,8 +81,8 @@ class Worker:
         return (Instance("bench", "VllmWorker", "generate", 1, subject=""),)
 
     async def call(self, payload: Any, **_: Any) -> Any:
-        from dynamo_local.runtime.requests.frames import FrameKind, encode_value, frame
-        from dynamo_local.runtime.requests.stream import InboundStream, ResponseStream
+        from dynamo_local.transport.requests.frames import FrameKind, encode_value, frame
+        from dynamo_local.transport.requests.stream import InboundStream, ResponseStream
 
         encode_value(payload)
         inbound = InboundStream(lambda inbound, _: inbound.accept("the worker", b""), lambda _: None)
@@ -96,16 +96,16 @@ class Bench:
     """Frontend and Processor as one process has them."""
 
     def __init__(self) -> None:
+        from dynamo_local.components.dispatcher import Dispatcher, make_picker
         from dynamo_local.components.models_view import ModelCard, ModelsView, models_prefix
-        from dynamo_local.components.openai.app import FrontendDeps, create_app
-        from dynamo_local.components.openai.http_protocol import BoundedHttpProtocol
+        from dynamo_local.components.openai.app import create_app
+        from dynamo_local.components.openai.generation import FrontendDeps
+        from dynamo_local.components.openai.server import BoundedHttpProtocol
         from dynamo_local.components.pipeline import Pipeline
-        from dynamo_local.components.routing.dispatch import Dispatcher
-        from dynamo_local.components.routing.pickers import make_picker
         from dynamo_local.components.text.tokenizer import load_tokenizer
         from dynamo_local.core.types import Instance
         from dynamo_local.ports import KeyValue, PutEvent
-        from dynamo_local.runtime.requests.local import LocalClient, LocalEndpoint
+        from dynamo_local.transport.requests.local import LocalClient, LocalEndpoint
 
         self.worker = Worker()
         models = ModelsView("bench")
@@ -132,7 +132,7 @@ class Bench:
 
     async def tokens(self, count: int) -> float:
         """Microseconds per token of so many in each stream; all streams get theirs in one turn, as from one pass."""
-        from dynamo_local.runtime.requests.frames import FrameKind, data_frame, encode_value, frame
+        from dynamo_local.transport.requests.frames import FrameKind, data_frame, encode_value, frame
 
         self.worker.open.clear()
         clients = [self._ask(n, count + 2, stream=True) for n in range(STREAMS)]
@@ -157,7 +157,7 @@ class Bench:
 
     async def requests(self, count: int) -> float:
         """Microseconds per request of one token, one after the other."""
-        from dynamo_local.runtime.requests.frames import FrameKind, data_frame, encode_value, frame
+        from dynamo_local.transport.requests.frames import FrameKind, data_frame, encode_value, frame
 
         items = [encode_value({"token_ids": ()}), encode_value({"token_ids": (67,), "finish_reason": "length"})]
         answer = data_frame(0, items) + frame(FrameKind.END, 2)

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 from benchmarks.harness import Report, at_least
 from benchmarks.routing import SHORT_REQUESTS, full_blocks
 from benchmarks.traces import conversation
-from dynamo_local.core.kv.events import BlocksStored
-from dynamo_local.core.kv.index import KvIndex
-from dynamo_local.core.kv.tracker import EventBatch
-from dynamo_local.runtime.kv_wire import decode_batch, encode_batch
+from dynamo_local.core.routing.kv_events import BlocksStored
+from dynamo_local.core.routing.kv_index import EventBatch, KvIndex
+from dynamo_local.transport.kv_events import decode_batch, encode_batch
 
 SEQUENCES, SHORT_SEQUENCES, BLOCKS = 1000, 200, 64
 PIECE = 50
@@ -42,7 +41,7 @@ class Subject(Protocol):
 
 
 class Ours:
-    """`core.kv.index.KvIndex`, fed from NATS messages."""
+    """`core.routing.kv_index.KvIndex`, fed from NATS messages."""
 
     def __init__(self) -> None:
         self.index = KvIndex()

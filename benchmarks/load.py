@@ -155,7 +155,7 @@ async def latency(port: int, rounds: int, requests: int, concurrency: int, sim: 
     """The same request through everything and to an engine in this process, in turn; then both at `concurrency`."""
     from dynamo_local.engines.sim.engine import SimEngine
     from dynamo_local.engines.sim.options import SimOptions
-    from dynamo_local.engines.sim.transport import InMemoryTransport
+    from dynamo_local.engines.sim.transfers import InMemoryTransport
 
     engine = SimEngine(SimOptions(**sim), transport=InMemoryTransport())
     await engine.start()

@@ -11,16 +11,14 @@ import msgspec
 
 from benchmarks.harness import Report, at_most
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
-from dynamo_local.engines.sim.scheduling.requests import SchedulerConfig, SimRequest
-from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
-from dynamo_local.engines.sim.scheduling.watched import PassDone
+from dynamo_local.engines.sim.requests import SchedulerConfig, SimRequest
+from dynamo_local.engines.sim.scheduler import PassDone, SimScheduler
 from dynamo_local.engines.vllm.pass_watch import PassWatch
-from dynamo_local.planner.sources.passes import PassTracker, ReadyWorker
-from dynamo_local.profiles import FixedModel
-from dynamo_local.runtime.observation import MAX_PASSES, parse_answer
-from dynamo_local.runtime.passes.event_plane import seal, unseal
-from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
-from dynamo_local.runtime.passes.recorder import PassRecorder
+from dynamo_local.planner.sources import PassTracker, ReadyWorker
+from dynamo_local.profile.interpolation import FixedModel
+from dynamo_local.transport.fpm import decode_pass, encode_pass
+from dynamo_local.transport.observation import MAX_PASSES, parse_answer
+from dynamo_local.transport.passes import PassRecorder, seal, unseal
 
 WORKERS, PASSES_PER_S, PULL_EVERY_S = 64, 200, 5.0
 PASS_US = 10_000.0

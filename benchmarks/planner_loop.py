@@ -6,7 +6,7 @@ whether or not the planner runs (nobody is asked twice), so the difference is th
 `--no-operation`: sleepers cannot be scaled.
 
 The loop: `HELD_WORKERS` real workers with simulated engines that are kept busy, and each policy in turn; what is told
-is the arbiter's own measure of each step (`planner.holding`).
+is the arbiter's own measure of each step (`planner.collector`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.deployment import run as dynamo
 from benchmarks.frontend import ONE_CHARACTER
 from benchmarks.harness import Report, at_most
 from benchmarks.load import generate
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 
 DISAGGREGATED = (
     "graphs.disagg:Frontend",

@@ -14,17 +14,13 @@ from benchmarks.harness import Report, at_most
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.forecasting.answering import answer
-from dynamo_local.planner.forecasting.runners import InlineForecaster
-from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.policies.options import PolicyOptions, name_of
-from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.slo.options import SloOptions
-from dynamo_local.planner.values.decisions import Observation
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.planner.forecasting.answers import InlineForecaster, answer
+from dynamo_local.planner.policies.load import LoadPolicy
+from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.planner.values import Forecasts, ForecastTask, Observation, Pool, Reading, WorkerPools
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.busy_hosts import BOTH_LOOPS, REQUESTS_PER_S, WORKERS, busy_pull
 
 READINGS = 30

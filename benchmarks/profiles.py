@@ -18,10 +18,9 @@ from statistics import quantiles
 from typing import Any
 
 from benchmarks.harness import Report, at_most
-from dynamo_local.core.extras import how_to_install
-from dynamo_local.errors import BadInput
-from dynamo_local.profiles import DecodeInterpolator, PrefillInterpolator, Profile, interpolators, read_profile
-from dynamo_local.profiles.reading import DecodePoints, PrefillPoints, shipped_profiles
+from dynamo_local.errors import BadInput, how_to_install
+from dynamo_local.profile.interpolation import DecodeInterpolator, PrefillInterpolator, interpolators
+from dynamo_local.profile.reading import DecodePoints, PrefillPoints, Profile, read_profile, shipped_profiles
 
 CELLS = 100
 """Dynamo's grid, in both directions."""

@@ -15,18 +15,17 @@ from dataclasses import dataclass, field
 
 from benchmarks.harness import Report, at_least, percentile
 from benchmarks.traces import conversation
-from dynamo_local.components.routing.pickers import make_picker
-from dynamo_local.core.kv.events import KvEvent
-from dynamo_local.core.kv.index import KvIndex
-from dynamo_local.core.kv.routing import KvCost, hit_rates
-from dynamo_local.core.routing import RouterPolicy, Sample
+from dynamo_local.components.dispatcher import make_picker
+from dynamo_local.core.routing.choice import RouterPolicy, Sample
+from dynamo_local.core.routing.kv_events import KvEvent
+from dynamo_local.core.routing.kv_index import KvCost, KvIndex, hit_rates
 from dynamo_local.core.types import Load
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.scheduling.requests import Finished, SchedulerConfig, SimRequest, Started, Tokens
-from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
-from dynamo_local.profiles import ProfileModel
-from dynamo_local.twin.trace import HASH_BLOCK_TOKENS as BLOCK_TOKENS
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.engines.sim.requests import Finished, SchedulerConfig, SimRequest, Started, Tokens
+from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.simulator.trace import HASH_BLOCK_TOKENS as BLOCK_TOKENS
+from dynamo_local.simulator.trace import TraceRequest
 
 WORKERS = 8
 BLOCKS = 2000

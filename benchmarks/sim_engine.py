@@ -20,11 +20,11 @@ from benchmarks.harness import Report, at_most
 from dynamo_local.clock import run_virtual
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.scheduling.requests import Finished, SchedulerConfig, SimRequest, Tokens
-from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
-from dynamo_local.engines.sim.transport import InMemoryTransport
+from dynamo_local.engines.sim.requests import Finished, SchedulerConfig, SimRequest, Tokens
+from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.engines.sim.transfers import InMemoryTransport
 from dynamo_local.ports import EngineRequest, SamplingParams
-from dynamo_local.profiles import ProfileModel
+from dynamo_local.profile.interpolation import ProfileModel
 
 PROMPT_TOKENS = 512
 STREAMS = 64

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from benchmarks.harness import Report, at_most
 from benchmarks.traces import SINUSOID, Requests, conversation, generated
-from dynamo_local.planner.policies.load import LoadOptions
-from dynamo_local.twin.cases import Case, run_case
-from dynamo_local.twin.options import FleetShape, TwinOptions
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.simulation import Case, run_case
 
 TARGET_S = 20.0
 

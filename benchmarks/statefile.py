@@ -14,7 +14,9 @@ from pathlib import Path
 
 from benchmarks.harness import Report
 from dynamo_local.core.types import Role, WorkerState, instance_key, watcher_name
-from dynamo_local.state import ComponentEntry, EntryResources, State, StateStore, new_run_id
+from dynamo_local.state.run_id import new_run_id
+from dynamo_local.state.schema import ComponentEntry, EntryResources, State
+from dynamo_local.state.store import StateStore
 
 WARM_UP_ROUNDS = 3
 WORKERS = (8, 64)

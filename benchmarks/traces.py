@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 
 from dynamo_local.errors import BadInput
-from dynamo_local.twin.generator import generate, parse_generated
-from dynamo_local.twin.trace import TraceRequest, read_trace
+from dynamo_local.simulator.generator import generate, parse_generated
+from dynamo_local.simulator.trace import TraceRequest, read_trace
 
 FOLDER = "DYN_TRACES"
 BESIDE = Path(__file__).parents[2] / "shared" / "data" / "traces"

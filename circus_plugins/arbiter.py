@@ -28,10 +28,36 @@ from zmq import Context
 
 from dynamo_local.circus_plugins.controller import WorkerController
 from dynamo_local.circus_plugins.gate import gate_of, listen_again
-from dynamo_local.circus_plugins.renaming import rename
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.system.prctl import asking_to_die, set_parent_death_signal
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
+
+# --- renaming
+# A watcher of our arbiter under another name: circus itself has no word for that.
+
+
+def rename(arbiter: Any, was: str, name: str, pid: int) -> bool:
+    """The watcher `was` is called `name` from now on, in the place of one of that name that has no process. False, and
+    nothing is changed, where its process is not `pid` (any more).
+
+    Who listens to circus's events hears the old name's `remove` and the new one's `add`.
+    """
+    watchers = arbiter._watchers_names
+    watcher = watchers.get(was.lower())
+    if watcher is None or watcher.pid != pid:
+        return False
+    del watchers[was.lower()]
+    former = watchers.pop(name.lower(), None)
+    if former is not None:
+        arbiter.watchers.remove(former)
+    watcher.notify_event("remove", {"time": time.time()})
+    watcher.name, watcher.res_name = name, name.lower()
+    for process in watcher.processes.values():
+        process.name = name
+    watchers[name.lower()] = watcher
+    watcher.notify_event("add", {"time": time.time()})
+    return True
+
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +185,7 @@ class WorkerWatcher(Watcher):  # type: ignore[misc]
 
 
 class DynamoArbiter(Arbiter):  # type: ignore[misc]
-    """The arbiter of one namespace. `supervisor` answers our commands (`serve.supervisor`)."""
+    """The arbiter of one namespace. `supervisor` answers our commands (`arbiter.supervisor`)."""
 
     def __init__(self, *, endpoint: str, pubsub_endpoint: str, check_delay_s: float = 1.0) -> None:
         self.supervisor: Any = None

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 from circus.plugins import CircusPlugin
 
-from dynamo_local.core.life.roles import STAGES
+from dynamo_local.core.fleet.states import STAGES
 from dynamo_local.errors import BadInput, DynamoError, NamespaceBusy, NotRunning
 
 if TYPE_CHECKING:
+    from dynamo_local.arbiter.deployment import Deployment
+    from dynamo_local.arbiter.progress import Row
+    from dynamo_local.arbiter.request import ServeOptions
     from dynamo_local.circus_plugins.under_circusd import UnderCircusd
-    from dynamo_local.control.deployment import Deployment
-    from dynamo_local.serve.request import ServeOptions
-    from dynamo_local.telemetry.progress import Row
 
 log = logging.getLogger(__name__)
 run_log = logging.getLogger("dynamo_local.run")
@@ -78,7 +78,7 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
             asyncio.run(stop_own_watcher(self.endpoint, self._own_watcher))
 
     def _serve(self) -> int:
-        from dynamo_local.serve.launch import serve_with
+        from dynamo_local.arbiter.launch import serve_with
 
         if self.ssh_server is not None:
             raise BadInput("a circusd behind ssh is another host: its processes cannot be watched from here")
@@ -129,8 +129,8 @@ class DynamoPlugin(CircusPlugin):  # type: ignore[misc]
 
 def deployment_options(path: Path, environ: Mapping[str, str]) -> tuple[ServeOptions, Path]:
     """The options and the folder of `dynamo serve` that the YAML's `Host: circusd:` stands for. Raises `BadInput`."""
-    from dynamo_local.config import load_config
-    from dynamo_local.serve.request import ServeOptions
+    from dynamo_local.arbiter.request import ServeOptions
+    from dynamo_local.config.loading import load_config
 
     wanted = load_config(path, env=environ).host.circusd
     if wanted is None:

@@ -78,7 +78,8 @@ class Commanded(Protocol):
         ...
 
     async def apply(self, deployment: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """What differs, and what is done about it, once committed. `deployment` is as `serve.wish.Wish` writes it."""
+        """What differs, and what is done about it, once committed. `deployment` is as
+        `arbiter.deployment_spec.Wish` writes it."""
         ...
 
     def planner(self) -> Planned:

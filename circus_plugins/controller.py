@@ -7,7 +7,8 @@ from typing import Any
 
 from circus.controller import Controller
 
-from dynamo_local.circus_plugins.commands import install_commands
+import dynamo_local.circus_plugins.commands  # noqa: F401  registers our commands with circus
+from dynamo_local.circus_plugins.stock import install_commands
 
 log = logging.getLogger(__name__)
 

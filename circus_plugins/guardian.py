@@ -21,14 +21,15 @@ from circus.plugins import CircusPlugin
 from filelock import FileLock
 from tornado.ioloop import IOLoop
 
+from dynamo_local.arbiter import leftovers
+from dynamo_local.arbiter.guarded_run import OPTION, GuardedRun, KeptFiles
+from dynamo_local.arbiter.leftovers import Known
+from dynamo_local.arbiter.marks import marked
+from dynamo_local.arbiter.revocation import revoke
 from dynamo_local.errors import NamespaceBusy, StateError
-from dynamo_local.succession import leftovers
-from dynamo_local.succession.guarded_run import OPTION, GuardedRun
-from dynamo_local.succession.kept_files import KeptFiles
-from dynamo_local.succession.leftovers import Known
-from dynamo_local.succession.marks import marked
-from dynamo_local.succession.revoking import revoke
-from dynamo_local.system import collector, living, lock
+from dynamo_local.system import collector
+from dynamo_local.system import liveness as living
+from dynamo_local.system import liveness as lock
 from dynamo_local.system.processes import is_alive
 
 log = logging.getLogger("dynamo_local.guardian")
@@ -118,8 +119,7 @@ def end_run(guarded: GuardedRun) -> None:
 def _record_end(guarded: GuardedRun) -> None:
     """For `dynamo events`. Imported when all else is done: a guardian that only watches is as small as it was."""
     try:
-        from dynamo_local.telemetry.event_log import EventLog, event_log_path
-        from dynamo_local.telemetry.run_records import ended_in_its_place
+        from dynamo_local.arbiter.event_log import EventLog, ended_in_its_place, event_log_path
 
         events = EventLog(event_log_path(guarded.paths.logs))
         ended_in_its_place(events, guarded.namespace, guarded.run_id, guarded.arbiter_pid, time.time())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from circus.util import to_signum
 
 from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, refusal, supervisor_of, text
-from dynamo_local.core.life.states import traits_of
+from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.core.types import NAME, WorkerState
 from dynamo_local.errors import BadInput, TimedOut

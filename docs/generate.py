@@ -45,7 +45,7 @@ table, options, type_of, default_of = _tables.table, _tables.options, _tables.ty
 
 def generator_keys() -> str:
     """Keys of `dynamo simulate --generate`: the kinds' values, range and meaning."""
-    from dynamo_local.twin.generator import KINDS, GeneratorOptions
+    from dynamo_local.simulator.generator import KINDS, GeneratorOptions
 
     rows = []
     for name, field in GeneratorOptions.model_fields.items():
@@ -62,8 +62,7 @@ def _section(name: str) -> Callable[[], str]:
 
 def planner_options() -> str:
     """The section `Planner`: each option under its names, with the policies that take it."""
-    from dynamo_local.config.planner import POLICIES, PlannerConfig, known_names
-    from dynamo_local.config.planner.options import options_of
+    from dynamo_local.config.planner import POLICIES, PlannerConfig, known_names, options_of
 
     rows = []
     for name, field in PlannerConfig.model_fields.items():
@@ -77,8 +76,8 @@ def planner_options() -> str:
 
 def http_options() -> str:
     """Keys of a section with `runtime: http` beyond those of every command."""
-    from dynamo_local.commands.config import CommandConfig
-    from dynamo_local.commands.http_server.driver import HttpConfig
+    from dynamo_local.components.commands.config import CommandConfig
+    from dynamo_local.components.commands.http_server import HttpConfig
 
     return options(HttpConfig, beyond=CommandConfig)
 
@@ -86,7 +85,7 @@ def http_options() -> str:
 def http_frontend_options() -> str:
     """Options of the Frontend before HTTP servers beyond those of the other one."""
     from dynamo_local.components.openai.settings import FrontendConfig
-    from dynamo_local.components.proxy.settings import HttpFrontendConfig
+    from dynamo_local.components.proxy.messages import HttpFrontendConfig
 
     return options(HttpFrontendConfig, beyond=FrontendConfig)
 
@@ -103,7 +102,7 @@ def commands() -> str:
 
 def lifecycle() -> str:
     """The transition table as a mermaid diagram."""
-    from dynamo_local.core.life.lifecycle import mermaid
+    from dynamo_local.core.fleet.lifecycle import mermaid
 
     return f"```mermaid\n{mermaid()}```"
 
@@ -135,15 +134,15 @@ def import_contracts() -> str:
 
 
 def role_traits() -> str:
-    """What each role means: the table of `core/life/roles.py`."""
-    from dynamo_local.core.life.roles import ROLES
+    """What each role means: the table of `core/fleet/states.py`."""
+    from dynamo_local.core.fleet.states import ROLES
 
     return _traits_table("Role", ROLES)
 
 
 def state_traits() -> str:
-    """What each state means: the table of `core/life/states.py`."""
-    from dynamo_local.core.life.states import TRAITS
+    """What each state means: the table of `core/fleet/states.py`."""
+    from dynamo_local.core.fleet.states import TRAITS
 
     return _traits_table("State", TRAITS)
 
@@ -162,15 +161,15 @@ def _trait(value: Any) -> str:
 
 def stimuli() -> str:
     """What goes into the machine, by the headings of its module."""
-    from dynamo_local.core.life import stimuli as module
-    from dynamo_local.core.life.machine import HANDLERS
+    from dynamo_local.core.fleet import events as module
+    from dynamo_local.core.fleet.step import HANDLERS
 
     return _listed(module, {kind.__name__ for kind in HANDLERS})
 
 
 def instructions() -> str:
     """What comes out of the machine."""
-    from dynamo_local.core.life import instructions as module
+    from dynamo_local.core.fleet import effects as module
 
     return _listed(module, {kind.__name__ for kind in typing.get_args(module.Instruction)})
 
@@ -232,11 +231,10 @@ def metrics() -> str:
 
 def arbiter_metrics() -> str:
     """The arbiter's metrics, from its registry."""
-    from dynamo_local.telemetry.dispatch_metrics import DispatchMetrics
-    from dynamo_local.telemetry.lead_metrics import LeadMetrics
-    from dynamo_local.telemetry.metrics import ArbiterMetrics
-    from dynamo_local.telemetry.planner_views import PlannerMetrics
-    from dynamo_local.telemetry.plugin_metrics import PluginMetrics
+    from dynamo_local.arbiter.lead_times import LeadMetrics
+    from dynamo_local.arbiter.metrics import ArbiterMetrics, DispatchMetrics
+    from dynamo_local.arbiter.planner_metrics import PluginMetrics
+    from dynamo_local.arbiter.planner_views import PlannerMetrics
 
     arbiter = ArbiterMetrics()
     return metric_table(
@@ -270,8 +268,9 @@ def http_errors() -> str:
 
 def parameters() -> str:
     """What each endpoint takes, ignores and refuses."""
-    from dynamo_local.components.openai import params, requests
-    from dynamo_local.components.openai.rich import extras
+    from dynamo_local.components.openai import requests
+    from dynamo_local.components.openai import requests as extras
+    from dynamo_local.components.openai import requests as params
 
     chat = {*requests.ChatRequest.__struct_fields__, *extras.ChatExtras.__struct_fields__}
     completion = {*requests.CompletionRequest.__struct_fields__, *extras.CompletionExtras.__struct_fields__}

@@ -8,15 +8,15 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from dynamo_local.arbiter.planner_report.writing import write_report
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.predictors.options import PredictorOptions
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.predictors import PredictorOptions
 from dynamo_local.planner.records.decision_log import DecisionLog, as_json
-from dynamo_local.telemetry.planner_report.writing import write_report
-from dynamo_local.twin.cases import Case
-from dynamo_local.twin.generator import generate, parse_generated
-from dynamo_local.twin.options import FleetShape, TwinOptions
-from dynamo_local.twin.records import recorded
+from dynamo_local.simulator.generator import generate, parse_generated
+from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.records import recorded
+from dynamo_local.simulator.simulation import Case
 
 PICTURE = Path(__file__).with_name("planner-report.svg")
 BEGAN_S = 1_767_268_800.0

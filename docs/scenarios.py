@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from dynamo_local.core.gpus import GpuDevice, GpuLedger
-from dynamo_local.core.life.decisions.scaling import Change
-from dynamo_local.core.life.fleet import Fleet, Template, Worker
-from dynamo_local.core.life.instructions import Commit, Instruction, words
-from dynamo_local.core.life.invariants import validate
-from dynamo_local.core.life.machine import next_due_s, step
-from dynamo_local.core.life.stimuli import (
+from dynamo_local.core.fleet.effects import Commit, Instruction, words
+from dynamo_local.core.fleet.events import (
     Drain,
     GpusSeen,
     KeyGone,
@@ -30,6 +25,11 @@ from dynamo_local.core.life.stimuli import (
     Swept,
     Tick,
 )
+from dynamo_local.core.fleet.fleet import Fleet, Template, Worker
+from dynamo_local.core.fleet.invariants import validate
+from dynamo_local.core.fleet.scaling import Change
+from dynamo_local.core.fleet.step import next_due_s, step
+from dynamo_local.core.gpus import GpuDevice, GpuLedger
 from dynamo_local.core.types import Role
 
 GIB = 1024**3

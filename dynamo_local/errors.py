@@ -10,7 +10,7 @@ Two families:
 from __future__ import annotations
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # a command is started through these: `typing` would take longer than all of them
+if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, ClassVar
 
@@ -373,3 +373,12 @@ def from_wire(wire: Mapping[str, Any]) -> DynamoError:
     if cls is None:
         return RemoteError(message, **{"type": str(wire.get("code")), **details})
     return cls(message, **details)
+
+
+# --- extras
+# How an extra that is missing comes in, as every message says it. The package is on no index.
+
+
+def how_to_install(extra: str) -> str:
+    """The command, and where."""
+    return f"`pip install '.[{extra}]'` in your clone of dynamo-local"

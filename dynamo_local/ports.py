@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from dynamo_local.core.kv.events import KvEvent
 from dynamo_local.core.passes import ForwardPass
+from dynamo_local.core.routing.kv_events import KvEvent
 from dynamo_local.core.types import Instance, Load
 
 # --- etcd --------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class EngineInfo:
     dp_size: int = 1
 
     def limits(self) -> dict[str, int | None]:
-        """What a planner sizes by, under the names of `runtime.observation.LIMITS`."""
+        """What a planner sizes by, under the names of `transport.observation.LIMITS`."""
         return {
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
@@ -391,7 +391,7 @@ class PrefillQueue(Protocol):
 
     async def pull(self, timeout_s: float) -> PulledTask | None:
         """The next live entry, or None past the timeout. Cancelled and expired ones are acked and skipped. What can
-        keep its target comes before what cannot, which has a turn of every `core.dispatch.line.LATE_EVERY`."""
+        keep its target comes before what cannot, which has a turn of every `core.routing.prompts.LATE_EVERY`."""
         ...
 
     async def depth(self) -> QueueDepth:

@@ -21,7 +21,7 @@ from typing import Self
 
 from dynamo_local.core.virtual import NOT_SET, KeysState, Layout, PlannerDecision
 from dynamo_local.errors import BadInput, DecisionUnreadable
-from dynamo_local.planner.connectors.virtual_keys import VirtualKeys
+from dynamo_local.planner.connectors import VirtualKeys
 from dynamo_local.ports import KeyValueStore
 
 __all__ = ["Layout", "PlannerDecision", "VirtualConnectorClient"]
@@ -120,8 +120,8 @@ class VirtualConnectorClient:
         """The keys, with their watch under way. Raises `ConfigError` for endpoints that make no sense."""
         if self._keys is None:
             if self._kv is None:
-                from dynamo_local.infra.access import EtcdAccess
-                from dynamo_local.runtime.etcd import EtcdStore
+                from dynamo_local.transport.access import EtcdAccess
+                from dynamo_local.transport.etcd import EtcdStore
 
                 self._kv = EtcdStore(self._endpoints, access=EtcdAccess.of(os.environ))
             self._keys = VirtualKeys(self._kv, self._namespace, self._layout)

@@ -14,9 +14,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if not __name__.startswith("dynamo_local."):
-    raise ImportError(f"import dynamo_local.{__name__}, not the bare {__name__!r}")
-
 if TYPE_CHECKING:
     from dynamo_local.state.leads import LeadFile
     from dynamo_local.state.raw import StateMissing, namespaces, prepare_folder, read_raw, state_folder, statefile_path
@@ -36,6 +33,10 @@ if TYPE_CHECKING:
         SystemResources,
     )
     from dynamo_local.state.store import Removal, StateStore, load
+
+if not __name__.startswith("dynamo_local."):
+    raise ImportError(f"import dynamo_local.{__name__}, not the bare {__name__!r}")
+
 
 _HOME = {
     "LeadFile": "leads",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dynamo_local.core.namespaces import namespace_fault
+from dynamo_local.core.types import namespace_fault
 from dynamo_local.errors import StateError
 
 

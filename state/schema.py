@@ -68,7 +68,7 @@ class FlipEntry(_Model):
 
 
 class StandbyEntry(_Model):
-    """A worker that sleeps, or has been told to sleep or to wake: `core.life.standby.Standby`, for a successor.
+    """A worker that sleeps, or has been told to sleep or to wake: `core.fleet.fleet.Standby`, for a successor.
 
     While it sleeps: `gpu_uuids` are the devices that its process is pinned to and which others may hold meanwhile;
     `vram_bytes` is what it keeps on each of them, `host_bytes` in main memory (None: not known), `pids` its processes.
@@ -90,9 +90,9 @@ class ComponentEntry(_Model):
     `lease` is hex, as at the end of the etcd keys in `endpoints`; `started_at` is seconds since 1970,
     `pid_start_time` seconds since boot (pid and start time together identify a process);
     `other_leases` are those of what runs behind it (a command that registers itself);
-    `launched` stands for the configuration that its last process was started with (`core.life.fleet.Template`).
+    `launched` stands for the configuration that its last process was started with (`core.fleet.fleet.Template`).
     `reason` is the cause of the last change of state; `course` says what follows a drain that does not end the worker
-    for good (`core.life.fleet.Course`). For the arbiter's successor, in seconds of the host's monotonic clock:
+    for good (`core.fleet.fleet.Course`). For the arbiter's successor, in seconds of the host's monotonic clock:
     `asked_s`, when it was asked to leave (none for one that drains because somebody else has revoked its lease), and
     `failures_s`, when it failed lately; `failures_streak` is how often in a row. `flip` is there while it changes its
     role; `born` is the name under which its process was made, and which is in that process's environment, where that
@@ -168,7 +168,7 @@ class FollowEntry(_Model):
 
 
 class RestartEntry(_Model):
-    """A `dynamo restart` that is under way: `core.life.restart_plan.RestartPlan`, for the arbiter's successor.
+    """A `dynamo restart` that is under way: `core.fleet.fleet.RestartPlan`, for the arbiter's successor.
 
     `todo` are the workers that are left, in order, each with the number of processes it had had when the restart was
     asked for. `force` is how 1.0 wrote that all of them go in place.
@@ -217,7 +217,7 @@ class State(_Model):
     """One namespace. `run_id` says who owns the file: nobody else removes it.
 
     `nats_token_file` is a path, never the token; `certificates` is the folder of those of the embedded servers
-    (`infra.certificates`), None where they have none; URLs that carry credentials are refused. `runtime_dir` and
+    (`transport.certificates`), None where they have none; URLs that carry credentials are refused. `runtime_dir` and
     `log_dir` say where sockets and logs are, to shells with other variables; with `arbiter_pid`, `arbiter_start_time`
     (seconds since boot) says whether the arbiter lives.
     `target` is the `module:Service` that was served, `gpus` the `--gpus` option as given. `servers` are the embedded

@@ -17,7 +17,7 @@ from benchmarks.actuators.ways import WAYS, Way
 from benchmarks.harness import Report, machine
 from dynamo_local.components.messages import generate_request
 from dynamo_local.core.lead_times import Rung
-from dynamo_local.engines.vllm.checking import is_installed
+from dynamo_local.engines.vllm.checks import is_installed
 from dynamo_local.ports import SamplingParams
 from tests.drivers.endpoint_client import endpoint_client
 from tests.drivers.scaled import PATIENCE_S, names, settled

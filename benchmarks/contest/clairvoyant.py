@@ -14,17 +14,23 @@ from itertools import pairwise
 from statistics import fmean
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.slo.options import SloOptions
-from dynamo_local.planner.queueing.demand import Demand
-from dynamo_local.planner.queueing.engine import Engine
-from dynamo_local.planner.queueing.shares import Evaluator, Shares
-from dynamo_local.planner.queueing.task import passes_of
-from dynamo_local.planner.values.decisions import Decision, Reason
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
-from dynamo_local.planner.values.proposals import ComponentTarget, Override, Proposal
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.standing import Standing
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.planner.queueing import Demand, Engine, Evaluator, Shares
+from dynamo_local.planner.queueing_task import passes_of
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Forecasts,
+    ForecastTask,
+    Override,
+    Prediction,
+    Proposal,
+    Pull,
+    Reason,
+    Standing,
+    Wants,
+)
+from dynamo_local.simulator.trace import TraceRequest
 
 STEP_S = 5.0
 BEFORE_S, AFTER_S = 20.0, 10.0

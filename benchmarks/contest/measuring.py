@@ -20,23 +20,18 @@ from benchmarks.contest.kept import KeptRows
 from benchmarks.contest.trials import TRIALS, Fleet, Trial
 from benchmarks.harness import machine, machine_line
 from benchmarks.traces import Requests
-from dynamo_local.autoscale.planner_options import policy_options
-from dynamo_local.config import planner_section
+from dynamo_local.arbiter.planner_options import policy_options
+from dynamo_local.config.planner import planner_section
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.options import PolicyOptions
-from dynamo_local.planner.policies.slo.options import SloOptions
-from dynamo_local.planner.queueing.decode import decode_share
-from dynamo_local.planner.queueing.demand import Demand
-from dynamo_local.planner.queueing.engine import Engine
-from dynamo_local.planner.queueing.prefill import done_at, prefill_share
-from dynamo_local.planner.queueing.task import passes_of
-from dynamo_local.profiles import DEFAULT_PROFILE
-from dynamo_local.profiles.reading import read_profile
-from dynamo_local.twin.cases import Case, run_case
-from dynamo_local.twin.metrics import Metrics, measure
-from dynamo_local.twin.options import FleetShape, TwinOptions
-from dynamo_local.twin.simulation import Simulation
+from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.planner.queueing import Demand, Engine, decode_share, done_at, prefill_share
+from dynamo_local.planner.queueing_task import passes_of
+from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile
+from dynamo_local.simulator.metrics import Metrics, measure
+from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.simulation import Case, Simulation, run_case
 
 POLICIES = ("load", "sla", "throughput-load", "slo")
 CLAIRVOYANT, FIXED = "clairvoyant", "fixed"

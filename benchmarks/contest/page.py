@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from benchmarks.contest.measuring import CLAIRVOYANT, REPLAY, TWIN, Facts, Row
 from benchmarks.contest.trials import TRIALS, Trial
 from benchmarks.measured_pages import write_measured
-from dynamo_local.twin.options import FleetShape
+from dynamo_local.simulator.options import FleetShape
 
 PAGE = Path(__file__).parents[2] / "docs" / "contest.md"
 COMMAND = "python -m benchmarks.contest --page"

@@ -15,16 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.forecasting.runners import InlineForecaster
-from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.forecasting.answers import InlineForecaster
+from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.slo.policy import SloPolicy
-from dynamo_local.planner.queueing.engine import EngineOptions
-from dynamo_local.planner.queueing.task import passes_of
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.pull import Pull
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.planner.values.requests import Ended, Requests
+from dynamo_local.planner.queueing import EngineOptions
+from dynamo_local.planner.queueing_task import passes_of
+from dynamo_local.planner.values import Decision, Ended, Pool, Pull, Reading, Requests, WorkerPools
 
 TARGET = 0.99
 """The one setting: what `Planner: {policy: slo}` has by default."""

@@ -14,8 +14,8 @@ from benchmarks.contest.measuring import REPLAY, Facts, Row, here, today
 from benchmarks.contest.replay_policy import make
 from benchmarks.contest.trials import TRIALS, Trial
 from benchmarks.traces import folder
-from dynamo_local.profiles import DEFAULT_PROFILE
-from dynamo_local.twin.trace import write_trace
+from dynamo_local.profile.reading import DEFAULT_PROFILE
+from dynamo_local.simulator.trace import write_trace
 
 BLOCK_TOKENS = 512
 

@@ -22,12 +22,12 @@ from benchmarks.contest.kept import KeptRows
 from benchmarks.contest.measuring import here, today
 from benchmarks.measured_pages import write_measured
 from benchmarks.traces import generated
-from dynamo_local.planner.policies.slo.options import SloOptions
-from dynamo_local.profiles import DEFAULT_PROFILE
-from dynamo_local.twin.cases import Case, run_case
-from dynamo_local.twin.metrics import measure
-from dynamo_local.twin.options import FleetShape, LeadOptions, Slo, TwinOptions
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.profile.reading import DEFAULT_PROFILE
+from dynamo_local.simulator.metrics import measure
+from dynamo_local.simulator.options import FleetShape, LeadOptions, Slo, TwinOptions
+from dynamo_local.simulator.simulation import Case, run_case
+from dynamo_local.simulator.trace import TraceRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "contest.md"
 COMMAND = "python -m benchmarks.contest.rungs --page"

@@ -8,7 +8,7 @@ from functools import partial
 
 from benchmarks.dispatch import BURSTS, CODE, SIN_45, azure, waves
 from benchmarks.traces import Requests, conversation, generated, kept
-from dynamo_local.twin.options import Slo
+from dynamo_local.simulator.options import Slo
 
 Fleet = tuple[int, int]
 """Prefill and decode workers."""

@@ -10,15 +10,15 @@ from typing import Any
 
 from benchmarks.deployment import Running
 from benchmarks.drain.facts import OURS, Asked, Down, Facts, Policy, Up
+from dynamo_local.arbiter.event_log import event_log_path
+from dynamo_local.arbiter.event_log import read as event_records
 from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.core.types import instance_prefix
-from dynamo_local.infra.access import EtcdAccess
 from dynamo_local.ports import DeleteEvent
-from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import kill_session
-from dynamo_local.telemetry.event_log import event_log_path
-from dynamo_local.telemetry.event_log import read as event_records
+from dynamo_local.transport.access import EtcdAccess
+from dynamo_local.transport.etcd import EtcdStore
 
 NAMESPACE = "dynamo"
 POLL_S = 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.drain.trace import PROMPT_SCALE
-from dynamo_local.profiles.reading import PROFILES
+from dynamo_local.profile.reading import PROFILES
 
 ITL_MS = 200.0
 """At speed 1, whatever the load: five tokens a second. An answer of 343 tokens, the trace's mean, takes 69 s."""

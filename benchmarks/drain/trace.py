@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dynamo_local.twin.trace import HASH_BLOCK_TOKENS as BLOCK_TOKENS
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.simulator.trace import HASH_BLOCK_TOKENS as BLOCK_TOKENS
+from dynamo_local.simulator.trace import TraceRequest
 
 PROMPT_SCALE = 16
 PROMPT_MAX = 4096

@@ -13,10 +13,13 @@ import time
 from functools import cache
 from typing import IO, Any
 
-from dynamo_local.components import Frontend, PrefillWorker, Processor, VllmWorker
+from dynamo_local.components.frontend import Frontend
+from dynamo_local.components.prefill_worker import PrefillWorker
+from dynamo_local.components.processor import Processor
+from dynamo_local.components.vllm_worker import VllmWorker
 from dynamo_local.core.types import Instance
 from dynamo_local.errors import DynamoError
-from dynamo_local.runtime.requests.request_sender import RequestSender
+from dynamo_local.transport.requests.calls import RequestSender
 
 Frontend.link(Processor).link(VllmWorker).link(PrefillWorker)
 

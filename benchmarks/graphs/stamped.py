@@ -13,7 +13,9 @@ from array import array
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from dynamo_local.components import Frontend, Processor, VllmWorker
+from dynamo_local.components.frontend import Frontend
+from dynamo_local.components.processor import Processor
+from dynamo_local.components.vllm_worker import VllmWorker
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.ports import EngineOutput, EngineRequest
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.traces import folder, generated
-from dynamo_local.planner.values.series import Series
-from dynamo_local.planner.warmup import read_warmup
-from dynamo_local.twin.trace import write_trace
+from dynamo_local.planner.choosing import read_warmup
+from dynamo_local.planner.values import Series
+from dynamo_local.simulator.trace import write_trace
 
 COLUMNS = ("num_req", "isl", "osl")
 

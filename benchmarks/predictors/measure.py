@@ -19,10 +19,8 @@ from benchmarks.predictors.cases import Case, cases
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.forecasting.process import ForecastProcess
-from dynamo_local.planner.predictors.answering import answer
-from dynamo_local.planner.predictors.options import PredictorOptions
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
-from dynamo_local.planner.values.series import Series
+from dynamo_local.planner.predictors import PredictorOptions, answer
+from dynamo_local.planner.values import Forecasts, ForecastTask, Series
 
 AHEAD = (1, 3)
 """How many windows ahead: the next one, and as far as a worker of three windows' start-up needs it."""

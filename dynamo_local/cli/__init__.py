@@ -1,1 +1,1 @@
-"""The `dynamo` command line: composition only. It wires parts together and decides nothing."""
+"""The `dynamo` command: one module per command. A command parses its words, asks the arbiter, and prints the answer."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from typing import Any
 
 import click
 
+from dynamo_local.core.types import SECONDS_MAX
 from dynamo_local.errors import EXIT_FAILED, DynamoError, NotRunning
 from dynamo_local.state.raw import namespaces
 from dynamo_local.system.paths import Paths
@@ -95,7 +98,7 @@ def await_socket(paths: Paths, timeout_s: float) -> None:
         if not _lives(paths):
             raise NotRunning(_killed(paths) if paths.statefile.exists() else _nothing_runs(paths))
         if time.monotonic() >= deadline_s:
-            from dynamo_local.system.living import who
+            from dynamo_local.system.liveness import who
 
             raise NotRunning(
                 f"namespace {paths.namespace!r} is run by {who(paths)}, which has no control socket "
@@ -105,8 +108,11 @@ def await_socket(paths: Paths, timeout_s: float) -> None:
 
 
 def _lives(paths: Paths) -> bool:
-    from dynamo_local.succession.marks import guarded_arbiter, marked  # not needed where the answer comes at once
-    from dynamo_local.system.living import lives
+    from dynamo_local.arbiter.marks import (
+        guarded_arbiter,
+        marked,  # not needed where the answer comes at once
+    )
+    from dynamo_local.system.liveness import lives
 
     return lives(paths) or guarded_arbiter(marked(paths)) is not None
 
@@ -119,7 +125,7 @@ def _killed(paths: Paths) -> str:
 
 
 def _nothing_runs(paths: Paths) -> str:
-    from dynamo_local.succession.marks import statefiles_elsewhere
+    from dynamo_local.arbiter.marks import statefiles_elsewhere
 
     elsewhere = "".join(
         f"; one that a shell with another DYN_LOCAL_STATE_DIR or HOME began has {path}: "
@@ -136,3 +142,44 @@ class ArbiterRefused(DynamoError):
         reason = str(answer.get("reason") or "the arbiter refused without a reason")
         super().__init__(reason, code=answer.get("code"))
         self.exit_code = int(answer.get("exit_code", EXIT_FAILED))  # type: ignore[misc]  # of this one refusal
+
+
+# --- numbers
+# Numbers on the command line. `nan` is within every range that click knows: it compares with nothing.
+
+
+class FiniteRange(click.FloatRange):
+    """A `FloatRange` without `nan` and the infinities."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, or a usage error that names the option."""
+        number = float(click.FLOAT.convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number to go by.", param, ctx)
+        return float(super().convert(number, param, ctx))
+
+
+SECONDS = FiniteRange(min=0, min_open=True, max=SECONDS_MAX)
+"""A duration: more than nothing, a year at most."""
+
+
+class Shape(click.ParamType):
+    """`P,D`: that many prefill and decode workers; `0,D`: aggregated ones. At least `decode_min` decode."""
+
+    name = "P,D"
+
+    def __init__(self, decode_min: int = 1) -> None:
+        self._decode_min = decode_min
+
+    def convert(
+        self, value: str | tuple[int, int], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        """Two whole numbers."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"\s*([0-9]{1,3})\s*,\s*([0-9]{1,3})\s*", value, re.ASCII)
+        if match is None or int(match[2]) < self._decode_min:
+            self.fail(
+                f"{value!r} is no P,D, such as 2,2 (prefill, decode) or 0,4 (four aggregated workers)", param, ctx
+            )
+        return int(match[1]), int(match[2])

@@ -20,7 +20,7 @@ def schema(target: str | None) -> None:
 
     With a graph (`graphs.disagg:Frontend`), of exactly its services' sections.
     """
-    from dynamo_local.config import config_json_schema
+    from dynamo_local.config.json_schema import config_json_schema
     from dynamo_local.sdk.loader import load_graph
 
     graph = load_graph(target, base_dir=Path.cwd()) if target else None

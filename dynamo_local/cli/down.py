@@ -9,14 +9,13 @@ import time
 
 import click
 
-from dynamo_local.cli.common import ask_arbiter, await_socket, find_paths, namespace_option
-from dynamo_local.cli.numbers import SECONDS
-from dynamo_local.core.life.states import traits_of
+from dynamo_local.arbiter.marks import guarded_arbiter, marked
+from dynamo_local.cli.common import SECONDS, ask_arbiter, await_socket, find_paths, namespace_option
+from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.errors import DynamoError, NotRunning, TimedOut
 from dynamo_local.state.raw import prepare_folder
-from dynamo_local.succession.marks import guarded_arbiter, marked
-from dynamo_local.system import living
-from dynamo_local.system.lock import GUARDIAN, holder, is_held, release
+from dynamo_local.system import liveness as living
+from dynamo_local.system.liveness import GUARDIAN, holder, is_held, release
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import is_alive, start_time_s
 
@@ -97,8 +96,8 @@ def arbiter_is_dead(paths: Paths, timeout_s: float) -> bool:
 
 def end_leftovers(paths: Paths, *, now: bool) -> None:
     """End what a killed arbiter left. Serving workers first finish their streams, unless `now`."""
-    from dynamo_local.succession import leftovers
-    from dynamo_local.succession.leaving_alone import drain_without_arbiter
+    from dynamo_local.arbiter import leftovers
+    from dynamo_local.arbiter.orphans import drain_without_arbiter
 
     prepare_folder(paths.statefile.parent)
     held = living.claim(paths, "`dynamo down` in place of a killed arbiter")

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamo_local.cli.common import json_option
-from dynamo_local.cli.numbers import FiniteRange
+from dynamo_local.cli.common import FiniteRange, json_option
 from dynamo_local.errors import EXIT_FAILED, BadInput
 
 if TYPE_CHECKING:
-    from dynamo_local.profiling.comparing import Candidate
-    from dynamo_local.profiling.sizing import Traces, Wanted
+    from dynamo_local.simulator.sizing import Candidate, Traces, Wanted
 
 POSITIVE = FiniteRange(min=0, min_open=True, max=1e9)
 TOKENS = click.IntRange(1, 1_000_000)
@@ -70,10 +68,9 @@ def plan(as_json: bool, write: Path | None, **words: Any) -> int:
     """
     import yaml
 
-    from dynamo_local.profiling.comparing import merged, ranked, sections_of
-    from dynamo_local.profiling.sizing import Wanted, engines_of_profile, section
-    from dynamo_local.profiling.sizing import plan as find
-    from dynamo_local.twin.options import Slo
+    from dynamo_local.simulator.options import Slo
+    from dynamo_local.simulator.sizing import Wanted, engines_of_profile, merged, ranked, section, sections_of
+    from dynamo_local.simulator.sizing import plan as find
 
     if words["ttft_ms"] is None and words["itl_ms"] is None:
         raise BadInput("there is no target to keep: give --ttft or --itl, or both")
@@ -108,8 +105,8 @@ def plan(as_json: bool, write: Path | None, **words: Any) -> int:
 
 
 def _traces(words: dict[str, Any]) -> Traces:
-    from dynamo_local.profiling.sizing import made
-    from dynamo_local.twin.trace import read_trace
+    from dynamo_local.simulator.sizing import made
+    from dynamo_local.simulator.trace import read_trace
 
     numbers = {name: words[name] for name in ("rate", "isl", "osl")}
     given = [f"--{name}" for name, value in numbers.items() if value is not None]
@@ -177,7 +174,7 @@ def _json(candidates: Sequence[Candidate], text: str) -> dict[str, Any]:
 
 
 def _print(candidates: Sequence[Candidate], wanted: Wanted, traces: Traces, text: str, write: Path | None) -> None:
-    from dynamo_local.profiling.sizing import load_of
+    from dynamo_local.simulator.sizing import load_of
 
     engines, planned = candidates[0].engines, candidates[0].planned
     best = planned.best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,16 +11,69 @@ from typing import Any, TypeVar
 import click
 
 from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
-from dynamo_local.cli.planner_plugins import plugins
 from dynamo_local.cli.planner_profile import profile
 from dynamo_local.cli.planner_replay import replay
 from dynamo_local.cli.planner_words import history_row, status_lines
 from dynamo_local.errors import NotRunning
 from dynamo_local.system.paths import Paths
 
+# --- planner_plugins
+# `dynamo planner plugins`: who else has a say in the planner's decisions.
+
+ANSWER_TIMEOUT_S = 10.0
+_COLUMNS = ("plugin", "stage", "priority", "circuit", "calls", "last", "at")
+
+
+@click.command()
+@json_option
+@namespace_option
+def plugins(as_json: bool, namespace: str | None) -> None:
+    """List the planner's plugins.
+
+    What they do, how they are, and where to register more.
+    """
+    answer = ask_arbiter(find_paths(namespace), "dynamo_planner_status", ANSWER_TIMEOUT_S)
+    told = answer["planner"]["plugins"]
+    click.echo(json.dumps(told) if as_json else "\n".join(plugin_lines(told)))
+
+
+def plugin_lines(told: Mapping[str, Any]) -> Iterator[str]:
+    """A table, then what is wrong, then where plugins register."""
+    rows = [_COLUMNS, *(_row(plugin) for plugin in told["plugins"])]
+    if len(rows) > 1:
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        for row in rows:
+            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    else:
+        yield "no plugins"
+    for plugin in told["plugins"]:
+        if plugin["trouble"]:
+            yield f"{plugin['plugin_id']}: {plugin['trouble']}"
+    for name, reason in told["not_taken"].items():
+        yield f"{name}: not taken: {reason}"
+    if told["gateway"]:
+        yield f"register at {told['gateway']}"
+    last = told["last_tick"]
+    if last is not None and last["why"]:
+        yield f"last tick: {last['action']}: {last['why']}"
+
+
+def _row(plugin: Mapping[str, Any]) -> tuple[str, ...]:
+    ago = plugin["last_call_seconds_ago"]
+    return (
+        plugin["plugin_id"],
+        plugin["plugin_type"],
+        str(plugin["priority"]),
+        plugin["circuit_state"].lower(),
+        str(plugin["evaluations_total"]),
+        "-" if ago is None else f"{ago:.1f} s ago",
+        f"{plugin['endpoint']} ({plugin['origin']})",
+    )
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-ANSWER_TIMEOUT_S = 30.0
+PLANNER_ANSWER_TIMEOUT_S = 30.0
 """A change waits for the tick that may be under way, and for its commit."""
 EITHER_SPELLING = {"token_normalize_func": lambda token: token.replace("_", "-")}
 NOT_OPTIONS = frozenset({"enabled", "namespace", "scheduling", "plugin_registration"})
@@ -185,9 +238,9 @@ def report(since: str | None, output: Path | None, log: Path | None, as_json: bo
     It stands alone, and reads the decision log: it works when the graph is gone, too. By default it is written to
     planner_report.html in this folder.
     """
+    from dynamo_local.arbiter.planner_report.writing import title_of, write_report
     from dynamo_local.planner.records.decision_log import decision_log_path
-    from dynamo_local.system.logs.times import since as time_of
-    from dynamo_local.telemetry.planner_report.writing import title_of, write_report
+    from dynamo_local.system.log_files import since as time_of
 
     paths = find_paths(namespace)
     since_s = None if since is None else time_of(since, datetime.now().astimezone())
@@ -201,7 +254,7 @@ def report(since: str | None, output: Path | None, log: Path | None, as_json: bo
 
 
 def _change(namespace: str | None, as_json: bool, command: str, **properties: Any) -> None:
-    answer = ask_arbiter(find_paths(namespace), f"dynamo_planner_{command}", ANSWER_TIMEOUT_S, **properties)
+    answer = ask_arbiter(find_paths(namespace), f"dynamo_planner_{command}", PLANNER_ANSWER_TIMEOUT_S, **properties)
     told = answer["planner"]
     if as_json:
         click.echo(json.dumps(told))
@@ -220,7 +273,7 @@ def _defaults() -> dict[str, Any]:
 def _here(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with relative paths made absolute: they are relative to the caller's folder, not the arbiter's. The
     name of a profile that ships is none."""
-    from dynamo_local.profiles import shipped_profiles
+    from dynamo_local.profile.reading import shipped_profiles
 
     found = dict(options)
     for name in ("log_dir", "load_predictor_warmup_trace", "profile_results_dir"):

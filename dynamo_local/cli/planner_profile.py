@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from dynamo_local.cli.common import json_option
-from dynamo_local.cli.numbers import FiniteRange
+from dynamo_local.cli.common import FiniteRange, json_option
 
 POSITIVE = FiniteRange(min=0, min_open=True, max=1e9)
 ITL_MS = (10.0, 20.0, 50.0)
@@ -36,8 +35,8 @@ def show(
     DIR is a folder as Dynamo's profiler writes it, or the name of a profile that ships.
     """
     from dynamo_local.errors import BadInput
-    from dynamo_local.profiles import read_profile
-    from dynamo_local.profiles.showing import facts_of
+    from dynamo_local.profile.reading import read_profile
+    from dynamo_local.profile.summary import facts_of
     from dynamo_local.system.pages import check_plots
 
     if osl is not None and isl is None:
@@ -47,7 +46,7 @@ def show(
     read = read_profile(folder)
     facts = facts_of(read, itl_ms or ITL_MS, isl, osl)
     if report is not None:
-        from dynamo_local.profiles.report import write_report
+        from dynamo_local.profile.report import write_report
 
         write_report(report, read, facts)
     if as_json:

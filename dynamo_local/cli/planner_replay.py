@@ -16,8 +16,8 @@ from dynamo_local.errors import BadInput, NotRunning
 if TYPE_CHECKING:
     from dynamo_local.planner.policies.options import PolicyOptions
     from dynamo_local.planner.records.ticks import Decided
-    from dynamo_local.planner.replaying import Replay, Replayed
-    from dynamo_local.system.logs.jsonl import Record
+    from dynamo_local.planner.replay import Replay, Replayed
+    from dynamo_local.system.json_lines import Record
 
 POLICIES = ("load", "sla", "slo", "throughput-load")
 
@@ -43,7 +43,7 @@ def replay(
     defaults, the log's GPU budgets, and what `--set` says. Works when the graph is gone, too.
     """
     from dynamo_local.planner.records.ticks import oldest_first, tick_log_path
-    from dynamo_local.planner.replaying import Replay
+    from dynamo_local.planner.replay import Replay
 
     log = file or tick_log_path(find_paths(namespace).logs)
     records = iter(oldest_first(log))
@@ -60,8 +60,8 @@ def replay(
 
 def _options(policy: str, settings: tuple[str, ...], records: Iterable[Record]) -> PolicyOptions:
     """The budgets are those that were recorded last."""
-    from dynamo_local.autoscale.planner_options import policy_options
-    from dynamo_local.config import planner_section
+    from dynamo_local.arbiter.planner_options import policy_options
+    from dynamo_local.config.planner import planner_section
     from dynamo_local.config.planner_words import parse_settings
 
     recorded: Mapping[str, Any] = {}

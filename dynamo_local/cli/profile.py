@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamo_local.cli.common import json_option
-from dynamo_local.core.durations import SECONDS_MAX
+from dynamo_local.core.types import SECONDS_MAX
 from dynamo_local.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from dynamo_local.profiles.measuring.document import Document
-    from dynamo_local.profiles.measuring.plan import Progress
-    from dynamo_local.profiles.measuring.points import Point
+    from dynamo_local.profile.document import Document
+    from dynamo_local.profile.points import Point
+    from dynamo_local.profile.repetitions import Progress
 
 TELL_EVERY_S = 5.0
 """Where nobody looks at a terminal, a line so often."""
@@ -78,10 +78,10 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
     The graph is started as `dynamo serve` would, in a namespace of its own, and ended. Any `--Service.key=value`
     overrides the configuration. Ctrl-C keeps what is there; --resume goes on.
     """
-    from dynamo_local.profiles.measuring.outside import Given
-    from dynamo_local.profiling.target import understood
-    from dynamo_local.profiling.whole import Asked
-    from dynamo_local.profiling.whole import profile as measure
+    from dynamo_local.measuring.profile import Asked
+    from dynamo_local.measuring.profile import profile as measure
+    from dynamo_local.measuring.target import understood
+    from dynamo_local.profile.outside import Given
     from dynamo_local.system.pages import check_plots
 
     overrides = tuple(words["overrides"])
@@ -134,18 +134,18 @@ def profile(graph: str | None, as_json: bool, report: Path | None, **words: Any)
 
 
 def _report(path: Path, folder: Path, document: Document) -> None:
-    from dynamo_local.profiles import read_profile
-    from dynamo_local.profiles.report import write_report
-    from dynamo_local.profiles.showing import facts_of
+    from dynamo_local.profile.reading import read_profile
+    from dynamo_local.profile.report import write_report
+    from dynamo_local.profile.summary import facts_of
 
     read = read_profile(str(folder))
     write_report(path, read, facts_of(read, (10.0, 20.0, 50.0)), document)
 
 
 def _print(document: Document, folder: Path, report: Path | None) -> None:
-    from dynamo_local.profiles.measuring.summary import lines_of
+    from dynamo_local.profile.summary import summary_lines
 
-    for line in lines_of(document):
+    for line in summary_lines(document):
         click.echo(line)
     click.echo(f"profile: {folder}" + (f"; report: {report}" if report else ""))
 
@@ -165,7 +165,7 @@ class _View:
 
     def point(self, progress: Progress, point: Point | None) -> None:
         """Where it stands, and what comes now."""
-        from dynamo_local.profiles.measuring.plan import share_done
+        from dynamo_local.profile.repetitions import share_done
 
         now_s = time.monotonic()
         if now_s - self._told_s < (0.2 if self._terminal else TELL_EVERY_S) and point is not None:

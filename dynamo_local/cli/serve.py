@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamo_local.cli.numbers import SECONDS
+from dynamo_local.cli.common import SECONDS
 from dynamo_local.errors import EXIT_FAILED, DynamoError
 from dynamo_local.system import collector
 from dynamo_local.system.host_errors import host_refused
 
 if TYPE_CHECKING:
-    from dynamo_local.control.deployment import Deployment
+    from dynamo_local.arbiter.deployment import Deployment
     from dynamo_local.system.process_host import SupervisedHost
 
 POLL_S = 0.02
@@ -82,9 +82,9 @@ def serve(
     if detach:
         return _detach()
     with collector.keeping():
-        from dynamo_local.serve.launch import plan_deployment
-        from dynamo_local.serve.launch import serve as run
-        from dynamo_local.serve.request import ServeOptions, understand
+        from dynamo_local.arbiter.launch import plan_deployment
+        from dynamo_local.arbiter.launch import serve as run
+        from dynamo_local.arbiter.request import ServeOptions, understand
 
     overrides = tuple(words["overrides"])
     if target is not None and target.startswith("-"):  # no graph was given: this is the first override
@@ -121,7 +121,7 @@ def _print_plan(plan: dict[str, Any], as_json: bool) -> None:
 
 def _run_detached(options: Any, boot_report: Path) -> int:
     """The child's side of --detach: whatever goes wrong is told in the boot report."""
-    from dynamo_local.serve.launch import serve as run
+    from dynamo_local.arbiter.launch import serve as run
 
     try:
         return run(options, own_arbiter, boot_report=boot_report)

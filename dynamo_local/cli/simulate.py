@@ -3,25 +3,259 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from dynamo_local.cli.common import json_option
-from dynamo_local.cli.numbers import FiniteRange, Shape
-from dynamo_local.cli.simulated_leads import leads_of
-from dynamo_local.cli.simulated_requests import Source, source_of
-from dynamo_local.cli.views.simulated import print_tables
-from dynamo_local.core.admission import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
-from dynamo_local.core.durations import SECONDS_MAX
+from dynamo_local.cli.common import FiniteRange, Shape, json_option
+from dynamo_local.core.lead_times import Rung
+from dynamo_local.core.traffic import MAX_INFLIGHT, MAX_NUM_WAITING, REQUEST_TIMEOUT_S
+from dynamo_local.core.types import SECONDS_MAX
 from dynamo_local.errors import BadInput
 
 if TYPE_CHECKING:
-    from dynamo_local.twin.cases import Case
-    from dynamo_local.twin.metrics import Metrics
+    from dynamo_local.simulator.generator import Generated
+    from dynamo_local.simulator.metrics import Metrics
+    from dynamo_local.simulator.options import LeadOptions
+    from dynamo_local.simulator.simulation import Case
+    from dynamo_local.simulator.trace import TraceRequest
+
+
+# --- simulated_leads
+# `--lead`: how long each way to one more worker takes in the twin, as given or as measured on this host.
+
+NAMES = ("flip", "wake", "spare", "cold", "sleep")
+MEASURED = "measured"
+"""`--lead measured`, or `--lead measured:NAMESPACE`."""
+NAMESPACE = "dynamo"
+RUNGS: Mapping[str, tuple[Rung, ...]] = {
+    "flip": (Rung.FLIP_TO_DECODE, Rung.FLIP_TO_PREFILL),
+    "wake": (Rung.WAKE_1, Rung.WAKE_2),
+    "spare": (Rung.SPARE,),
+    "cold": (Rung.COLD,),
+}
+
+
+def leads_of(words: Sequence[str], start_up_s: float) -> LeadOptions:
+    """The twin's leads; what is not said is the twin's default, and `cold` is `--start-up-s`. A number counts more than
+    what was measured, the last one most. Raises `BadInput`."""
+    from dynamo_local.simulator.options import LeadOptions
+
+    parts = [part.strip() for word in words for part in word.split(",")]
+    measured = [_measured(part) for part in parts if part.partition(":")[0] == MEASURED]
+    given = dict(_given(part) for part in parts if part.partition(":")[0] != MEASURED)
+    found = {**(measured[-1] if measured else {}), **given}
+    return LeadOptions(**{"cold_s": start_up_s, **{f"{name}_s": value for name, value in found.items()}})
+
+
+def _given(part: str) -> tuple[str, float]:
+    name, _, value = part.partition("=")
+    if name not in NAMES:
+        raise BadInput(f"--lead {part!r}: there are {', '.join(NAMES)}, such as spare=8,cold=45; or {MEASURED}")
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise BadInput(f"--lead {part!r}: {value!r} is no number of seconds") from None
+    if not 0 <= seconds <= SECONDS_MAX:
+        raise BadInput(f"--lead {part!r}: seconds, 0 to {SECONDS_MAX:g}")
+    return name, seconds
+
+
+def _measured(text: str) -> dict[str, float]:
+    """The slowest component's median of each rung that was measured in that namespace."""
+    from dynamo_local.simulator.options import DECODE, PREFILL
+    from dynamo_local.state.leads import LeadFile
+    from dynamo_local.state.raw import state_folder
+
+    namespace = text.partition(":")[2] or NAMESPACE
+    file = LeadFile(state_folder(os.environ))
+    components: dict[str, Any] = file.all(namespace)
+    chosen = {name: rungs for name, rungs in components.items() if name in (DECODE, PREFILL)} or components
+    found: dict[str, float] = {}
+    for name, rungs in RUNGS.items():
+        medians = [median(samples[rung]) for samples in chosen.values() for rung in rungs if samples.get(rung)]
+        if medians:
+            found[name] = max(medians)
+    if not found:
+        raise BadInput(f"--lead {text}: nothing was measured in namespace {namespace!r} on this host; see {file.path}")
+    return found
+
+
+# --- simulated_profile
+# `dynamo simulate --profile FOLDER`: what a measured profile says of its engines beside their times.
+
+START_UP_S = 30.0
+"""Of a new worker, where nobody measured it."""
+
+
+def with_measured(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The command's words with `start_up_s` and `engines`: options of the simulated engine, each as it was measured.
+
+    What the user says counts more. Of a profile without `profile.json` nothing is known. Raises `ConfigError`.
+    """
+    from dynamo_local.profile.document import read_document
+    from dynamo_local.profile.reading import profile_folder
+
+    name, start_up_s = words["profile"], words["start_up_s"]
+    document = None if name is None else read_document(profile_folder(name))
+    engine = None if document is None else document.engines.get("agg", document.engines.get("decode"))
+    if document is None or engine is None:
+        return {**words, "engines": {}, "start_up_s": START_UP_S if start_up_s is None else start_up_s}
+    cold_s = [rungs["cold"] for rungs in document.actions.values() if "cold" in rungs]
+    kv = engine.max_kv_tokens
+    engines = {
+        "block_size": next((size for size in (64, 32, 16, 8, 4, 2) if kv % size == 0), 1),
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "max_model_len": min(engine.context_length, kv),
+    }
+    measured_s = max(cold_s, default=START_UP_S)
+    return {**words, "engines": engines, "start_up_s": measured_s if start_up_s is None else start_up_s}
+
+
+# --- simulated_requests
+# Where the requests of `dynamo simulate` come from: a file, or the generator.
+
+
+class Source(Protocol):
+    """Requests by name. `what` says whether they were recorded in a file or made."""
+
+    @property
+    def what(self) -> str:
+        """ "trace" or "generated"."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The file's name, or what the generator was given; for the report."""
+        ...
+
+    def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
+        """The first `limit` of them (None: all), their times divided by `speed`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    what: str = "trace"
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
+        """As `read_trace` returns them."""
+        from dynamo_local.simulator.trace import read_trace
+
+        return read_trace(self.path, limit=limit, speed=speed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    generated: Generated
+    write_to: Path | None
+    what: str = "generated"
+
+    @property
+    def name(self) -> str:
+        return str(self.generated)
+
+    def requests(self, *, limit: int | None, speed: float) -> list[TraceRequest]:
+        """As generated. The file `write_to` has the first `limit` of them, with times not divided by `speed`."""
+        from dynamo_local.simulator.generator import generate
+        from dynamo_local.simulator.trace import write_trace
+
+        made = list(islice(generate(self.generated.options), limit))
+        if self.write_to is not None:
+            write_trace(self.write_to, made)
+        return made if speed == 1.0 else [replace(request, at_s=request.at_s / speed) for request in made]
+
+
+def source_of(trace: Path | None, generate: str | None, write_to: Path | None) -> Source:
+    """What the options ask for. Raises `BadInput` unless there is one of `--trace` and `--generate`."""
+    if (trace is None) == (generate is None):
+        given = "both are given; keep one" if trace is not None else "neither is given"
+        raise BadInput(f"the requests come from --trace FILE or from --generate chat|code|sin, and {given}")
+    if trace is not None:
+        if write_to is not None:
+            raise BadInput(f"--write-trace {write_to} keeps what --generate made; --trace {trace} is a file already")
+        return _File(trace)
+    from dynamo_local.simulator.generator import parse_generated
+
+    return _Made(parse_generated(generate or ""), write_to)
+
+
+# --- simulated
+# The runs of `dynamo simulate` as tables.
+
+
+def print_tables(
+    facts: Sequence[tuple[str, str]], rows: Sequence[tuple[str, Metrics]], words: Mapping[str, Any]
+) -> None:
+    """What the runs were worth, what was dropped and why, by what workers came, and the times."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    # A fixed width, so that the same command always prints the same bytes.
+    console = Console(width=120, highlight=False)
+    console.print("; ".join(f"{what}: {value}" for what, value in facts), markup=False)
+    worth = Table("run", box=box.SIMPLE)
+    for label in ("requests", "completed", "dropped", "attainment", "goodput/s", "GPU-hours", "GPUs", "scale actions"):
+        worth.add_column(label, justify="right")
+    times = Table("run", box=box.SIMPLE)
+    for label in ("mean", "p50", "p95", "p99"):
+        times.add_column(f"TTFT {label}", justify="right")
+    for label in ("mean", "p50", "p95", "p99"):
+        times.add_column(f"ITL {label}", justify="right")
+    for name, m in rows:
+        counts = (m.requests, m.completed, m.dropped)
+        worth.add_row(
+            name,
+            *(f"{count:,}" for count in counts),
+            f"{m.attainment:.2%}",
+            f"{m.goodput_rps:.2f}",
+            f"{m.gpu_hours:.3f}",
+            f"{m.gpus_mean:.2f}",
+            str(m.scale_actions),
+        )
+        values = [getattr(spread, part) for spread in (m.ttft_ms, m.itl_ms) for part in ("mean", "p50", "p95", "p99")]
+        times.add_row(name, *("–" if value is None else f"{value:.1f}" for value in values))
+    console.print(worth)
+    for name, m in rows:
+        for reason, count in m.dropped_by.items():
+            console.print(f"{name}: {count:,} dropped: {_explained(reason, words)}", markup=False)
+        if {"flips", "wakes", "sleeps"} & m.done_by.keys():
+            console.print(
+                f"{name}: {', '.join(f'{count:,} {what}' for what, count in m.done_by.items())}", markup=False
+            )
+    console.print("milliseconds:")
+    console.print(times)
+
+
+def _explained(reason: str, words: Mapping[str, Any]) -> str:
+    """Why requests were dropped, and what changes it."""
+    from dynamo_local.simulator.process import Dropped
+
+    explanations = {
+        Dropped.FRONTEND_FULL: f"the Frontend had {words['max_inflight']} requests already (429): more workers, or a "
+        "higher --max-inflight, with which they wait until their deadline",
+        Dropped.WORKERS_FULL: f"{words['max_num_waiting']} requests waited for each worker already (429): more "
+        "workers, or a higher --max-num-waiting, with which they wait until their deadline",
+        Dropped.DEADLINE: f"not done within {words['request_timeout_s']:g} s (504): more workers, or a longer "
+        "--request-timeout-s",
+        Dropped.TOO_LONG: "prompt and answer are longer than the model's context (400)",
+    }
+    return explanations.get(Dropped(reason), reason)
+
 
 DEFAULT_INITIAL = "1,1"
 
@@ -97,12 +331,11 @@ def simulate(as_json: bool, report: Path | None, jobs: int | None, **words: Any)
     The requests are those of a --trace, or are made (--generate).
     With --static and no policy or option of the planner there is no planned run; with both they are compared.
     """
-    from dynamo_local.cli.simulated_profile import with_measured
+    from dynamo_local.simulator.metrics import measure
+    from dynamo_local.simulator.options import Slo
+    from dynamo_local.simulator.report import ReportedRun, write_report
+    from dynamo_local.simulator.simulation import run_cases
     from dynamo_local.system.pages import check_plots
-    from dynamo_local.twin.cases import run_cases
-    from dynamo_local.twin.metrics import measure
-    from dynamo_local.twin.options import Slo
-    from dynamo_local.twin.report import ReportedRun, write_report
 
     source = source_of(words["trace"], words["generate"], words["write_trace"])
     if report is not None:
@@ -154,8 +387,7 @@ def cases_of(words: Mapping[str, Any]) -> list[Case]:
 
 def _by_policy(names: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The options of each policy: of those that are given, its own. Raises `BadInput` for one that none of them has."""
-    from dynamo_local.config.planner import POLICIES
-    from dynamo_local.config.planner.options import aliases_of, options_of
+    from dynamo_local.config.planner import POLICIES, aliases_of, options_of
     from dynamo_local.sdk.checks import listing, nearest
 
     found: dict[str, dict[str, Any]] = {}
@@ -185,15 +417,15 @@ def _case(
 ) -> Case:
     from functools import partial
 
-    from dynamo_local.autoscale.planner_options import actuators, policy_options
-    from dynamo_local.components.routing.pickers import sim_picker
-    from dynamo_local.config import planner_section
-    from dynamo_local.core.actuators import Actuator
-    from dynamo_local.core.disagg import DisaggSettings
-    from dynamo_local.core.dispatch.targets import Targets
+    from dynamo_local.arbiter.planner_options import actuators, policy_options
+    from dynamo_local.components.dispatcher import sim_picker
+    from dynamo_local.config.planner import planner_section
+    from dynamo_local.core.routing.disagg import DisaggSettings
+    from dynamo_local.core.routing.estimates import Targets
+    from dynamo_local.core.types import Actuator
     from dynamo_local.engines.sim.options import SimOptions
-    from dynamo_local.twin.cases import Case
-    from dynamo_local.twin.options import FleetShape, TwinOptions
+    from dynamo_local.simulator.options import FleetShape, TwinOptions
+    from dynamo_local.simulator.simulation import Case
 
     config = planner_section("--planner", _with_targets(given, words))
     sim = SimOptions.from_mapping(given["sim"])
@@ -229,7 +461,7 @@ def _case(
 
 def _with_targets(given: Mapping[str, Mapping[str, Any]], words: Mapping[str, Any]) -> dict[str, Any]:
     """The planner's options. A policy with targets has those of the run, and the profile that the engines run by."""
-    from dynamo_local.config.planner.options import POLICIES, chosen_policy, options_of, own_names
+    from dynamo_local.config.planner import POLICIES, chosen_policy, options_of, own_names
     from dynamo_local.engines.sim.options import SimOptions
 
     policy = chosen_policy(given["planner"])
@@ -254,7 +486,7 @@ SECTIONS = ("planner", "sim")
 
 def _overrides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`--planner.KEY=VALUE` and `--sim.KEY=VALUE`, keys with underscores."""
-    from dynamo_local.config.overrides import parse_overrides
+    from dynamo_local.config.loading import parse_overrides
     from dynamo_local.sdk.checks import nearest
 
     for word in words:
@@ -288,7 +520,7 @@ def _known(section: str, key: str) -> str:
 
 def _combinations(sweeps: Sequence[str]) -> list[tuple[str, dict[str, dict[str, Any]]]]:
     """`(name, changes by section)` for the product of all sweeps, the last one changing fastest."""
-    from dynamo_local.config.overrides import parse_value
+    from dynamo_local.config.loading import parse_value
 
     found: list[tuple[str, dict[str, dict[str, Any]]]] = [("", {})]
     for sweep in sweeps:

@@ -1,4 +1,5 @@
-"""The services that ship: `from dynamo_local.components import Frontend, Processor, Router, VllmWorker, PrefillWorker`.
+"""The services that ship: `from dynamo_local.components.frontend import Frontend, Processor, Router, VllmWorker,
+PrefillWorker`.
 
 Each is imported when it is first asked for: a worker's start-up should not pay for its siblings' libraries.
 """

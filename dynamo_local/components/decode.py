@@ -11,11 +11,10 @@ from typing import Any, cast
 
 from dynamo_local.clock import AsyncioClock, Clock
 from dynamo_local.components import messages
-from dynamo_local.components.prefilling.counts import DispatchCounts
-from dynamo_local.components.prefilling.handoff_times import HandoffTimes
-from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
-from dynamo_local.core.dispatch.prefilling import DecodeSide
-from dynamo_local.core.dispatch.tally import Why
+from dynamo_local.components.handoffs import HandoffTimes
+from dynamo_local.components.remote_prefill import DispatchCounts, RemotePrefill
+from dynamo_local.core.routing.estimates import Why
+from dynamo_local.core.routing.prefill_choice import DecodeSide
 from dynamo_local.errors import KvTransferError, WorkerBusy
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest
 

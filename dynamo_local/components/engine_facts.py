@@ -10,7 +10,7 @@ from dynamo_local import __version__
 from dynamo_local.components.prefill_worker import PrefillWorkerConfig
 from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.components.vllm_worker import VllmWorkerConfig
-from dynamo_local.core.spares import engine_of
+from dynamo_local.core.prewarmed import engine_of
 from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
 from dynamo_local.sdk.service_config import underscored
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dynamo_local.components.text.model import TINY_MODEL, TINY_TOKENS
-from dynamo_local.core.spares import EngineName, engine_of
+from dynamo_local.core.prewarmed import EngineName, engine_of
 from dynamo_local.engines import make_engine
-from dynamo_local.engines.sleeping import GROWTH_MAX_BYTES, CanSleep, EngineStandby
+from dynamo_local.engines.sleep import GROWTH_MAX_BYTES, CanSleep, EngineStandby
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import Engine, KvEventPublisher, PassSink
 from dynamo_local.sdk.checks import listing, nearest
@@ -188,8 +188,8 @@ async def start_observed_engine(
             context.set_sleeper(sleeper)
 
     if config.measurable:
-        from dynamo_local.components.measuring import MEASURE, Measurable, MeasureRequest
-        from dynamo_local.runtime.passes.recorder import PassRecorder
+        from dynamo_local.components.measurement import MEASURE, Measurable, MeasureRequest
+        from dynamo_local.transport.passes import PassRecorder
 
         recorder = passes if isinstance(passes, PassRecorder) else None
         context.serve_endpoint(MEASURE, Measurable(engine, recorder).measure, MeasureRequest)

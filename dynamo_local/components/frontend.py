@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.components.processor import Processor
-from dynamo_local.sdk import async_on_start, depends, on_shutdown, service
+from dynamo_local.sdk import service
 from dynamo_local.sdk.context import WorkerContext, current_context
+from dynamo_local.sdk.service import async_on_start, depends, on_shutdown
 
-if TYPE_CHECKING:  # imported by `start`: every worker imports its graph, and only this one serves HTTP
-    from dynamo_local.components.openai.serving import Serving
+if TYPE_CHECKING:
+    from dynamo_local.components.openai.port import Serving
 
 __all__ = ["Frontend", "FrontendConfig"]
 
@@ -33,8 +34,9 @@ class Frontend:
         """Bind, listen, announce the URL. Raises `ConfigError` where port, keys or certificate cannot be had."""
         from dynamo_local.components.models_view import ModelsView, adapters_prefix
         from dynamo_local.components.openai import access
-        from dynamo_local.components.openai.app import FrontendDeps, create_app
-        from dynamo_local.components.openai.serving import Serving
+        from dynamo_local.components.openai.app import create_app
+        from dynamo_local.components.openai.generation import FrontendDeps
+        from dynamo_local.components.openai.port import Serving
 
         context: WorkerContext = current_context()
         settings: FrontendConfig = context.settings or FrontendConfig()

@@ -25,10 +25,10 @@ import msgspec
 from msgspec import Meta
 
 from dynamo_local.components import limits
-from dynamo_local.components.extras.asked import Extras
+from dynamo_local.components.sim_api.requests import Extras
 from dynamo_local.errors import InvalidRequest, KvTransferError
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
-from dynamo_local.runtime.requests.frames import RequestId, invalid_payload
+from dynamo_local.transport.requests.frames import RequestId, invalid_payload
 
 _StopText = Annotated[str, Meta(max_length=limits.MAX_STOP_LENGTH)]
 
@@ -219,3 +219,22 @@ def parse_prefill_reply(payload: Any) -> dict[str, Any]:
         return msgspec.convert(payload, PrefillReply).kv_transfer_params
     except msgspec.ValidationError as error:
         raise KvTransferError(f"the prefill worker's answer cannot be read: {error}") from error
+
+
+# --- messages
+# What Frontend and Processor send each other about an HTTP exchange that the Frontend does not read.
+#
+# request  ApiRequest
+# items    {"status", "headers"?: {str: str}, "stream": bool}, then {"body": bytes}; each may also tell
+#          "tokens": how many more the answer has, "prompt_tokens", "cached_tokens"
+
+
+class ApiRequest(msgspec.Struct, frozen=True):
+    """A request as the client made it; `headers` without those that are about the connection, or secret."""
+
+    request_id: RequestId
+    path: str
+    headers: list[tuple[str, str]]
+    body: bytes
+    method: str = "POST"
+    query: str = ""

@@ -12,13 +12,12 @@ from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dynamo_local.components import messages
-from dynamo_local.components.large_requests import run_beside, run_by_size
+from dynamo_local.components.dispatcher import Batch, Dispatcher
+from dynamo_local.components.limits import run_beside, run_by_size
 from dynamo_local.components.models_view import ModelsView
-from dynamo_local.components.routing.dispatch import Batch, Dispatcher
-from dynamo_local.components.text.answer import Answer
-from dynamo_local.components.text.prepare import Kind, prepare
+from dynamo_local.components.text.prepare import Answer, Kind, prepare
 from dynamo_local.errors import EngineError, NoWorkers
-from dynamo_local.runtime.requests.pumping import Enough, Take
+from dynamo_local.transport.requests.stream import Enough, Take
 
 if TYPE_CHECKING:
     from dynamo_local.components.text.tokenizer import Tokenizer
@@ -129,7 +128,7 @@ class Pipeline:
     async def _with_extras(
         self, kind: Kind, asked: messages.TextRequest, max_model_len: int, timeout_s: float | None
     ) -> AsyncGenerator[Any, None]:
-        from dynamo_local.components.extras.choices import Choices, prepare_choices
+        from dynamo_local.components.sim_api.choices import Choices, prepare_choices
 
         extras = asked.extras
         assert extras is not None
@@ -146,7 +145,7 @@ class Pipeline:
 
     async def texts(self, payload: Any) -> dict[str, Any]:
         """The answer to a `TextsRequest`. Raises `InvalidRequest` or `NoWorkers`."""
-        from dynamo_local.components.extras.texts import answer_texts, parse_texts_request
+        from dynamo_local.components.sim_api.texts import answer_texts, parse_texts_request
 
         asked = parse_texts_request(payload)
         max_model_len = await self._max_model_len(asked.request.model or self._model)

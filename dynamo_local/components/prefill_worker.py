@@ -1,6 +1,6 @@
 """PrefillWorker: computes the KV of prompts from the prefill queue.
 
-`components.prefilling.prefill` says what is acked when.
+`components.prefill` says what is acked when.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from dynamo_local.components.engine_options import ENGINE, EngineConfig, start_observed_engine
+from dynamo_local.components.handoffs import HANDOFF_TIMES, HandoffTimes
 from dynamo_local.components.messages import CanaryRequest
-from dynamo_local.components.prefilling.handoff_times import HANDOFF_TIMES, HandoffTimes
 from dynamo_local.ports import Engine
-from dynamo_local.sdk import async_on_start, endpoint, on_shutdown, service
+from dynamo_local.sdk import service
 from dynamo_local.sdk.context import Work, current_context
-from dynamo_local.system.together import together
+from dynamo_local.sdk.service import async_on_start, endpoint, on_shutdown
+from dynamo_local.system.executors import together
 
 if TYPE_CHECKING:
     from dynamo_local.engines.vllm.options import Transfer
@@ -46,8 +47,8 @@ class PrefillWorker:
     @async_on_start
     async def start(self) -> None:
         """Start the engine, then pull."""
-        from dynamo_local.components.engine_directory import EngineCard, engine_key
-        from dynamo_local.components.prefilling.prefill import Prefiller
+        from dynamo_local.components.handoffs import EngineCard, engine_key
+        from dynamo_local.components.prefill import Prefiller
 
         self._context = context = current_context()
         config: PrefillWorkerConfig = context.settings
@@ -95,20 +96,20 @@ class PrefillWorker:
     @endpoint()
     async def canary(self, request: CanaryRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The KV of a few tokens, at once: for a worker that tries out whether it can decode what is prefilled here."""
-        from dynamo_local.components.canary import prefilled
+        from dynamo_local.components.handoffs import prefilled
 
         assert self._engine is not None
         yield await prefilled(self._engine, request)
 
     def hand_over(self) -> Mapping[str, Any]:
-        """See `sdk.flipping.Flippable`."""
+        """See `sdk.context.Flippable`."""
         return {ENGINE: self._engine, HANDOFF_TIMES: self._times}
 
     async def try_out(self) -> None:
-        """See `sdk.flipping.Flippable`. It pulls already; an entry that fails goes back to the queue."""
+        """See `sdk.context.Flippable`. It pulls already; an entry that fails goes back to the queue."""
 
     async def settle(self) -> None:
-        """See `sdk.flipping.Flippable`. KV that nobody has pulled yet stays in the engine, which goes on."""
+        """See `sdk.context.Flippable`. KV that nobody has pulled yet stays in the engine, which goes on."""
         await self._until_pull_ended()
         await self._prefiller.finish_entries()
 

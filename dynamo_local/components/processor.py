@@ -10,26 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.components.extras.texts import TextsRequest
-from dynamo_local.components.messages import TextRequest
+from dynamo_local.components.dispatcher import make_picker
+from dynamo_local.components.messages import ApiRequest, TextRequest
 from dynamo_local.components.router import Router
-from dynamo_local.components.routing.pickers import make_picker
+from dynamo_local.components.sim_api.texts import TextsRequest
 from dynamo_local.components.targets import RoutingOptions, usable_costs
 from dynamo_local.components.text.model import TINY_MODEL
-from dynamo_local.components.vllm_api.messages import ApiRequest
 from dynamo_local.components.vllm_worker import VllmWorker
-from dynamo_local.core.routing import RouterPolicy
-from dynamo_local.runtime.requests.context import current_request
-from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
+from dynamo_local.core.routing.choice import RouterPolicy
+from dynamo_local.errors import ConfigError
+from dynamo_local.sdk import service
 from dynamo_local.sdk.context import current_context
-from dynamo_local.system.cancelling import ended
+from dynamo_local.sdk.service import async_on_start, depends, endpoint, on_shutdown
+from dynamo_local.system.executors import ended
+from dynamo_local.transport.requests.handlers import current_request
 
 
 class ProcessorConfig(RoutingOptions):
@@ -78,15 +82,12 @@ class Processor:
     @async_on_start
     async def start(self) -> None:
         """Load the tokenizer (off the loop: it is megabytes of JSON) and begin to watch workers and models."""
+        from dynamo_local.components.dispatcher import Dispatcher, RouterClient, samples
         from dynamo_local.components.models_view import ModelCard, ModelsView, adapters_prefix
         from dynamo_local.components.pipeline import Pipeline
-        from dynamo_local.components.routing.dispatch import Dispatcher
-        from dynamo_local.components.routing.pickers import samples
-        from dynamo_local.components.routing.router_client import RouterClient
         from dynamo_local.components.text.tokenizer import load_tokenizer
-        from dynamo_local.components.vllm_api.adapters import adapters_of
-        from dynamo_local.components.vllm_api.hosting import ApiHost
-        from dynamo_local.runtime.load import LoadView
+        from dynamo_local.components.vllm_api.host import ApiHost
+        from dynamo_local.transport.load import LoadView
 
         context = current_context()
         config: ProcessorConfig = context.settings
@@ -154,3 +155,49 @@ def _remaining_s() -> float | None:
     """What is left of the caller's deadline; it goes on to the worker."""
     request = current_request()
     return request.remaining_s() if request is not None else None
+
+
+# --- adapters
+# LoRA adapters that a Processor's `serve-args` name: models with names of their own beside the one that they adapt.
+
+_FORM = "`lora-modules` is a list of NAME=FOLDER, or of mappings with a `name` and a `path`"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One of them, and the folder that it is in."""
+
+    name: str
+    path: str
+
+
+def adapters_of(serve_args: Mapping[str, Any]) -> list[Adapter]:
+    """Those of `lora-modules`, as `vllm serve` reads it.
+
+    Raises `ConfigError` for another form, and for a folder without an adapter: `vllm serve` would not start with it,
+    and a worker would fail the requests that name it.
+    """
+    given = serve_args.get("lora-modules", serve_args.get("lora_modules"))
+    if given is None:
+        return []
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    found = [_adapter(item) for item in (given if several else [given])]
+    for adapter in found:
+        folder = Path(adapter.path)
+        if folder.is_absolute() and not (folder / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"Processor.serve-args: the adapter {adapter.name!r} is not in {adapter.path}, which has no "
+                "adapter_config.json"
+            )
+    return found
+
+
+def _adapter(item: Any) -> Adapter:
+    if isinstance(item, str) and "=" in item and "," not in item:
+        name, _, path = item.partition("=")
+        return Adapter(name, path)
+    try:
+        fields = json.loads(item) if isinstance(item, str) else item
+        return Adapter(str(fields["name"]), str(fields["path"]))
+    except (ValueError, TypeError, LookupError) as error:
+        raise ConfigError(f"Processor.serve-args: {item!r} is no adapter; {_FORM}") from error

@@ -13,9 +13,10 @@ from dynamo_local.components.messages import RouteRequest, parse_route_request
 from dynamo_local.components.targets import RoutingOptions, usable_costs
 from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.components.vllm_worker import VllmWorker
-from dynamo_local.core.routing import RouterPolicy, RouterSettings
-from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
+from dynamo_local.core.routing.choice import RouterPolicy, RouterSettings
+from dynamo_local.sdk import service
 from dynamo_local.sdk.context import current_context
+from dynamo_local.sdk.service import async_on_start, depends, endpoint, on_shutdown
 
 FIRST_VIEW_TIMEOUT_S = 5.0
 """How long a start waits to learn what the workers have cached; after that they are asked in the background."""
@@ -53,13 +54,12 @@ class Router:
     @async_on_start
     async def start(self) -> None:
         """Begin to follow; returns once the present workers have reported their blocks, or after a bound."""
-        from dynamo_local.components.routing.pickers import samples
-        from dynamo_local.components.routing.route_decisions import RouteDecisions
-        from dynamo_local.core.kv.index import KvIndex
-        from dynamo_local.runtime.kv_feed import KvFeed
-        from dynamo_local.runtime.kv_wire import KV_BLOCKS_ENDPOINT
-        from dynamo_local.runtime.load import LoadView
-        from dynamo_local.runtime.settings import WatchedSettings, router_settings_key
+        from dynamo_local.components.dispatcher import samples
+        from dynamo_local.components.kv_router import RouteDecisions
+        from dynamo_local.core.routing.kv_index import KvIndex
+        from dynamo_local.transport.kv_events import KV_BLOCKS_ENDPOINT, KvFeed
+        from dynamo_local.transport.load import LoadView
+        from dynamo_local.transport.settings import WatchedSettings, router_settings_key
 
         context = current_context()
         config: RouterConfig = context.settings

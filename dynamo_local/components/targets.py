@@ -11,10 +11,10 @@ from pydantic import BaseModel, Field, field_validator
 
 from dynamo_local.components.engine_options import check_sim_options
 from dynamo_local.components.text.model import TINY_MODEL
-from dynamo_local.core.dispatch.targets import Costs, Targets, Timing
-from dynamo_local.core.routing import RouterPolicy
+from dynamo_local.core.routing.choice import RouterPolicy
+from dynamo_local.core.routing.estimates import Costs, Targets, Timing
 from dynamo_local.core.types import Missing
-from dynamo_local.profiles.reading import PROFILE_DOCUMENT
+from dynamo_local.profile.reading import PROFILE_DOCUMENT
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EngineTimes:
 
     def timing(self) -> Timing:
         """The times themselves. Raises `ConfigError` for a profile that cannot be read."""
-        from dynamo_local.profiles import ProfileModel
+        from dynamo_local.profile.interpolation import ProfileModel
 
         return Timing(ProfileModel.load(self.profile), self.speed)
 

@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from dynamo_local.components.engine_options import ENGINE, EngineConfig, start_observed_engine
+from dynamo_local.components.handoffs import HANDOFF_TIMES, HandoffTimes
 from dynamo_local.components.messages import GenerateRequest
 from dynamo_local.components.models_view import ModelCard, engine_api, model_key_prefix
 from dynamo_local.components.prefill_worker import PrefillWorker
-from dynamo_local.components.prefilling.counts import DispatchCounts
-from dynamo_local.components.prefilling.handoff_times import HANDOFF_TIMES, HandoffTimes
+from dynamo_local.components.remote_prefill import DispatchCounts
 from dynamo_local.components.targets import EngineTimes, TargetOptions, times_of
-from dynamo_local.core.admission import MAX_NUM_WAITING
-from dynamo_local.core.disagg import DisaggSettings
-from dynamo_local.core.dispatch.targets import DisaggPolicy, Timing
+from dynamo_local.core.routing.disagg import DisaggSettings
+from dynamo_local.core.routing.estimates import DisaggPolicy, Timing
+from dynamo_local.core.traffic import MAX_NUM_WAITING
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import FlipFailed
-from dynamo_local.runtime.kv_wire import KvBlocksRequest
-from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
-from dynamo_local.sdk.context import WorkerContext, current_context
-from dynamo_local.sdk.flipping import FORMER_INSTANCE
-from dynamo_local.system.together import together
+from dynamo_local.sdk import service
+from dynamo_local.sdk.context import FORMER_INSTANCE, WorkerContext, current_context
+from dynamo_local.sdk.service import async_on_start, depends, endpoint, on_shutdown
+from dynamo_local.system.executors import together
+from dynamo_local.transport.kv_events import KvBlocksRequest
 
-if TYPE_CHECKING:  # imported by `start`, so that importing a graph stays cheap
-    from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
-    from dynamo_local.core.dispatch.prefilling import DecodeSide
+if TYPE_CHECKING:
+    from dynamo_local.components.remote_prefill import RemotePrefill
+    from dynamo_local.core.routing.prefill_choice import DecodeSide
     from dynamo_local.engines.vllm.options import Transfer
 
 log = logging.getLogger(__name__)
@@ -147,9 +147,9 @@ class VllmWorker:
         await context.register_key(model_key_prefix(context.namespace, config.name), card.encode())
 
     async def _make_remote(self, context: WorkerContext, config: VllmWorkerConfig) -> RemotePrefill:
-        from dynamo_local.components.engine_directory import EngineDirectory
-        from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
-        from dynamo_local.runtime.settings import WatchedSettings, disagg_settings_key
+        from dynamo_local.components.handoffs import EngineDirectory
+        from dynamo_local.components.remote_prefill import RemotePrefill
+        from dynamo_local.transport.settings import WatchedSettings, disagg_settings_key
 
         default = DisaggSettings(config.max_local_prefill_length, config.max_prefill_queue_size)
         settings = WatchedSettings(context.kv, disagg_settings_key(context.namespace, config.name), default)
@@ -179,7 +179,7 @@ class VllmWorker:
         return remote
 
     def _side(self, config: VllmWorkerConfig) -> DecodeSide | None:
-        from dynamo_local.core.dispatch.prefilling import DecodeSide
+        from dynamo_local.core.routing.prefill_choice import DecodeSide
 
         if not config.wants_slo:
             return None
@@ -205,7 +205,7 @@ class VllmWorker:
 
     @endpoint()
     async def kv_blocks(self, request: KvBlocksRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """Which KV blocks are cached here, for a Router that has missed something; see `runtime.kv_wire`."""
+        """Which KV blocks are cached here, for a Router that has missed something; see `transport.kv_events`."""
         if self._kv_events is None:
             yield {"block_size": self._engine.info.block_size, "epoch": "-", "seq": 0, "replay": False}
             return
@@ -214,12 +214,12 @@ class VllmWorker:
                 yield item
 
     def hand_over(self) -> Mapping[str, Any]:
-        """See `sdk.flipping.Flippable`."""
+        """See `sdk.context.Flippable`."""
         return {ENGINE: self._engine, HANDOFF_TIMES: self._times}
 
     async def try_out(self) -> None:
-        """See `sdk.flipping.Flippable`: a few tokens, prefilled by another worker and decoded here."""
-        from dynamo_local.components.canary import Canary
+        """See `sdk.context.Flippable`: a few tokens, prefilled by another worker and decoded here."""
+        from dynamo_local.components.handoffs import Canary
 
         if self._remote is None:
             raise FlipFailed("remote-prefill is off: a prefill worker has nothing to become here")
@@ -232,7 +232,7 @@ class VllmWorker:
         ).sing()
 
     async def settle(self) -> None:
-        """See `sdk.flipping.Flippable`. All its work are its endpoints' streams."""
+        """See `sdk.context.Flippable`. All its work are its endpoints' streams."""
 
     @on_shutdown
     async def stop(self) -> None:

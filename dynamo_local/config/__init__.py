@@ -8,8 +8,7 @@ spec = resolve(graph, config, namespace=None)
 from __future__ import annotations
 
 from dynamo_local.config.json_schema import config_json_schema
-from dynamo_local.config.loading import Config, load_config
-from dynamo_local.config.overrides import parse_overrides
+from dynamo_local.config.loading import Config, load_config, parse_overrides
 from dynamo_local.config.planner import PlannerConfig, planner_section
 from dynamo_local.config.resolve import (
     check_planner,

@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.errors import PydanticInvalidForJsonSchema
 
-from dynamo_local.config.loading import COMMON, HOST, PLANNER
-from dynamo_local.config.merge import SERVICE_ARGS
+from dynamo_local.config.loading import COMMON, HOST, PLANNER, SERVICE_ARGS
 from dynamo_local.config.planner import PlannerConfig, known_names
 from dynamo_local.config.schema import HostConfig
 from dynamo_local.errors import ConfigError

@@ -3,20 +3,304 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.config.merge import COMMON_CONFIGS, SERVICE_ARGS, deep_merge, normalise
-from dynamo_local.config.overrides import parse_overrides
+import yaml
+
 from dynamo_local.config.schema import HostConfig
-from dynamo_local.config.yaml_text import parse_yaml
 from dynamo_local.core.secrets import mask_config
 from dynamo_local.errors import ConfigError
-from dynamo_local.sdk.checks import listing, nearest
+from dynamo_local.sdk.checks import listing, nearest, parse_envs
 from dynamo_local.sdk.service_config import underscored
 from dynamo_local.sdk.settings import validate_section
+
+# --- merge
+# Sections as mappings: two spellings of one key become one, and what is laid over another is merged in depth.
+
+SERVICE_ARGS = "ServiceArgs"
+COMMON_CONFIGS = "common_configs"
+_ALIASES = {"start_deadline": "start_deadline_s", "drain_deadline": "drain_deadline_s"}
+"""Keys of `ServiceArgs` that may be written without their unit."""
+_NO_ALIASES: Mapping[str, str] = {}
+
+
+def normalise(sections: Mapping[str, Mapping[str, Any]], source: str) -> dict[str, dict[str, Any]]:
+    """Keys of sections, of `ServiceArgs` and of its `resources` with underscores; `envs` and deeper keys as written.
+
+    Deeper keys belong to whoever reads them (`kv-transfer-config: {...}`). Raises `ConfigError` where both
+    spellings of a key are given, or `ServiceArgs` is misspelt.
+    """
+    return {name: _normalise_section(name, section, source) for name, section in sections.items()}
+
+
+def _normalise_section(name: str, section: Mapping[str, Any], source: str) -> dict[str, Any]:
+    for key in section:
+        if key != SERVICE_ARGS and key.replace("-", "").replace("_", "").lower() == "serviceargs":
+            raise ConfigError(f"{source}: {name}: unknown key {key!r}; did you mean 'ServiceArgs'?")
+    found = _underscored_keys(section, name, source, keep=SERVICE_ARGS)
+    args = found.get(SERVICE_ARGS)
+    if args is None:
+        found.pop(SERVICE_ARGS, None)
+        return found
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"{source}: {name}: ServiceArgs must hold workers, resources, envs, …, not {args!r}")
+    args = _underscored_keys(args, f"{name}.ServiceArgs", source, aliases=_ALIASES)
+    if isinstance(args.get("resources"), Mapping):
+        args["resources"] = _underscored_keys(args["resources"], f"{name}.ServiceArgs.resources", source)
+    if "envs" in args:
+        args["envs"] = _envs(args["envs"], name, source)
+    found[SERVICE_ARGS] = args
+    return found
+
+
+def _envs(given: Any, name: str, source: str) -> dict[str, str]:
+    """As a mapping, so that Dynamo's list form merges, and is masked, like ours."""
+    try:
+        return parse_envs(given)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {name}.ServiceArgs: {error}") from None
+
+
+def _underscored_keys(
+    mapping: Mapping[str, Any], path: str, source: str, *, keep: str = "", aliases: Mapping[str, str] = _NO_ALIASES
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
+    for key, value in mapping.items():
+        name = key if key == keep else underscored(key)
+        name = aliases.get(name, name)
+        if name in found:
+            raise ConfigError(f"{source}: {path}: {spelt[name]!r} and {key!r} are one key; keep one of them")
+        found[name], spelt[name] = value, key
+    return found
+
+
+def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A new mapping: mappings are merged, everything else is replaced (lesson 21: `resources` survives `workers`).
+
+    A key in the other spelling is the same key, and keeps the base's spelling.
+    """
+    merged = dict(base)
+    spelling = {underscored(key): key for key in base}
+    for key, value in over.items():
+        own = key if key in merged else spelling.get(underscored(key), key)
+        below = merged.get(own)
+        merged[own] = deep_merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+# --- overrides
+# Command-line overrides: `--VllmWorker.ServiceArgs.workers=2`, `--VllmWorker.max-model-len 4096`, `--Svc.flag`.
+
+_NUMBER = re.compile(r"-(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_HOW = "overrides are written --Service.key=value"
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Sections, keys as written. A later word wins; mappings merge in depth (lesson 21).
+
+    A value is JSON where it parses as JSON, else text; under `ServiceArgs.envs` it is always text. A value
+    that begins with `-` and is no number needs the `=`. Raises `ConfigError` naming the word that is wrong.
+    """
+    sections: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        path, text = _split(word, rest)
+        value: Any = (
+            True if text is None else text if path[1:3] == [SERVICE_ARGS, "envs"] and path[3:] else parse_value(text)
+        )
+        if value is True and path[1:3] == [SERVICE_ARGS, "envs"]:
+            raise ConfigError(f"{word!r} has no value: write --{'.'.join(path)}=value")
+        _check_conflict(sections, path, word)
+        sections = deep_merge(sections, _nest(path, value))
+    return sections
+
+
+def _split(word: str, rest: list[str]) -> tuple[list[str], str | None]:
+    """The path of one override and the text of its value, taken from the following words where it stands there."""
+    if not word.startswith("--"):
+        raise ConfigError(f"unexpected word {word!r}: {_HOW}")
+    name, equals, text = word[2:].partition("=")
+    path = name.split(".")
+    if len(path) < 2:
+        raise ConfigError(f"unknown option {word!r}: {_HOW}, or see dynamo serve --help")
+    if not all(path):
+        raise ConfigError(f"{word!r} has an empty part in its name: {_HOW}")
+    if path[1:3] == [SERVICE_ARGS, "envs"] and len(path) > 4:
+        path = [*path[:3], ".".join(path[3:])]
+    if equals:
+        return path, text
+    if rest and rest[0] == "=":  # `--Svc.key = value`, which Dynamo took
+        if len(rest) < 2:
+            raise ConfigError(f"{word!r} has no value after '=': {_HOW}")
+        del rest[0]
+        return path, rest.pop(0)
+    if not rest or rest[0].startswith("--"):
+        return path, None
+    if rest[0].startswith("-") and not _NUMBER.fullmatch(rest[0]):
+        raise ConfigError(f"unexpected word {rest[0]!r} after {word!r}: if it is the value, write {word}={rest[0]}")
+    return path, rest.pop(0)
+
+
+def parse_value(text: str) -> Any:
+    """JSON; `True`/`FALSE` too, as YAML has them; anything else is text, also what JSON calls NaN or 1e999."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(text)
+    return number
+
+
+def _nest(path: Sequence[str], value: Any) -> dict[str, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    nested: dict[str, Any] = value
+    return nested
+
+
+def _check_conflict(sections: Mapping[str, Any], path: Sequence[str], word: str) -> None:
+    """`--A.b=1 --A.b.c=2`: which of the two is meant cannot be known."""
+    at: Any = sections
+    for depth, key in enumerate(path):
+        if not isinstance(at, Mapping):
+            raise ConfigError(f"{word!r} contradicts an earlier --{'.'.join(path[:depth])}, which has a plain value")
+        if key not in at:
+            return
+        at = at[key]
+
+
+# --- yaml_text
+# YAML as we read it: JSON's types, no duplicate keys, no dates, and no numbers in base 60.
+
+_MERGE = "tag:yaml.org,2002:merge"
+_REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_MAX_DEPTH = 50
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader without YAML 1.1's surprises: `12:30` is text (not 750), `010` is text (not 8), a date is text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                continue
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ConfigError(f"line {line}: the key {key!r} is not a string; put it in quotes")
+            if key in seen:
+                raise ConfigError(f"line {line}: the key {key!r} was given before, on line {seen[key]}")
+            seen[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(rf"(?:{_INT.pattern})$"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})$"), list("-+0123456789."))
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """The sections of a configuration. `source` names the text in errors. Raises `ConfigError` with the line."""
+    loaded = parse_mapping(text, source, what="one section per service")
+    for name, section in loaded.items():
+        if section is not None and not isinstance(section, dict):
+            raise ConfigError(f"{source}: the section {name!r} must hold keys and values, not {_kind(section)}")
+    return {name: section or {} for name, section in loaded.items()}
+
+
+def parse_mapping(text: str, source: str, *, what: str) -> dict[str, Any]:
+    """Keys and values of JSON's types; `what` says in the error what they are. Raises `ConfigError` with the line."""
+    try:
+        loaded = _load(text)
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"must be {what}, not {_kind(loaded)}")
+        for name, value in loaded.items():
+            _check_json(value, name)
+    except yaml.YAMLError as error:
+        raise not_yaml(source, error) from None
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return loaded
+
+
+def not_yaml(source: str, error: yaml.YAMLError) -> ConfigError:
+    """What is wrong with the text, and where."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}")
+    mark = error.problem_mark or error.context_mark
+    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return ConfigError(f"{source}: {line}not YAML: {error.problem or error.context}")
+
+
+def _load(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        _check_depth(node, 0)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_depth(node: yaml.Node, depth: int) -> None:
+    """A node that holds itself through an alias is endless; so is, for us, one that is nested this deep."""
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"line {node.start_mark.line + 1}: nested more than {_MAX_DEPTH} deep, or an alias of itself")
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            _check_depth(key, depth + 1)
+            _check_depth(value, depth + 1)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_depth(item, depth + 1)
+
+
+def _check_json(value: Any, path: str) -> None:
+    """Workers get the configuration as JSON: bytes, sets and infinities have no place in it."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_json(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for item in value:
+            _check_json(item, path)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: {value} is not a number that can be used")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise ConfigError(f"{path}: {type(value).__name__} is not supported; use text, numbers, lists and mappings")
+
+
+def _kind(value: Any) -> str:
+    return "a list" if isinstance(value, list) else f"{value!r}"
+
 
 DEPLOYMENT_ENV = "DYN_DEPLOYMENT_CONFIG"
 COMMON, HOST, PLANNER = "Common", "Host", "Planner"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.config.overrides import parse_value
+from dynamo_local.config.loading import parse_value
 from dynamo_local.config.planner import PlannerConfig, known_names
 from dynamo_local.errors import BadInput
 from dynamo_local.sdk.checks import listing, nearest

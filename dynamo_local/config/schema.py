@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from dynamo_local.core.api_keys import parse_source
-from dynamo_local.core.durations import SECONDS_MAX
+from dynamo_local.core.secrets import parse_source
+from dynamo_local.core.types import SECONDS_MAX
 
 Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False)]
 
@@ -66,7 +66,7 @@ def _services(value: Any) -> Any:
 
 
 class RestartConfig(BaseModel):
-    """When a worker that died unasked is started again; the defaults are `core.life.restarts.RestartPolicy`'s."""
+    """When a worker that died unasked is started again; the defaults are `core.fleet.backoff.RestartPolicy`'s."""
 
     model_config = _STRICT
 

@@ -1,1 +1,1 @@
-"""Pure decisions: values in, values out. No clock, no I/O, no logging (import-linter enforces it)."""
+"""Pure values and decisions, used in every process. Nothing here reads a clock, does I/O or logs."""

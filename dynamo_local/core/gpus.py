@@ -17,22 +17,174 @@ per worker (lesson 6).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Literal
 
-from dynamo_local.core.gpu_residue import (
-    DEFAULT_VRAM_SHARE,
-    Sleeper,
-    sleepers_on,
-    told,
-    why_no_room,
-    without_sleepers,
-)
-from dynamo_local.core.topology import LINK_NODE, LINK_UNKNOWN, best_set
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import GpuError
+
+# --- topology
+# Which GPUs belong together: the best-connected set of a given size.
+#
+# Scores order links, they are no bandwidths. NVLink beats every PCIe path; among PCIe paths the common ancestor
+# decides (the order of NVML's `nvmlGpuTopologyLevel_t`, printed by `nvidia-smi topo -m` as PIX, PXB, PHB, NODE, SYS).
+
+LINK_UNKNOWN = 0
+LINK_SYSTEM = 10
+"""Across CPU sockets."""
+LINK_NODE = 20
+"""Same NUMA node, different host bridges."""
+LINK_HOSTBRIDGE = 30
+LINK_MULTIPLE = 40
+"""Several PCIe switches."""
+LINK_SINGLE = 50
+"""One PCIe switch."""
+LINK_INTERNAL = 60
+"""Same board."""
+LINK_NVLINK = 1000
+"""NVLink; the number of links is added, so that NV4 beats NV2."""
+
+EXACT_SEARCH_MAX = 16
+"""GPUs up to which every set is tried: 12,870 sets at worst (8 of 16), some 50 ms."""
+
+Score = Callable[[int, int], int]
+"""Link score of two positions; symmetric."""
+
+
+def best_set(total: int, count: int, score: Score) -> tuple[int, ...]:
+    """The `count` of `total` positions to hand out, ascending. Needs 0 <= count <= total.
+
+    1. The strongest weakest link (an all-reduce runs at the pace of its slowest link), then the strongest sum.
+    2. Best fit: the least link strength cut between the set and what remains, so that well-connected
+       sets stay whole for a later, larger ask.
+    3. The lowest positions: the same input always gives the same answer.
+
+    Exact up to `EXACT_SEARCH_MAX` positions; above, one set is grown from each position and the best taken.
+    """
+    if not 0 <= count <= total:
+        raise ValueError(f"cannot choose {count} of {total}")
+    matrix = [[score(a, b) if a != b else 0 for b in range(total)] for a in range(total)]
+    strength = [sum(row) for row in matrix]
+    if total <= EXACT_SEARCH_MAX:
+        candidates = list(combinations(range(total), count))
+    else:
+        candidates = sorted({_grow(seed, count, matrix) for seed in range(total)}) if count else [()]
+    return min(candidates, key=lambda chosen: _cost(chosen, matrix, strength))
+
+
+def _cost(chosen: Sequence[int], matrix: list[list[int]], strength: list[int]) -> tuple[int, int, int, Sequence[int]]:
+    weakest, inside = 0, 0
+    if len(chosen) > 1:
+        links = [matrix[a][b] for a, b in combinations(chosen, 2)]
+        weakest, inside = min(links), sum(links)
+    cut = sum(strength[a] for a in chosen) - 2 * inside
+    return -weakest, -inside, cut, chosen
+
+
+def _grow(seed: int, count: int, matrix: list[list[int]]) -> tuple[int, ...]:
+    chosen = [seed]
+    while len(chosen) < count:
+        rest = [i for i in range(len(matrix)) if i not in chosen]
+        chosen.append(max(rest, key=lambda i: (min(matrix[i][j] for j in chosen), sum(matrix[i][j] for j in chosen))))
+    return tuple(sorted(chosen))
+
+
+# --- gpu_residue
+# What sleeping workers keep on devices that others may use meanwhile: values, and what follows from them.
+
+DEFAULT_VRAM_SHARE = 0.92
+"""The part of a device's memory that an awake worker takes where nobody says otherwise: vLLM's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleeper:
+    """A worker that sleeps: the devices that its process is pinned to, and what it keeps.
+
+    `vram_bytes` is on each of the devices, `host_bytes` in main memory. `pids` are those of its processes.
+    """
+
+    uuids: tuple[str, ...]
+    vram_bytes: int | Missing
+    host_bytes: int | Missing
+    pids: frozenset[int] = frozenset()
+
+
+def sleepers_on(uuid: str, sleepers: Mapping[str, Sleeper], apart_from: str | None = None) -> dict[str, Sleeper]:
+    """Those that are pinned to that device, by watcher name."""
+    return {name: each for name, each in sleepers.items() if uuid in each.uuids and name != apart_from}
+
+
+def residue_bytes(sleepers: Mapping[str, Sleeper]) -> int | Missing:
+    """What they keep together on one device; missing where that of one is."""
+    total = 0
+    for name, sleeper in sleepers.items():
+        if isinstance(sleeper.vram_bytes, Missing):
+            return Missing(f"what {name} keeps was not measured: {sleeper.vram_bytes.reason}")
+        total += sleeper.vram_bytes
+    return total
+
+
+def room_bytes(device: GpuDevice, sleepers: Mapping[str, Sleeper]) -> int | Missing:
+    """What they leave of the device's memory."""
+    kept = residue_bytes(sleepers)
+    if isinstance(kept, Missing):
+        return kept
+    if isinstance(device.memory_total_bytes, Missing):
+        return Missing(f"the memory of GPU {device.index} is not known: {device.memory_total_bytes.reason}")
+    return device.memory_total_bytes - kept
+
+
+def why_no_room(device: GpuDevice, sleepers: Mapping[str, Sleeper], share: float) -> str | None:
+    """Why a worker that takes this `share` of the device does not fit beside them, in numbers; None if it does."""
+    if not sleepers:
+        return None
+    names = ", ".join(sleepers)
+    room, total = room_bytes(device, sleepers), device.memory_total_bytes
+    if isinstance(room, Missing) or isinstance(total, Missing):
+        why = room.reason if isinstance(room, Missing) else "unknown"
+        return f"GPU {device.index}: nobody knows what fits beside {names} ({why})"
+    needed = share * total
+    if needed <= room:
+        return None
+    return (
+        f"GPU {device.index}: {names} sleep there and keep {gib(total - room)} of {gib(total)}; a worker takes "
+        f"{gib(needed)} ({share:.0%}), {gib(room)} are left"
+    )
+
+
+def without_sleepers(device: GpuDevice, sleepers: Mapping[str, Sleeper]) -> GpuDevice:
+    """The device as it would look if they were not there: for finding out who else is on it."""
+    if not sleepers:
+        return device
+    ours = frozenset[int]().union(*(each.pids for each in sleepers.values()))
+    kept, used, processes = residue_bytes(sleepers), device.memory_used_bytes, device.processes
+    if isinstance(kept, Missing):
+        used = Missing(kept.reason)
+    elif not isinstance(used, Missing):
+        used = max(0, used - kept)
+    if not isinstance(processes, Missing):
+        processes = tuple(process for process in processes if process.pid not in ours)
+    return replace(device, memory_used_bytes=used, processes=processes)
+
+
+def gib(size_bytes: float) -> str:
+    """For a person: `1.5 GiB`."""
+    return f"{size_bytes / 1024**3:.1f} GiB"
+
+
+def told(sleepers: Mapping[str, Sleeper], index: Mapping[str, int]) -> Sequence[str]:
+    """One line each, for a refusal: who sleeps where, and what it keeps. `index` is by UUID."""
+    lines = []
+    for name, sleeper in sleepers.items():
+        where = ", ".join(f"GPU {index[uuid]}" for uuid in sleeper.uuids if uuid in index)
+        kept = "an unknown amount" if isinstance(sleeper.vram_bytes, Missing) else gib(sleeper.vram_bytes)
+        if where:
+            lines.append(f"{name} sleeps on {where} and keeps {kept} there")
+    return lines
+
 
 STRANGER_MEMORY_BYTES = 512 * 1024**2
 """Memory in use above which somebody is on the device, even if no process can be seen (another container)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,8 @@ class Role(enum.StrEnum):
 
 
 class WorkerState(enum.StrEnum):
-    """States of a managed worker. What they mean is `core.life.states.TRAITS`, how one follows another
-    `core.life.lifecycle.NEXT`."""
+    """States of a managed worker. What they mean is `core.fleet.states.TRAITS`, how one follows another
+    `core.fleet.lifecycle.NEXT`."""
 
     PENDING = "pending"
     STARTING = "starting"
@@ -209,3 +210,74 @@ def lease_key(namespace: str, watcher_name: str, lease_id: int) -> str:
 def ready_key(namespace: str, watcher_name: str, lease_id: int) -> str:
     """`dynamo/workers/dynamo_VllmWorker:694d967da694ea1a`: the worker is ready, all its endpoints are registered."""
     return f"{namespace}/workers/{watcher_name}:{lease_hex(lease_id)}"
+
+
+# --- durations
+# How long anything may be told to take. Past a year a number is a typing error, and some clocks overflow.
+
+SECONDS_MAX = 365 * 24 * 3600.0
+
+
+# --- actuators
+# By what a planner's numbers of workers may be carried out, beside starts and drains. Pure.
+
+
+class Actuator(enum.StrEnum):
+    """A worker too few in one component and one too many in another is a flip; one that is given up and may be kept on
+    standby is put to sleep, and woken when one more is wanted."""
+
+    FLIP = "flip"
+    WAKE = "wake"
+
+
+EVERY = frozenset(Actuator)
+"""Whatever the components are configured for."""
+WAKES = frozenset({Actuator.WAKE})
+"""Each component for itself."""
+
+
+# --- floors
+# The fewest workers of a component, from a number of GPUs. Pure.
+
+
+def floor_workers(min_gpu_budget: int, gpus_per_worker: int) -> int:
+    """The fewest workers that hold `min_gpu_budget` GPUs; never below one."""
+    return max(1, -(-min_gpu_budget // max(1, gpus_per_worker)))
+
+
+# --- exit_codes
+# Exit codes of processes, in words.
+
+
+def how_it_ended(code: int | None) -> str:
+    """Of a process that nobody asked to end. Negative for a signal, None where nobody could collect the code."""
+    if code is None:
+        return "ended unasked"
+    if code < 0:
+        named = -code in signal.Signals.__members__.values()
+        return f"was killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
+    return f"exited with code {code} unasked"
+
+
+# --- namespaces
+# Which names a namespace may have. One place says it: the command line, a graph's declaration and paths ask here.
+
+NAMESPACE_MAX = 64
+"""It is a part of file names, of watcher names and of a unix socket's path."""
+RESERVED = {
+    "gpus": "the folder of the GPUs' locks, in releases before this one",
+    "v1": "the root of Dynamo 1.x's keys in etcd",
+}
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def namespace_fault(namespace: object) -> str | None:
+    """Why this cannot be a namespace, in words; None if it can."""
+    what = f"namespace {str(namespace)[: NAMESPACE_MAX + 1]!r}"
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
+        return f"{what} is not usable: begin with a letter or a digit, then letters, digits, '_' and '-'"
+    if len(namespace) > NAMESPACE_MAX:
+        return f"{what}… is not usable: it has {len(namespace)} characters, {NAMESPACE_MAX} are allowed"
+    if namespace.lower() in RESERVED:
+        return f"{what} is reserved: it is {RESERVED[namespace.lower()]}; choose another name"
+    return None

@@ -31,7 +31,8 @@ def make_engine(
     Raises `ConfigError` for an unknown kind, an unknown option or a value that cannot be used.
     """
     if kind == "vllm":
-        from dynamo_local.engines.vllm import VllmEngine, VllmOptions
+        from dynamo_local.engines.vllm.engine import VllmEngine
+        from dynamo_local.engines.vllm.options import VllmOptions
 
         if not isinstance(options, VllmOptions):
             raise ConfigError("the vllm engine needs VllmOptions: it has no default model")

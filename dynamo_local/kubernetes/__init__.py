@@ -1,1 +1,1 @@
-"""Dynamo's objects on Kubernetes: the fields that this project reads and writes."""
+"""Everything about Kubernetes: a planner in a pod, the connector to a graph, export and import of manifests."""

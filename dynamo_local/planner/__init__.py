@@ -1,1 +1,4 @@
-"""What decides how many workers there are, and what carries such decisions out."""
+"""The planner: collects observations, lets a policy decide, and carries the decision out. It runs in the arbiter,
+
+in a pod, or in the simulator.
+"""

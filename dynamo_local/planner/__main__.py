@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from dynamo_local.cli import planner_in_cluster
 from dynamo_local.cli.main import main, run
+from dynamo_local.kubernetes import planner_command as planner_in_cluster
 
 if __name__ == "__main__":
     if planner_in_cluster.is_meant(sys.argv[1:]):

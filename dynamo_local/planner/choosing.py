@@ -5,24 +5,168 @@ This may read files (profiles, traces) and imports all policies, so the arbiter 
 
 from __future__ import annotations
 
+import glob
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from dynamo_local.planner.models.bootstrap import bootstrapped, decode_passes, prefill_passes
-from dynamo_local.planner.models.pass_model import Kind, PassModel
+from dynamo_local.planner.pass_model import Kind, PassModel, bootstrapped, decode_passes, prefill_passes
 from dynamo_local.planner.policies.load_planner import LoadPlanner
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.protocol import Policy
-from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.sla.policy import SlaPolicy
-from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.policies.sla import SlaPolicy
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.slo.policy import SloPolicy
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
-from dynamo_local.planner.queueing.task import passes_of
-from dynamo_local.planner.values.series import Window
-from dynamo_local.planner.warmup import read_warmup
-from dynamo_local.profiles import interpolators
-from dynamo_local.profiles.reading import read_profile
+from dynamo_local.planner.queueing_task import passes_of
+from dynamo_local.planner.values import WINDOWS_MAX, Window
+from dynamo_local.profile.interpolation import interpolators
+from dynamo_local.profile.reading import read_profile
+from dynamo_local.system.json_lines import BadTrace, Row, read_rows, shown
+
+# --- warmup
+# A recorded trace as the windows that came before a planner's first: predictors begin with a history.
+#
+# Two formats are read, one of them at a time: Mooncake's (`{"timestamp": ms, "input_length": …, "output_length": …}`)
+# and
+# Dynamo's request trace (`"schema": "dynamo.request.trace.v1"`, of which the `request_end` events count).
+
+MOONCAKE = "Mooncake's format"
+DYNAMO = "dynamo.request.trace.v1"
+ENDINGS = (".jsonl", ".jsonl.gz")
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    at_ms: float
+    isl: int
+    osl: int
+
+
+def read_warmup(named: str, window_s: float, windows_max: int = WINDOWS_MAX) -> tuple[Window, ...]:
+    """The trace's last windows of `window_s` seconds, oldest first; those in which nothing came have a count of 0, and
+    the lengths of the window before.
+
+    `named` is a file, a folder of `.jsonl` and `.jsonl.gz` files, or a glob of such; several files are one trace, on
+    one clock. The first window begins with the first request. The last one is left out where there are others, because
+    the trace ends within it: it would look like a load that falls.
+
+    Blocks, for as long as reading takes. Raises `BadTrace`, in one line.
+    """
+    return _windows(_arrivals(_files(named)), window_s, windows_max)
+
+
+# --- which files -------------------------------------------------------------------------------
+
+
+def _files(named: str) -> list[Path]:
+    path = Path(named)
+    if path.is_file():
+        return [path]
+    within = path.iterdir() if path.is_dir() else map(Path, glob.glob(named, recursive=True))
+    files = sorted(file for file in within if file.name.endswith(ENDINGS) and file.is_file())
+    if not files:
+        raise BadTrace(
+            f"the warm-up trace {named} is no file, and no folder or glob of {' and '.join(ENDINGS)} files; "
+            "name one that is there"
+        )
+    for file in files:
+        packed = file.with_name(f"{file.name}.gz")
+        if packed in files:
+            raise BadTrace(f"the warm-up has {file} and {packed}, which is the same trace twice; take one away")
+    return files
+
+
+# --- which requests ----------------------------------------------------------------------------
+
+
+def _arrivals(files: Iterable[Path]) -> Iterator[_Arrival]:
+    """Of all files. Raises `BadTrace` where two formats are mixed, or nothing came."""
+    first: tuple[str, str] | None = None
+    counted = 0
+    for file in files:
+        for row in read_rows(file):
+            known = _format(row)
+            first = first or (known, row.where)
+            if known != first[0]:
+                raise BadTrace(f"{row.where}: this is {known}, and {first[1]} is {first[0]}; a warm-up has one format")
+            arrival = _mooncake(row) if known == MOONCAKE else _dynamo(row)
+            if arrival is not None:
+                counted += 1
+                yield arrival
+    if not counted:
+        raise BadTrace("the warm-up trace holds no request")
+
+
+def _format(row: Row) -> str:
+    schema = _event(row).fields.get("schema")
+    if schema is None:
+        return MOONCAKE
+    if schema != DYNAMO:
+        raise BadTrace(f"{row.where}: the schema {shown(schema)} is not known; {DYNAMO} is, and {MOONCAKE}")
+    return DYNAMO
+
+
+def _event(row: Row) -> Row:
+    """Dynamo's file sink wraps each record: `{"timestamp": …, "event": {…}}`."""
+    return row.inner("event") if isinstance(row.fields.get("event"), dict) else row
+
+
+def _mooncake(row: Row) -> _Arrival:
+    return _Arrival(row.milliseconds("timestamp"), row.tokens("input_length"), row.tokens("output_length"))
+
+
+def _dynamo(row: Row) -> _Arrival | None:
+    """None for an event that is no request's end."""
+    event = _event(row)
+    if event.field("event_type") != "request_end":
+        return None
+    request = event.inner("request")
+    received = request.fields.get("request_received_ms") is not None
+    return _Arrival(
+        at_ms=request.milliseconds("request_received_ms") if received else event.milliseconds("event_time_unix_ms"),
+        isl=request.inner("replay").tokens("input_length"),
+        osl=request.tokens("output_tokens", least=0),
+    )
+
+
+# --- which windows -----------------------------------------------------------------------------
+
+
+def _windows(arrivals: Iterable[_Arrival], window_s: float, windows_max: int) -> tuple[Window, ...]:
+    """A gap of years costs no more than `windows_max` windows."""
+    within: dict[int, list[_Arrival]] = defaultdict(list)
+    came = sorted(arrivals, key=lambda arrival: arrival.at_ms)
+    for arrival in came:
+        within[int((arrival.at_ms - came[0].at_ms) // (window_s * 1000))].append(arrival)
+    last = max(within)
+    end = last if last > 0 else 1
+    begin = max(0, end - windows_max)
+    windows: list[Window] = []
+    before = _before(within, begin)
+    for index in range(begin, end):
+        before = _window(within[index]) if index in within else Window(0.0, before.isl, before.osl)
+        windows.append(before)
+    return tuple(windows)
+
+
+def _before(within: dict[int, list[_Arrival]], begin: int) -> Window:
+    """The last window before `begin` in which something came; the first one has none before it."""
+    earlier = [index for index in within if index < begin]
+    return _window(within[max(earlier)]) if earlier else Window(0.0, 0.0, 0.0)
+
+
+def _window(arrivals: list[_Arrival]) -> Window:
+    count = len(arrivals)
+    return Window(
+        num_req=float(count),
+        isl=sum(arrival.isl for arrival in arrivals) / count,
+        osl=sum(arrival.osl for arrival in arrivals) / count,
+    )
 
 
 def policy_of(options: PolicyOptions) -> Policy[Any]:

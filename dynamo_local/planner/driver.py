@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-from dynamo_local.planner.pipeline.merging import merge
 from dynamo_local.planner.policies.protocol import Policy
 from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster, NoForecaster
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.proposals import ComponentTarget, Proposal
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.standing import Standing
+from dynamo_local.planner.stages import merge
+from dynamo_local.planner.values import ComponentTarget, Decision, Prediction, Proposal, Pull, Standing, Wants
 
 T = TypeVar("T")
 

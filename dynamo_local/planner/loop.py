@@ -18,27 +18,48 @@ from typing import Any, Protocol
 from dynamo_local.clock import Clock
 from dynamo_local.core.notes import About, Elsewhere, Tell
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.connectors.local_connector import Committed, Refused
-from dynamo_local.planner.connectors.protocol import Connector
-from dynamo_local.planner.connectors.virtual_connector import Written
+from dynamo_local.planner.collector import Holding, Puller
+from dynamo_local.planner.connectors import Committed, Connector, Refused, Written
 from dynamo_local.planner.driver import Pipeline, PolicyDriver
-from dynamo_local.planner.holding import Holding
-from dynamo_local.planner.observing import PlannerObserver
-from dynamo_local.planner.policies.intervals import STALE_PULLS
+from dynamo_local.planner.policies.load_intervals import STALE_PULLS
 from dynamo_local.planner.policies.load_planner import LoadPlanner
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
 from dynamo_local.planner.policies.protocol import Policy
-from dynamo_local.planner.pulling import Puller
-from dynamo_local.planner.records.record import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
+from dynamo_local.planner.records.decision_log import DecisionRecord, Outcome, StepOutcome, inputs_of, outcome_of
 from dynamo_local.planner.records.ticks import Recorder
 from dynamo_local.planner.sources import Forecaster
-from dynamo_local.planner.values.decisions import Decision, Observation
-from dynamo_local.planner.values.passes import Capabilities, Engines, EngineSeen
-from dynamo_local.planner.values.pools import WorkerPools
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.planner.values.requests import Requests
-from dynamo_local.planner.values.standing import Standing
+from dynamo_local.planner.values import (
+    Capabilities,
+    Decision,
+    Engines,
+    EngineSeen,
+    Observation,
+    Pull,
+    Reading,
+    Requests,
+    Standing,
+    Wants,
+    WorkerPools,
+)
+
+# --- observing
+# Observers of the planner: its log, TensorBoard, Prometheus, `dynamo top`.
+
+
+class PlannerObserver(Protocol):
+    """Called on the arbiter's event loop, so it must return at once and leave files and sockets to a thread.
+
+    Its exceptions are logged, and affect nothing else.
+    """
+
+    def on_pull(self, pull: Pull) -> None:
+        """One pull; also while the planner is paused, or holds for an adjustment."""
+        ...
+
+    def on_decision(self, record: DecisionRecord) -> None:
+        """One decision with its outcome; a hold is one, too."""
+        ...
+
 
 log = logging.getLogger(__name__)
 

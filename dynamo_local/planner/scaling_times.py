@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
 
-from dynamo_local.core.life.fleet import Fleet, Worker
-from dynamo_local.core.life.instructions import Transition
-from dynamo_local.core.life.states import TRAITS
-from dynamo_local.core.life.stimuli import Stimulus
+from dynamo_local.core.fleet.effects import Transition
+from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import WorkerState
-from dynamo_local.planner.values.pools import Pool, WorkerPools
+from dynamo_local.planner.values import Pool, WorkerPools
 
 KEPT = 5
 """So many of the last ones count, by their median: one that was slow for a reason of its own changes little."""
 
 
 class ScalingTimes:
-    """Watches a shell (`control.effects.Observer`). A drain that was taken back, or a start that failed, is none.
+    """Watches a shell (`arbiter.effects.Observer`). A drain that was taken back, or a start that failed, is none.
 
     `known` says what a start of that component has taken in earlier runs (None: nobody knows); it counts until this run
     has seen one. `leads` says what each way to one more of it takes, by its rung.

@@ -6,12 +6,17 @@ Each returns the parsed value or raises `ValueError` with a reason; the caller k
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import sys
+import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from dynamo_local.core.namespaces import namespace_fault
-from dynamo_local.core.types import NAME, Resources, Role
+from dynamo_local.core.types import NAME, Resources, Role, namespace_fault
 
 RESERVED_SECTIONS = ("Common", "Host")
 """Sections of a configuration that are not services (`Planner` is one where the graph declares it)."""
@@ -179,3 +184,55 @@ def _quantity(key: str, value: Any, pattern: re.Pattern[str], example: str) -> s
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not pattern.fullmatch(str(value)):
         raise ValueError(f"resources.{key} must be a quantity per worker such as {example}, not {value!r}")
     return str(value)
+
+
+# --- places
+# Where in the user's code something was written: `graphs/disagg.py:12`, for errors a person can act on.
+
+_SDK_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a file; shown relative to the current folder when it lies below it."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        shown = os.path.relpath(self.file) if Path(self.file).is_relative_to(Path.cwd()) else self.file
+        return f"{shown}:{self.line}"
+
+
+def caller_place() -> Place:
+    """The innermost line that is running outside this package: the user's decorator, or `link` call."""
+    frame = _caller()
+    return Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def importing_module() -> str | None:
+    """The module whose top level called into this package; None if a function did."""
+    frame = _caller()
+    return str(frame.f_globals.get("__name__")) if frame.f_code.co_name == "<module>" else None
+
+
+def _caller() -> FrameType:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _SDK_FOLDER:
+        frame = frame.f_back
+    return frame
+
+
+def error_place(error: BaseException, base_dir: Path) -> Place | None:
+    """Where an import failed: the innermost line below `base_dir`, else the innermost outside the import machinery."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return Place(error.filename, error.lineno or 1)
+    places = [
+        Place(os.path.abspath(frame.filename), frame.lineno or 1)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and "importlib" not in Path(frame.filename).parts
+    ]
+    places = [place for place in places if os.path.dirname(place.file) != _SDK_FOLDER]
+    own = [place for place in places if Path(place.file).is_relative_to(base_dir)]
+    found = own or places
+    return found[-1] if found else None

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from dynamo_local.core.kv.events import KvEvent
 from dynamo_local.core.passes import ForwardPass
+from dynamo_local.core.routing.kv_events import KvEvent
 from dynamo_local.core.traffic import Recent
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.ports import EndpointClient, KeyValueStore, PassSink, PrefillQueue
@@ -34,7 +34,7 @@ class Work:
 
 
 class PrefillReplies(Protocol):
-    """How a prefill's result comes back to the decode worker; see `runtime.prefill_queue.replies`."""
+    """How a prefill's result comes back to the decode worker; see `transport.prefill_replies`."""
 
     @property
     def reply_subject(self) -> str:
@@ -51,7 +51,7 @@ class PrefillReplies(Protocol):
 
 
 class KvEvents(Protocol):
-    """`ports.KvEventPublisher`, and the answers for a Router that has missed something; `runtime.kv_publisher`."""
+    """`ports.KvEventPublisher`, and the answers for a Router that has missed something; `transport.kv_events`."""
 
     block_size: int
     """Tokens per block; the component sets it once its engine has started."""
@@ -80,7 +80,7 @@ class HeldMemory(Protocol):
 
 
 class EngineSleeper(Protocol):
-    """Puts the component's engine to sleep and wakes it: `engines.sleeping.EngineStandby`, or a command's hooks."""
+    """Puts the component's engine to sleep and wakes it: `engines.sleep.EngineStandby`, or a command's hooks."""
 
     @property
     def cannot(self) -> str | None:
@@ -238,7 +238,7 @@ class WorkerContext(Protocol):
     ) -> None:
         """What planners may ask this worker: `counters` are numbers that only grow, `limits` its engine's, `requests`
         gives those of the last so many seconds, `benchmark` the passes that it measured at its start (None: not known
-        yet); see `runtime.observation`. `counters` may raise a `DynamoError`: then they are missing."""
+        yet); see `transport.observation`. `counters` may raise a `DynamoError`: then they are missing."""
         ...
 
 
@@ -261,3 +261,46 @@ def set_current_context(context: WorkerContext | None) -> None:
     """Called once by the entry point, and by tests (None takes it away)."""
     global _current
     _current = context
+
+
+# --- flipping
+# What a component offers whose worker can change its role: the process and its engine stay, the component is another.
+#
+# The next component is made beside the old one, with a context of its own, in which `inherited` is what the old one
+# handed over. What stays is closed with the process (`WorkerContext.keep`), never by a component.
+
+FORMER_INSTANCE = "former_instance"
+"""In `inherited`: the id of the instance that the process was in its role before."""
+
+
+@runtime_checkable
+class Flippable(Protocol):
+    """See `worker.flip`, which calls these in this order."""
+
+    def hand_over(self) -> Mapping[str, Any]:
+        """What the next component goes on with, by name: its engine first of all. Changes nothing: a flip may fail."""
+        ...
+
+    async def try_out(self) -> None:
+        """In the new role, before anybody knows of it: whether it works. Raises the `DynamoError` that says why not."""
+        ...
+
+    async def settle(self) -> None:
+        """In the old role, once it is given up: return when all that it has in hand beside its endpoints' streams is
+        finished. The process, and what is kept in it, goes on."""
+        ...
+
+
+@runtime_checkable
+class FlipsIdle(Flippable, Protocol):
+    """A `Flippable` whose engine changes its role only while it has nothing to do: the old role is taken out of routing
+    and finished first, and `try_out` is what changes the engine."""
+
+    async def until_idle(self) -> None:
+        """In the old role, out of routing: return when its engine has nothing in hand. May be cancelled."""
+        ...
+
+    async def go_back(self) -> None:
+        """In the old role, whose flip has failed: return when the engine has that role, whichever it had. Where that is
+        impossible the worker is useless, and ends."""
+        ...

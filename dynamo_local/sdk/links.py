@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.sdk.places import Place
+from dynamo_local.sdk.checks import Place
 
 if TYPE_CHECKING:
     from dynamo_local.sdk.service import DynamoService

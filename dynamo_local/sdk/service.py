@@ -17,9 +17,11 @@ from dynamo_local.core.types import Role
 from dynamo_local.errors import GraphError
 from dynamo_local.sdk import links
 from dynamo_local.sdk.checks import (
+    caller_place,
     check_endpoint_name,
     check_namespace,
     check_service_name,
+    importing_module,
     listing,
     nearest,
     parse_envs,
@@ -27,7 +29,6 @@ from dynamo_local.sdk.checks import (
     parse_role,
     parse_workers,
 )
-from dynamo_local.sdk.places import caller_place, importing_module
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,1 +1,1 @@
-"""What Linux is asked for: processes, paths, locks, logs, leases of ports."""
+"""What the host offers: processes, GPUs, locks, paths, files and logs."""

@@ -17,7 +17,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
 
@@ -202,3 +202,46 @@ SWEEPS = DaemonExecutor("process table", threads=2)
 """For reading all of /proc: reading the command line of a process that hangs in the kernel can block."""
 SWEEP_DEADLINE_S = 60.0
 """Longer than `leftovers.end` itself takes to give up on a process that cannot be killed."""
+
+
+# --- cancelling
+# Ending tasks for good.
+
+AGAIN_S = 2.0
+"""What a task still does once it was cancelled (giving back an entry of the queue) takes some milliseconds."""
+
+
+async def ended(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel these tasks, and return when they have ended; what they raise is not. None stands for no task.
+
+    One cancellation may not be enough: Python 3.11's `asyncio.wait_for`, which nats-py calls, drops one that comes
+    together with what was waited for, and nats-py's `publish` drops any while it waits for its buffer. A loop around
+    such a call would go on for ever, and whoever waits for its end with it. So it is cancelled again.
+    """
+    given = [task for task in tasks if task is not None]
+    left = {task for task in given if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=AGAIN_S)
+        for task in left:
+            log.warning("%r has not ended %g s after it was cancelled; cancelled again", task, AGAIN_S)
+    for task in given:
+        if not task.cancelled():
+            task.exception()  # seen: asyncio would log it as never retrieved
+
+
+# --- together
+# Several things at once: on a busy machine waiting for one after the other is what takes the time.
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Their results, in order. The first failure is raised as it is, once the others were cancelled and have ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

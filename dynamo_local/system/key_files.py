@@ -9,7 +9,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from dynamo_local.core.api_keys import BYTES_MAX, KeySet, KeySource, parse_keys
+from dynamo_local.core.secrets import BYTES_MAX, KeySet, KeySource, parse_keys
 from dynamo_local.errors import ConfigError
 
 log = logging.getLogger(__name__)

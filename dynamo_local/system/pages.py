@@ -14,8 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, Template
 
-from dynamo_local.core.extras import how_to_install
-from dynamo_local.errors import BadInput
+from dynamo_local.errors import BadInput, how_to_install
 
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222 }

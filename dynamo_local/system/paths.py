@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.core.namespaces import namespace_fault
+from dynamo_local.core.types import namespace_fault
 from dynamo_local.errors import ConfigError, StateError
 from dynamo_local.state.raw import home, prepare_folder, read_raw, statefile_path
 from dynamo_local.system.host_errors import telling
@@ -150,7 +150,8 @@ class Paths:
 
     @property
     def simulated_gpu_locks(self) -> Path:
-        """Locks of `sim:8`'s devices: they are this namespace's alone. Real ones' are the host's (`gpus.locks`)."""
+        """Locks of `sim:8`'s devices: they are this namespace's alone. Real ones' are the host's
+        (`system.gpu_locks`)."""
         return self.runtime / "gpus"
 
     def log_file(self, watcher: str) -> Path:

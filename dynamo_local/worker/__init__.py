@@ -1,1 +1,1 @@
-"""What runs in a worker's process."""
+"""A worker's process: its start, its roles, its drain, flip and sleep."""

@@ -15,17 +15,16 @@ from dynamo_local.core.passes import ForwardPass
 from dynamo_local.core.traffic import Recent
 from dynamo_local.core.types import Load, lease_hex
 from dynamo_local.errors import ConfigError
-from dynamo_local.infra.access import EtcdAccess, NatsAccess
 from dynamo_local.ports import EndpointClient, KeyValueStore, PrefillQueue
-from dynamo_local.runtime.kv_publisher import NatsKvEventPublisher
-from dynamo_local.runtime.lease import LeaseKeeper
-from dynamo_local.runtime.observation import Benchmarked, ObservationServer, no_benchmark
-from dynamo_local.runtime.passes.events import PassEvents
-from dynamo_local.runtime.passes.recorder import PassRecorder
-from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
-from dynamo_local.runtime.prefill_queue.replies import PrefillReplies
-from dynamo_local.runtime.requests.dependency import Plane
 from dynamo_local.sdk.context import EngineSleeper, KvEvents, Work
+from dynamo_local.transport.access import EtcdAccess, NatsAccess
+from dynamo_local.transport.kv_events import NatsKvEventPublisher
+from dynamo_local.transport.lease import LeaseKeeper
+from dynamo_local.transport.observation import Benchmarked, ObservationServer, no_benchmark
+from dynamo_local.transport.passes import PassEvents, PassRecorder
+from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
+from dynamo_local.transport.prefill_replies import PrefillReplies
+from dynamo_local.transport.requests.client import Plane
 
 log = logging.getLogger("dynamo_local.worker")
 
@@ -72,7 +71,7 @@ class Identity:
     def of(cls, env: Mapping[str, str], component: str) -> Identity:
         """Raises `ConfigError` naming the first variable that is missing: workers are started by `dynamo serve`.
 
-        Likewise for one by which etcd or NATS cannot be reached (`infra.access`).
+        Likewise for one by which etcd or NATS cannot be reached (`transport.access`).
         """
 
         def need(name: str) -> str:

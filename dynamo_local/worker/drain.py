@@ -18,7 +18,7 @@ import logging
 from typing import Protocol
 
 from dynamo_local.errors import DrainNotCancellable, DynamoError
-from dynamo_local.system.cancelling import ended
+from dynamo_local.system.executors import ended
 
 log = logging.getLogger("dynamo_local.worker")
 

@@ -18,14 +18,14 @@ COMMON = (
     "dynamo_local.components.frontend",
     "dynamo_local.components.processor",
     "dynamo_local.components.router",
-    "dynamo_local.runtime.etcd.store",
+    "dynamo_local.transport.etcd",
     "dynamo_local.sdk.loader",
     "uvloop",
 )
 """Of every worker with an engine; the module of a graph imports all of its components."""
 ENGINE = {
     "sim": ("dynamo_local.engines.sim", "numpy"),
-    "vllm": ("dynamo_local.engines.vllm.starting.preloading",),
+    "vllm": ("dynamo_local.engines.vllm.preloading",),
 }
 
 
@@ -34,7 +34,7 @@ def preload(engine: str) -> None:
     for name in (*COMMON, *ENGINE[engine]):
         importlib.import_module(name)
     if engine == "vllm":
-        from dynamo_local.engines.vllm.starting.preloading import preload as preload_vllm
+        from dynamo_local.engines.vllm.preloading import preload as preload_vllm
 
         preload_vllm()
     # What is imported stays: a collector that never touches it again leaves its pages shared with a forked EngineCore.

@@ -1,6 +1,6 @@
 """A worker's entry point: `python -m dynamo_local.worker.serve_dynamo graphs.disagg:Frontend --service-name X`.
 
-Everything else comes through the environment (`control.deployment`), nothing secret through argv.
+Everything else comes through the environment (`arbiter.deployment`), nothing secret through argv.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dynamo_local.errors import EXIT_FAILED, ConfigError, DynamoError
 from dynamo_local.system import collector, start_stages
 from dynamo_local.system.ending import end_at_the_latest, end_now
 from dynamo_local.system.host_errors import ensure_descriptors
-from dynamo_local.system.logs.request_log import log_to_stderr
 from dynamo_local.system.prctl import die_as_asked
+from dynamo_local.system.request_log import log_to_stderr
 
 if TYPE_CHECKING:
     from dynamo_local.worker.process import WorkerProcess

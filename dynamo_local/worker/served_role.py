@@ -15,19 +15,18 @@ from typing import Any
 
 from dynamo_local.core.types import Load, lease_hex
 from dynamo_local.errors import DynamoError
-from dynamo_local.runtime.control import ControlServer
-from dynamo_local.runtime.load import LoadPublisher
-from dynamo_local.runtime.requests import DependencyClient
 from dynamo_local.sdk import dynamo_context
 from dynamo_local.sdk.context import Work, set_current_context
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
 from dynamo_local.sdk.settings import load_settings, validate_section
-from dynamo_local.system.together import together
+from dynamo_local.system.executors import together
+from dynamo_local.transport.control import ControlServer
+from dynamo_local.transport.load import LoadPublisher
+from dynamo_local.transport.requests.client import DependencyClient
+from dynamo_local.worker.colocated import Guests
 from dynamo_local.worker.context import Callback, Connections, Context, Identity
-from dynamo_local.worker.endpoints import Endpoints
-from dynamo_local.worker.guests.living import Guests
-from dynamo_local.worker.registration import Registration, Touch
+from dynamo_local.worker.registration import Endpoints, Registration, Touch
 from dynamo_local.worker.startup import dependency_clients, dynamo_context_of, required
 
 log = logging.getLogger("dynamo_local.worker")

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.lease import LeaseKeeper
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.requests import DependencyClient, RequestPlane
 from dynamo_local.sdk.loader import LoadedGraph
 from dynamo_local.sdk.service import DynamoService
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.lease import LeaseKeeper
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.requests.client import DependencyClient
+from dynamo_local.transport.requests.plane import RequestPlane
 from dynamo_local.worker.context import Connections, Context, Identity
 
 CONNECT_TIMEOUT_S = 60.0

@@ -14,9 +14,8 @@ import os
 import signal
 from datetime import datetime
 
-from dynamo_local.planner.pipeline.context import PipelineContext
-from dynamo_local.planner.pipeline.stages import PluginSpec, Stage
-from dynamo_local.planner.values.proposals import ComponentTarget, Override, OverrideType
+from dynamo_local.planner.stages import PipelineContext, PluginSpec, Stage
+from dynamo_local.planner.values import ComponentTarget, Override, OverrideType
 
 
 class OfficeHours:

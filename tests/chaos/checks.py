@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.arbiter.marks import marked
 from dynamo_local.errors import StateError
-from dynamo_local.state import load
-from dynamo_local.succession.marks import marked
+from dynamo_local.state.store import load
 from dynamo_local.system.paths import Paths
 
 NEVER = ("StartDeadlinePassed", "DrainDeadlinePassed", "Faulted", "SpawnFailed")

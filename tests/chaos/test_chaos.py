@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.drain.client import ANSWER_S
 from benchmarks.traces import conversation
-from dynamo_local.succession.marks import marked
+from dynamo_local.arbiter.marks import marked
 from tests.chaos.checks import unexplained
 from tests.chaos.load import Clients, Tally
 from tests.chaos.plan import BASE, DECODE, FRONTEND, PREFILL, Kind, make_plan

@@ -15,18 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynamo_local.control.effects import Act, Done, Effects
-from dynamo_local.control.shell import Shell
+from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.effects import Act, Done, Effects
+from dynamo_local.core.fleet.effects import Commit, Instruction, words
+from dynamo_local.core.fleet.events import Scale, Stimulus
+from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.decisions.scaling import Change
-from dynamo_local.core.life.fleet import Fleet, Worker
-from dynamo_local.core.life.instructions import Commit, Instruction, words
-from dynamo_local.core.life.stimuli import Scale, Stimulus
-from dynamo_local.gpus.inventory import SimInventory
-from dynamo_local.gpus.locks import GpuLocks, LockHolder
-from dynamo_local.twin.agenda import Agenda, What
-from dynamo_local.twin.fleet import VirtualFleet
-from dynamo_local.twin.simulation import Simulation
+from dynamo_local.simulator.fleet import VirtualFleet
+from dynamo_local.simulator.process import Agenda, What
+from dynamo_local.simulator.simulation import Simulation
+from dynamo_local.system.gpu_locks import GpuLocks, LockHolder
+from dynamo_local.system.gpus import SimInventory
 from tests.fakes.arbiter.fleet_views import DECODE
 from tests.fakes.arbiter.machine_world import MachineWorld
 from tests.fakes.planner.twins import PERF, options

@@ -10,9 +10,8 @@ from typing import Any
 from dynamo_local import errors
 from dynamo_local.core.types import Instance
 from dynamo_local.ports import ResponseStream
-from dynamo_local.runtime.requests.context import RequestContext
-from dynamo_local.runtime.requests.handlers import Handler
-from dynamo_local.runtime.requests.local import LocalClient, LocalEndpoint
+from dynamo_local.transport.requests.handlers import Handler, RequestContext
+from dynamo_local.transport.requests.local import LocalClient, LocalEndpoint
 from tests.drivers.without_arbiter.request_plane import Bench
 from tests.fakes.data_plane.endpoints import FakeEndpointClient
 

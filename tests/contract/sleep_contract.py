@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.engines.sleeping import EngineStandby
+from dynamo_local.engines.sleep import EngineStandby
 
 
 class SleepContract:
-    """See `engines.sleeping.CanSleep`."""
+    """See `engines.sleep.CanSleep`."""
 
     async def test_it_answers_after_each_wake_as_before(self, engine: Any) -> None:
         """From both levels, more than once."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.control.executor.starts import START_DEADLINE_S
-from dynamo_local.core.life import instructions as ins
-from dynamo_local.core.life import stimuli as st
+from dynamo_local.arbiter.arbiter_effects import START_DEADLINE_S
+from dynamo_local.core.fleet import effects as ins
+from dynamo_local.core.fleet import events as st
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import GpuError
 from tests.contract.effects_worlds import HostWorld, change, on_a_loop

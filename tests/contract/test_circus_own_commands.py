@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.circus_plugins.commands import REFUSED
+from dynamo_local.circus_plugins.stock import REFUSED
 from dynamo_local.errors import EXIT_BAD_INPUT
 from dynamo_local.system.processes import is_alive
 from tests.drivers.circus_arbiter import WORKER, Commander, commanding

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.control.effects import Act
-from dynamo_local.core.life import instructions as ins
-from dynamo_local.core.life import stimuli as st
-from dynamo_local.core.life.instructions import Commit
+from dynamo_local.arbiter.effects import Act
+from dynamo_local.core.fleet import effects as ins
+from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.effects import Commit
 from dynamo_local.core.types import WorkerState
-from dynamo_local.gpus.locks import GpuLocked
+from dynamo_local.system.gpu_locks import GpuLocked
 from tests.contract.effects_worlds import EffectsWorld, change, on_a_loop
 from tests.fakes.arbiter.fleet_views import name
 

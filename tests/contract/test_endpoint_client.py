@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_local import errors
-from dynamo_local.runtime.requests.context import RequestContext, current_request
+from dynamo_local.transport.requests.handlers import RequestContext, current_request
 from tests.contract.endpoint_worlds import AnyWorld, FakeWorld, LocalWorld, NatsWorld, World, count, forever, read_into
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats

@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_local.errors import EtcdUnavailable, LeaseNotFound
 from dynamo_local.ports import DeleteEvent, KeyValueStore, PutEvent, SnapshotEvent, WatchEvent
-from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.transport.etcd import EtcdStore
 from tests.drivers.servers import RealEtcd
 from tests.fakes.infra.etcd import FakeEtcd
 

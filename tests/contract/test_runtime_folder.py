@@ -10,17 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from dynamo_local.arbiter.exporter import metrics_app
+from dynamo_local.arbiter.runtime_folder import RuntimeFolder
+from dynamo_local.arbiter.servers import EmbeddedServers, NatsSpec, ServerBinary, prepare
 from dynamo_local.circus_plugins.arbiter import DynamoArbiter
 from dynamo_local.cli.common import ask_arbiter
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.openai.server import PrivateServer
-from dynamo_local.infra.binaries import ServerBinary
-from dynamo_local.infra.embedded import EmbeddedServers
-from dynamo_local.infra.specs import NatsSpec, prepare
-from dynamo_local.serve.runtime_folder import RuntimeFolder
 from dynamo_local.system.host_errors import HostRefused
 from dynamo_local.system.paths import Paths
-from dynamo_local.telemetry.exporter import metrics_app
 from tests.drivers.served import auntil
 
 TOKEN = "0123456789abcdef"

@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_local.core.types import Missing
 from dynamo_local.engines import make_engine
-from dynamo_local.engines.sleeping import EngineMemory, EngineStandby, WakeCorrupted
+from dynamo_local.engines.sleep import EngineMemory, EngineStandby, WakeCorrupted
 from dynamo_local.errors import EngineError
 from tests.contract.sleep_contract import SleepContract
 

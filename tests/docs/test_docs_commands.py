@@ -11,7 +11,7 @@ from circus.commands import get_commands
 
 import dynamo_local.circus_plugins.commands  # noqa: F401  registers our commands with circus
 from dynamo_local.cli.main import cli
-from dynamo_local.config import parse_overrides
+from dynamo_local.config.loading import parse_overrides
 from tests.tools.pages import SHELL, blocks, inline_code, pages, shell_commands, shown
 
 

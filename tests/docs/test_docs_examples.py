@@ -17,13 +17,14 @@ from click.testing import CliRunner
 
 from dynamo_local.cli.serve import serve
 from dynamo_local.cli.simulate import simulate
-from dynamo_local.commands.graph import is_command, with_commands
-from dynamo_local.config import load_config, resolve
-from dynamo_local.core.life.roles import STAGES
+from dynamo_local.components.commands.graph import is_command, with_commands
+from dynamo_local.config import resolve
+from dynamo_local.config.loading import load_config
+from dynamo_local.core.fleet.states import STAGES
 from dynamo_local.core.types import Role
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.twin.trace import read_trace
+from dynamo_local.simulator.trace import read_trace
 from tests.tools.clean_imports import clean_imports
 from tests.tools.pages import ROOT, SHELL, blocks, pages, shell_commands
 

@@ -32,7 +32,7 @@ def _module(path: Path) -> Path | None:
 
 
 def _is_there(dotted: str) -> bool:
-    """`core.life.states.TRAITS`: the longest module that there is, and the next name somewhere in it."""
+    """`core.fleet.states.TRAITS`: the longest module that there is, and the next name somewhere in it."""
     parts = dotted.removeprefix("dynamo_local.").split(".")
     at, module = PACKAGE, None
     while parts and (found := _module(at / parts[0])) is not None:
@@ -64,7 +64,7 @@ def test_what_a_page_refers_to_is_there(page: Path) -> None:
 
 def test_a_name_that_is_gone_is_noticed() -> None:
     """Else the tests above would pass for anything."""
-    assert list(_missing("see `core.drains.how`, `core.life.states.TRAITS`, `core.life.states.NOTHING`")) == [
+    assert list(_missing("see `core.drains.how`, `core.fleet.states.TRAITS`, `core.fleet.states.NOTHING`")) == [
         "core.drains.how",
         "core.life.states.NOTHING",
     ]

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 import httpx
 
-from dynamo_local.commands.metrics_text import Metrics
+from dynamo_local.components.commands.metrics_text import Metrics
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dynamo_local.twin.simulation import Run
-from dynamo_local.twin.trace import HASH_BLOCK_TOKENS, TraceRequest
+from dynamo_local.simulator.simulation import Run
+from dynamo_local.simulator.trace import HASH_BLOCK_TOKENS, TraceRequest
 from tests.drivers.lean_client import BadAnswerError, ask, completion
 from tests.drivers.planned import planner
 from tests.drivers.served import Served

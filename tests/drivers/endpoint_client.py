@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from dynamo_local.infra.access import NatsAccess
-from dynamo_local.ports import Instance
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.requests import RequestPlane
-from dynamo_local.runtime.requests.client import NatsEndpointClient
+from dynamo_local.core.types import Instance
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.requests.client import NatsEndpointClient
+from dynamo_local.transport.requests.plane import RequestPlane
 from tests.drivers.served import Served
 
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dynamo_local.core.types import Instance
 from dynamo_local.errors import FlipFailed
-from dynamo_local.ports import Instance
-from dynamo_local.runtime.requests.client import NatsEndpointClient
+from dynamo_local.transport.requests.client import NatsEndpointClient
 from tests.drivers.scaled import command, names, settled
 from tests.drivers.served import Served, auntil
 

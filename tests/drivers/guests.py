@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dynamo_local.errors import NotRunning
-from dynamo_local.system.lock import is_held
+from dynamo_local.system.liveness import is_held
 from tests.drivers.served import EXAMPLE, Served, until
 from tests.drivers.stock_circusd import StockCircusd
 

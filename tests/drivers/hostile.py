@@ -13,9 +13,9 @@ import psutil
 from hypothesis import strategies as st
 
 from dynamo_local.errors import DynamoError
-from dynamo_local.infra.access import NatsAccess
-from dynamo_local.runtime.control import ControlClient
-from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.control import ControlClient
+from dynamo_local.transport.nats import close_quietly, connect_nats
 from tests.drivers.served import MODEL, Served, expected, stream_chat
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from dynamo_local.planner.connectors.kubernetes.api import ApiAway
+from dynamo_local.kubernetes.api import ApiAway
 from tests.fakes.kubernetes.api_server import Kube
 
 

@@ -8,16 +8,15 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_local.autoscale.observing import Observing
+from dynamo_local.arbiter.planner_observation import Observing
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.config import PlannerConfig
-from dynamo_local.core.life.fleet import Fleet, Worker
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.types import GraphSpec, Missing, Role, ServiceSpec, WorkerState
-from dynamo_local.infra.access import NatsAccess
-from dynamo_local.planner.sources.counters import SCRAPE_EVERY_S
-from dynamo_local.planner.values.passes import Engines
-from dynamo_local.planner.values.traffic import Traffic
-from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.planner.sources import SCRAPE_EVERY_S
+from dynamo_local.planner.values import Engines, Traffic
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.nats import close_quietly, connect_nats
 from tests.drivers.served import Served
 
 NATIVE = {"Frontend": Role.FRONTEND, "VllmWorker": Role.DECODE, "PrefillWorker": Role.PREFILL}

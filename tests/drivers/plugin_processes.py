@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.config.planner.plugins import PluginRegistrationConfig, SchedulingConfig
-from dynamo_local.planner.pipeline.circuit import CircuitState
-from dynamo_local.planner.plugins import wire
+from dynamo_local.config.planner import PluginRegistrationConfig, SchedulingConfig
+from dynamo_local.planner.plugins import codec as wire
+from dynamo_local.planner.plugins.registration import CircuitState
 from dynamo_local.planner.plugins.service import PluginService
-from dynamo_local.planner.values.proposals import Proposal
+from dynamo_local.planner.values import Proposal
 from tests.fakes.planner.plugins import pull
 
 ROOT = Path(__file__).parents[2]

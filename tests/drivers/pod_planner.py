@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.planner.connectors.kubernetes.api import ApiAway, Transport
+from dynamo_local.kubernetes.api import ApiAway, Transport
 from tests.drivers.kube_http import frontend, serving
 from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, adapter, beta
 from tests.fakes.kubernetes.operator import Operator

@@ -10,8 +10,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from dynamo_local.arbiter.event_log import event_log_path, read
 from dynamo_local.cli.common import ask_arbiter
-from dynamo_local.telemetry.event_log import event_log_path, read
 from tests.drivers.served import Served, auntil, expected, stream_chat
 
 COMMAND_TIMEOUT_S = 60.0

@@ -12,15 +12,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dynamo_local.infra import certificates
-from dynamo_local.infra.access import EtcdAccess, NatsAccess, run_environment
-from dynamo_local.infra.binaries import find_server
-from dynamo_local.infra.port_lease import PortLease
-from dynamo_local.infra.probes import probe_etcd, probe_nats
-from dynamo_local.infra.specs import EtcdSpec, NatsSpec, prepare
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.state import load
+from dynamo_local.arbiter.servers import EtcdSpec, NatsSpec, find_server, prepare
+from dynamo_local.state.store import load
+from dynamo_local.system.host_leases import PortLease
 from dynamo_local.system.paths import Paths
+from dynamo_local.transport import certificates
+from dynamo_local.transport.access import EtcdAccess, NatsAccess, run_environment
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.probes import probe_etcd, probe_nats
 
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 10.0

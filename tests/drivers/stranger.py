@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.infra.binaries import find_server
+from dynamo_local.arbiter.servers import find_server
 from tests.tools.required import NEEDS_ROOT
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "stranger.py"

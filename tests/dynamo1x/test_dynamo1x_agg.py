@@ -118,7 +118,7 @@ async def test_they_are_seen_like_native_workers_and_listen_on_loopback_alone() 
         entry = served.statefile()["components"]["dynamo_Mocker"]
         worker = served.worker("Mocker")
         assert (entry["state"], entry["pid"], entry["lease"]) == ("ready", worker["pid"], worker["lease"])
-        assert entry["cmd"].endswith("dynamo_local/commands/serve_command.py --service-name Mocker")
+        assert entry["cmd"].endswith("dynamo_local/worker/serve_command.py --service-name Mocker")
         assert worker["role"] == "aggregated"
         await auntil(lambda: served.worker("Mocker")["load"] is not None, WAIT_S, what=served.status)
         assert {row["watcher_name"] for row in json_of(served, "status")["workers"]} >= {"dynamo_Mocker"}

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.commands.dynamo_1x import events
-from dynamo_local.commands.dynamo_1x.events import ForwardPasses
+from dynamo_local.components.commands import dynamo_1x_events as events
+from dynamo_local.components.commands.dynamo_1x_events import ForwardPasses
 from dynamo_local.core.passes import Requests
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.passes.events import PassEvents
-from dynamo_local.runtime.passes.recorder import PassRecorder
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.passes import PassEvents, PassRecorder
 from tests.drivers.served import auntil
 from tests.drivers.servers import RealEtcd, RealNats
 from tests.fakes.data_plane.passes import WORKER, passed

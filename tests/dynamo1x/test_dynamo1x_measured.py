@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dynamo_local.profiles import read_profile
+from dynamo_local.profile.reading import read_profile
 from tests.dynamo1x.dynamo_graphs import graph
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(700)]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dynamo_local.core.types import Role
-from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
+from dynamo_local.transport.fpm import decode_pass, encode_pass
 from tests.drivers.observed import all_seen, counted, observing
 from tests.dynamo1x.dynamo_graphs import WAIT_S, ask, graph, instances, listed
 from tests.fakes.data_plane.passes import WORKER, passed

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2
 
-from dynamo_local.planner.pipeline.circuit import FAILURES_MAX, CircuitState
 from dynamo_local.planner.plugins.pipeline import Action
+from dynamo_local.planner.plugins.registration import FAILURES_MAX, CircuitState
 from tests.drivers.plugin_processes import PlannerSide, planner_side, process, ready
 from tests.tools.compile_proto import COMPILED
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.profiles.measuring.fit import decode_points, prefill_points
-from dynamo_local.profiles.measuring.plan import Progress, Rules, measured
-from dynamo_local.profiles.measuring.points import Kind, Limits, sweep
-from dynamo_local.profiles.measuring.writing import write_npz
+from dynamo_local.profile.document import write_npz
+from dynamo_local.profile.fit import decode_points, prefill_points
+from dynamo_local.profile.points import Kind, Limits, sweep
+from dynamo_local.profile.repetitions import Progress, Rules, measured
 from tests.fakes.known_engine import KnownEngine, measure
 
 

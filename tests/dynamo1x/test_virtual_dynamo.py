@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.commands.dynamo_1x import env as dynamo_1x_env
-from dynamo_local.planner.connectors.virtual_connector import VirtualConnector, Written
-from dynamo_local.planner.connectors.virtual_keys import VirtualKeys
-from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.components.commands import dynamo_1x_env
+from dynamo_local.planner.connectors import VirtualConnector, VirtualKeys, Written
+from dynamo_local.transport.etcd import EtcdStore
 from tests.drivers.scaled import names, settled
 from tests.drivers.servers import RealEtcd
 from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load, until_right

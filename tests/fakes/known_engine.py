@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from dynamo_local.profiles.measuring.plan import Progress
-from dynamo_local.profiles.measuring.points import Kind, Point
-from dynamo_local.profiles.measuring.statistics import Sample
+from dynamo_local.profile.points import Kind, Point
+from dynamo_local.profile.repetitions import Progress, Sample
 
 
 @dataclass

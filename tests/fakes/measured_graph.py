@@ -1,4 +1,4 @@
-"""A graph of simulated engines in this process, for what drives a measurement (`profiling.graph.MeasuredGraph`)."""
+"""A graph of simulated engines in this process, for what drives a measurement (`measuring.graph.MeasuredGraph`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from dynamo_local.components.measuring import Measurable, MeasureRequest
+from dynamo_local.components.measurement import Measurable, MeasureRequest
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.profiles import ProfileModel
-from dynamo_local.profiling.graph import Worker
-from dynamo_local.runtime.passes.recorder import PassRecorder
+from dynamo_local.measuring.graph import Worker
+from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.transport.passes import PassRecorder
 
 
 class InProcessGraph:

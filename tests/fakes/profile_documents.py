@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo_local.profiles.measuring.document import CertificateFacts, Document, EngineFacts, GpuFacts, PointFacts
+from dynamo_local.profile.document import CertificateFacts, Document, EngineFacts, GpuFacts, PointFacts
 
 
 def engine(**options: Any) -> EngineFacts:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.core.life import stimuli as st
-from dynamo_local.core.life.decisions.scaling import Change
-from dynamo_local.core.life.standby import StandbyFacts
+from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.fleet import StandbyFacts
+from dynamo_local.core.fleet.scaling import Change
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, PREFILL, fleet, name, pid_of
 from tests.fakes.arbiter.machine import Life
 

@@ -19,7 +19,7 @@ import pytest
 
 from dynamo_local.core.gpus import GpuDevice, cuda_visible_devices, occupant
 from dynamo_local.errors import GpuError
-from dynamo_local.gpus.inventory import Inventory, open_inventory
+from dynamo_local.system.gpus import Inventory, open_inventory
 from tests.drivers.served import ROOT
 from tests.gpu import fake_cards
 from tests.gpu.holder import FAKE, GIB

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_local.core.gpus import GpuDevice, GpuLedger, occupant
-from dynamo_local.core.topology import LINK_UNKNOWN
+from dynamo_local.core.gpus import LINK_UNKNOWN, GpuDevice, GpuLedger, occupant
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import GpuError
-from dynamo_local.gpus.inventory import open_inventory
+from dynamo_local.system.gpus import open_inventory
 from tests.gpu.conftest import Cards, Held
 from tests.gpu.holder import GIB
 

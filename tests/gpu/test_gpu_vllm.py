@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.engines.vllm.checking import is_installed
+from dynamo_local.engines.vllm.checks import is_installed
 from dynamo_local.errors import GpuError
-from dynamo_local.gpus.inventory import open_inventory
+from dynamo_local.system.gpus import open_inventory
 from tests.vllm import cases, profile_cases
 from tests.vllm.cases import answers
 from tests.vllm.hosts import VllmHost, cuda_host

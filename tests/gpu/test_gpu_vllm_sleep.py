@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from dynamo_local.engines.vllm import VllmEngine, VllmOptions
-from dynamo_local.engines.vllm.checking import is_installed
+from dynamo_local.engines.vllm.checks import is_installed
+from dynamo_local.engines.vllm.engine import VllmEngine
+from dynamo_local.engines.vllm.options import VllmOptions
 from dynamo_local.errors import GpuError
-from dynamo_local.gpus.inventory import open_inventory
+from dynamo_local.system.gpus import open_inventory
 from tests.contract.sleep_contract import SleepContract
 
 pytestmark = [

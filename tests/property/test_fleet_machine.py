@@ -14,21 +14,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dynamo_local.core.actuators import EVERY, WAKES, Actuator
+from dynamo_local.core.fleet import events as stimuli
+from dynamo_local.core.fleet.backoff import RestartPolicy
+from dynamo_local.core.fleet.commands import decide_scale
+from dynamo_local.core.fleet.draining import has_left
+from dynamo_local.core.fleet.fleet import Course, Fleet, Template
+from dynamo_local.core.fleet.moves import Revive, SpawnWorker
+from dynamo_local.core.fleet.scaling import Change, VictimPolicy
+from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life import stimuli
-from dynamo_local.core.life.deciding import decide_scale
-from dynamo_local.core.life.decisions.moves import Revive, SpawnWorker
-from dynamo_local.core.life.decisions.scaling import Change
-from dynamo_local.core.life.decisions.victims import VictimPolicy
-from dynamo_local.core.life.fleet import Course, Fleet, Template
-from dynamo_local.core.life.leaving import has_left
-from dynamo_local.core.life.restarts import RestartPolicy
-from dynamo_local.core.life.states import TRAITS
-from dynamo_local.core.types import Role
+from dynamo_local.core.types import EVERY, WAKES, Actuator, Role
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DynamoError
-from dynamo_local.gpus.inventory import SimInventory
+from dynamo_local.system.gpus import SimInventory
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, PREFILL, lower_names
 from tests.fakes.arbiter.machine_world import MachineWorld, Proc
 from tests.tools.examples import examples

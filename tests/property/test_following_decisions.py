@@ -18,8 +18,8 @@ from dynamo_local.core.virtual import (
     encode,
     read,
 )
-from dynamo_local.planner.connectors.following import Next, Phase, next_step
-from dynamo_local.planner.values.pools import Pool, WorkerPools
+from dynamo_local.planner.following import Next, Phase, next_step
+from dynamo_local.planner.values import Pool, WorkerPools
 
 NAMES = (NUM_PREFILL_WORKERS, NUM_DECODE_WORKERS, DECISION_ID, SCALED_DECISION_ID)
 COUNTS = st.integers(0, 4)

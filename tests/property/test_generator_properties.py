@@ -1,4 +1,4 @@
-"""Whatever can be asked of the generator gives a trace that `twin.trace` reads back as it was."""
+"""Whatever can be asked of the generator gives a trace that `simulator.trace` reads back as it was."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.twin.generator import KINDS, BadGenerate, Generated, generate, parse_generated
-from dynamo_local.twin.trace import read_trace, write_trace
+from dynamo_local.simulator.generator import KINDS, BadGenerate, Generated, generate, parse_generated
+from dynamo_local.simulator.trace import read_trace, write_trace
 from tests.tools.examples import examples
 
 ENOUGH = 150

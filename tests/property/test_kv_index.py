@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from dynamo_local.core.kv.index import KvIndex
-from dynamo_local.core.kv.tracker import EventBatch, KvTracker, Snapshot
+from dynamo_local.core.routing.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.core.routing.kv_index import EventBatch, KvIndex, KvTracker, Snapshot
 from dynamo_local.kv_hashes import block_hashes
 from tests.tools.examples import examples
 

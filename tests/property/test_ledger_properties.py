@@ -8,10 +8,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.core.gpus import GpuAsk, GpuLedger, link_score, plan
-from dynamo_local.core.topology import best_set
+from dynamo_local.core.gpus import GpuAsk, GpuLedger, best_set, link_score, plan
 from dynamo_local.errors import GpuError
-from dynamo_local.gpus.inventory import SimInventory
+from dynamo_local.system.gpus import SimInventory
 
 NAMES = ["a", "b", "c", "d"]
 STEPS = st.lists(

@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dynamo_local.core.fleet import lifecycle as lc
+from dynamo_local.core.fleet.lifecycle import IllegalTransition, apply
+from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life import lifecycle as lc
-from dynamo_local.core.life.lifecycle import IllegalTransition, apply
-from dynamo_local.core.life.states import TRAITS, HasProcess
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import GpuError
-from dynamo_local.gpus.inventory import SimInventory
+from dynamo_local.system.gpus import SimInventory
 from tests.tools.examples import examples
 
 TOTAL = 4

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.core.floors import floor_workers
-from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.values.decisions import Observation, Rule
-from dynamo_local.planner.values.readings import Reading
+from dynamo_local.core.types import Load, Missing, floor_workers
+from dynamo_local.planner.policies.load import LoadPolicy
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.values import Observation, Reading, Rule
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, pool, reading, worker_pools
 from tests.fakes.planner.planner_worlds import observations, options, short_of, with_number
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
-from dynamo_local.runtime.observation import parse_answer
-from dynamo_local.runtime.passes.event_plane import seal, unframe, unseal
-from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
+from dynamo_local.transport.fpm import decode_pass, encode_pass
+from dynamo_local.transport.observation import parse_answer
+from dynamo_local.transport.passes import seal, unframe, unseal
 
 COUNTS = st.integers(0, 2**53)
 FLOATS = st.floats(0, allow_nan=False, allow_infinity=False)

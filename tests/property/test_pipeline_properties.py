@@ -5,20 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.planner.pipeline import circuit as circuits
-from dynamo_local.planner.pipeline import scheduling
-from dynamo_local.planner.pipeline.circuit import OPEN_S, CircuitState
-from dynamo_local.planner.pipeline.merging import merge
-from dynamo_local.planner.pipeline.scheduling import Turn
-from dynamo_local.planner.pipeline.stages import HoldPolicy, PluginSpec, Stage
-from dynamo_local.planner.values.proposals import (
-    Accept,
-    ComponentTarget,
-    Override,
-    OverrideType,
-    Proposal,
-    Reject,
-)
+from dynamo_local.planner.plugins import registration as circuits
+from dynamo_local.planner.plugins import registration as scheduling
+from dynamo_local.planner.plugins.registration import OPEN_S, CircuitState, Turn
+from dynamo_local.planner.stages import HoldPolicy, PluginSpec, Stage, merge
+from dynamo_local.planner.values import Accept, ComponentTarget, Override, OverrideType, Proposal, Reject
 from tests.tools.examples import examples
 
 QUICK = settings(max_examples=examples(200))

@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.predictors.answering import answer
-from dynamo_local.planner.values.forecasts import ForecastTask
-from dynamo_local.planner.values.series import Series
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.predictors import answer
+from dynamo_local.planner.values import ForecastTask, Series, Traffic
 
 NUMBERS = st.floats(min_value=0.0, max_value=1e308, allow_nan=False)
 SERIES = st.lists(st.one_of(st.just(0.0), st.floats(0.0, 1e6), NUMBERS), max_size=40).map(tuple)

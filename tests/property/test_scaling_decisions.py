@@ -7,12 +7,20 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.core.life import machine, stimuli
-from dynamo_local.core.life.decisions.moves import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack
-from dynamo_local.core.life.decisions.scaling import Change, decide, decide_cancel, decide_drain, parse_target
-from dynamo_local.core.life.decisions.victims import VictimPolicy, victims
-from dynamo_local.core.life.fleet import Course, Fleet, Worker
-from dynamo_local.core.life.invariants import validate
+from dynamo_local.core.fleet import events as stimuli
+from dynamo_local.core.fleet import step as machine
+from dynamo_local.core.fleet.fleet import Course, Fleet, Worker
+from dynamo_local.core.fleet.invariants import validate
+from dynamo_local.core.fleet.moves import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack
+from dynamo_local.core.fleet.scaling import (
+    Change,
+    VictimPolicy,
+    decide,
+    decide_cancel,
+    decide_drain,
+    parse_target,
+    victims,
+)
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import BadTarget, FlipUnderWay, LastReadyWorker, NotEnoughGpus
 from tests.fakes.arbiter.fleet_views import DECODE, NO_LOAD, PREFILL, load, lower_names, on_ledger, worker

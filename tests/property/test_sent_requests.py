@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.core.routing import ENDED_KEPT_S, SentRequests
+from dynamo_local.core.routing.choice import ENDED_KEPT_S, SentRequests
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(("send", "end", "sample", "ask")), st.floats(0.0, 0.3)), min_size=1, max_size=60

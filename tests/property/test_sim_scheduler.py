@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.engines.sim.scheduling.requests import (
+from dynamo_local.engines.sim.requests import (
     Finished,
     HandoffExpired,
     Preempted,
@@ -21,9 +21,8 @@ from dynamo_local.engines.sim.scheduling.requests import (
     Started,
     Tokens,
 )
-from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
-from dynamo_local.engines.sim.scheduling.watched import PassDone
-from dynamo_local.profiles import FixedModel
+from dynamo_local.engines.sim.scheduler import PassDone, SimScheduler
+from dynamo_local.profile.interpolation import FixedModel
 from tests.tools.examples import examples
 
 # Binary fractions of a second, so that arrivals really fall on the ends of passes.

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.sla.bounds import Facts, Side, SlaRule, judge
-from dynamo_local.planner.policies.sla.counterfactuals import nearest
-from dynamo_local.planner.policies.sla.sizing import Need
-from dynamo_local.planner.policies.throughput_load.budget import fitting
+from dynamo_local.planner.policies.budget import fitting
+from dynamo_local.planner.policies.sla_sizing import Facts, Need, Side, SlaRule, judge, nearest
 from tests.fakes.planner.observations import DECODE, PREFILL
 from tests.fakes.planner.sla_worlds import decided, policy, pull, targets_of, traffic
 

@@ -7,10 +7,9 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.planner.policies.slo.choosing import Bounds, Moment
-from dynamo_local.planner.policies.slo.climbing import Ahead, Quick, climbed
 from dynamo_local.planner.policies.slo.ladder import COLD_START, FLIP, WAKE, Rung
-from dynamo_local.planner.queueing.shares import Shares
+from dynamo_local.planner.policies.slo.scaling_options import Ahead, Bounds, Moment, Quick, climbed
+from dynamo_local.planner.queueing import Shares
 
 BUDGET = 8
 

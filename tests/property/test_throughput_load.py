@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo_local.core.passes import EngineId
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.throughput_load.options import DownRule, Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
-from dynamo_local.planner.values.passes import EngineId, EngineSeen
-from dynamo_local.planner.values.pools import Pool
-from dynamo_local.planner.values.proposals import ComponentTarget
-from dynamo_local.planner.values.pull import Pull
+from dynamo_local.planner.values import ComponentTarget, EngineSeen, Pool, Pull
 from tests.fakes.planner.engines_seen import (
     MODELS,
     both_loops,

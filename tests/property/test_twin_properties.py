@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.core.routing.disagg import DisaggSettings
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.load import LoadOptions
-from dynamo_local.profiles import FixedModel
-from dynamo_local.twin.options import FleetShape, LeadOptions, TwinOptions
-from dynamo_local.twin.simulation import Run, Simulation
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.profile.interpolation import FixedModel
+from dynamo_local.simulator.options import FleetShape, LeadOptions, TwinOptions
+from dynamo_local.simulator.simulation import Run, Simulation
+from dynamo_local.simulator.trace import TraceRequest
 from tests.fakes.planner.twins import driven
 from tests.tools.examples import examples
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from dynamo_local.core.actuators import EVERY, WAKES
-from dynamo_local.core.types import Role, WorkerState
+from dynamo_local.core.types import EVERY, WAKES, Role, WorkerState
 from tests.simulation.process import Fate
 from tests.simulation.scenario import Scenario
 

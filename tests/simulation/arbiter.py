@@ -1,4 +1,7 @@
-"""The shell of the arbiter, composed as `serve.composition` does it, on a simulated host; which workers are wanted."""
+"""The shell of the arbiter, composed as `arbiter.composition` does it, on a simulated host; which workers are
+
+wanted.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,19 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.control.deployment import Launcher, gpu_asks
-from dynamo_local.control.executor.arbiter_effects import ArbiterEffects
-from dynamo_local.control.flips import FlipOrders
-from dynamo_local.control.links import Links
-from dynamo_local.control.orders import Orders
-from dynamo_local.control.registrations import Registrations
-from dynamo_local.control.sampling import Sampling
-from dynamo_local.control.shell import PULSE_EVERY_S
-from dynamo_local.control.statefile import Statefile
-from dynamo_local.control.waiting import Waiting
-from dynamo_local.core.gpus import GpuLedger, plan_on
-from dynamo_local.core.life import leaving
-from dynamo_local.core.life.decisions.moves import Move
-from dynamo_local.core.life.fleet import Course, Fleet, Worker
-from dynamo_local.core.life.instructions import Transition
-from dynamo_local.core.life.lifecycle import (
+from dynamo_local.arbiter.arbiter_effects import ArbiterEffects
+from dynamo_local.arbiter.commands import FlipOrders, Orders
+from dynamo_local.arbiter.controller import PULSE_EVERY_S, Waiting
+from dynamo_local.arbiter.deployment import Launcher, gpu_asks
+from dynamo_local.arbiter.links import Links
+from dynamo_local.arbiter.registrations import Registrations
+from dynamo_local.arbiter.sampler import Sampling
+from dynamo_local.arbiter.statefile import Statefile
+from dynamo_local.core.fleet import draining as leaving
+from dynamo_local.core.fleet.effects import Transition
+from dynamo_local.core.fleet.events import InfraSeen, Leave, StartAll, Stimulus
+from dynamo_local.core.fleet.fleet import Course, Fleet, RestartPlan, Worker
+from dynamo_local.core.fleet.lifecycle import (
     DrainCancelled,
     DrainRequested,
     Faulted,
@@ -34,13 +34,13 @@ from dynamo_local.core.life.lifecycle import (
     SpawnRequested,
     WakeRequested,
 )
-from dynamo_local.core.life.restart_plan import RestartPlan
-from dynamo_local.core.life.stimuli import InfraSeen, Leave, StartAll, Stimulus
+from dynamo_local.core.fleet.moves import Move
+from dynamo_local.core.gpus import GpuLedger, plan_on
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import GraphSpec, WorkerState, suffix_of
-from dynamo_local.gpus.locks import GpuLocks
-from dynamo_local.gpus.pool import GpuPool
-from dynamo_local.state import State
+from dynamo_local.state.schema import State
+from dynamo_local.system.gpu_locks import GpuLocks
+from dynamo_local.system.gpu_pool import GpuPool
 from tests.fakes.arbiter.memory_store import MemoryStore
 from tests.simulation.spares import SimSpares
 from tests.simulation.successor import Successor
@@ -305,7 +305,7 @@ class Arbiter(Successor):
                 self.wanted.discard(name)
 
     def on_fleet(self, fleet: Fleet) -> None:
-        """See `control.effects.Observer`. A worker whose substitute serves is not wanted any more."""
+        """See `arbiter.effects.Observer`. A worker whose substitute serves is not wanted any more."""
         for plan in self._plans:
             for name in plan.substitutes:
                 worker = fleet.workers.get(name)
@@ -315,7 +315,7 @@ class Arbiter(Successor):
         self.wanted -= {worker.name for worker in fleet.workers.values() if worker.stands_by}
 
     def on_stimulus(self, stimulus: Stimulus) -> None:
-        """See `control.effects.Observer`."""
+        """See `arbiter.effects.Observer`."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """Keep the books of what is wanted."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import aclosing
 
-from dynamo_local.core.life.states import TRAITS, HasProcess
+from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.errors import StateError
 from dynamo_local.ports import PutEvent, SnapshotEvent
-from dynamo_local.state import State
+from dynamo_local.state.schema import State
 from tests.fakes.arbiter.memory_store import MemoryStore
 from tests.simulation.arbiter import Arbiter
 from tests.simulation.world import NAMESPACE, Broken, World

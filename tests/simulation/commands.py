@@ -6,11 +6,10 @@ from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.control.flips import FlipOrders
-from dynamo_local.control.orders import Orders
-from dynamo_local.core.life.fleet import Course, Worker
-from dynamo_local.core.life.lifecycle import IllegalTransition
-from dynamo_local.core.life.stimuli import Apply
+from dynamo_local.arbiter.commands import FlipOrders, Orders
+from dynamo_local.core.fleet.events import Apply
+from dynamo_local.core.fleet.fleet import Course, Worker
+from dynamo_local.core.fleet.lifecycle import IllegalTransition
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import DynamoError
 

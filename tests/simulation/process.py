@@ -14,12 +14,12 @@ import msgspec
 
 from dynamo_local.core.types import instance_key, lease_hex, lease_key, ready_key
 from dynamo_local.errors import DynamoError, EtcdUnavailable
-from dynamo_local.runtime.control import ControlServer
-from dynamo_local.runtime.lease import LeaseKeeper
-from dynamo_local.runtime.load import WireLoad, WireReport, load_subject
 from dynamo_local.system.process_host import ProcessSpec
+from dynamo_local.transport.control import ControlServer
+from dynamo_local.transport.lease import LeaseKeeper
+from dynamo_local.transport.load import WireLoad, WireReport, load_subject
 from dynamo_local.worker.drain import Drain, Phase
-from dynamo_local.worker.statefile_entry import Entry, EntryWriter
+from dynamo_local.worker.process import Entry, EntryWriter
 from tests.fakes.arbiter.memory_store import MemoryStore
 from tests.simulation.process_kv import ProcessKv
 from tests.simulation.role_changes import RoleChanges

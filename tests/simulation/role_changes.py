@@ -1,4 +1,4 @@
-"""How a simulated worker process changes its role: in the order of `worker.flipping`."""
+"""How a simulated worker process changes its role: in the order of `worker.flip`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_local.core.types import lease_hex
 from dynamo_local.errors import DynamoError, EtcdUnavailable, FlipFailed, FlipUnderWay
-from dynamo_local.runtime.control import ControlServer
-from dynamo_local.runtime.lease import LeaseKeeper
+from dynamo_local.transport.control import ControlServer
+from dynamo_local.transport.lease import LeaseKeeper
 from dynamo_local.worker.drain import Drain, Phase
-from dynamo_local.worker.statefile_entry import EntryWriter
+from dynamo_local.worker.process import EntryWriter
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -81,7 +81,7 @@ class RoleChanges:
             await asyncio.wait({task})
 
     async def _flip(self, to: str, component: str) -> None:
-        """The order of `worker.flipping`: all that can fail comes before the new ready key."""
+        """The order of `worker.flip`: all that can fail comes before the new ready key."""
         if self.drain.phase is not Phase.READY or self.world.flips_fail:
             raise FlipFailed(f"it is {self.drain.phase}, or its canary dies")
         old_control, old_lease, kept = self._control, self._lease, len(self._leases)

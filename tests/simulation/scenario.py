@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dynamo_local.core.life.fleet import Worker
+from dynamo_local.core.fleet.fleet import Worker
 from dynamo_local.core.types import WorkerState
 from tests.simulation.arbiter import Arbiter
 from tests.simulation.checks import always_served, check, check_sufficient

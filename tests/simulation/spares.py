@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.control.spares.kinds import Kind
-from dynamo_local.control.spares.pool import ENDED_TIMEOUT_S, SpareRules, Spares
-from dynamo_local.control.spares.starting import SparedHost
-from dynamo_local.core.life.fleet import Fleet
-from dynamo_local.core.life.roles import ROLES
-from dynamo_local.core.life.states import TRAITS
+from dynamo_local.arbiter.prewarmed import ENDED_TIMEOUT_S, SparedHost, SpareRules, Spares
+from dynamo_local.arbiter.prewarmed_kinds import Kind
+from dynamo_local.core.fleet.fleet import Fleet
+from dynamo_local.core.fleet.states import ROLES, TRAITS
 from dynamo_local.core.notes import Tell
 from dynamo_local.system import fd_messages
 from dynamo_local.system.paths import Paths
@@ -100,7 +98,7 @@ class SimSpare:
 
 
 class SimSpares:
-    """The spares of one arbiter: what `serve.spared` is to a real one."""
+    """The spares of one arbiter: what `arbiter.prewarmed` is to a real one."""
 
     def __init__(self, world: World, host: SimHost, paths: Paths, *, run: Run, tell: Tell) -> None:
         count = world.spares_wanted

@@ -1,4 +1,4 @@
-"""A simulated process's side of standby: the real `worker.sleeping`, on an engine that is none."""
+"""A simulated process's side of standby: the real `worker.sleep`, on an engine that is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dynamo_local.errors import EngineError
-from dynamo_local.worker.sleeping import Sleeping
+from dynamo_local.worker.sleep import Sleeping
 
 if TYPE_CHECKING:
     from tests.simulation.process import SimProcess
@@ -16,7 +16,7 @@ SLEEP_S = 0.1
 
 
 class SimStandby:
-    """See `worker.sleeping.StandbySteps`. `on_gpus`: its process holds its devices' memory."""
+    """See `worker.sleep.StandbySteps`. `on_gpus`: its process holds its devices' memory."""
 
     def __init__(self, process: SimProcess) -> None:
         self._process = process

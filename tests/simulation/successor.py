@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dynamo_local.arbiter.adoption import Adoption, Found, hold_gpus
+from dynamo_local.core.fleet.events import Resume
+from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.fleet import Fleet, Worker
-from dynamo_local.core.life.states import TRAITS, HasProcess
-from dynamo_local.core.life.stimuli import Resume
 from dynamo_local.core.types import WorkerState
-from dynamo_local.state import State
-from dynamo_local.succession.adoption import Adoption, Found, hold_gpus
+from dynamo_local.state.schema import State
 from tests.simulation.commands import Commands
 
 if TYPE_CHECKING:

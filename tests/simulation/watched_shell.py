@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from dynamo_local.control.shell import Shell
-from dynamo_local.core.life import flipping
-from dynamo_local.core.life.deciding import decide_scale, decide_scale_all, decide_sleep, decide_wake
-from dynamo_local.core.life.decisions import scaling
-from dynamo_local.core.life.decisions.moves import Move
-from dynamo_local.core.life.fleet import Fleet
-from dynamo_local.core.life.instructions import Instruction
-from dynamo_local.core.life.stimuli import (
+from dynamo_local.arbiter.controller import Shell
+from dynamo_local.core.fleet import flipping, scaling
+from dynamo_local.core.fleet.commands import decide_scale, decide_scale_all, decide_sleep, decide_wake
+from dynamo_local.core.fleet.effects import Instruction
+from dynamo_local.core.fleet.events import (
     Apply,
     CancelDrain,
     Drain,
@@ -24,6 +21,8 @@ from dynamo_local.core.life.stimuli import (
     Stimulus,
     Wake,
 )
+from dynamo_local.core.fleet.fleet import Fleet
+from dynamo_local.core.fleet.moves import Move
 from dynamo_local.errors import DynamoError
 
 

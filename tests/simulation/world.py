@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dynamo_local.arbiter.deployment import Settings, WatcherFactory, WatcherPlan
 from dynamo_local.clock import AsyncioClock, VirtualTimeLoop
-from dynamo_local.control.deployment import Settings, WatcherFactory, WatcherPlan
+from dynamo_local.core.fleet.effects import Commit, Instruction, Transition
 from dynamo_local.core.gpus import GpuDevice
-from dynamo_local.core.life.instructions import Commit, Instruction, Transition
-from dynamo_local.core.spares import is_spare
+from dynamo_local.core.prewarmed import is_spare
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
-from dynamo_local.gpus.inventory import SimInventory
+from dynamo_local.system.gpus import SimInventory
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.process_host import ExitCallback, ProcessSpec
 from tests.fakes.arbiter.memory_store import MemoryFile
@@ -354,7 +354,7 @@ class MemoryEvents:
 
 
 class SimSystem:
-    """The operating system of this world. See `control.executor.arbiter_effects.System`."""
+    """The operating system of this world. See `arbiter.arbiter_effects.System`."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dynamo_local.config import load_config, resolve
+from dynamo_local.config import resolve
+from dynamo_local.config.loading import load_config
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.sdk.loader import load_graph
 
@@ -18,7 +19,7 @@ TARGET = "graphs.disagg:Frontend"
 
 GOOD_COMPONENTS = """\
 from pydantic import BaseModel
-from dynamo_local.sdk import depends, endpoint, service
+from dynamo_local.sdk.service import depends, endpoint, service
 
 
 class WorkerOptions(BaseModel):
@@ -64,7 +65,7 @@ from components import Frontend, PrefillWorker, Processor, VllmWorker
 Frontend.link(Processor).link(VllmWorker).link(PrefillWorker)
 """
 
-HEADER = "from dynamo_local.sdk import depends, endpoint, on_shutdown, service\n\n\n"
+HEADER = "from dynamo_local.sdk.service import depends, endpoint, on_shutdown, service\n\n\n"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Dynamo's own schema of its graphs, as strict as a person's eye: a field that it does not name is a fault.
 
 An API server drops such a field and says nothing. CEL rules are not looked at: those that matter to us are
-`manifests.rules` and the model's own.
+`kubernetes.manifests` and the model's own.
 """
 
 from __future__ import annotations

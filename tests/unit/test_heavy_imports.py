@@ -13,15 +13,15 @@ HEAVY = (
     "prometheus_client psutil pydantic scipy starlette tokenizers tornado transformers uvicorn yaml zmq"
 )
 WORKER = ["dynamo_local.worker.serve_dynamo", "dynamo_local.worker.process"]
-RUNNER = ["dynamo_local.commands.serve_command", "dynamo_local.commands.runner", "dynamo_local.worker.process"]
+RUNNER = ["dynamo_local.worker.serve_command", "dynamo_local.components.commands.runner", "dynamo_local.worker.process"]
 CLI = "dynamo_local.cli."
 
 
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [
-        pytest.param([f"{CLI}main", f"{CLI}views.status"], "", id="status"),
-        pytest.param([f"{CLI}main", f"{CLI}workers.scale"], "", id="scale"),
+        pytest.param([f"{CLI}main", f"{CLI}status"], "", id="status"),
+        pytest.param([f"{CLI}main", f"{CLI}workers"], "", id="scale"),
         pytest.param([f"{CLI}main", f"{CLI}serve"], "", id="serve --detach"),
         pytest.param([f"{CLI}main", f"{CLI}down"], "asyncio", id="down"),
         pytest.param(WORKER, "aetcd asyncio google grpc msgspec nats pydantic", id="worker"),
@@ -32,7 +32,7 @@ CLI = "dynamo_local.cli."
             id="guardian",
         ),
         pytest.param(
-            [f"{CLI}serve", "dynamo_local.serve.supervisor", "dynamo_local.circus_plugins.arbiter"],
+            [f"{CLI}serve", "dynamo_local.arbiter.supervisor", "dynamo_local.circus_plugins.arbiter"],
             "asyncio circus msgspec prometheus_client psutil pydantic tornado yaml zmq",
             id="arbiter",
         ),
@@ -49,9 +49,9 @@ def test_an_arbiter_that_only_serves_imports_nothing_that_plans_simulates_or_tok
     """A graph's file is imported by its arbiter, too: what its components need once they run is not."""
     not_needed = (
         "jinja2 tokenizers dynamo_local.planner.choosing dynamo_local.planner.policies.slo.policy "
-        "dynamo_local.engines.sim.scheduling.scheduler"
+        "dynamo_local.engines.sim.scheduler"
     )
-    imports = "graphs.disagg, dynamo_local.serve.launch, dynamo_local.serve.composition"
+    imports = "graphs.disagg, dynamo_local.arbiter.launch, dynamo_local.arbiter.composition"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {imports}; print(*sys.modules)"],
         cwd=Path(__file__).parents[2] / "examples" / "llm",

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 import dynamo_local.virtual
+from dynamo_local.core.virtual import PlannerDecision
 from dynamo_local.errors import BadInput, ConfigError, DecisionUnreadable, EtcdUnavailable
-from dynamo_local.virtual import PlannerDecision, VirtualConnectorClient
+from dynamo_local.virtual import VirtualConnectorClient
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.fakes.planner.virtual import ForeignPlanner
 

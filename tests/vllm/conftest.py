@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.engines.vllm.checking import is_installed
+from dynamo_local.engines.vllm.checks import is_installed
 from tests.drivers.served import ROOT
 from tests.tools.required import fail_where_skipped
 from tests.vllm.cases import answers

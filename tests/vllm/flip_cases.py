@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dynamo_local.components.canary import PROMPT_TOKENS
+from dynamo_local.components.handoffs import PROMPT_TOKENS
 from dynamo_local.errors import FlipFailed
 from tests.drivers.endpoint_client import endpoint_client
 from tests.drivers.flips import PROMPT, first_answer_s, quantiles

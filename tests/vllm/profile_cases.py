@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.profiles import read_profile
-from dynamo_local.profiles.measuring.drift import PASSES_MIN
+from dynamo_local.profile.judgement import PASSES_MIN
+from dynamo_local.profile.reading import read_profile
 from tests.drivers.planned import DECODE, PREFILL, planner
 from tests.drivers.served import Served, auntil
 from tests.vllm.hosts import VllmHost

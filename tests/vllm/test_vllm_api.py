@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.engines.vllm.checking import is_installed
+from dynamo_local.engines.vllm.checks import is_installed
 from dynamo_local.errors import ConfigError, InvalidRequest, NoWorkers, WorkerLost
 from dynamo_local.ports import EngineRequest
 from dynamo_local.ports import SamplingParams as OurSampling
@@ -27,10 +27,9 @@ with warnings.catch_warnings():
     from vllm.v1.metrics.stats import PrefillStats
     from vllm.v1.outputs import LogprobsLists
 
-    from dynamo_local.engines.vllm.api import serving
-    from dynamo_local.engines.vllm.api.core_requests import CoreRequests
-    from dynamo_local.engines.vllm.api.graph_core import CoreCall, GraphCore, Items
-    from dynamo_local.engines.vllm.api.wire import Wire, is_plain, sampling_of, why_prefilled_here
+    from dynamo_local.engines.vllm import api_server as serving
+    from dynamo_local.engines.vllm.core_requests import CoreRequests, Wire, is_plain, sampling_of, why_prefilled_here
+    from dynamo_local.engines.vllm.graph_core import CoreCall, GraphCore, Items
 
 pytestmark = pytest.mark.vllm
 

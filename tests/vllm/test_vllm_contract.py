@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from dynamo_local.core.kv.events import BlocksStored, KvEvent
-from dynamo_local.core.kv.handover import ASK_PREFILL
-from dynamo_local.engines.vllm import VllmEngine, VllmOptions
+from dynamo_local.core.routing.disagg import ASK_PREFILL
+from dynamo_local.core.routing.kv_events import BlocksStored, KvEvent
+from dynamo_local.engines.vllm.engine import VllmEngine
+from dynamo_local.engines.vllm.options import VllmOptions
 from dynamo_local.errors import KvTransferError
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import Engine

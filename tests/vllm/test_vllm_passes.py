@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_local.core.passes import ForwardPass
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.values.passes import Engines, ForwardPass
+from dynamo_local.planner.values import Engines
 from tests.drivers.observed import NATIVE, observing
 from tests.vllm.asking import complete, prompts
 from tests.vllm.hosts import VllmHost

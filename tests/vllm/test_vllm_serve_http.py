@@ -14,9 +14,9 @@ import psutil
 import pytest
 import yaml
 
-from dynamo_local.commands.metrics_text import Metrics
-from dynamo_local.components.proxy.requests import has_error_event
-from dynamo_local.core.kv import handover as kv_handover
+from dynamo_local.components.commands.metrics_text import Metrics
+from dynamo_local.components.proxy.app import has_error_event
+from dynamo_local.core.routing import disagg as kv_handover
 from tests.drivers.scaled import ascale, names
 from tests.drivers.served import Served, auntil
 from tests.vllm.asking import Streaming, complete, complete_all, prompts

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API: requests, responses, errors, and the ASGI application that the Frontend serves."""
+"""The Frontend's HTTP side: OpenAI's API over the Processor."""

@@ -21,10 +21,10 @@ from dynamo_local.components.openai import errors as api_errors
 from dynamo_local.components.openai.http_io import Reply
 from dynamo_local.components.openai.server import Tls, bind_socket
 from dynamo_local.components.openai.settings import FrontendConfig
-from dynamo_local.core.api_keys import bearer, parse_source, variable_of
+from dynamo_local.core.secrets import bearer, parse_source, variable_of
 from dynamo_local.errors import ConfigError
+from dynamo_local.system import request_log
 from dynamo_local.system.key_files import ApiKeys
-from dynamo_local.system.logs import request_log
 
 logger = logging.getLogger(__name__)
 

@@ -28,19 +28,46 @@ from dynamo_local.components.openai.generation import (
     FrontendDeps,
     GenerationRoute,
 )
-from dynamo_local.components.openai.model_objects import model_object
-from dynamo_local.components.openai.rich.texts_api import (
-    TextsRoute,
-    parse_detokenize,
-    parse_embeddings,
-    parse_tokenize,
-)
-from dynamo_local.components.openai.route import Activity, HttpDeps
-from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.components.openai.route import HttpDeps
+from dynamo_local.components.sim_api.texts_api import TextsRoute, parse_detokenize, parse_embeddings, parse_tokenize
 from dynamo_local.components.vllm_api.relay import stored_responses, with_engine_api
-from dynamo_local.system.logs import request_log
+from dynamo_local.system import request_log
 
-__all__ = ["Activity", "FrontendConfig", "FrontendDeps", "create_app"]
+# --- model_objects
+# A model as `/v1/models` has it.
+
+_PERMISSION: Final[Mapping[str, Any]] = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+
+
+def model_object(model: ServedModel) -> dict[str, Any]:
+    """OpenAI's object, with vLLM's `max_model_len` (tokens) and `root`, which its clients take for the tokenizer's
+    place where nobody has told them. Where the engine is vLLM, or the model an adapter, it has all that vLLM says."""
+    words = () if model.engine is None else model.engine.words
+    folders = (word.removeprefix("--model=") for word in words if word.startswith("--model="))
+    told: dict[str, Any] = {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "dynamo",
+        "root": model.root or next(folders, model.name),
+        "max_model_len": model.max_model_len,
+    }
+    if model.engine is None and model.parent is None:
+        return told
+    permission = {"id": f"modelperm-{model.name}", "created": model.created_s, **_PERMISSION}
+    return {**told, "owned_by": "vllm", "parent": model.parent, "permission": [permission]}
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@
 | the head is larger than 64 KiB | 431 | invalid_request_error | |
 | full (`WorkerBusy`, `max_inflight`) | 429 | rate_limit_error | yes |
 | the engine, or a handler, failed (`EngineError`, `RemoteError`) | 500 | server_error | |
-| a worker or its stream was lost on the way (`WorkerLost`, `StreamGap`, `KvTransferError`, `UpstreamError`) | 502 | server_error | |
-| nobody can take it now (`NoWorkers`, `WorkerDraining`, `RequestCancelled`, etcd or NATS away) | 503 | service_unavailable_error | yes |
+| a worker was lost (`WorkerLost`, `StreamGap`, `KvTransferError`, `UpstreamError`) | 502 | server_error | |
+| no worker (`NoWorkers`, `WorkerDraining`, `RequestCancelled`, etcd or NATS away) | 503 | service_unavailable_error | yes |
 | `DeadlineExceeded` | 504 | timeout_error | |
 
 Source of the format: https://platform.openai.com/docs/guides/error-codes and the `openai` Python client, which
 retries 408, 409, 429 and 5xx and honours `Retry-After`.
-"""  # noqa: E501 - a table row cannot be wrapped
+"""
 
 from __future__ import annotations
 

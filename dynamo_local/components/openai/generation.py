@@ -15,16 +15,15 @@ from typing import Any
 from starlette.types import Scope
 
 from dynamo_local.clock import Clock, reader
+from dynamo_local.components.dispatcher import TRIED
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest, Parser, parse_chat, parse_completion
 from dynamo_local.components.openai.responses import ChatFormat, CompletionFormat, ResponseFormat, ResponseHead
-from dynamo_local.components.openai.rich.formats import Gathered, RichChat, RichCompletion, RichFormat
-from dynamo_local.components.openai.rich.messages_api import MessagesFormat, parse_messages
-from dynamo_local.components.openai.rich.responses_api import parse_responses
-from dynamo_local.components.openai.rich.responses_format import ResponsesFormat
 from dynamo_local.components.openai.route import HttpDeps, ModelRoute
-from dynamo_local.components.routing.dispatch import TRIED
+from dynamo_local.components.sim_api.formats import Gathered, RichChat, RichCompletion, RichFormat
+from dynamo_local.components.sim_api.messages_api import MessagesFormat, parse_messages
+from dynamo_local.components.sim_api.responses_api import ResponsesFormat, parse_responses
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -36,7 +35,7 @@ from dynamo_local.errors import (
     WorkerLost,
 )
 from dynamo_local.ports import EndpointClient, ResponseStream
-from dynamo_local.runtime.requests.pumping import Take, pump
+from dynamo_local.transport.requests.stream import Take, pump
 
 logger = logging.getLogger(__name__)
 

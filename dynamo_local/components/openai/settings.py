@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from dynamo_local.core.admission import MAX_INFLIGHT, REQUEST_TIMEOUT_S
-from dynamo_local.core.api_keys import parse_source
+from dynamo_local.core.secrets import parse_source
+from dynamo_local.core.traffic import MAX_INFLIGHT, REQUEST_TIMEOUT_S
 
 _ORIGIN = re.compile(r"\*|https?://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:\d{1,5})?", re.IGNORECASE)
 

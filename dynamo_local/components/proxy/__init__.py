@@ -1,1 +1,1 @@
-"""OpenAI's API in front of HTTP servers that we run: requests and answers pass as the bytes they are."""
+"""The Frontend in front of HTTP servers: passes requests on and streams answers back."""

@@ -8,17 +8,16 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components.dispatcher import Dispatcher, make_picker, samples
 from dynamo_local.components.models_view import ModelsView
-from dynamo_local.components.proxy import payloads
-from dynamo_local.components.routing.dispatch import Dispatcher
-from dynamo_local.components.routing.pickers import make_picker, samples
-from dynamo_local.core.routing import RouterPolicy, Sample
+from dynamo_local.components.proxy import messages as payloads
+from dynamo_local.core.routing.choice import RouterPolicy, Sample
 from dynamo_local.core.types import Instance, lease_hex
 from dynamo_local.errors import NoWorkers, WorkerLost
 from dynamo_local.ports import EndpointClient, ResponseStream
-from dynamo_local.runtime.load import LoadView
 from dynamo_local.sdk.context import WorkerContext
-from dynamo_local.system.logs.request_log import unbound
+from dynamo_local.system.request_log import unbound
+from dynamo_local.transport.load import LoadView
 
 ENDPOINT = "generate"
 

@@ -1,1 +1,1 @@
-"""Text to tokens, and back."""
+"""Text to tokens and tokens to text."""

@@ -1,1 +1,1 @@
-"""An engine's own API: hosted by the Processor, relayed by the Frontend. What it is made of: `engines.vllm.api`."""
+"""vLLM's own API layer inside a Processor, and the Frontend's way to it."""

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_local.components.http_metrics import Endpoint, RequestObserver
 from dynamo_local.components.limits import shortened
+from dynamo_local.components.messages import ApiRequest
 from dynamo_local.components.models_view import Availability
 from dynamo_local.components.openai.errors import ApiError
 from dynamo_local.components.openai.generation import (
@@ -28,7 +29,6 @@ from dynamo_local.components.openai.generation import (
 from dynamo_local.components.openai.http_io import Reply, Whole
 from dynamo_local.components.openai.requests import ParsedRequest
 from dynamo_local.components.openai.route import ModelRoute
-from dynamo_local.components.vllm_api.messages import ApiRequest
 from dynamo_local.errors import DeadlineExceeded, WorkerLost
 from dynamo_local.ports import EndpointClient
 

@@ -9,40 +9,132 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.core.kv.events import AllBlocksCleared, KvEvent
+from dynamo_local.core.passes import EngineId, ForwardPass, Requests
+from dynamo_local.core.routing.kv_events import AllBlocksCleared, KvEvent
 from dynamo_local.core.types import Load
 from dynamo_local.engines.base import EngineBase
-from dynamo_local.engines.sim.answers import answer_of
 from dynamo_local.engines.sim.facts import load_of, shape_of
-from dynamo_local.engines.sim.faults import faults_here
-from dynamo_local.engines.sim.keys import OutputKeys
-from dynamo_local.engines.sim.kv_transfers import KvTransfers, kv_transfer_params
-from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.scheduling.requests import (
-    Event,
-    Finished,
-    HandoffExpired,
-    PullReady,
-    SimRequest,
-    Started,
-    Tokens,
+from dynamo_local.engines.sim.options import SimOptions, answer_of, faults_here
+from dynamo_local.engines.sim.requests import Event, Finished, HandoffExpired, PullReady, SimRequest, Started, Tokens
+from dynamo_local.engines.sim.scheduler import PassDone, SimScheduler
+from dynamo_local.engines.sim.tokens import OutputKeys, plan_output, prompt_digest
+from dynamo_local.engines.sim.transfers import (
+    KvListener,
+    KvTransfers,
+    KvTransport,
+    LoopbackTransport,
+    OutputStream,
+    kv_transfer_params,
+    pull_request_of,
 )
-from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
-from dynamo_local.engines.sim.sleeping import SimSleep
-from dynamo_local.engines.sim.streams import OutputStream
-from dynamo_local.engines.sim.tokens import plan_output, prompt_digest
-from dynamo_local.engines.sim.told_passes import Passing, ToldPasses
-from dynamo_local.engines.sim.transport import KvListener, KvTransport, LoopbackTransport, pull_request_of
-from dynamo_local.engines.sleeping import EngineMemory
+from dynamo_local.engines.sleep import EngineMemory
 from dynamo_local.errors import EngineDead, EngineError, InvalidRequest
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import EngineInfo, EngineOutput, EngineRequest, KvEventPublisher, PassSink
-from dynamo_local.profiles import PerfModel, ProfileModel
-from dynamo_local.system.cancelling import ended
+from dynamo_local.profile.interpolation import PerfModel, ProfileModel
+from dynamo_local.system.executors import ended
+
+# --- told_passes
+# Tells a sink of the simulated engine's passes, and each second without one, that the engine is alive.
+
+HEARTBEAT_S = 1.0
+
+Passing = tuple[Requests, Requests]
+"""What is computed now, and what is queued."""
+
+
+class ToldPasses:
+    """`watch` is the scheduler's; `look` brings the scheduler to now, and says what it computes (None: it has none)."""
+
+    def __init__(self, sink: PassSink, clock: Clock, look: Callable[[], Passing | None]) -> None:
+        self.watch: list[PassDone] = []
+        self._sink = sink
+        self._clock = clock
+        self._look = look
+        self._count = 0
+        self._last_s = clock.now_s()
+        sink.refresh = self._refresh
+
+    def tell(self) -> None:
+        """The passes that have ended since the last call."""
+        for done in self.watch:
+            self._record(done.end_s, done.wall_time_s, done.scheduled, done.queued)
+        self.watch.clear()
+
+    async def beat(self) -> None:
+        """For ever: a heartbeat after each second without a pass."""
+        while True:
+            await self._clock.sleep_until(self._last_s + HEARTBEAT_S)
+            passing, now_s = self._look(), self._clock.now_s()
+            if now_s - self._last_s < HEARTBEAT_S:
+                continue
+            if passing is None:
+                return
+            self._record(now_s, 0.0, *passing)
+
+    def _refresh(self) -> None:
+        self._look()
+
+    def _record(self, at_s: float, wall_time_s: float, scheduled: Requests, queued: Requests) -> None:
+        self._count += 1
+        self._last_s = at_s
+        self._sink.record(ForwardPass(EngineId(""), self._count, wall_time_s, scheduled, queued, at_s))
+
+
+# --- sleeping
+# The simulated engine's sleep: it takes the time, and keeps the memory, that its options say.
+
+SIM_MEMORY_BYTES = 80 * 1024**3
+"""Of a simulated device (`system.gpus`), of which an awake engine takes `SIM_SHARE`."""
+SIM_SHARE = 0.9
+
+
+class SimSleep:
+    """Whether it sleeps, and what that costs. `wakes` counts those so far, the rehearsal's included."""
+
+    def __init__(self, options: SimOptions, clock: Clock) -> None:
+        self._options = options
+        self._clock = clock
+        self.level: int | None = None
+        self.wakes = 0
+
+    @property
+    def asleep(self) -> bool:
+        """It takes no requests."""
+        return self.level is not None
+
+    @property
+    def corrupted(self) -> bool:
+        """From now on it answers otherwise than before (`corrupt_after_wakes`)."""
+        after = self._options.corrupt_after_wakes
+        return after is not None and self.wakes >= after
+
+    async def sleep(self, level: int) -> None:
+        """Takes `sleep_s / speed`."""
+        self.level = level
+        await self._clock.sleep_until(self._clock.now_s() + self._options.sleep_s / self._options.speed)
+
+    async def wake(self) -> None:
+        """Takes `wake_s / speed`, or `wake_level2_s / speed` where the weights are read again."""
+        if self.level is None:
+            raise EngineError("the engine does not sleep")
+        wake_s = self._options.wake_s if self.level == 1 else self._options.wake_level2_s
+        await self._clock.sleep_until(self._clock.now_s() + wake_s / self._options.speed)
+        self.level = None
+        self.wakes += 1
+
+    def memory(self) -> EngineMemory:
+        """On a device of its own, that is only simulated."""
+        options, grown = self._options, self._options.sleep_growth_bytes * self.wakes
+        if self.level is None:
+            return EngineMemory(int(SIM_SHARE * SIM_MEMORY_BYTES), grown)
+        host = options.sleep_host_bytes if self.level == 1 else 0
+        return EngineMemory(options.sleep_residue_bytes + grown, host + grown)
+
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dynamo_local.core.types import Load
-from dynamo_local.engines.sim.faults import Faults
-from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.scheduling.requests import SchedulerConfig
-from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
+from dynamo_local.engines.sim.options import Faults, SimOptions
+from dynamo_local.engines.sim.requests import SchedulerConfig
+from dynamo_local.engines.sim.scheduler import SimScheduler
 from dynamo_local.errors import ConfigError
-from dynamo_local.profiles import PerfModel
+from dynamo_local.profile.interpolation import PerfModel
 
 _DEFAULT_MAX_MODEL_LEN = 131_072
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Literal
 
-from dynamo_local.kv_hashes import token_bytes
+from dynamo_local.kv_hashes import block_hashes, token_bytes
 
 DEFAULT_TOKEN_LOW = 259
 DEFAULT_TOKEN_HIGH = 2048
@@ -136,3 +136,24 @@ def expected_output(
         stop_token_ids=stop_token_ids,
     )
     return list(stream.take(0, count)), reason
+
+
+# --- keys
+# Content keys of the blocks of an output: `kv_hashes`, as everywhere. Pure; the same in every process.
+
+
+class OutputKeys:
+    """Keys of the full blocks after those of the prompt, computed when they are needed (`SimRequest.output_keys`)."""
+
+    __slots__ = ("_block_size", "_parent", "_prompt_tokens", "_tail", "_tokens")
+
+    def __init__(self, prompt: Sequence[int], tokens: TokenStream, keys: Sequence[int], block_size: int) -> None:
+        self._tail = tuple(prompt[len(keys) * block_size :])
+        self._parent = keys[-1] if keys else None
+        self._prompt_tokens = len(prompt)
+        self._tokens = tokens
+        self._block_size = block_size
+
+    def __call__(self, computed: int) -> Sequence[int]:
+        output = self._tokens.take(0, max(0, computed - self._prompt_tokens))
+        return block_hashes((*self._tail, *output), self._block_size, parent=self._parent)

@@ -13,23 +13,25 @@ import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
-from dynamo_local.core.extras import how_to_install
+import msgspec
+import zmq
+
+from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Load
-from dynamo_local.engines.base import EngineBase
-from dynamo_local.engines.process_memory import of_this_session
-from dynamo_local.engines.sleeping import EngineMemory
-from dynamo_local.engines.vllm import engine_resources, plugin, sleeping
-from dynamo_local.engines.vllm.checking import is_installed
-from dynamo_local.engines.vllm.handoffs import Handoffs
+from dynamo_local.engines.base import EngineBase, of_this_session
+from dynamo_local.engines.sleep import EngineMemory
+from dynamo_local.engines.vllm import engine_resources, plugin
+from dynamo_local.engines.vllm import sleep as sleeping
+from dynamo_local.engines.vllm.checks import is_installed
 from dynamo_local.engines.vllm.kv_events import KvEventBridge
 from dynamo_local.engines.vllm.options import KV_LEASE_S, VllmOptions
-from dynamo_local.engines.vllm.pass_bridge import PassBridge, watch_passes
-from dynamo_local.engines.vllm.pass_watch import ENDPOINT
-from dynamo_local.engines.vllm.starting.processes import CoreProcesses
+from dynamo_local.engines.vllm.pass_watch import ENDPOINT, ToldPasses
+from dynamo_local.engines.vllm.processes import CoreProcesses
 from dynamo_local.engines.vllm.stats import Statistics
-from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError
+from dynamo_local.engines.vllm.zmq_listener import ZmqListener
+from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest, KvTransferError, how_to_install
 from dynamo_local.ports import (
     EngineInfo,
     EngineOutput,
@@ -41,7 +43,104 @@ from dynamo_local.ports import (
 )
 from dynamo_local.system import start_stages
 
+# --- handoffs
+# KV that was computed for another engine and is still here, as far as this side can tell. Pure.
+#
+# vLLM keeps the blocks under a lease, which the engine that will pull them renews while the request waits there; it
+# tells nobody when they were pulled. We notice it by the cache: no request runs here and no block is in use.
+
+REQUEST: Final = "remote_request_id"
+"""Among the `kv_transfer_params`: vLLM's name of the request whose KV it is."""
+
+
+class Handoffs:
+    """Hand-offs of one engine, oldest first. `lease_s` is the connector's; times are monotonic seconds.
+
+    The other side waits for less than a lease, and its last renewal lasts a lease: after two leases none is held.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._kept_s = 2 * lease_s
+        self._held: dict[str, float] = {}
+
+    def add(self, params: Mapping[str, Any], now_s: float) -> None:
+        """A request has ended, and its KV is kept for another engine, which will get these `kv_transfer_params`."""
+        self._held[str(params.get(REQUEST))] = now_s + self._kept_s
+
+    def forget(self, params: Mapping[str, Any]) -> None:
+        """Nobody will pull it. (vLLM has no call to free it sooner than its lease does.)"""
+        self._held.pop(str(params.get(REQUEST)), None)
+
+    def observe(self, scheduler_stats: Any, num_live: int) -> bool:
+        """Take vLLM's `SchedulerStats` of a pass (None: there were none). True if they show that all KV was pulled."""
+        if not self._held or num_live or scheduler_stats is None or scheduler_stats.kv_cache_usage > 0.0:
+            return False
+        self._held.clear()
+        return True
+
+    def num_held(self, now_s: float) -> int:
+        """How many may still be held."""
+        for request_id in [name for name, until_s in self._held.items() if until_s <= now_s]:
+            del self._held[request_id]
+        return len(self._held)
+
+    def seconds_left(self, now_s: float) -> float:
+        """Seconds until the last of them is over at the latest; 0 if none is held."""
+        return max(self._held.values()) - now_s if self.num_held(now_s) else 0.0
+
+
+# --- pass_bridge
+# The worker's side of what vLLM's schedulers tell of their passes (`pass_watch`).
+
 log = logging.getLogger(__name__)
+
+_HERE = "dynamo_local.engines.vllm.watched_schedulers"
+
+_decoder = msgspec.msgpack.Decoder(ToldPasses)
+
+
+def watch_passes(config: Any) -> bool:
+    """Have vLLM (its `VllmConfig`) use the scheduler that it would use anyway, watched; False where it has one of its
+    own, of the section or for a kind of model."""
+    chosen = config.scheduler_config
+    if chosen.scheduler_cls is not None:
+        log.info("vLLM uses the scheduler %s: planners will know nothing of its passes", chosen.scheduler_cls)
+        return False
+    chosen.scheduler_cls = f"{_HERE}.{'WatchedAsyncScheduler' if chosen.async_scheduling else 'WatchedScheduler'}"
+    return True
+
+
+class PassBridge:
+    """Records what comes, until it is closed. `endpoint` is bound here: several ranks send to it."""
+
+    def __init__(self, endpoint: str, sink: PassSink) -> None:
+        self.endpoint = endpoint
+        self._sink = sink
+        self._listener = ZmqListener(self._heard, "vLLM's passes")
+
+    def start(self) -> None:
+        """Listen. Call it before the engine starts."""
+        self._listener.start(zmq.PULL, lambda socket: socket.bind(self.endpoint))
+
+    def _heard(self, frames: Sequence[bytes]) -> None:
+        try:
+            received(frames[0], self._sink.record, asyncio.get_running_loop().time())
+        except (msgspec.DecodeError, TypeError):
+            log.exception("what vLLM's scheduler told cannot be read")
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._listener.close()
+
+
+def received(message: bytes, record: Callable[[ForwardPass], None], now_s: float) -> None:
+    """Record the passes of one message that came at `now_s`. Raises `msgspec.DecodeError`."""
+    told = _decoder.decode(message)
+    engine = EngineId("", told.dp_rank)
+    for one in told.passes:
+        scheduled, queued = Requests(*one.scheduled), Requests(*one.queued)
+        record(ForwardPass(engine, one.counter_id, one.wall_time_s, scheduled, queued, now_s - one.age_s))
+
 
 SHUTDOWN_TIMEOUT_S = 5.0
 """How long EngineCore may take to end by itself; then vLLM kills it. With NIXL it hangs in its teardown (15 s were not
@@ -275,7 +374,7 @@ class VllmEngine(EngineBase):
             self._notify()
 
     def _core_requests(self, llm: Any) -> Any:
-        from dynamo_local.engines.vllm.api.core_requests import CoreRequests
+        from dynamo_local.engines.vllm.core_requests import CoreRequests
 
         if self._core is None:
             self._core = CoreRequests(llm)

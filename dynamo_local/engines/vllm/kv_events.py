@@ -16,7 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.core.routing.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo_local.engines.vllm.zmq_listener import ZmqListener
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import KvEventPublisher

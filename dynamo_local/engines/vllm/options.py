@@ -1,7 +1,7 @@
 """From a worker's section to the command line of its vLLM engine. Pure; no vLLM needed.
 
 Keys that are not ours go to vLLM under its own names: `max-num-seqs: 64` is `--max-num-seqs 64`. Its parser refuses
-what it does not know (`engines.vllm.checking`).
+what it does not know (`engines.vllm.checks`).
 """
 
 from __future__ import annotations

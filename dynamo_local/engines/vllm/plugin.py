@@ -27,7 +27,7 @@ def register() -> None:
         return
     _watching = True
     if pause_us := int(os.environ.get(NIXL_PAUSE_US) or 0):
-        from dynamo_local.engines.vllm.starting.processors import let_nixl_pause
+        from dynamo_local.engines.vllm.engine_resources import let_nixl_pause
 
         let_nixl_pause(pause_us)
     fds = []

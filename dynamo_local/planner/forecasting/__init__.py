@@ -1,1 +1,1 @@
-"""What runs a `ForecastTask` where it holds nobody up: `planner.sources.Forecaster`, and the process behind it."""
+"""The process that computes forecasts, so that fits never hold the arbiter."""

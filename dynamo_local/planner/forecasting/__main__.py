@@ -33,8 +33,8 @@ def main() -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    from dynamo_local.planner.forecasting.answering import answer
-    from dynamo_local.planner.forecasting.wire import framed, read_task
+    from dynamo_local.planner.forecasting.answers import answer
+    from dynamo_local.planner.forecasting.process import framed, read_task
 
     with connection.makefile("rb") as incoming, suppress(BrokenPipeError, ConnectionResetError):
         while (task := read_task(incoming)) is not None:

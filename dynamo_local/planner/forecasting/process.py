@@ -15,15 +15,45 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import BinaryIO
 
 import msgspec
 
-from dynamo_local.core.exit_codes import how_it_ended
-from dynamo_local.core.types import Missing
-from dynamo_local.planner.forecasting.wire import framed, read_answer
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
+from dynamo_local.core.types import Missing, how_it_ended
+from dynamo_local.planner.values import Forecasts, ForecastTask
 from dynamo_local.system.prctl import asking_to_die
 from dynamo_local.system.processes import wait_exit
+
+# --- wire
+# How a task gets to the process that forecasts, and the answer back: four bytes of length, then msgpack.
+#
+# Each is a value of plain numbers; nothing that is read can run code.
+
+HEAD_BYTES = 4
+
+_tasks = msgspec.msgpack.Decoder(ForecastTask)
+_answers = msgspec.msgpack.Decoder(Forecasts)
+
+
+def framed(value: ForecastTask | Forecasts) -> bytes:
+    """A task or an answer, as it is sent."""
+    body = msgspec.msgpack.encode(value)
+    return len(body).to_bytes(HEAD_BYTES, "big") + body
+
+
+def read_task(incoming: BinaryIO) -> ForecastTask | None:
+    """The next task; None where there will be none. Blocks."""
+    head = incoming.read(HEAD_BYTES)
+    if len(head) < HEAD_BYTES:
+        return None
+    return _tasks.decode(incoming.read(int.from_bytes(head, "big")))
+
+
+async def read_answer(incoming: asyncio.StreamReader) -> Forecasts:
+    """The next answer. Raises `asyncio.IncompleteReadError` where the other side has ended."""
+    head = await incoming.readexactly(HEAD_BYTES)
+    return _answers.decode(await incoming.readexactly(int.from_bytes(head, "big")))
+
 
 IDLE_S = 300.0
 """Without a task for so long it is ended. Windows of 180 s keep it: its imports take more than its forecasts, and a

@@ -1,1 +1,1 @@
-"""Plugins of a planner that others have written: in this process, or as gRPC servers (`dynamo.planner.plugin.v1`)."""
+"""Planner plugins: Python objects, or gRPC servers that speak Dynamo's plugin protocol."""

@@ -3,23 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib.resources import files
 from typing import Any
 
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.pipeline.answers import TARGETS_MAX, Unusable, usable
-from dynamo_local.planner.pipeline.context import Fpm, Observations, PipelineContext
-from dynamo_local.planner.pipeline.predicting import FIELDS
-from dynamo_local.planner.pipeline.registering import Registering
-from dynamo_local.planner.pipeline.stages import Answer, Nothing, Predicted, Stage
-from dynamo_local.planner.plugins import wire
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.proposals import Accept, ComponentTarget, Override, OverrideType, Proposal, Reject
-from dynamo_local.planner.values.traffic import Traffic
-from dynamo_local.runtime.passes.fpm import encode_pass
+from dynamo_local.planner.plugins.registration import Registering
+from dynamo_local.planner.stages import (
+    FIELDS,
+    TARGETS_MAX,
+    Answer,
+    Fpm,
+    Nothing,
+    Observations,
+    PipelineContext,
+    Predicted,
+    Stage,
+    Unusable,
+    usable,
+)
+from dynamo_local.planner.values import (
+    Accept,
+    ComponentTarget,
+    Override,
+    OverrideType,
+    Prediction,
+    Proposal,
+    Reject,
+    Traffic,
+)
+from dynamo_local.transport.fpm import encode_pass
 
-METHODS = {stage: wire.methods(f"{stage.title()}Plugin")[stage.title()] for stage in Stage}
+# --- wire
+# The messages of `plugin.proto`, made from its compiled descriptors.
+#
+# They are made when this module is imported, and not generated beforehand: generated code demands the protobuf that
+# it
+# was generated for, and one of two copies in a process (Dynamo's own, in a plugin's) clashes with the other. Here the
+# descriptors have a pool of their own.
+
+PACKAGE = "dynamo.planner.plugin.v1"
+
+
+def _pool() -> Any:
+    compiled = files(__package__).joinpath("plugin.binpb").read_bytes()
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(compiled).file:
+        pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+_POOL = _pool()
+
+
+def message(name: str) -> Any:
+    """The class of a message: `message("RegisterRequest")`. KeyError for one that is not in `plugin.proto`."""
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+def methods(service: str) -> dict[str, tuple[str, Any, Any]]:
+    """Of a service: its methods, each with its path, and the classes of its request and response."""
+    found = _POOL.FindServiceByName(f"{PACKAGE}.{service}")
+    return {
+        method.name: (
+            f"/{PACKAGE}.{service}/{method.name}",
+            message_factory.GetMessageClass(method.input_type),
+            message_factory.GetMessageClass(method.output_type),
+        )
+        for method in found.methods
+    }
+
+
+METHODS = {stage: methods(f"{stage.title()}Plugin")[stage.title()] for stage in Stage}
 """Of each stage: the path of its method, and the classes of its request and response."""
 
 WORKER_FIELDS = (

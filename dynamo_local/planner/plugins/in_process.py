@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from dynamo_local.config.planner.plugins import InProcessPluginConfig
+from dynamo_local.config.planner import InProcessPluginConfig
 from dynamo_local.errors import ConfigError, DynamoError
-from dynamo_local.planner.pipeline.answers import Unusable, shown, usable
-from dynamo_local.planner.pipeline.context import PipelineContext
-from dynamo_local.planner.pipeline.registering import Registering
-from dynamo_local.planner.pipeline.stages import Answer, PluginSpec, Stage
-from dynamo_local.planner.plugins.calling import PluginFailed
-from dynamo_local.planner.plugins.listed import in_process
-from dynamo_local.planner.values.proposals import Proposal
+from dynamo_local.planner.plugins.registration import Registering
+from dynamo_local.planner.plugins.registry import PluginFailed, in_process
+from dynamo_local.planner.stages import Answer, PipelineContext, PluginSpec, Stage, Unusable, shown, usable
+from dynamo_local.planner.values import Proposal
 from dynamo_local.system.executors import DaemonExecutor
 
 GROUP = "dynamo_local.planner_plugins"

@@ -16,24 +16,26 @@ from dataclasses import dataclass, replace
 from dynamo_local.clock import NowClock
 from dynamo_local.errors import DynamoError
 from dynamo_local.planner.driver import baseline_of
-from dynamo_local.planner.pipeline import circuit as circuits
-from dynamo_local.planner.pipeline import scheduling
-from dynamo_local.planner.pipeline.answers import shown
-from dynamo_local.planner.pipeline.context import PipelineContext, context_of, unset, wanted
-from dynamo_local.planner.pipeline.merging import Merged, merge
-from dynamo_local.planner.pipeline.predicting import filled
-from dynamo_local.planner.pipeline.stages import (
+from dynamo_local.planner.plugins import registration as circuits
+from dynamo_local.planner.plugins import registration as scheduling
+from dynamo_local.planner.plugins.registry import Registered, Registry
+from dynamo_local.planner.stages import (
     BUILTIN_PREDICT,
     BUILTIN_PREDICT_PRIORITY,
     Answer,
+    Merged,
     Nothing,
+    PipelineContext,
     Predicted,
     Stage,
+    context_of,
+    filled,
+    merge,
+    shown,
+    unset,
+    wanted,
 )
-from dynamo_local.planner.plugins.registry import Registered, Registry
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.proposals import Accept, ComponentTarget, Override, Proposal, Reject
-from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values import Accept, ComponentTarget, Override, Prediction, Proposal, Pull, Reject, Wants
 
 log = logging.getLogger(__name__)
 

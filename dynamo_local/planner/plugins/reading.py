@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dynamo_local.core.passes import EngineId, ForwardPass
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.pipeline.context import Fpm, Observations, PipelineContext, Workers
-from dynamo_local.planner.pipeline.predicting import FIELDS
-from dynamo_local.planner.pipeline.stages import Answer, Predicted, Stage
 from dynamo_local.planner.plugins import codec
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.passes import EngineId, ForwardPass
-from dynamo_local.planner.values.proposals import Accept, ComponentTarget, Override, OverrideType, Proposal, Reject
-from dynamo_local.planner.values.traffic import Traffic
-from dynamo_local.runtime.passes.fpm import decode_pass
+from dynamo_local.planner.stages import FIELDS, Answer, Fpm, Observations, PipelineContext, Predicted, Stage, Workers
+from dynamo_local.planner.values import (
+    Accept,
+    ComponentTarget,
+    Override,
+    OverrideType,
+    Prediction,
+    Proposal,
+    Reject,
+    Traffic,
+)
+from dynamo_local.transport.fpm import decode_pass
 
 _NOT_SENT = Missing("it was not sent")
 

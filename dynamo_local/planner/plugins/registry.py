@@ -4,29 +4,162 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from dynamo_local.clock import NowClock
+from dynamo_local.config.planner import AuthConfig, ExternalPluginConfig, InProcessPluginConfig
 from dynamo_local.core.notes import Over, Tell, Trouble
-from dynamo_local.planner.pipeline import circuit as circuits
-from dynamo_local.planner.pipeline import scheduling
-from dynamo_local.planner.pipeline.circuit import Circuit, CircuitState
-from dynamo_local.planner.pipeline.registering import (
+from dynamo_local.core.secrets import parse_source
+from dynamo_local.errors import DynamoError
+from dynamo_local.planner.plugins import registration as circuits
+from dynamo_local.planner.plugins import registration as scheduling
+from dynamo_local.planner.plugins.registration import (
     PLUGINS_MAX,
+    Circuit,
+    CircuitState,
     Endpoint,
     Registering,
     Rules,
+    Turn,
     endpoint_of,
     reject_reason,
     spec_of,
 )
-from dynamo_local.planner.pipeline.scheduling import Turn
-from dynamo_local.planner.pipeline.stages import PluginSpec, Stage
-from dynamo_local.planner.plugins.calling import Plugin
-from dynamo_local.planner.plugins.counting import Counters
-from dynamo_local.planner.values.proposals import OverrideType
+from dynamo_local.planner.stages import Answer, HoldPolicy, PipelineContext, PluginSpec, Stage
+from dynamo_local.planner.values import OverrideType, Proposal
+from dynamo_local.system.key_files import ApiKeys
+
+# --- calling
+# How a plugin is asked, wherever it runs.
+
+
+class PluginFailed(DynamoError):
+    """A plugin gave no answer that can be used: it was too late, away, or wrong. It contributes nothing."""
+
+    code = "plugin_failed"
+
+
+class Plugin(Protocol):
+    """One plugin. At most one call to it is under way."""
+
+    @property
+    def transport(self) -> str:
+        """`in_process`, `unix` or `grpc`."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Where it runs: its endpoint, or its class."""
+        ...
+
+    async def ask(
+        self, stage: Stage, context: PipelineContext, proposals: Sequence[Proposal], timeout_s: float
+    ) -> Answer:
+        """Its answer. `proposals` are for RECONCILE. Raises `PluginFailed`, and never takes longer than `timeout_s`."""
+        ...
+
+    async def reset(self, reason: str, timeout_s: float) -> None:
+        """The planner lets go of it: it may forget what it has learned. Raises nothing."""
+        ...
+
+    async def close(self) -> None:
+        """End the connection to it."""
+        ...
+
+
+# --- listed
+# Plugins of the configuration, as they would register.
+
+
+def external(config: ExternalPluginConfig) -> Registering:
+    """A gRPC server."""
+    return _registering(config, config.endpoint, config.protocol_version)
+
+
+def in_process(config: InProcessPluginConfig) -> Registering:
+    """An object in this process."""
+    return _registering(config, "", "1.0")
+
+
+def _registering(
+    config: ExternalPluginConfig | InProcessPluginConfig, endpoint: str, protocol_version: str
+) -> Registering:
+    return Registering(
+        plugin_id=config.plugin_id,
+        plugin_type=config.plugin_type,
+        priority=config.priority,
+        endpoint=endpoint,
+        version=config.version,
+        execution_interval_seconds=config.execution_interval_seconds,
+        hold_policy=HoldPolicy[config.hold_policy],
+        needs=config.needs,
+        protocol_version=protocol_version,
+        requires_produced_fields=config.requires_produced_fields,
+        observation_window_seconds=config.observation_window_seconds,
+    )
+
+
+# --- counting
+# What is counted of plugins, under the names of Dynamo's metrics (without their prefix `dynamo_planner_`).
+
+COUNTERS = {
+    "plugin_evaluations_total": ("plugin_id", "stage", "result"),
+    "plugin_held_over_total": ("plugin_id", "stage"),
+    "reject_short_circuited_total": ("plugin_id",),
+    "tick_skipped_total": ("plugin_id",),
+    "tick_requires_unsatisfied_total": ("plugin_id", "missing_field"),
+    "reconcile_clamped_total": ("sub_component_type", "source"),
+    "constrain_capped_total": ("sub_component_type", "source"),
+    "tick_timeout_total": (),
+}
+"""Each with its labels."""
+HISTOGRAMS = {"plugin_latency_seconds": ("plugin_id", "stage"), "tick_duration_seconds": ()}
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass(slots=True)
+class Durations:
+    """How many there were, and how many up to each of `BOUNDS_S` (not cumulated; the last: longer than all)."""
+
+    count: int = 0
+    sum_s: float = 0.0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+
+    def add(self, seconds: float) -> None:
+        """Take one more duration in."""
+        self.count += 1
+        self.sum_s += seconds
+        self.buckets[bisect_left(BOUNDS_S, seconds)] += 1
+
+
+class Counters:
+    """By name, then by the values of the labels. Those of a plugin go with it, so that they do not pile up."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in COUNTERS}
+        self.durations: dict[str, defaultdict[tuple[str, ...], Durations]] = {
+            name: defaultdict(Durations) for name in HISTOGRAMS
+        }
+
+    def add(self, name: str, *labels: str) -> None:
+        """One more. KeyError for a name that is not in `COUNTERS`."""
+        self.totals[name][labels] += 1
+
+    def took(self, name: str, seconds: float, *labels: str) -> None:
+        """One more duration. KeyError for a name that is not in `HISTOGRAMS`."""
+        self.durations[name][labels].add(seconds)
+
+    def forget(self, plugin_id: str) -> None:
+        """The plugin has left."""
+        counted: tuple[dict[tuple[str, ...], Any], ...] = (*self.totals.values(), *self.durations.values())
+        for found in counted:
+            for labels in [labels for labels in found if plugin_id in labels]:
+                del found[labels]
+
 
 log = logging.getLogger(__name__)
 
@@ -238,3 +371,44 @@ def _trouble(row: Registered) -> Trouble:
 async def _let_go(plugin: Plugin, reason: str) -> None:
     await plugin.reset(reason, RESET_S)
     await plugin.close()
+
+
+# --- tokens
+# Who a plugin is, by the token that it shows.
+
+UNAUTHENTICATED = "unauthenticated"
+OPTION = "Planner.plugin-registration.auth.static-secrets"
+
+
+class Tokens:
+    """The secrets of now; a file that changes is read again while `follow` runs."""
+
+    def __init__(self, sources: Sequence[str], secrets: Sequence[tuple[ApiKeys, str]]) -> None:
+        self._sources = tuple(sources)
+        self._secrets = tuple(secrets)
+
+    @classmethod
+    def load(cls, auth: AuthConfig, environ: Mapping[str, str]) -> Tokens:
+        """Read them. Blocks. Raises `ConfigError`, which names the source and shows no secret."""
+        secrets = [
+            (ApiKeys.load(parse_source(source), environ, option=OPTION), subject)
+            for source, subject in auth.static_secrets.items()
+        ]
+        return cls(auth.trusted_sources, secrets)
+
+    def subject_of(self, token: str) -> str | None:
+        """In whose name the token speaks; None for nobody's. Where no source is trusted, everybody's is the same."""
+        if not self._sources:
+            return UNAUTHENTICATED
+        shown = token.encode()
+        for source in self._sources:
+            if source == "allow_unauthenticated":
+                return UNAUTHENTICATED
+            for keys, subject in self._secrets:
+                if keys.accepts(shown):
+                    return subject
+        return None
+
+    async def follow(self) -> None:
+        """Read changed files again, until it is cancelled."""
+        await asyncio.gather(*(keys.follow() for keys, _ in self._secrets))

@@ -13,23 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynamo_local.clock import Clock
-from dynamo_local.config.planner.plugins import ExternalPluginConfig, PluginRegistrationConfig, SchedulingConfig
-from dynamo_local.core.extras import how_to_install
+from dynamo_local.config.planner import ExternalPluginConfig, PluginRegistrationConfig, SchedulingConfig
 from dynamo_local.core.notes import Tell
-from dynamo_local.errors import ConfigError
-from dynamo_local.infra.access import PLUGIN_TLS, Tls
-from dynamo_local.planner.pipeline.registering import Endpoint, Rules, malformed, spec_of
-from dynamo_local.planner.plugins import in_process, listed
-from dynamo_local.planner.plugins.calling import Plugin
+from dynamo_local.errors import ConfigError, how_to_install
+from dynamo_local.planner.plugins import in_process
+from dynamo_local.planner.plugins import registry as listed
 from dynamo_local.planner.plugins.in_process import Found, InProcessPlugin
 from dynamo_local.planner.plugins.pipeline import PluginPipeline
-from dynamo_local.planner.plugins.registry import Patience, PluginRow, Registry
-from dynamo_local.planner.plugins.tokens import UNAUTHENTICATED, Tokens
-from dynamo_local.system.cancelling import ended
-from dynamo_local.system.executors import DaemonExecutor
+from dynamo_local.planner.plugins.registration import Endpoint, Rules, malformed, spec_of
+from dynamo_local.planner.plugins.registry import UNAUTHENTICATED, Patience, Plugin, PluginRow, Registry, Tokens
+from dynamo_local.system.executors import DaemonExecutor, ended
+from dynamo_local.transport.access import PLUGIN_TLS, Tls
 
 if TYPE_CHECKING:
-    from dynamo_local.planner.plugins.gateway import Gateway
+    from dynamo_local.planner.plugins.grpc import Gateway
 
 T = TypeVar("T")
 
@@ -171,7 +168,7 @@ class PluginService:
         self._tell(f"the planner's plugin {plugin_id} is not taken: {reason}")
 
     def _connect(self, endpoint: Endpoint) -> Plugin:
-        from dynamo_local.planner.plugins.grpc_plugin import GrpcPlugin
+        from dynamo_local.planner.plugins.grpc import GrpcPlugin
 
         transport = self._registration.transport
         return GrpcPlugin(
@@ -182,7 +179,7 @@ class PluginService:
         )
 
     async def _open_gateway(self, tokens: Tokens) -> None:
-        from dynamo_local.planner.plugins.gateway import Gateway
+        from dynamo_local.planner.plugins.grpc import Gateway
 
         config = self._scheduling.gateway
         gateway = Gateway(self.registry, tokens)
@@ -199,8 +196,7 @@ class PluginService:
 
 def _import_grpc() -> None:
     try:
-        import dynamo_local.planner.plugins.gateway
-        import dynamo_local.planner.plugins.grpc_plugin  # noqa: F401
+        import dynamo_local.planner.plugins.grpc  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"plugins that are gRPC servers need grpcio and protobuf ({error}): {how_to_install('plugins')}"

@@ -22,11 +22,11 @@ from typing import Any
 import grpc
 
 from dynamo_local.errors import DynamoError
-from dynamo_local.infra.access import Tls
-from dynamo_local.infra.grpc_tls import channel_credentials, server_credentials
-from dynamo_local.planner.pipeline.answers import Unusable, usable
-from dynamo_local.planner.pipeline.stages import PluginSpec, Stage
-from dynamo_local.planner.plugins import codec, reading, wire
+from dynamo_local.planner.plugins import codec, reading
+from dynamo_local.planner.plugins import codec as wire
+from dynamo_local.planner.stages import PluginSpec, Stage, Unusable, usable
+from dynamo_local.transport.access import Tls
+from dynamo_local.transport.grpc_tls import channel_credentials, server_credentials
 
 log = logging.getLogger(__name__)
 

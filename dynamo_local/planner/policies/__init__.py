@@ -1,1 +1,1 @@
-"""What the planner decides, as pure functions."""
+"""The policies: `load`, `sla`, `slo` and `throughput-load`. Pure."""

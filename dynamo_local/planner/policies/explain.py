@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 
-from dynamo_local.planner.policies.throughput_load.explaining import NAMES
-from dynamo_local.planner.values.decisions import Counterfactual, Decision, Reason, Rule
+from dynamo_local.planner.policies.throughput_load.reasons import NAMES
+from dynamo_local.planner.values import Counterfactual, Decision, Reason, Rule
 
 _RULES = frozenset(Rule)
 

@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from dynamo_local.core.floors import floor_workers
-from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.counterfactuals import mean_name, nearest
-from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.policies.rules import (
+from dynamo_local.core.types import Missing, floor_workers
+from dynamo_local.planner.policies.load_rules import (
     NEW_DECODE_WORKER_GRACE_PERIOD,
     Facts,
     Side,
     Verdict,
     judge,
+    mean_name,
+    nearest,
 )
-from dynamo_local.planner.values.decisions import Decision, Observation, Reason
-from dynamo_local.planner.values.pools import Pool
-from dynamo_local.planner.values.readings import Reading, exact_sum
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.values import Decision, Observation, Pool, Reading, Reason, exact_sum
 
 __all__ = ["LoadOptions", "LoadPolicy"]
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dynamo_local.core.floors import floor_workers
-from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.intervals import AdjustmentIntervals
+from dynamo_local.core.types import Missing, floor_workers
 from dynamo_local.planner.policies.load import LoadPolicy
+from dynamo_local.planner.policies.load_intervals import AdjustmentIntervals
 from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values.decisions import Decision, Reason, Rule
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
-from dynamo_local.planner.values.pools import WorkerPools
-from dynamo_local.planner.values.proposals import ComponentTarget, Override, Proposal
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.standing import Standing
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Forecasts,
+    ForecastTask,
+    Override,
+    Prediction,
+    Proposal,
+    Pull,
+    Reason,
+    Rule,
+    Standing,
+    Wants,
+    WorkerPools,
+)
 
 PLUGIN_ID = "builtin_load_planner"
 PRIORITY = 10

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
 
 

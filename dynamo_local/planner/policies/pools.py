@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dynamo_local.core.actuators import WAKES, Actuator
-from dynamo_local.core.life.decisions import flips, standby
-from dynamo_local.core.life.fleet import Fleet, Worker
-from dynamo_local.core.life.states import TRAITS, HasProcess
-from dynamo_local.planner.values.pools import Pool, WorkerPools
+from dynamo_local.core.fleet import flip_decisions as flips
+from dynamo_local.core.fleet import sleep_decisions as standby
+from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.states import TRAITS, HasProcess
+from dynamo_local.core.types import WAKES, Actuator
+from dynamo_local.planner.values import Pool, WorkerPools
 
 
 def pools_of(

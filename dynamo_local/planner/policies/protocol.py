@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, TypeVar
 
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.options import PolicyOptions
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
-from dynamo_local.planner.values.proposals import ComponentTarget, Proposal
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.standing import Standing
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Forecasts,
+    ForecastTask,
+    Prediction,
+    Proposal,
+    Pull,
+    Reason,
+    Standing,
+    Wants,
+    WorkerPools,
+)
 
 S = TypeVar("S")
 
@@ -75,3 +84,39 @@ class Policy(Protocol[S]):
     def standing(self, state: S) -> Standing:
         """Where it stands, for people and for the record of the last decision."""
         ...
+
+
+# --- adapting
+# Intervals and leads that follow how long scaling really takes (`adaptive-intervals`).
+
+
+def start_up_s(pools: WorkerPools) -> float:
+    """The longest start-up of a role; 0 where none was seen yet."""
+    return max((pool.start_up_s or 0.0 for pool in pools.all), default=0.0)
+
+
+def adapted_interval_s(interval_s: float, pools: WorkerPools) -> float:
+    """Not shorter than what a start or a drain takes: the next decision then sees what became of the last."""
+    drains = (pool.drain_s or 0.0 for pool in pools.all)
+    return max(interval_s, start_up_s(pools), *drains)
+
+
+def steps_ahead(interval_s: float, pools: WorkerPools) -> int:
+    """Windows to forecast: the last of them begins when a worker that is started now serves."""
+    return 1 + math.ceil(start_up_s(pools) / interval_s - 1e-9)
+
+
+# --- holding
+# The decision of a policy that changes nothing.
+
+
+def holding(pull: Pull, held: tuple[str, str], next_tick_at: float) -> Decision:
+    """All components keep the workers that they have. `held` is the rule that says so, and its sentence;
+    `next_tick_at` the absolute time of the next decision, in seconds."""
+    rule, why = held
+    return Decision(
+        now_s=pull.at_s,
+        targets={pool.component: pool.capacity for pool in pull.pools.all},
+        reasons=tuple(Reason(pool.component, 0, rule, {"workers": pool.capacity}, why=why) for pool in pull.pools.all),
+        next_tick_at=next_tick_at,
+    )

@@ -1,1 +1,1 @@
-"""Records of decisions."""
+"""What is written of each decision: the decision log, the tick log, and the figures for metrics."""

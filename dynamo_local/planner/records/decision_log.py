@@ -2,16 +2,241 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from dynamo_local.core.types import Missing
+from dynamo_local.errors import BadInput
+from dynamo_local.planner.connectors import Committed, Refused, Written
 from dynamo_local.planner.policies.explain import explain
+from dynamo_local.planner.policies.load import exact_mean, mean_kv, queue_samples
+from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
+from dynamo_local.planner.policies.protocol import steps_ahead
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records.figures import window_figures
-from dynamo_local.planner.records.record import DecisionRecord, Outcome, StepOutcome, from_line, to_line
-from dynamo_local.system.logs import jsonl
-from dynamo_local.system.logs.jsonl import JsonLog, Record
+from dynamo_local.planner.values import Decision, Engines, Observation, Prediction, Traffic, WorkerPools
+from dynamo_local.system import json_lines as jsonl
+from dynamo_local.system.json_lines import JsonLog, Record
+
+# --- seen
+# What a record keeps of engines and options: few numbers, so that a day of decisions fits into the log.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoads:
+    """The engines of one component that were heard of, by their last passes.
+
+    Tokens of prompts that wait, KV tokens of decodes that wait and of those that run; each on all engines together, and
+    (`_max`) on the one that has most.
+    """
+
+    engines: int
+    queued_prefill_tokens: int = 0
+    queued_prefill_tokens_max: int = 0
+    queued_decode_kv_tokens: int = 0
+    queued_decode_kv_tokens_max: int = 0
+    inflight_decode_kv_tokens: int = 0
+    inflight_decode_kv_tokens_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Aims:
+    """What the options ask for: targets (ms; None: the policy has none), GPUs (None: no bound), and the forecast's
+    window, in seconds (None: nothing is forecast), the `ahead`th after the one that was seen."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    min_gpu_budget: int | None = None
+    max_gpu_budget: int | None = None
+    window_s: float | None = None
+    ahead: int = 1
+
+
+def engine_loads(engines: Engines) -> dict[str, EngineLoads]:
+    """By component; one of whose engines nothing is known is absent."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for seen in engines.values():
+        if not isinstance(seen.last, Missing):
+            queued, scheduled = seen.last.queued, seen.last.scheduled
+            tokens = (queued.sum_prefill_tokens, queued.sum_decode_kv_tokens, scheduled.sum_decode_kv_tokens)
+            found.setdefault(seen.component, []).append(tokens)
+    return {component: _summed(rows) for component, rows in found.items()}
+
+
+def _summed(rows: list[tuple[int, int, int]]) -> EngineLoads:
+    prompts, waiting, running = zip(*rows, strict=True)
+    return EngineLoads(len(rows), sum(prompts), max(prompts), sum(waiting), max(waiting), sum(running), max(running))
+
+
+def aims_of(options: PolicyOptions, pools: WorkerPools) -> Aims:
+    """Of these options, with these workers."""
+    lowest, highest = _bound(options.min_gpu_budget), _bound(options.max_gpu_budget)
+    match options:
+        case LoadOptions():
+            return Aims(min_gpu_budget=lowest, max_gpu_budget=highest)
+        case SlaOptions():
+            window_s = options.adjustment_interval_s
+            ahead = steps_ahead(window_s, pools) if options.adaptive_intervals else 1
+            return Aims(options.ttft_ms, options.itl_ms, lowest, highest, window_s, ahead)
+        case SloOptions():
+            window_s = options.adjustment_interval_s
+            return Aims(options.ttft_ms, options.itl_ms, lowest, highest, window_s, steps_ahead(window_s, pools))
+        case ThroughputLoadOptions():
+            window_s = options.throughput_adjustment_interval_s
+            by_models = options.optimization_target is Target.SLA
+            return Aims(
+                options.ttft_ms if by_models else None,
+                options.itl_ms if by_models else None,
+                lowest,
+                highest,
+                window_s if options.predicts else None,
+            )
+
+
+def _bound(gpus: int) -> int | None:
+    return None if gpus < 0 else gpus
+
+
+# --- record
+# One decision with its inputs and outcomes, as one line of the decision log.
+
+
+class Outcome(enum.StrEnum):
+    """The outcome of a step."""
+
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    NO_OPERATION = "no_operation"
+    """`--no-operation`: it was not to be carried out."""
+    DEFERRED = "deferred"
+    """An up that waits for a GPU, or a down that takes such an up back; nothing is committed for it now."""
+    WRITTEN = "written"
+    """It was written to etcd, for another environment to carry out."""
+    SKIPPED = "skipped"
+    """It was in etcd already."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """`workers` are those of a committed step (the intent stands in the statefile); `reason`, `code` and `retryable`
+    are a refusal's; `decision_id` and `acknowledged` (None: nobody waited for that) are those of a written one."""
+
+    outcome: Outcome
+    workers: tuple[str, ...] = ()
+    reason: str | None = None
+    code: str | None = None
+    retryable: bool = False
+    decision_id: int | None = None
+    acknowledged: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What was observed, summed up. Means over all samples of the interval; None without one (never 0).
+
+    `prefill_queue_size` counts requests nobody has pulled, `average_kv_load` is 0..1 (what waits is added by the
+    option `decode_kv_per_waiting_request`), `num_queued_request` is the mean number of requests that wait in a
+    decode worker. `readings` counts the pulls. `fleet` are the pools of both components; the decision log has always
+    called them so. `policy` is who decided; `traffic` and `prediction` are the window it saw and the one it expects,
+    where it asked for them. `aims` are what its options ask for, `engines` the loads of the engines by component, where
+    their passes were looked at.
+    """
+
+    interval_began_s: float
+    readings: int
+    prefill_queue_size: float | None
+    average_kv_load: float | None
+    num_queued_request: float | None
+    fleet: WorkerPools
+    policy: str = "load"
+    traffic: Traffic | Missing | None = None
+    prediction: Prediction | None = None
+    aims: Aims = field(default_factory=Aims)
+    engines: Mapping[str, EngineLoads] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """Inputs, decision and outcome. `wall_s` is Unix time; all other times are of the planner's own clock.
+
+    `outcomes` has one entry for each component with a step. `stimulus_id` is the one under which the statefile and
+    the event log name what the decision caused.
+    """
+
+    wall_s: float
+    stimulus_id: str
+    inputs: Inputs
+    decision: Decision
+    outcomes: Mapping[str, StepOutcome] = field(default_factory=dict)
+
+
+def inputs_of(
+    observation: Observation,
+    options: PolicyOptions,
+    *,
+    traffic: Traffic | Missing | None = None,
+    prediction: Prediction | None = None,
+    engines: Engines | None = None,
+) -> Inputs:
+    """What a record keeps of what a decision was made from."""
+    readings = observation.readings
+    samples = sum(reading.kv.count for reading in readings)
+    waiting = sum(reading.kv.waiting for reading in readings)
+    per_waiting = options.decode_kv_per_waiting_request if isinstance(options, LoadOptions) else 0.0
+    return Inputs(
+        interval_began_s=observation.interval_began_s,
+        readings=len(readings),
+        prefill_queue_size=exact_mean(queue_samples(readings)),
+        average_kv_load=mean_kv(readings, per_waiting),
+        num_queued_request=waiting / samples if samples else None,
+        fleet=observation.pools,
+        policy=name_of(options),
+        traffic=traffic,
+        prediction=prediction,
+        aims=aims_of(options, observation.pools),
+        engines=engine_loads(engines or {}),
+    )
+
+
+def outcome_of(result: Committed | Written | Refused, component: str | None = None) -> StepOutcome:
+    """A connector's answer as it is recorded, of several components for one of them."""
+    if isinstance(result, Written):
+        outcome = Outcome.SKIPPED if result.decision_id is None else Outcome.WRITTEN
+        return StepOutcome(outcome, decision_id=result.decision_id, acknowledged=result.acknowledged)
+    if isinstance(result, Refused):
+        return StepOutcome(Outcome.REFUSED, (), result.reason, result.code, result.retryable)
+    return StepOutcome(Outcome.COMMITTED, result.by_component.get(component or "", result.workers))
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[DecisionRecord]:
+    """Made when the first record is written or read: a twentieth of an arbiter's imports, and most have no planner."""
+    return TypeAdapter(DecisionRecord)
+
+
+def to_line(record: DecisionRecord) -> str:
+    """One line of JSON, without its newline."""
+    return _adapter().dump_json(record).decode()
+
+
+def from_line(line: str) -> DecisionRecord:
+    """The record of a line. Raises `BadInput` for one that is none (a half-written last line, another program's)."""
+    try:
+        return _adapter().validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadInput(f"not a line of the decision log: {where + ': ' if where else ''}{first['msg']}") from None
+
 
 FILE_NAME = "decisions.jsonl"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo_local.planner.connectors.kubernetes.api import Transport
+from dynamo_local.kubernetes.api import Transport
 from tests.drivers.kube_server import RealKube
 from tests.fakes.kubernetes.api_server import Kube, Rule
 from tests.tools.dynamos_files import dynamos_file

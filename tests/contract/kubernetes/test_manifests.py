@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from dynamo_local.kubernetes.export import Wish
+from dynamo_local.kubernetes.manifests import as_v1alpha1
 from dynamo_local.kubernetes.model import document
-from dynamo_local.manifests.exporting.graph import Wish
-from dynamo_local.manifests.versions import as_v1alpha1
 from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_server import RealKube
 from tests.tools.clean_imports import clean_imports
-from tests.unit.manifests.carried import EXAMPLES, PLANNED, WISH, exported
+from tests.unit.kubernetes.manifests.carried import EXAMPLES, PLANNED, WISH, exported
 
 __all__ = ["old_kube", "real_kube"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.planner.pipeline.circuit import FAILURES_MAX, CircuitState
-from dynamo_local.planner.values.proposals import Proposal
+from dynamo_local.planner.plugins.registration import FAILURES_MAX, CircuitState
+from dynamo_local.planner.values import Proposal
 from tests.drivers.plugin_processes import EXAMPLE, HOSTILE, PlannerSide, planner_side, process, ready
 from tests.fakes.planner.plugins import override
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.config import planner_section
+from dynamo_local.config.planner import planner_section
 from dynamo_local.errors import ConfigError
-from dynamo_local.infra import certificates
-from dynamo_local.infra.access import PLUGIN_TLS, Tls
-from dynamo_local.infra.certificates import Certificates
-from dynamo_local.planner.pipeline.stages import PluginSpec, Stage
 from dynamo_local.planner.plugins.serving import serve
-from dynamo_local.planner.values.proposals import ComponentTarget, Override
+from dynamo_local.planner.stages import PluginSpec, Stage
+from dynamo_local.planner.values import ComponentTarget, Override
+from dynamo_local.transport import certificates
+from dynamo_local.transport.access import PLUGIN_TLS, Tls
+from dynamo_local.transport.certificates import Certificates
 from tests.drivers.plugin_processes import PlannerSide, planner_side
 
 ON_A_PORT = {"gateway": {"enabled": True, "listen": "127.0.0.1:0", "tls": True}}

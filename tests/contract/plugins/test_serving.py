@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 
 from dynamo_local.errors import DynamoError
-from dynamo_local.planner.pipeline.context import PipelineContext
-from dynamo_local.planner.pipeline.stages import PluginSpec, Predicted, Stage
 from dynamo_local.planner.plugins.serving import RegistrationRefused, serve
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.proposals import Override, OverrideType, Proposal, Reject
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.stages import PipelineContext, PluginSpec, Predicted, Stage
+from dynamo_local.planner.values import Override, OverrideType, Prediction, Proposal, Reject, Traffic
 from tests.drivers.plugin_processes import PlannerSide, planner_side
 from tests.fakes.planner.plugins import override
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.aio.client import Client
 
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
 from tests.contract.prefill_queue.queue_worlds import ACK_WAIT_S, MAX_DELIVER, MakeQueue
 from tests.drivers.servers import RealNats
 from tests.fakes.infra.prefill_queue import FakePrefillQueue, FakeQueueServer

@@ -8,7 +8,7 @@ from time import monotonic
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.ports import QueueDepth
-from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
+from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
 from tests.fakes.infra.prefill_queue import FakePrefillQueue
 
 ACK_WAIT_S = 0.4

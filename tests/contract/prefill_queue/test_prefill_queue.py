@@ -10,9 +10,9 @@ from nats.aio.client import Client
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.errors import InvalidRequest, NatsUnavailable
 from dynamo_local.ports import QueueDepth
-from dynamo_local.runtime.nats import close_quietly
-from dynamo_local.runtime.prefill_queue import keep_in_progress
-from dynamo_local.system.logs.request_log import bound
+from dynamo_local.system.request_log import bound
+from dynamo_local.transport.nats import close_quietly
+from dynamo_local.transport.prefill_queue import keep_in_progress
 from tests.contract.prefill_queue.queue_worlds import (
     ACK_WAIT_S,
     MAX_DELIVER,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo_local.core.dispatch.line import LATE_EVERY
+from dynamo_local.core.routing.prompts import LATE_EVERY
 from dynamo_local.ports import QueueDepth
-from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
+from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
 from tests.contract.prefill_queue.queue_worlds import SOON_S, MakeQueue, SkewedClock, depth_becomes
 from tests.fakes.infra.prefill_queue import FakePrefillQueue
 

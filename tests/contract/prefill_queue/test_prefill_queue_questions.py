@@ -8,7 +8,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from dynamo_local.runtime.nats_errors import flush
+from dynamo_local.transport.nats import flush
 from tests.contract.prefill_queue.queue_worlds import MakeQueue
 
 ENTRIES = 32

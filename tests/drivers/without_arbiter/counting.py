@@ -8,7 +8,8 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from dynamo_local.sdk import async_on_start, depends, endpoint, on_shutdown, service
+from dynamo_local.sdk import service
+from dynamo_local.sdk.service import async_on_start, depends, endpoint, on_shutdown
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,11 @@ from nats.aio.client import Client
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.requests import RequestContext
-from dynamo_local.runtime.requests.client import NatsEndpointClient
-from dynamo_local.runtime.requests.handlers import Handler
-from dynamo_local.runtime.requests.request_sender import RequestSender
-from dynamo_local.runtime.requests.server import EndpointServer
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.requests.calls import RequestSender
+from dynamo_local.transport.requests.client import NatsEndpointClient
+from dynamo_local.transport.requests.handlers import Handler, RequestContext
+from dynamo_local.transport.requests.server import EndpointServer
 from tests.drivers.servers import RealNats
 
 

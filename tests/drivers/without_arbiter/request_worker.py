@@ -13,9 +13,10 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dynamo_local.infra.access import NatsAccess
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.requests import EndpointServer, RequestContext
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.requests.handlers import RequestContext
+from dynamo_local.transport.requests.server import EndpointServer
 
 
 async def numbers(payload: dict[str, Any], context: RequestContext) -> AsyncIterator[int]:

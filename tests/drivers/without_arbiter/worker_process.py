@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 from dynamo_local.core.types import Load, WorkerState, lease_hex, watcher_name
 from dynamo_local.errors import DynamoError, EtcdUnavailable
 from dynamo_local.ports import EndpointClient, KeyValue
-from dynamo_local.runtime.control import ControlClient
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.load import LoadSampler
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.requests import RequestPlane
-from dynamo_local.state import ComponentEntry, State, StateStore
+from dynamo_local.state.schema import ComponentEntry, State
+from dynamo_local.state.store import StateStore
+from dynamo_local.transport.control import ControlClient
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.load import LoadSampler
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.requests.plane import RequestPlane
 from tests.drivers.servers import RealEtcd, RealNats
 
 ROOT = Path(__file__).parents[3]

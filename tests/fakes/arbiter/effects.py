@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.effects import Act, Done
 from dynamo_local.clock import NowClock
-from dynamo_local.control.effects import Act, Done
-from dynamo_local.control.shell import Shell
-from dynamo_local.core.life.fleet import Fleet, Worker
-from dynamo_local.core.life.instructions import Commit, Instruction, Spawn, Sweep, Transition, words
-from dynamo_local.core.life.stimuli import ProcessMade, Stimulus, Swept
+from dynamo_local.core.fleet.effects import Commit, Instruction, Spawn, Sweep, Transition, words
+from dynamo_local.core.fleet.events import ProcessMade, Stimulus, Swept
+from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import WorkerState
-from dynamo_local.gpus.locks import GpuLocked
+from dynamo_local.system.gpu_locks import GpuLocked
 from tests.fakes.arbiter.hand_clock import HandClock
 
 Answer = Callable[[Act], Stimulus | None]
@@ -46,7 +46,7 @@ class Write:
 
 
 class FakeEffects:
-    """See `control.effects.Effects`. `journal` says in order what was asked for, in words; `asked` are the acts.
+    """See `arbiter.effects.Effects`. `journal` says in order what was asked for, in words; `asked` are the acts.
 
     `elsewhere` are devices that another namespace has locked, `locked` those that we have; `refuse_locks` are raised by
     the next locks, one each. With `quick` commits are written at once. With `answers` acts end at once: it says by

@@ -6,14 +6,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from dynamo_local.core.gpu_residue import Sleeper
-from dynamo_local.core.gpus import GpuLedger
-from dynamo_local.core.life.fleet import Course, Fleet, GpuReturn, Process, Template, Worker
-from dynamo_local.core.life.moving import FlipTarget
-from dynamo_local.core.life.standby import Standby
-from dynamo_local.core.life.states import TRAITS, HasProcess
+from dynamo_local.core.fleet.fleet import Course, Fleet, FlipTarget, GpuReturn, Process, Standby, Template, Worker
+from dynamo_local.core.fleet.states import TRAITS, HasProcess
+from dynamo_local.core.gpus import GpuLedger, Sleeper
 from dynamo_local.core.types import Load, Missing, Role, WorkerState, lease_hex, watcher_name
-from dynamo_local.gpus.inventory import SimInventory
+from dynamo_local.system.gpus import SimInventory
 
 DECODE = Template("VllmWorker", Role.DECODE, gpus_per_worker=1, flips_to="PrefillWorker")
 PREFILL = Template("PrefillWorker", Role.PREFILL, gpus_per_worker=1, flips_to="VllmWorker")

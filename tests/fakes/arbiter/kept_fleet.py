@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from dynamo_local.control.statefile import Statefile
-from dynamo_local.core.life.fleet import Fleet
-from dynamo_local.state import State
+from dynamo_local.arbiter.statefile import Statefile
+from dynamo_local.core.fleet.fleet import Fleet
+from dynamo_local.state.schema import State
 from tests.fakes.arbiter.fleet_views import fleet
 from tests.fakes.arbiter.memory_store import MemoryFile, MemoryStore
 from tests.fakes.arbiter.told import Told

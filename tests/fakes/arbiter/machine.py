@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from dynamo_local.core.fleet import effects as ins
+from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.effects import Instruction
+from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.invariants import validate
+from dynamo_local.core.fleet.step import next_due_s, step
 from dynamo_local.core.gpus import GpuDevice
-from dynamo_local.core.life import instructions as ins
-from dynamo_local.core.life import stimuli as st
-from dynamo_local.core.life.fleet import Fleet, Worker
-from dynamo_local.core.life.instructions import Instruction
-from dynamo_local.core.life.invariants import validate
-from dynamo_local.core.life.machine import next_due_s, step
-from dynamo_local.core.life.stimuli import Stimulus
 from dynamo_local.core.types import Load
 from tests.fakes.arbiter.fleet_views import lease_of, name, pid_of
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from dynamo_local.control.shell import Shell
+from dynamo_local.arbiter.controller import Shell
+from dynamo_local.core.fleet import effects as ins
+from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.gpus import GpuDevice
-from dynamo_local.core.life import instructions as ins
-from dynamo_local.core.life import stimuli as st
-from dynamo_local.core.life.fleet import Fleet
 from dynamo_local.core.types import Missing, lease_hex
 from tests.fakes.arbiter.effects import Begun, FakeEffects
 from tests.fakes.arbiter.fleet_views import load

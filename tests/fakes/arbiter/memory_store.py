@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynamo_local.errors import StateError
-from dynamo_local.state import State, StateStore
 from dynamo_local.state.raw import StateMissing
-from dynamo_local.state.store import Removal, dump, validated
+from dynamo_local.state.schema import State
+from dynamo_local.state.store import Removal, StateStore, dump, validated
 
 
 @dataclass

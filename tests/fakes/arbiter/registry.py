@@ -8,11 +8,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_local.control.links import Links
-from dynamo_local.control.registrations import Registrations
-from dynamo_local.control.waiting import Waiting
-from dynamo_local.core.life.fleet import Worker
-from dynamo_local.core.life.lifecycle import Event
+from dynamo_local.arbiter.controller import Waiting
+from dynamo_local.arbiter.links import Links
+from dynamo_local.arbiter.registrations import Registrations
+from dynamo_local.core.fleet.fleet import Worker
+from dynamo_local.core.fleet.lifecycle import Event
 from tests.fakes.arbiter.effects import FakeEffects, shell_of
 from tests.fakes.arbiter.fleet_views import fleet, name, pid_of
 from tests.fakes.arbiter.hand_clock import HandClock

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.cli import main, planner
+from dynamo_local.cli import main, planner, status, waiting
+from dynamo_local.cli import waiting as asking
 from dynamo_local.cli.common import ArbiterRefused
-from dynamo_local.cli.views import status
-from dynamo_local.cli.workers import asking, waiting
 from dynamo_local.errors import NotRunning
 
 Rows = Sequence[dict[str, Any]]

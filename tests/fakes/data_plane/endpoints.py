@@ -23,10 +23,9 @@ from dynamo_local import errors
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.types import Instance
 from dynamo_local.ports import ResponseStream
-from dynamo_local.runtime.requests.client import LATE_NEWS_S
-from dynamo_local.runtime.requests.context import RequestContext
-from dynamo_local.runtime.requests.frames import decode_value, encode_value
-from dynamo_local.runtime.requests.handlers import Handler, drive
+from dynamo_local.transport.requests.client import LATE_NEWS_S
+from dynamo_local.transport.requests.frames import decode_value, encode_value
+from dynamo_local.transport.requests.handlers import Handler, RequestContext, drive
 
 QUEUE_ITEMS = 64
 
@@ -110,7 +109,7 @@ class FakeResponseStream:
                 yield item
 
     async def single(self) -> Any:
-        """As `runtime.requests.stream.ResponseStream.single`."""
+        """As `transport.requests.stream.ResponseStream.single`."""
         items = [item async for item in self]
         if len(items) != 1:
             raise errors.RequestError(f"a single value was expected, the handler gave {len(items)}")

@@ -17,15 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_local.core.kv.events import KvEvent
+from dynamo_local.core.routing.kv_events import KvEvent
 from dynamo_local.core.traffic import Recent
 from dynamo_local.core.types import Load
 from dynamo_local.errors import RequestCancelled, WorkerLost, to_wire
-from dynamo_local.runtime.passes.recorder import PassRecorder
-from dynamo_local.runtime.prefill_queue.replies import ExpectedReply
-from dynamo_local.runtime.requests.frames import decode_value, encode_value
-from dynamo_local.sdk import DynamoService
 from dynamo_local.sdk.context import EngineSleeper, Work, set_current_context
+from dynamo_local.sdk.service import DynamoService
+from dynamo_local.transport.passes import PassRecorder
+from dynamo_local.transport.prefill_replies import ExpectedReply
+from dynamo_local.transport.requests.frames import decode_value, encode_value
 from tests.fakes.data_plane.endpoints import FakeEndpointClient
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.fakes.infra.prefill_queue import FakePrefillQueue, FakeQueueServer

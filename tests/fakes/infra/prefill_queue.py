@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_local.clock import AsyncioClock, Clock
-from dynamo_local.core.dispatch.line import Turns, is_late
+from dynamo_local.core.routing.prompts import Turns, is_late
 from dynamo_local.errors import NatsUnavailable
 from dynamo_local.ports import PrefillTask, QueueDepth
-from dynamo_local.runtime.prefill_queue import DEFAULT_ACK_WAIT_S, DEFAULT_MAX_DELIVER, DeadLetter
-from dynamo_local.runtime.prefill_queue.codec import decode_entry, encode_entry
-from dynamo_local.system.logs.request_log import x_request_id
+from dynamo_local.system.request_log import x_request_id
+from dynamo_local.transport.prefill_queue import (
+    DEFAULT_ACK_WAIT_S,
+    DEFAULT_MAX_DELIVER,
+    DeadLetter,
+    decode_entry,
+    encode_entry,
+)
 
 MAX_PAYLOAD_BYTES = 1 << 20
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_local.planner.connectors.kubernetes.api import JSON, JSON_PATCH, MERGE_PATCH, Answer, ApiAway
+from dynamo_local.kubernetes.api import JSON, JSON_PATCH, MERGE_PATCH, Answer, ApiAway
 
 PATH = re.compile(
     r"/apis/(?P<version>[^/]+/[^/]+)/namespaces/(?P<namespace>[^/]+)/(?P<plural>[^/]+)"

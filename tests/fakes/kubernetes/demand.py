@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dynamo_local.clock import NowClock
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.values import Traffic
 
 
 class Demand:

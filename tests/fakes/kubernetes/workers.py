@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
-from dynamo_local.runtime.passes import event_plane
-from dynamo_local.runtime.passes.fpm import encode_pass
+from dynamo_local.transport import passes as event_plane
+from dynamo_local.transport.fpm import encode_pass
 
 NAMESPACE = "default-serving"
 """Of the graph `serving` in the namespace `default`, within Dynamo."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import random
 
+from dynamo_local.core.passes import EngineId, ForwardPass
+from dynamo_local.core.passes import Requests as PassRequests
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
-from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass
-from dynamo_local.planner.values.passes import Requests as PassRequests
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.requests import Ended, Requests
-from dynamo_local.planner.values.traffic import Traffic
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.planner.values import Capabilities, Ended, EngineSeen, Pull, Requests, Traffic, Wants
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
 
 WORKERS = 64

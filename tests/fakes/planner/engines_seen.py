@@ -9,18 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.models.pass_model import Kind, PassModel
+from dynamo_local.planner.pass_model import Kind, PassModel
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
-from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass, Requests
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.pull import Pull
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.values import (
+    Capabilities,
+    Decision,
+    EngineSeen,
+    Forecasts,
+    ForecastTask,
+    Pool,
+    Pull,
+    Reading,
+    Traffic,
+    WorkerPools,
+)
 from tests.fakes.planner.observations import DECODE, PREFILL, worker_pools
 
 LIMITS = Capabilities(max_num_batched_tokens=8192, max_num_seqs=256, max_kv_tokens=200_000, context_length=32_768)

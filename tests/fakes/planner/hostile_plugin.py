@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from dynamo_local.planner.plugins import wire
+from dynamo_local.planner.plugins import codec as wire
 
 RESPONSE = wire.message("ProposeStageResponse")
 

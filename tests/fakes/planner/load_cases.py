@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.values.decisions import Decision, Observation, Rule
+from dynamo_local.planner.policies.load import LoadPolicy
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.values import Decision, Observation, Rule
 from tests.fakes.planner.observations import DECODE, NOT_HAD, PREFILL, observe, pool, readings
 
 Expected = tuple[int, Rule]

@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.records.decision_log import as_json
-from dynamo_local.planner.records.record import DecisionRecord, Inputs, Outcome, StepOutcome
-from dynamo_local.planner.records.seen import Aims, EngineLoads
-from dynamo_local.planner.values.decisions import Decision, Reason
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.records.decision_log import (
+    Aims,
+    DecisionRecord,
+    EngineLoads,
+    Inputs,
+    Outcome,
+    StepOutcome,
+    as_json,
+)
+from dynamo_local.planner.values import Decision, Pool, Prediction, Reason, Traffic, WorkerPools
 
 PREFILL, DECODE = "PrefillWorker", "VllmWorker"
 BEGAN_S, WINDOW_S = 1.8e9, 180.0

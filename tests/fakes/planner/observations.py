@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.values.decisions import Observation
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
 
 PREFILL, DECODE = "PrefillWorker", "VllmWorker"
 

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 
-from dynamo_local.planner.queueing.demand import Demand
-from dynamo_local.planner.queueing.engine import CONTEXTS, KV_STEPS, EngineOptions, Passes
+from dynamo_local.planner.queueing import CONTEXTS, KV_STEPS, Demand, EngineOptions, Passes
 
 WARM_UP = 0.15
 FULL, LOST = 0.001, 0.25

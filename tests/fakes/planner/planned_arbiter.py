@@ -8,15 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_local.autoscale.planning import Planning
-from dynamo_local.autoscale.plugins import PlannerPlugins
+from dynamo_local.arbiter.planner_plugins import PlannerPlugins
+from dynamo_local.arbiter.planning import Planning
+from dynamo_local.arbiter.sampler import LoadsSample
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.config import PlannerConfig
-from dynamo_local.control.sampling import LoadsSample
+from dynamo_local.config.planner import PlannerConfig
 from dynamo_local.core.types import GraphSpec, Load, Missing, Resources, Role, ServiceSpec
 from dynamo_local.planner.records.decision_log import decision_log_path, read
 from dynamo_local.ports import QueueDepth
-from dynamo_local.state import PlannerEntry
+from dynamo_local.state.schema import PlannerEntry
 from tests.fakes.arbiter.effects import shell_of
 from tests.fakes.arbiter.fleet_views import PREFILL, fleet, name, on_ledger, worker
 from tests.fakes.arbiter.kept_fleet import KeptFleet

@@ -9,15 +9,13 @@ from typing import Any
 
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.connectors.local_connector import Committed, Refused
+from dynamo_local.planner.collector import Puller, Sampled
+from dynamo_local.planner.connectors import Committed, Refused
 from dynamo_local.planner.loop import PlannerLoop
 from dynamo_local.planner.policies.load_planner import LoadPlanner
 from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.pulling import Puller, Sampled
-from dynamo_local.planner.records.record import DecisionRecord
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.pull import Pull
-from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.records.decision_log import DecisionRecord
+from dynamo_local.planner.values import Pool, Pull, Reading, WorkerPools
 from tests.fakes.arbiter.told import Told
 
 PREFILL, DECODE = "PrefillWorker", "VllmWorker"

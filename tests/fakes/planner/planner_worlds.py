@@ -9,10 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.policies.load import LoadOptions
-from dynamo_local.planner.values.decisions import Observation
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
 from tests.fakes.planner.observations import DECODE, INTERVAL_S, NOT_HAD, PREFILL
 
 missing = st.just(NOT_HAD)

@@ -8,14 +8,11 @@ from typing import Any
 
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.notes import About
-from dynamo_local.planner.pipeline.context import PipelineContext
-from dynamo_local.planner.pipeline.registering import Rules
-from dynamo_local.planner.pipeline.stages import Answer, PluginSpec, Stage
-from dynamo_local.planner.plugins.calling import PluginFailed
 from dynamo_local.planner.plugins.pipeline import PluginPipeline
-from dynamo_local.planner.plugins.registry import PluginRow, Registry
-from dynamo_local.planner.values.proposals import ComponentTarget, Override, OverrideType, Proposal
-from dynamo_local.planner.values.pull import Pull
+from dynamo_local.planner.plugins.registration import Rules
+from dynamo_local.planner.plugins.registry import PluginFailed, PluginRow, Registry
+from dynamo_local.planner.stages import Answer, PipelineContext, PluginSpec, Stage
+from dynamo_local.planner.values import ComponentTarget, Override, OverrideType, Proposal, Pull
 from tests.fakes.planner.observations import reading, worker_pools
 
 Says = Callable[[PipelineContext], Answer | Awaitable[Answer]]

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.sla.policy import SlaPolicy, SlaState
-from dynamo_local.planner.values.decisions import Decision, Reason
-from dynamo_local.planner.values.forecasts import Forecasts
-from dynamo_local.planner.values.proposals import ComponentTarget, Override
-from dynamo_local.planner.values.pull import Pull
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.planner.values.traffic import Traffic
-from dynamo_local.profiles import DEFAULT_PROFILE, interpolators
+from dynamo_local.planner.policies.sla import SlaPolicy, SlaState
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.values import ComponentTarget, Decision, Forecasts, Override, Pull, Reading, Reason, Traffic
+from dynamo_local.profile.interpolation import interpolators
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL, worker_pools
 
 INTERVAL_S = 180.0

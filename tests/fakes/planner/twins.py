@@ -8,12 +8,12 @@ from typing import Any
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.forecasting.runners import InlineForecaster
+from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.options import PolicyOptions
-from dynamo_local.profiles import FixedModel
-from dynamo_local.twin.options import FleetShape, TwinOptions
-from dynamo_local.twin.simulation import Run, Simulation
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.profile.interpolation import FixedModel
+from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.simulation import Run, Simulation
+from dynamo_local.simulator.trace import TraceRequest
 
 PERF = FixedModel(prefill_ms_per_token=0.1, decode_ms=10.0)
 """A prompt of 100 tokens takes 10 ms, and so does each token after the first."""

@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.values.decisions import Decision, Reason
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
-from dynamo_local.planner.values.proposals import ComponentTarget, Override, Proposal
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.standing import Standing
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Forecasts,
+    ForecastTask,
+    Override,
+    Prediction,
+    Proposal,
+    Pull,
+    Reason,
+    Standing,
+    Wants,
+)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dynamo_local.infra.access import EtcdAccess, NatsAccess
+from dynamo_local.transport.access import EtcdAccess, NatsAccess
 from dynamo_local.worker.context import Identity
 
 

@@ -11,13 +11,13 @@ from typing import cast
 
 import pytest
 
+from dynamo_local.arbiter.servers import find_server
 from dynamo_local.core.types import Instance
 from dynamo_local.errors import EtcdUnavailable, NoWorkers
-from dynamo_local.infra.binaries import find_server
-from dynamo_local.runtime.discovery import InstanceView, instance_to_value, key_of, make_instance
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.requests.client import NatsEndpointClient
-from dynamo_local.runtime.requests.request_sender import RequestSender
+from dynamo_local.transport.discovery import InstanceView, instance_to_value, key_of, make_instance
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.requests.calls import RequestSender
+from dynamo_local.transport.requests.client import NatsEndpointClient
 from tests.drivers.servers import RealEtcd
 
 pytestmark = pytest.mark.infra

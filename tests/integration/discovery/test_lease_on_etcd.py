@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dynamo_local.errors import EtcdUnavailable
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.lease import LeaseKeeper
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.lease import LeaseKeeper
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealEtcd
 

@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from dynamo_local.arbiter.marks import marked
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import StateError
-from dynamo_local.state import load
-from dynamo_local.succession.marks import marked
+from dynamo_local.state.store import load
 from dynamo_local.system.host_errors import DESCRIPTORS_RAISED_TO
 from dynamo_local.system.processes import is_alive
 from tests.drivers.scaled import command, events, kinds

@@ -11,7 +11,7 @@ import signal
 
 import pytest
 
-from dynamo_local.state import load
+from dynamo_local.state.store import load
 from dynamo_local.system.descriptors import SPARE
 from dynamo_local.system.processes import is_alive
 from tests.drivers.host_facts import descriptors

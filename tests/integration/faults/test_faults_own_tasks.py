@@ -24,8 +24,8 @@ PATIENCE_S = 40.0
 BUGS = """\
 from pathlib import Path
 
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.load import LoadSampler
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.load import LoadSampler
 
 HERE = Path(__file__).parent
 sample, watch_prefix = LoadSampler.sample, EtcdStore.watch_prefix

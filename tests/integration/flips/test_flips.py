@@ -12,17 +12,7 @@ import pytest
 
 from dynamo_local.errors import WorkerDraining, WorkerLost
 from tests.drivers.endpoint_client import endpoint_client, request_plane, without_news
-from tests.drivers.flips import (
-    BASE,
-    aflip,
-    counts,
-    each_in_one_role,
-    facts,
-    first_answer_s,
-    flip,
-    flip_to,
-    quantiles,
-)
+from tests.drivers.flips import BASE, aflip, counts, each_in_one_role, facts, first_answer_s, flip, flip_to, quantiles
 from tests.drivers.scaled import events, kinds, load, names, settled, streaming
 from tests.drivers.served import Served, expected, messages, tokenizer
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from nats.errors import Error as NatsError
 
+from dynamo_local.arbiter.revocation import revoke
 from dynamo_local.errors import ConfigError, EtcdUnavailable, NatsUnavailable
-from dynamo_local.infra.access import EtcdAccess, NatsAccess
-from dynamo_local.infra.certificates import Certificates, write
-from dynamo_local.infra.probes import probe_etcd, probe_nats
 from dynamo_local.ports import DeleteEvent, PutEvent, SnapshotEvent
-from dynamo_local.runtime.etcd import EtcdRefused, EtcdStore
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.succession.revoking import revoke
+from dynamo_local.transport.access import EtcdAccess, NatsAccess
+from dynamo_local.transport.certificates import Certificates, write
+from dynamo_local.transport.etcd import EtcdRefused, EtcdStore
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.probes import probe_etcd, probe_nats
 from tests.drivers.servers import RealEtcd, RealNats
 
 pytestmark = pytest.mark.infra

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from dynamo_local.errors import ConfigError, EtcdUnavailable, NatsUnavailable
-from dynamo_local.infra.access import NatsAccess
-from dynamo_local.infra.port_lease import PortLease
-from dynamo_local.infra.probes import probe_etcd, probe_nats
+from dynamo_local.system.host_leases import PortLease
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.probes import probe_etcd, probe_nats
 from tests.drivers.servers import RealEtcd, RealNats
 
 pytestmark = pytest.mark.infra

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.infra.certificates import write
+from dynamo_local.transport.certificates import write
 from tests.drivers.served import AGG, Served, asking, auntil, expected, until
 from tests.drivers.servers import RealEtcd, RealNats
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.planner.connectors.kubernetes.api import MERGE_PATCH
+from dynamo_local.kubernetes.api import MERGE_PATCH
 from dynamo_local.planner.records.ticks import tick_log_path
 from tests.contract.kubernetes.kube_worlds import real_kube
 from tests.drivers.kube_server import RealKube

@@ -12,8 +12,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from dynamo_local.runtime.nats import connect_nats
-from dynamo_local.runtime.passes import event_plane
+from dynamo_local.transport import passes as event_plane
+from dynamo_local.transport.nats import connect_nats
 from tests.contract.kubernetes.kube_worlds import real_kube
 from tests.drivers.kube_server import RealKube
 from tests.drivers.pod_planner import Cluster

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.planner.connectors.kubernetes.api import Transport
+from dynamo_local.kubernetes.api import Transport
 from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_http import api_over_http, kubeconfig, serving
 from tests.drivers.kube_server import RealKube

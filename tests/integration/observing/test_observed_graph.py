@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from dynamo_local.core.passes import ForwardPass
 from dynamo_local.core.types import Missing
-from dynamo_local.infra.access import NatsAccess
-from dynamo_local.planner.sources.passes import STALE_AFTER_S
-from dynamo_local.planner.values.passes import Capabilities, EngineSeen, ForwardPass
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.passes.event_plane import subject, unseal
-from dynamo_local.runtime.passes.fpm import decode_pass
+from dynamo_local.planner.sources import STALE_AFTER_S
+from dynamo_local.planner.values import Capabilities, EngineSeen
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.fpm import decode_pass
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.passes import subject, unseal
 from tests.drivers.observed import all_seen, counted, observing
 from tests.drivers.served import DISAGG, Served, messages, stream_chat, tokenizer
 

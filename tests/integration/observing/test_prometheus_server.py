@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_local.arbiter.exporter import metrics_app
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.components.http_metrics import HttpMetrics
 from dynamo_local.components.openai.server import HttpServer, bind_socket
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.sources.prometheus import PrometheusOptions, PrometheusTraffic
-from dynamo_local.planner.values.traffic import Traffic
-from dynamo_local.telemetry.exporter import metrics_app
+from dynamo_local.planner.prometheus import PrometheusOptions, PrometheusTraffic
+from dynamo_local.planner.values import Traffic
 from tests.drivers.prometheus import RealPrometheus, find_prometheus
 from tests.tools.certificates import self_signed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.planner.records.scalars import (
+from dynamo_local.planner.records.figures import (
     DECODE_SCALING_ACTION,
     NUM_DECODE_WORKERS,
     NUM_GPU,

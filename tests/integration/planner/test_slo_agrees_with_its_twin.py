@@ -17,12 +17,13 @@ import pytest
 from benchmarks.traces import conversation
 from dynamo_local.engines.sim.facts import shape_of
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.slo.options import SloOptions
-from dynamo_local.profiles import DEFAULT_PROFILE, ProfileModel
-from dynamo_local.twin.cases import Case, run_case
-from dynamo_local.twin.metrics import gpu_seconds, measure
-from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.profile.reading import DEFAULT_PROFILE
+from dynamo_local.simulator.metrics import gpu_seconds, measure
+from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.simulation import Case, run_case
+from dynamo_local.simulator.trace import TraceRequest
 from tests.drivers.beside_twin import Watched, all_answered, by_blocks, play, unless_busy
 from tests.drivers.planned import decided, planner
 from tests.drivers.served import Served

@@ -16,15 +16,13 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.planner.policies.load import LoadOptions
-from dynamo_local.planner.policies.options import PolicyOptions
-from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
-from dynamo_local.twin.cases import Case, run_case
-from dynamo_local.twin.metrics import measure
-from dynamo_local.twin.options import FleetShape, Slo, TwinOptions
-from dynamo_local.twin.simulation import Run
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.simulator.metrics import measure
+from dynamo_local.simulator.options import FleetShape, Slo, TwinOptions
+from dynamo_local.simulator.simulation import Case, Run, run_case
+from dynamo_local.simulator.trace import TraceRequest
 from tests.drivers.beside_twin import Watched, all_answered, counter, play, unless_busy
 from tests.drivers.served import Served
 from tests.fakes.profile_folders import slow_engine

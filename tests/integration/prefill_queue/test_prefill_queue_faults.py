@@ -12,10 +12,9 @@ from nats.aio.client import Client
 
 from dynamo_local.errors import NatsUnavailable, WorkerBusy
 from dynamo_local.ports import QueueDepth
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.nats_errors import flush
-from dynamo_local.runtime.prefill_queue import JetStreamPrefillQueue
-from dynamo_local.runtime.prefill_queue import queue as prefill_queue
+from dynamo_local.transport import prefill_queue
+from dynamo_local.transport.nats import close_quietly, connect_nats, flush
+from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
 from tests.contract.prefill_queue.queue_worlds import depth_becomes
 from tests.drivers.servers import RealNats
 

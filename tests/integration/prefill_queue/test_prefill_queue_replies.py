@@ -17,8 +17,8 @@ from dynamo_local.errors import (
     RequestCancelled,
     WorkerLost,
 )
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.prefill_queue.replies import PrefillReplies
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.prefill_replies import PrefillReplies
 from tests.drivers.servers import RealNats
 
 pytestmark = pytest.mark.infra
@@ -129,7 +129,7 @@ async def test_a_decode_worker_that_dies_before_confirming_is_lost(
     prefill: PrefillReplies, nats: Client, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took the message and was killed: the first attempt times out, the next one finds nobody."""
-    monkeypatch.setattr("dynamo_local.runtime.prefill_queue.replies.SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("dynamo_local.transport.prefill_replies.SEND_TIMEOUT_S", 0.1)
     subscription = await nats.subscribe(f"{namespace}.prefill_replies.x")  # listens, and never answers
     sending = asyncio.create_task(prefill.send_reply(f"{namespace}.prefill_replies.x", "r", RESULT))
     await subscription.next_msg(5)
@@ -178,7 +178,7 @@ async def test_a_reply_outlives_a_restart_of_nats(own_nats: RealNats) -> None:
 
 async def test_sending_without_nats_ends_with_its_deadline(own_nats: RealNats, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lesson 12: the outcome is then unknown, and says so."""
-    monkeypatch.setattr("dynamo_local.runtime.prefill_queue.replies.SEND_DEADLINE_S", 0.3)
+    monkeypatch.setattr("dynamo_local.transport.prefill_replies.SEND_DEADLINE_S", 0.3)
     connection = await connect_nats(own_nats.url, own_nats.access, name="p")
     try:
         await own_nats.kill()

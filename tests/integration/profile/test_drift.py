@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.profiles.measuring.drift import PASSES_MIN
+from dynamo_local.profile.judgement import PASSES_MIN
 from tests.drivers.planned import DECODE, open_loop, planner, steady
 from tests.drivers.served import Served, auntil
 from tests.fakes.profile_folders import slow_engine

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dynamo_local.profiles import read_profile
+from dynamo_local.profile.reading import read_profile
 from tests.drivers.http_graphs import http_graph, section
 
 pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(400)]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.profiles import DEFAULT_PROFILE, ProfileModel, read_profile
+from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.profile.reading import DEFAULT_PROFILE, read_profile
 from dynamo_local.system.processes import is_alive
 from tests.drivers.served import AGG, DISAGG, Served, until
 

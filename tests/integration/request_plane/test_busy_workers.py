@@ -13,8 +13,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from dynamo_local.errors import WorkerLost
-from dynamo_local.runtime.requests import RequestContext
-from dynamo_local.runtime.requests.lines import PROBE_INTERVAL_S
+from dynamo_local.transport.requests.calls import PROBE_INTERVAL_S
+from dynamo_local.transport.requests.handlers import RequestContext
 from tests.drivers.servers import RealNats
 from tests.drivers.without_arbiter.request_plane import Bench, asked, request_bench
 

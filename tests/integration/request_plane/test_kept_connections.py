@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from dynamo_local import errors
-from dynamo_local.runtime.requests import RequestContext, sender
-from dynamo_local.runtime.requests.frames import (
+from dynamo_local.transport.requests import listener as asking
+from dynamo_local.transport.requests import responses as sender
+from dynamo_local.transport.requests.frames import (
     WIRE_VERSION,
     FrameKind,
     RequestHeader,
@@ -19,8 +20,8 @@ from dynamo_local.runtime.requests.frames import (
     encode_value,
     frame,
 )
-from dynamo_local.runtime.requests.kept import asking
-from dynamo_local.runtime.requests.sender import KEEP_BYTES
+from dynamo_local.transport.requests.handlers import RequestContext
+from dynamo_local.transport.requests.responses import KEEP_BYTES
 from tests.drivers.eventually import eventually
 from tests.drivers.without_arbiter.request_plane import Bench, asked, count
 

@@ -10,8 +10,8 @@ from nats.aio.client import Client
 
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.errors import NatsUnavailable
-from dynamo_local.runtime.load import LoadPublisher, LoadReport, LoadSampler, LoadView
-from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.transport.load import LoadPublisher, LoadReport, LoadSampler, LoadView
+from dynamo_local.transport.nats import close_quietly, connect_nats
 from tests.drivers.servers import RealNats
 
 pytestmark = pytest.mark.infra

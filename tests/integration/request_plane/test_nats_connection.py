@@ -11,10 +11,9 @@ from nats.aio.client import Client
 from nats.errors import ConnectionClosedError
 
 from dynamo_local.errors import ConfigError, NatsUnavailable
-from dynamo_local.infra.access import NatsAccess
-from dynamo_local.infra.port_lease import PortLease
-from dynamo_local.runtime.nats import close_quietly, connect_nats, show_url
-from dynamo_local.runtime.nats_errors import flush
+from dynamo_local.system.host_leases import PortLease
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.nats import close_quietly, connect_nats, flush, show_url
 from tests.drivers.servers import RealNats
 
 pytestmark = pytest.mark.infra

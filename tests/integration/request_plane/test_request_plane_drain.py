@@ -11,10 +11,13 @@ import pytest
 import uvloop
 
 from dynamo_local import errors
-from dynamo_local.runtime.discovery import instance_to_value, key_of, make_instance
-from dynamo_local.runtime.etcd import EtcdStore
-from dynamo_local.runtime.nats import close_quietly, connect_nats
-from dynamo_local.runtime.requests import DependencyClient, EndpointServer, RequestContext, RequestPlane
+from dynamo_local.transport.discovery import instance_to_value, key_of, make_instance
+from dynamo_local.transport.etcd import EtcdStore
+from dynamo_local.transport.nats import close_quietly, connect_nats
+from dynamo_local.transport.requests.client import DependencyClient
+from dynamo_local.transport.requests.handlers import RequestContext
+from dynamo_local.transport.requests.plane import RequestPlane
+from dynamo_local.transport.requests.server import EndpointServer
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealEtcd, RealNats
 from tests.drivers.without_arbiter.request_plane import Bench, count, request_bench

@@ -19,14 +19,8 @@ from nats.aio.msg import Msg
 
 from dynamo_local import errors
 from dynamo_local.ports import ResponseStream
-from dynamo_local.runtime.requests import RequestContext
-from dynamo_local.runtime.requests.frames import (
-    FrameKind,
-    RequestHeader,
-    encode_header,
-    encode_value,
-    frame,
-)
+from dynamo_local.transport.requests.frames import FrameKind, RequestHeader, encode_header, encode_value, frame
+from dynamo_local.transport.requests.handlers import RequestContext
 from tests.drivers.eventually import eventually
 from tests.drivers.servers import RealNats
 from tests.drivers.without_arbiter.request_plane import Bench, count, request_bench

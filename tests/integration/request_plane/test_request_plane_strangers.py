@@ -10,7 +10,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from dynamo_local import errors
-from dynamo_local.runtime.requests.frames import (
+from dynamo_local.transport.requests.frames import (
     FrameKind,
     RequestHeader,
     data_frame,

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_local.errors import WorkerDraining, WorkerLost
 from dynamo_local.ports import DeleteEvent
-from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.transport.etcd import EtcdStore
 from tests.drivers.endpoint_client import request_plane, without_news
 from tests.drivers.scaled import ascale, command, events, load, names, settled, streaming
 from tests.drivers.served import AGG, Served, auntil, expected, messages, stream_chat, tokenizer

@@ -9,7 +9,7 @@ import urllib.request
 import psutil
 import pytest
 
-from dynamo_local.succession.marks import marked
+from dynamo_local.arbiter.marks import marked
 from tests.drivers.scaled import scale
 from tests.drivers.served import Served, until
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.state import StateStore
+from dynamo_local.state.store import StateStore
 from dynamo_local.system.processes import start_time_s
 from tests.drivers.served import COMMAND_TIMEOUT_S, DISAGG, Served
 from tests.drivers.servers import RealEtcd, RealNats

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import EXIT_NOT_RUNNING
-from dynamo_local.runtime.etcd import EtcdStore
 from dynamo_local.system.processes import is_alive
+from dynamo_local.transport.etcd import EtcdStore
 from tests.drivers.served import Served, until
 from tests.drivers.servers import RealEtcd
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.infra
 
 STUBBORN = """\
 import subprocess, sys
-from dynamo_local.sdk import async_on_start, endpoint, service
+from dynamo_local.sdk.service import async_on_start, endpoint, service
 
 IGNORE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
 

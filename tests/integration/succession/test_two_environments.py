@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_NOT_RUNNING, EXIT_OK
-from dynamo_local.gpus.locks import lock_folders
+from dynamo_local.system.gpu_locks import lock_folders
 from dynamo_local.system.processes import is_alive
 from tests.drivers.served import Served, auntil, expected, stream_chat, until
 from tests.fakes.arbiter.nvml_module import NVML

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT
-from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.transport.etcd import EtcdStore
 from tests.drivers.scaled import events, load, names, settled
 from tests.drivers.served import Served, auntil
 from tests.drivers.servers import RealEtcd

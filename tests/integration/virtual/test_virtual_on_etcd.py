@@ -12,10 +12,8 @@ import pytest
 from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.virtual import Layout, PlannerDecision
 from dynamo_local.errors import EtcdUnavailable
-from dynamo_local.planner.connectors.local_connector import Refused
-from dynamo_local.planner.connectors.virtual_connector import VirtualConnector, Written
-from dynamo_local.planner.connectors.virtual_keys import VirtualKeys
-from dynamo_local.runtime.etcd import EtcdStore
+from dynamo_local.planner.connectors import Refused, VirtualConnector, VirtualKeys, Written
+from dynamo_local.transport.etcd import EtcdStore
 from dynamo_local.virtual import VirtualConnectorClient
 from tests.drivers.servers import RealEtcd
 

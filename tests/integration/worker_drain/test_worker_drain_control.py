@@ -22,8 +22,8 @@ from dynamo_local.errors import (
     WorkerDraining,
     WorkerLost,
 )
-from dynamo_local.runtime.control import ControlClient, ControlServer
-from dynamo_local.runtime.nats import close_quietly, connect_nats
+from dynamo_local.transport.control import ControlClient, ControlServer
+from dynamo_local.transport.nats import close_quietly, connect_nats
 from tests.drivers.servers import RealEtcd, RealNats
 from tests.drivers.without_arbiter.worker_process import WorkerHost, WorkerUnderTest, worker_host
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_local.core.disagg import QueueView
-from dynamo_local.core.dispatch.asking import Ask
-from dynamo_local.core.dispatch.learning import CORRECTION_MAX, AnswerLengths, Correction, Risk
-from dynamo_local.core.dispatch.line import LATE_EVERY, PrefillLine, Turns
-from dynamo_local.core.dispatch.misses import Stream, likely_above, misses_gap
-from dynamo_local.core.dispatch.picking import Busy, SloPicker
-from dynamo_local.core.dispatch.prefilling import DecodeSide
-from dynamo_local.core.dispatch.targets import Targets, Timing
-from dynamo_local.core.routing import Sample
+from dynamo_local.core.routing.choice import Sample
+from dynamo_local.core.routing.decode_choice import Busy, SloPicker
+from dynamo_local.core.routing.disagg import QueueView
+from dynamo_local.core.routing.estimates import (
+    CORRECTION_MAX,
+    AnswerLengths,
+    Correction,
+    Risk,
+    Stream,
+    Targets,
+    Timing,
+    likely_above,
+    misses_gap,
+)
+from dynamo_local.core.routing.prefill_choice import DecodeSide
+from dynamo_local.core.routing.prompts import LATE_EVERY, Ask, PrefillLine, Turns
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.profiles import DEFAULT_PROFILE, ProfileModel
+from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.tools.examples import examples
 
 TIMING = Timing(ProfileModel.load(DEFAULT_PROFILE))

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.traces import BESIDE, CONVERSATION, FOLDER, conversation, folder, generated
 from dynamo_local.errors import BadInput
-from dynamo_local.twin.trace import TraceRequest, write_trace
+from dynamo_local.simulator.trace import TraceRequest, write_trace
 
 ROWS = [TraceRequest(0.0, 600, 3, (1, 2)), TraceRequest(1.5, 700, 4, (1, 3))]
 

@@ -15,7 +15,7 @@ from benchmarks.contest.measuring import REPLAY, TWIN, Facts, Row, frontier, mea
 from benchmarks.contest.page import beaten_by, picture, section
 from benchmarks.contest.trials import TRIALS, Trial
 from dynamo_local.planner.choosing import policy_of
-from dynamo_local.profiles.reading import read_profile
+from dynamo_local.profile.reading import read_profile
 
 SIN = TRIALS[0]
 ROW = Row(TWIN, SIN.name, "fixed", (2, 2), 100, 0.95, 1.0, 300.0, 9.0, 0, 0, 2.0, "made", "2026-11-22", "a machine")

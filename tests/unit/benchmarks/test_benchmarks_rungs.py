@@ -26,7 +26,7 @@ from benchmarks.contest.rungs import (
     spared,
 )
 from benchmarks.measured_pages import write_measured
-from dynamo_local.planner.policies.slo import lengths
+from dynamo_local.planner.policies.slo import forecast as lengths
 
 ROW = Row("bursts", 0, COLD, 1.0, 1000, 100, 2.0, {"starts": 3}, 1.0, "2026-11-23", "a machine")
 BOTH = "flips, 1 of each role on standby"

@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 
+from dynamo_local.arbiter.supervisor import Supervisor
 from dynamo_local.circus_plugins.commands import Commanded
-from dynamo_local.serve.supervisor import Supervisor
 
 ASKED = [name for name in vars(Commanded) if not name.startswith("_")]
 

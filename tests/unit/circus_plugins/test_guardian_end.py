@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_local.arbiter.event_log import event_log_path, read
+from dynamo_local.arbiter.guarded_run import GuardedRun
 from dynamo_local.circus_plugins.guardian import end_run
-from dynamo_local.succession.guarded_run import GuardedRun
 from dynamo_local.system.paths import Paths
-from dynamo_local.telemetry.event_log import event_log_path, read
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.cli.workers import apply
+from dynamo_local.cli import apply
 from dynamo_local.errors import EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_OK, EXIT_TIMED_OUT, NotRunning
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.fakes.arbiter.supervisor import status_row

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.cli.views.events import in_words
-from dynamo_local.core.life.instructions import Aside
-from dynamo_local.core.life.lifecycle import (
+from dynamo_local.arbiter.event_log import EventLog, aside_record, event_log_path, record_of, server_record
+from dynamo_local.arbiter.servers import ServerEvent
+from dynamo_local.cli.events import in_words
+from dynamo_local.core.fleet.effects import Aside
+from dynamo_local.core.fleet.lifecycle import (
     BackoffStarted,
     DrainDeadlinePassed,
     DrainRequested,
@@ -29,9 +31,6 @@ from dynamo_local.core.life.lifecycle import (
 )
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
-from dynamo_local.infra.embedded import ServerEvent
-from dynamo_local.telemetry.event_log import EventLog, aside_record, event_log_path, record_of
-from dynamo_local.telemetry.run_records import server_record
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 
 NAME = "dynamo_VllmWorker"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.cli.planner_words import follow_line, status_lines
-from dynamo_local.cli.views.status import render
+from dynamo_local.cli.status import render
 from tests.fakes.arbiter.supervisor import FakeSupervisor
 
 FOLLOW: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.cli.views import ls
+from dynamo_local.cli import ls
 from dynamo_local.errors import EXIT_OK, NotRunning
-from dynamo_local.state import new_run_id
-from dynamo_local.system.lock import acquire, release
+from dynamo_local.state.run_id import new_run_id
+from dynamo_local.system.liveness import acquire, release
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import start_time_s
 from tests.fakes.arbiter.scripted_arbiter import dynamo

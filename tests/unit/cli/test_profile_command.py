@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_local.cli.profile import Budget, profile
 from dynamo_local.errors import BadInput
-from dynamo_local.profiling.target import understood
+from dynamo_local.measuring.target import understood
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,7 +57,7 @@ def test_ctrl_c_while_the_graph_starts_says_so_and_exits_as_a_stopped_command_do
         raise KeyboardInterrupt
 
     monkeypatch.chdir(ROOT / "examples" / "llm")
-    monkeypatch.setattr("dynamo_local.profiling.whole.profile", measure)
+    monkeypatch.setattr("dynamo_local.measuring.profile.profile", measure)
     words = ["graphs.disagg:Frontend", "-f", "configs/disagg.yaml", "-o", str(tmp_path / "out")]
     assert profile.main(words, standalone_mode=False) == 130
     assert "nothing was measured" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.cli.views.status import drain_note, duration, render
+from dynamo_local.cli.status import drain_note, duration, render
 
 
 def note(count: int) -> dict[str, Any]:

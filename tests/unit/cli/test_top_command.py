@@ -18,13 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.cli.views import top
-from dynamo_local.cli.views.top import Keys, Watch, last_decision
+from dynamo_local.cli import top
+from dynamo_local.cli.top import Keys, Watch, last_decision
 from dynamo_local.errors import NotRunning
 from dynamo_local.planner.records import decision_log as decisions
-from dynamo_local.planner.records.record import DecisionRecord, Inputs
-from dynamo_local.planner.values.decisions import Decision, Reason, Rule
-from dynamo_local.planner.values.pools import Pool, WorkerPools
+from dynamo_local.planner.records.decision_log import DecisionRecord, Inputs
+from dynamo_local.planner.values import Decision, Pool, Reason, Rule, WorkerPools
 from dynamo_local.system.paths import Paths
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.fakes.arbiter.supervisor import FakeSupervisor

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dynamo_local.cli.views.top_view import Frame, Histories, as_json, render, shorten, sparkline
+from dynamo_local.cli.top import Frame, Histories, render, shorten, sparkline, view_as_json
 from tests.fakes.arbiter.supervisor import status_row
 
 LOAD = {
@@ -245,7 +245,7 @@ def test_json_says_what_the_picture_says() -> None:
         _worker("Frontend", load=None),
         planner={"state": "running"},
     )
-    told = as_json(Frame(graph, words=("held",)))
+    told = view_as_json(Frame(graph, words=("held",)))
     assert [gpu["worker_state"] for gpu in told["gpus"]] == ["draining", None]
     assert [(row["kv"], row["running"], row["waiting"]) for row in told["workers"]] == [(0.63, 12, 3), (None,) * 3]
     assert told["workers"][0]["drain"] == drain

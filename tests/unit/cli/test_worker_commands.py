@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_BUSY,
-    EXIT_FAILED,
-    EXIT_NOT_RUNNING,
-    EXIT_OK,
-    EXIT_TIMED_OUT,
-)
+from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_OK, EXIT_TIMED_OUT
 from tests.fakes.arbiter.scripted_arbiter import ScriptedArbiter, dynamo
 from tests.fakes.arbiter.supervisor import status_row
 

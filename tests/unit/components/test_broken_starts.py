@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.components import Frontend, PrefillWorker, Processor, VllmWorker, engine_options
+from dynamo_local.components import engine_options
 from dynamo_local.components.engine_options import start_engine
-from dynamo_local.components.vllm_worker import VllmWorkerConfig
-from dynamo_local.sdk import DynamoService
+from dynamo_local.components.frontend import Frontend
+from dynamo_local.components.prefill_worker import PrefillWorker
+from dynamo_local.components.processor import Processor
+from dynamo_local.components.vllm_worker import VllmWorker, VllmWorkerConfig
+from dynamo_local.sdk.service import DynamoService
 
 
 class SlowEngine:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.components.engine_directory import EngineCard, EngineDirectory, engine_key
+from dynamo_local.components.handoffs import EngineCard, EngineDirectory, engine_key
 from dynamo_local.errors import KvTransferError
 from dynamo_local.ports import EngineInfo
 from tests.drivers.eventually import eventually

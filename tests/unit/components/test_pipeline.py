@@ -14,7 +14,7 @@ from dynamo_local.components.text.model import TINY_TOKENS
 from dynamo_local.components.text.tokenizer import load_tokenizer
 from dynamo_local.components.vllm_worker import VllmWorker, VllmWorkerConfig
 from dynamo_local.engines.sim.tokens import expected_output
-from dynamo_local.engines.sim.transport import LoopbackTransport
+from dynamo_local.engines.sim.transfers import LoopbackTransport
 from dynamo_local.errors import InvalidRequest, KvTransferError, NoWorkers, WorkerBusy, WorkerLost
 from tests.fakes.data_plane.worker_context import FakeCluster, FakeWorker
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_local.arbiter.request import ServeOptions, understand
 from dynamo_local.components.processor import ProcessorConfig
 from dynamo_local.components.router import RouterConfig
 from dynamo_local.components.vllm_worker import VllmWorkerConfig
-from dynamo_local.core.dispatch.targets import Targets, Timing
+from dynamo_local.core.routing.estimates import Targets, Timing
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import ConfigError
-from dynamo_local.serve.request import ServeOptions, understand
 from tests.tools.clean_imports import clean_imports
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "llm"

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from dynamo_local.config import load_config, resolve
-from dynamo_local.control.deployment import Settings, WatcherFactory
-from dynamo_local.core.life.fleet import Fleet
+from dynamo_local.arbiter.deployment import Settings, WatcherFactory
+from dynamo_local.config import resolve
+from dynamo_local.config.loading import load_config
+from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.types import GraphSpec
 from dynamo_local.errors import ConfigError, UnknownWorker
-from dynamo_local.sdk import depends, endpoint, links, service
+from dynamo_local.sdk import links, service
 from dynamo_local.sdk.loader import build_graph
+from dynamo_local.sdk.service import depends, endpoint
 from dynamo_local.system.paths import Paths
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.config import parse_overrides
-from dynamo_local.config.merge import deep_merge, normalise
+from dynamo_local.config.loading import deep_merge, normalise, parse_overrides
 from dynamo_local.errors import ConfigError
 
 

@@ -10,19 +10,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from dynamo_local.config import (
-    PlannerConfig,
-    config_json_schema,
-    load_config,
-    planned_components,
-    planner_config,
-    planner_starts,
-    resolve,
-)
+from dynamo_local.config import resolve
+from dynamo_local.config.json_schema import config_json_schema
+from dynamo_local.config.loading import load_config
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.resolve import planned_components, planner_config, planner_starts
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.errors import ConfigError
-from dynamo_local.sdk import depends, endpoint, service
+from dynamo_local.sdk import service
 from dynamo_local.sdk.loader import LoadedGraph, build_graph
+from dynamo_local.sdk.service import depends, endpoint
 from dynamo_local.sdk.settings import validate_section
 from tests.tools.bad_inputs import BadInput
 from tests.tools.clean_imports import clean_imports

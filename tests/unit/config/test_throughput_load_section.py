@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.autoscale.planner_options import policy_options
-from dynamo_local.config import PlannerConfig, check_planner, planner_section
+from dynamo_local.arbiter.planner_options import policy_options
+from dynamo_local.config.planner import PlannerConfig, planner_section
+from dynamo_local.config.resolve import check_planner
 from dynamo_local.core.types import GraphSpec, Resources, Role, ServiceSpec
 from dynamo_local.errors import ConfigError
 from dynamo_local.planner.choosing import policy_of
-from dynamo_local.planner.models.pass_model import Kind
+from dynamo_local.planner.pass_model import Kind
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 
 
 def section(**values: Any) -> PlannerConfig:

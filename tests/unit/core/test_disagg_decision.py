@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.core.disagg import DisaggSettings, PrefillDecision, decide_prefill
+from dynamo_local.core.routing.disagg import DisaggSettings, PrefillDecision, decide_prefill
 from dynamo_local.core.types import Missing
 
 SETTINGS = DisaggSettings(max_local_prefill_length=100, max_prefill_queue_size=2)

@@ -7,11 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_local.core.gpus import GpuAsk, GpuDevice, GpuLedger, GpuProcess, occupant, plan, plan_on
-from dynamo_local.core.topology import EXACT_SEARCH_MAX, best_set
+from dynamo_local.core.gpus import (
+    EXACT_SEARCH_MAX,
+    GpuAsk,
+    GpuDevice,
+    GpuLedger,
+    GpuProcess,
+    best_set,
+    occupant,
+    plan,
+    plan_on,
+)
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import GpuError
-from dynamo_local.gpus.inventory import SimInventory
+from dynamo_local.system.gpus import SimInventory
 
 GIB = 1024**3
 

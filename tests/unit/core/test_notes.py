@@ -6,18 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo_local.core.notes import (
-    KEPT,
-    NEWS_KEPT_S,
-    About,
-    Ailing,
-    Elsewhere,
-    Note,
-    Over,
-    Trouble,
-    noted,
-    still_due,
-)
+from dynamo_local.core.notes import KEPT, NEWS_KEPT_S, About, Ailing, Elsewhere, Note, Over, Trouble, noted, still_due
 from dynamo_local.core.types import WorkerState
 
 

@@ -9,16 +9,15 @@ from dataclasses import replace
 import pytest
 
 from dynamo_local.core.types import Missing
+from dynamo_local.planner import queueing_task as queueing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.forecasting.runners import InlineForecaster
+from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
-from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.slo.options import SloOptions
-from dynamo_local.planner.queueing import task as queueing
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
-from dynamo_local.planner.values.requests import Ended, Requests
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.policies.slo.ladder import SloOptions
+from dynamo_local.planner.values import Ended, Forecasts, ForecastTask, Requests
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.busy_hosts import BOTH_LOOPS, WORKERS, busy_pull
 
 WINDOWS = 600

@@ -12,10 +12,16 @@ from dynamo_local.core.types import Missing
 from dynamo_local.planner.driver import PolicyDriver
 from dynamo_local.planner.policies.load_planner import LoadPlanner
 from dynamo_local.planner.policies.options import LoadOptions
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
-from dynamo_local.planner.values.proposals import ComponentTarget, Proposal
-from dynamo_local.planner.values.pull import Pull, Wants
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Forecasts,
+    ForecastTask,
+    Prediction,
+    Proposal,
+    Pull,
+    Wants,
+)
 from tests.fakes.planner.observations import DECODE, PREFILL, reading, worker_pools
 from tests.fakes.planner.wishing import Wishing
 

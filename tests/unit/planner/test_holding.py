@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dynamo_local.planner.holding import Holding, Longest
+from dynamo_local.planner.collector import Holding, Longest
 from tests.fakes.planner.planner_loop import Rig, on_virtual_time
 
 

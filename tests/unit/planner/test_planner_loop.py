@@ -9,9 +9,9 @@ import pytest
 
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import NatsUnavailable
-from dynamo_local.planner.connectors.local_connector import Refused
+from dynamo_local.planner.connectors import Refused
 from dynamo_local.planner.loop import PlannerState
-from dynamo_local.planner.records.record import Outcome
+from dynamo_local.planner.records.decision_log import Outcome
 from tests.fakes.planner.planner_loop import DECODE, OPTIONS, PREFILL, Rig, failing, on_virtual_time, taking
 
 FIRST = f"dynamo_{DECODE}_0"

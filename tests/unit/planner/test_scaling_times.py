@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.core.life import lifecycle as lc
-from dynamo_local.core.life.instructions import Transition
+from dynamo_local.core.fleet import lifecycle as lc
+from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.types import WorkerState
-from dynamo_local.planner.policies.adapting import adapted_interval_s, steps_ahead
+from dynamo_local.planner.policies.protocol import adapted_interval_s, steps_ahead
 from dynamo_local.planner.scaling_times import ScalingTimes
-from dynamo_local.planner.values.pools import WorkerPools
+from dynamo_local.planner.values import WorkerPools
 from tests.fakes.arbiter.fleet_views import worker
 from tests.fakes.planner.observations import DECODE, worker_pools
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.planner.values.series import Window
-from dynamo_local.planner.warmup import read_warmup
-from dynamo_local.traces.lines import BadTrace
+from dynamo_local.planner.choosing import read_warmup
+from dynamo_local.planner.values import Window
+from dynamo_local.system.json_lines import BadTrace
 
 
 def mooncake(at_ms: float, isl: Any = 100, osl: Any = 10) -> dict[str, Any]:

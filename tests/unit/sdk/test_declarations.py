@@ -10,7 +10,9 @@ from pydantic import BaseModel
 
 from dynamo_local.core.types import Resources, Role
 from dynamo_local.errors import GraphError
-from dynamo_local.sdk import (
+from dynamo_local.sdk import service
+from dynamo_local.sdk.links import edges, reset_links
+from dynamo_local.sdk.service import (
     DynamoService,
     EndpointDecl,
     async_on_start,
@@ -19,10 +21,7 @@ from dynamo_local.sdk import (
     dynamo_endpoint,
     endpoint,
     on_shutdown,
-    reset_links,
-    service,
 )
-from dynamo_local.sdk.links import edges
 
 
 @pytest.fixture(autouse=True)

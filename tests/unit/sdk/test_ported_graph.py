@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.config import load_config, resolve
+from dynamo_local.config import resolve
+from dynamo_local.config.loading import load_config
 from dynamo_local.core.types import Resources, Role
-from dynamo_local.sdk import ServiceConfig, dynamo_context
+from dynamo_local.sdk import dynamo_context
 from dynamo_local.sdk.loader import LoadedGraph, load_graph
+from dynamo_local.sdk.service_config import ServiceConfig
 from tests.tools.clean_imports import clean_imports
 
 WORKERS = """\
 from pydantic import BaseModel
 
-from dynamo_local.sdk import async_on_start, depends, dynamo_context, dynamo_endpoint, on_shutdown, service
-from dynamo_local.sdk import ServiceConfig
+from dynamo_local.sdk.service import async_on_start, depends, dynamo_context, dynamo_endpoint, on_shutdown, service
+from dynamo_local.sdk.service_config import ServiceConfig
 
 
 class Request(BaseModel):
@@ -67,8 +69,8 @@ FRONTEND = """\
 from pydantic import BaseModel
 
 from components.worker import Request, VllmWorker
-from dynamo_local.sdk import depends, endpoint, service
-from dynamo_local.sdk import ServiceConfig
+from dynamo_local.sdk.service import depends, endpoint, service
+from dynamo_local.sdk.service_config import ServiceConfig
 
 
 class FrontendConfig(BaseModel):

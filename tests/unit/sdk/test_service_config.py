@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from dynamo_local.errors import ConfigError
-from dynamo_local.sdk import ServiceConfig, service
+from dynamo_local.sdk import service
+from dynamo_local.sdk.service_config import ServiceConfig
 from dynamo_local.sdk.settings import load_settings
 
 SECTIONS = {

@@ -11,8 +11,8 @@ import pytest
 
 from dynamo_local.core.lead_times import KEPT, Lead, LeadTimes, Rung
 from dynamo_local.errors import StateError
-from dynamo_local.state import LeadFile, namespaces
-from dynamo_local.state.leads import NAMESPACES_MAX
+from dynamo_local.state.leads import NAMESPACES_MAX, LeadFile
+from dynamo_local.state.raw import namespaces
 
 OF = {"W": "vllm:/m:1"}
 

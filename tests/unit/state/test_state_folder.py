@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import StateError
-from dynamo_local.state import State, StateStore
+from dynamo_local.state.schema import State
+from dynamo_local.state.store import StateStore
 
 
 def state() -> State:

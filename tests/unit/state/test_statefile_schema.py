@@ -11,10 +11,10 @@ import pytest
 
 from dynamo_local.core.types import Role, WorkerState
 from dynamo_local.errors import StateError
-from dynamo_local.state import ComponentEntry, EntryResources, State, StateMissing, load, new_run_id, read_raw
-from dynamo_local.state.migrations import NOBODY
-from dynamo_local.state.raw import statefile_path
-from dynamo_local.state.run_id import began_at
+from dynamo_local.state.raw import StateMissing, read_raw, statefile_path
+from dynamo_local.state.run_id import began_at, new_run_id
+from dynamo_local.state.schema import ComponentEntry, EntryResources, State
+from dynamo_local.state.store import NOBODY, load
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "statefile"
 SECRET_CONFIG = '{"W": {"ServiceArgs": {"envs": {"HF_TOKEN": "hush"}}}}'

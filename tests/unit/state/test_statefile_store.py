@@ -16,7 +16,9 @@ import pytest
 from filelock import FileLock
 
 from dynamo_local.errors import StateError
-from dynamo_local.state import ComponentEntry, EntryResources, Removal, State, StateMissing, StateStore, read_raw
+from dynamo_local.state.raw import StateMissing, read_raw
+from dynamo_local.state.schema import ComponentEntry, EntryResources, State
+from dynamo_local.state.store import Removal, StateStore
 
 RUN, OTHER_RUN = "01JD3YQZ8E6W4T1V0K2M5N7P9R", "01JD3YQZ8E6W4T1V0K2M5N7P9S"
 NAME = "dynamo_VllmWorker"
@@ -101,7 +103,7 @@ async def test_an_update_from_the_loop_runs_in_a_thread(store: StateStore) -> No
 INCREMENTER = """
 import sys
 from pathlib import Path
-from dynamo_local.state import StateStore
+from dynamo_local.state.store import StateStore
 store = StateStore(Path(sys.argv[1]), lock_timeout_s=30)
 for _ in range(int(sys.argv[2])):
     with store.transaction() as state:
@@ -142,7 +144,7 @@ def test_a_reader_never_sees_a_torn_file(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from dynamo_local.state import StateStore
+from dynamo_local.state.store import StateStore
 
 replace = Path.replace
 
@@ -337,7 +339,7 @@ def test_a_token_in_the_environment_reaches_no_file(tmp_path: Path) -> None:
 def test_reading_the_file_for_status_imports_nothing_heavy() -> None:
     """`dynamo status` is quick because `read_raw` brings neither pydantic nor filelock."""
     code = (
-        "import sys; from dynamo_local.state import read_raw, statefile_path\n"
+        "import sys; from dynamo_local.state.raw import read_raw, statefile_path\n"
         "sys.exit(','.join({'pydantic', 'filelock', 'asyncio'} & sys.modules.keys()) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import run_virtual
-from dynamo_local.system.cancelling import AGAIN_S, ended
+from dynamo_local.system.executors import AGAIN_S, ended
 
 
 def test_one_that_lets_a_cancellation_pass_is_cancelled_again() -> None:

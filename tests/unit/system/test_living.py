@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import NamespaceBusy
-from dynamo_local.system import living, lock
+from dynamo_local.system import liveness as living
+from dynamo_local.system import liveness as lock
 from dynamo_local.system.paths import Paths
 from dynamo_local.system.processes import start_time_s
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import pytest
 
-from dynamo_local.system.logs.files import (
+from dynamo_local.system.log_files import (
     KEPT_DAYS,
     Interleaver,
     colour_of,

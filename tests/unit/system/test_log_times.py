@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from dynamo_local.errors import BadInput
-from dynamo_local.system.logs.times import merged, since, timed, written_at
+from dynamo_local.system.log_files import merged, since, timed, written_at
 
 NOW = datetime(2026, 3, 1, 14, 30).astimezone()
 AT = datetime(2026, 3, 1, 14, 5, 21).astimezone()

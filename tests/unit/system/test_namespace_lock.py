@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import NamespaceBusy
-from dynamo_local.system import lock
+from dynamo_local.system import liveness as lock
 
 
 def test_a_second_holder_is_told_who_has_it(tmp_path: Path) -> None:
     """'arbiter is already running' must say which, and what to do."""
     path = tmp_path / "ns.lock"
     script = (
-        "import sys, pathlib; from dynamo_local.system import lock\n"
+        "import sys, pathlib; from dynamo_local.system import liveness as lock\n"
         "held = lock.acquire(pathlib.Path(sys.argv[1]), 'ns', 'the first'); print('up', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

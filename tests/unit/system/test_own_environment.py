@@ -8,7 +8,7 @@ import sys
 
 _PROGRAM = """
 import ctypes, json, os, sys
-from dynamo_local.system import own_environment
+from dynamo_local.system import processes as own_environment
 env, marks, secret, argv = json.loads(sys.stdin.read())
 error = None
 try:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dynamo_local.clock import run_virtual
-from dynamo_local.system.together import together
+from dynamo_local.system.executors import together
 
 
 async def after(seconds: float, result: object) -> object:

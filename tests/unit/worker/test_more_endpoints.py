@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from dynamo_local.components import PrefillWorker
-from dynamo_local.components.measuring import MEASURE, MeasureRequest
-from dynamo_local.worker import endpoints
+from dynamo_local.components.measurement import MEASURE, MeasureRequest
+from dynamo_local.components.prefill_worker import PrefillWorker
+from dynamo_local.worker import registration as endpoints
 
 
 class _Server:

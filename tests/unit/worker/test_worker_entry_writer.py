@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.core.types import WorkerState
-from dynamo_local.state import ComponentEntry, State, StateStore
-from dynamo_local.worker import statefile_entry as worker_entry
-from dynamo_local.worker.statefile_entry import Entry, EntryWriter
+from dynamo_local.state.schema import ComponentEntry, State
+from dynamo_local.state.store import StateStore
+from dynamo_local.worker import process as worker_entry
+from dynamo_local.worker.process import Entry, EntryWriter
 
 NAME = "dynamo_W"
 READY = Entry(pid=7, lease="ab", endpoints=("dynamo/components/W/e:ab",), draining=None, frontend_url=None)

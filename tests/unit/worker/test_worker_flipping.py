@@ -13,12 +13,12 @@ import pytest
 from dynamo_local.clock import run_virtual
 from dynamo_local.errors import FlipFailed, FlipUnderWay
 from dynamo_local.ports import PutEvent
-from dynamo_local.runtime.requests import RequestPlane
 from dynamo_local.sdk import dynamo_context, service
 from dynamo_local.sdk.context import current_context
 from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.transport.requests.plane import RequestPlane
 from dynamo_local.worker.context import Connections
-from dynamo_local.worker.flipping import Flipping
+from dynamo_local.worker.flip import Flipping
 from dynamo_local.worker.served_role import RoleHost, ServedRole
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.fakes.infra.memory_nats import MemoryNats

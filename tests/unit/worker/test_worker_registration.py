@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dynamo_local.worker.drain import Drain, Phase
-from dynamo_local.worker.endpoints import Endpoints
-from dynamo_local.worker.registration import Registration
+from dynamo_local.worker.registration import Endpoints, Registration
 from tests.fakes.infra.etcd import FakeEtcd
 from tests.fakes.worker.identities import identity_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_local.errors import DrainNotCancellable, EngineError, EtcdUnavailable, NotSleepable
 from dynamo_local.worker.drain import Drain, Phase
-from dynamo_local.worker.sleeping import Sleeping
+from dynamo_local.worker.sleep import Sleeping
 
 
 class Worker:

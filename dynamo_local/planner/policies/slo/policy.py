@@ -17,32 +17,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.holding import holding
-from dynamo_local.planner.policies.rules import floor_workers
-from dynamo_local.planner.policies.slo import words
-from dynamo_local.planner.policies.slo.choosing import Bounds, Fleet, Moment, overrun_yield, price, swapped
-from dynamo_local.planner.policies.slo.climbing import Ahead, climbed, quick
-from dynamo_local.planner.policies.slo.correcting import Learning, Served, learned, with_served
-from dynamo_local.planner.policies.slo.keeping import clearing
-from dynamo_local.planner.policies.slo.ladder import FLIP, rungs_of
-from dynamo_local.planner.policies.slo.lengths import demands
-from dynamo_local.planner.policies.slo.options import SloOptions
-from dynamo_local.planner.policies.slo.outlook import Scenario
+from dynamo_local.core.types import Missing, floor_workers
+from dynamo_local.planner.policies.budget import fitting
+from dynamo_local.planner.policies.protocol import holding
+from dynamo_local.planner.policies.slo import reasons as words
+from dynamo_local.planner.policies.slo.corrections import Learning, Served, learned, with_served
+from dynamo_local.planner.policies.slo.forecast import Scenario, demands
+from dynamo_local.planner.policies.slo.ladder import FLIP, SloOptions, rungs_of
 from dynamo_local.planner.policies.slo.reasons import SloRule, reasons
-from dynamo_local.planner.policies.slo.state import SloState, seen_requests, with_requests, with_rungs
-from dynamo_local.planner.policies.throughput_load.budget import fitting
-from dynamo_local.planner.queueing.engine import Passes
-from dynamo_local.planner.queueing.shares import Shares
-from dynamo_local.planner.queueing.task import Question, on_grid, shares_of
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
-from dynamo_local.planner.values.pools import WorkerPools
-from dynamo_local.planner.values.proposals import ComponentTarget, Override, Proposal
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.planner.values.requests import Requests
-from dynamo_local.planner.values.standing import Standing
+from dynamo_local.planner.policies.slo.scaling_options import (
+    Ahead,
+    Bounds,
+    Fleet,
+    Moment,
+    climbed,
+    overrun_yield,
+    price,
+    quick,
+    swapped,
+)
+from dynamo_local.planner.policies.slo.state import SloState, clearing, seen_requests, with_requests, with_rungs
+from dynamo_local.planner.queueing import Passes, Shares
+from dynamo_local.planner.queueing_task import Question, on_grid, shares_of
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Forecasts,
+    ForecastTask,
+    Override,
+    Prediction,
+    Proposal,
+    Pull,
+    Reading,
+    Requests,
+    Standing,
+    Wants,
+    WorkerPools,
+)
 
 PLUGIN_ID, PRIORITY = "builtin_slo_propose", 20
 DEMANDS_EVERY_S = 30.0

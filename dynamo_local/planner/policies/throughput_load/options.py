@@ -6,8 +6,8 @@ import enum
 import math
 from dataclasses import dataclass
 
-from dynamo_local.planner.models.pass_model import Features, Learning
-from dynamo_local.planner.values.series import WINDOWS_MAX
+from dynamo_local.planner.pass_model import Features, Learning
+from dynamo_local.planner.values import WINDOWS_MAX
 
 
 class Mode(enum.StrEnum):

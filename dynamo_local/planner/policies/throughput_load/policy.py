@@ -25,24 +25,40 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.models.pass_model import Kind, PassModel
-from dynamo_local.planner.policies.adapting import steps_ahead
-from dynamo_local.planner.policies.throughput_load.absorbing import absorbed, due, model_sources, passed
-from dynamo_local.planner.policies.throughput_load.budget import Fit, Granted, Wish, granted
-from dynamo_local.planner.policies.throughput_load.engines import begun_anew
-from dynamo_local.planner.policies.throughput_load.loading import loaded
+from dynamo_local.planner.pass_model import Kind, PassModel
+from dynamo_local.planner.policies.budget import Fit, Granted, Wish, granted
+from dynamo_local.planner.policies.protocol import steps_ahead
+from dynamo_local.planner.policies.throughput_load.loops import loaded, planned
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.reasons import Outcome, reason_of
-from dynamo_local.planner.policies.throughput_load.state import Role, ScalingState, roles_of
-from dynamo_local.planner.policies.throughput_load.throughput import planned
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask, Prediction
-from dynamo_local.planner.values.proposals import ComponentTarget, Override, OverrideType, Proposal
-from dynamo_local.planner.values.pull import Pull, Wants
-from dynamo_local.planner.values.scaling import LoadScaling, ThroughputScaling
-from dynamo_local.planner.values.series import Series, Window
-from dynamo_local.planner.values.standing import Standing
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.policies.throughput_load.signals import begun_anew
+from dynamo_local.planner.policies.throughput_load.state import (
+    Role,
+    ScalingState,
+    absorbed,
+    due,
+    model_sources,
+    passed,
+    roles_of,
+)
+from dynamo_local.planner.values import (
+    ComponentTarget,
+    Decision,
+    Forecasts,
+    ForecastTask,
+    LoadScaling,
+    Override,
+    OverrideType,
+    Prediction,
+    Proposal,
+    Pull,
+    Series,
+    Standing,
+    ThroughputScaling,
+    Traffic,
+    Wants,
+    Window,
+)
 
 LOAD_PROPOSE, THROUGHPUT_PROPOSE = "builtin_load_propose", "builtin_throughput_propose"
 PRIORITIES = {LOAD_PROPOSE: 10, THROUGHPUT_PROPOSE: 20}

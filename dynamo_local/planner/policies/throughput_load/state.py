@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
-from dynamo_local.planner.models.pass_model import Kind, PassModel
-from dynamo_local.planner.policies.throughput_load.engines import EngineWatch
+from dynamo_local.core.passes import EngineId, ForwardPass
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.pass_model import WORKER, Features, Kind, PassModel, begun_anew
 from dynamo_local.planner.policies.throughput_load.options import Mode, ThroughputLoadOptions
-from dynamo_local.planner.policies.throughput_load.signals import NO_SIGNALS, Signals
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.passes import Capabilities, EngineId, ForwardPass
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.planner.values.scaling import LoadScaling, ThroughputScaling
-from dynamo_local.planner.values.series import Series
+from dynamo_local.planner.policies.throughput_load.signals import (
+    MAX_AGE_INTERVALS,
+    NO_SIGNALS,
+    EngineWatch,
+    Signals,
+    spread,
+    watched,
+)
+from dynamo_local.planner.values import (
+    Capabilities,
+    Engines,
+    LoadScaling,
+    Pool,
+    Prediction,
+    Pull,
+    Reading,
+    Series,
+    ThroughputScaling,
+    Traffic,
+    WorkerPools,
+)
 
 
 class Role(NamedTuple):
@@ -120,3 +136,115 @@ class ScalingState:
     load: Mapping[str, LoadVerdict] = field(default_factory=dict)
     throughput: Mapping[str, ThroughputVerdict] = field(default_factory=dict)
     decided_from: tuple[float, tuple[Reading, ...]] = (0.0, ())
+
+
+# --- absorbing
+# Takes one pull in: what is due, what the engines did, what the traffic was.
+
+SLACK = 1e-6
+"""A pull counts as one at the grid's point within this share of an interval (rounding)."""
+
+
+LEARNED_FROM = 16
+"""Passes of a role and tick, or one of each engine where there are more of these: a model is full in four ticks."""
+
+
+def passed(state: ScalingState, now_s: float, interval_s: float) -> int:
+    """How many of the grid's intervals have ended by then. Points are absolute: a late tick does not move the next."""
+    return math.floor((now_s - state.began_s) / interval_s + SLACK)
+
+
+def due(state: ScalingState, now_s: float, interval_s: float) -> bool:
+    """Whether an interval has ended since the last pull."""
+    return passed(state, now_s, interval_s) > passed(state, state.seen_s, interval_s)
+
+
+def absorbed(state: ScalingState, pull: Pull, options: ThroughputLoadOptions) -> ScalingState:
+    """The state after this pull, before anything is decided."""
+    now_s = pull.at_s
+    roles = roles_of(pull.pools, options)
+    told = {**state.told, **{name: _told(state.told.get(name), new) for name, new in pull.capabilities.items()}}
+    watches = watched(
+        state.watches, pull.engines, now_s=now_s, max_age_s=MAX_AGE_INTERVALS * options.load_adjustment_interval_s
+    )
+    benchmarks = {**state.benchmarks, **_benchmarks(roles, told)}
+    begun = {
+        kind: begun_anew(model, benchmarks[kind]) if benchmarks.get(kind) != state.benchmarks.get(kind) else model
+        for kind, model in state.models.items()
+    }
+    learned = {role.kind: _learned(begun[role.kind], role, pull.engines) for role in roles}
+    traffic = pull.traffic if isinstance(pull.traffic, Traffic) else None
+    counts = options.predicts and due(state, now_s, options.throughput_adjustment_interval_s)
+    series = state.series.after(traffic) if counts else state.series
+    return replace(
+        state,
+        seen_s=now_s,
+        load_due=options.loads and due(state, now_s, options.load_adjustment_interval_s),
+        throughput_due=counts,
+        told=told,
+        watches=watches,
+        models={**begun, **learned},
+        benchmarks=benchmarks,
+        planned={role.kind: role.pool.component for role in roles},
+        queue=absorbed_queue(state.queue, pull.reading.queue),
+        series=series,
+        kv_hit_rate=_last(traffic.kv_hit_rate if traffic else None, state.kv_hit_rate, 0.0, 1.0),
+        accept_length=_last(traffic.accept_length if traffic else None, state.accept_length, 1.0, math.inf),
+        prediction=None,
+        why_not_predicted=None,
+        asked={},
+        cancelling=False,
+        load={},
+        throughput={},
+    )
+
+
+def absorbed_queue(before: SharedQueue, depth: float | Missing | None) -> SharedQueue:
+    """With one more look at the queue that prefill workers pull from."""
+    if isinstance(depth, Missing) or (depth is not None and not math.isfinite(depth)):
+        return SharedQueue(None, before.most, known=False)
+    return SharedQueue(depth, before.most if depth is None else max(before.most, depth))
+
+
+def _told(before: Capabilities | None, now: Capabilities) -> Capabilities:
+    """What was told last of each limit: engines of a new configuration tell others."""
+    if before is None:
+        return now
+    known = {f.name: value for f in fields(now) if (value := getattr(now, f.name)) is not None}
+    return replace(before, **known)
+
+
+def _benchmarks(roles: Iterable[Role], told: Mapping[str, Capabilities]) -> dict[Kind, tuple[ForwardPass, ...]]:
+    """Of the roles whose workers have measured themselves."""
+    known = ((role.kind, told.get(role.pool.component)) for role in roles)
+    return {kind: can.benchmark for kind, can in known if can is not None and isinstance(can.benchmark, tuple)}
+
+
+def model_sources(state: ScalingState) -> dict[str, str]:
+    """By component, in words: where its model's first samples came from, and why not from the worker."""
+    told = {}
+    for kind, component in state.planned.items():
+        model, can = state.models[kind], state.told.get(component)
+        source = model.source if model.ready else f"{model.source}, not ready yet" if model.source else "none yet"
+        why = can.benchmark if can is not None else None
+        if isinstance(why, tuple) and model.source != WORKER:
+            why = Missing("its own benchmark makes no model")
+        told[component] = f"{source} ({why.reason})" if isinstance(why, Missing) else source
+    return told
+
+
+def _last(value: float | Missing | None, before: float | None, low: float, high: float) -> float | None:
+    """The last valid one stands."""
+    if value is None or isinstance(value, Missing) or not math.isfinite(value) or not low <= value <= high:
+        return before
+    return value
+
+
+def _learned(model: PassModel, role: Role, engines: Engines) -> PassModel:
+    """With some passes of each engine: so a tick takes about the same time with 64 workers as with 4."""
+    own = [seen.passes for seen in engines.values() if seen.component == role.pool.component and seen.passes]
+    if not own:
+        return model
+    averaged = role.kind is Kind.AGG and model.learning.features is Features.SEED
+    each = LEARNED_FROM if averaged else max(1, LEARNED_FROM // len(own))
+    return model.observed(*(spread(passes, each) for passes in own))

@@ -11,16 +11,22 @@ from typing import Any
 import pytest
 
 from dynamo_local.cli.planner_words import status_line
-from dynamo_local.config.planner.options import options_of
+from dynamo_local.config.planner import options_of
 from dynamo_local.core.types import Load
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_NOT_RUNNING, EXIT_OK
-from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.records.decision_log import DecisionLog, as_json, decision_log_path
-from dynamo_local.planner.records.record import DecisionRecord, Outcome, StepOutcome, inputs_of
-from dynamo_local.planner.values.decisions import Observation
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.planner.policies.load import LoadPolicy
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.records.decision_log import (
+    DecisionLog,
+    DecisionRecord,
+    Outcome,
+    StepOutcome,
+    as_json,
+    decision_log_path,
+    inputs_of,
+)
+from dynamo_local.planner.values import Observation, Pool, Reading, WorkerPools
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.arbiter.scripted_arbiter import ScriptedArbiter, dynamo
 
 STATUS: dict[str, Any] = {

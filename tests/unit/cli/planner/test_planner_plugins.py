@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_local.cli.planner_plugins import plugin_lines
+from dynamo_local.cli.planner import plugin_lines
 
 HERE = {
     "plugin_id": "office-hours",

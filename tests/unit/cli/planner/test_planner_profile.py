@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_OK
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.arbiter.scripted_arbiter import dynamo
 from tests.fakes.profile_folders import decode_arrays, prefill_arrays, write_json, write_npz
 

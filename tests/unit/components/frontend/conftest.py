@@ -11,8 +11,10 @@ import pytest
 
 from dynamo_local.components.models_view import ModelCard, ModelsView
 from dynamo_local.components.openai import access
-from dynamo_local.components.openai.app import FrontendConfig, FrontendDeps, create_app
+from dynamo_local.components.openai.app import create_app
+from dynamo_local.components.openai.generation import FrontendDeps
 from dynamo_local.components.openai.server import HttpServer, bind_socket
+from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.types import lease_hex
 from dynamo_local.ports import KeyValue, PutEvent, SnapshotEvent
 from tests.fakes.data_plane.processor import FakeEndpoint

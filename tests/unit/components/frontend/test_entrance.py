@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo_local.components.openai.entrance import AT_ONCE, Entrance
+from dynamo_local.components.openai.route import AT_ONCE, Entrance
 
 
 async def test_few_requests_are_begun_at_once() -> None:

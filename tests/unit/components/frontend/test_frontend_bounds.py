@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_local.components.openai import http_protocol
+from dynamo_local.components.openai import server as http_protocol
 from dynamo_local.components.openai.route import BODIES_AT_ONCE
 from tests.fakes.data_plane.processor import FakeEndpoint, answer
 
 Make = Callable[..., Any]
 CHAT_URL = "/v1/chat/completions"
 CHAT = {"model": "sim-Model", "messages": [{"role": "user", "content": "Hi"}]}
-PROTOCOL = "dynamo_local.components.openai.http_protocol"
+PROTOCOL = "dynamo_local.components.openai.server"
 
 
 @asynccontextmanager

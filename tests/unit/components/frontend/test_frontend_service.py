@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_local.components.frontend import Frontend, FrontendConfig
+from dynamo_local.components.frontend import Frontend
 from dynamo_local.components.models_view import ModelCard
 from dynamo_local.components.openai.server import bind_socket
+from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.core.traffic import Recent
 from dynamo_local.core.types import Load, Role
 from dynamo_local.errors import ConfigError

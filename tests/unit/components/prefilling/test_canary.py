@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import run_virtual
-from dynamo_local.components.canary import NEXT_AFTER_S, Canary
-from dynamo_local.components.prefilling.handoff_times import LEAST_S, MOST_S, UNKNOWN_S, HandoffTimes
+from dynamo_local.components.handoffs import LEAST_S, MOST_S, NEXT_AFTER_S, UNKNOWN_S, Canary, HandoffTimes
 from dynamo_local.errors import EngineError, FlipFailed
 from dynamo_local.ports import EngineOutput, EngineRequest
 from tests.fakes.data_plane.endpoints import FakeEndpointClient

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.components import messages
-from dynamo_local.components.prefilling import prefill
-from dynamo_local.components.prefilling.prefill import Prefiller
+from dynamo_local.components import messages, prefill
+from dynamo_local.components.prefill import Prefiller
 from dynamo_local.errors import EngineError, InvalidRequest, RequestCancelled
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
 from tests.drivers.eventually import eventually

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.components import messages
-from dynamo_local.components.prefilling import remote_prefill
-from dynamo_local.components.prefilling.remote_prefill import QueueGauge, RemotePrefill
-from dynamo_local.core import disagg
-from dynamo_local.core.disagg import DisaggSettings
+from dynamo_local.components import messages, remote_prefill
+from dynamo_local.components.remote_prefill import QueueGauge, RemotePrefill
+from dynamo_local.core.routing import disagg
+from dynamo_local.core.routing.disagg import DisaggSettings
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import EngineError
 from dynamo_local.ports import EngineRequest, QueueDepth, SamplingParams

@@ -10,17 +10,15 @@ import pytest
 
 from dynamo_local.components import messages
 from dynamo_local.components.decode import RETRY_AFTER_MAX_S, DecodeService
-from dynamo_local.components.prefilling.counts import DispatchCounts
-from dynamo_local.components.prefilling.remote_prefill import RemotePrefill
-from dynamo_local.core import disagg
-from dynamo_local.core.disagg import DisaggSettings
-from dynamo_local.core.dispatch.prefilling import DecodeSide
-from dynamo_local.core.dispatch.tally import Why
-from dynamo_local.core.dispatch.targets import Targets, Timing
+from dynamo_local.components.remote_prefill import DispatchCounts, RemotePrefill
+from dynamo_local.core.routing import disagg
+from dynamo_local.core.routing.disagg import DisaggSettings
+from dynamo_local.core.routing.estimates import Targets, Timing, Why
+from dynamo_local.core.routing.prefill_choice import DecodeSide
 from dynamo_local.core.types import Load
 from dynamo_local.errors import KvTransferError, WorkerBusy
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
-from dynamo_local.profiles import FixedModel
+from dynamo_local.profile.interpolation import FixedModel
 from tests.fakes.data_plane.worker_context import FakePrefillReplies
 from tests.fakes.infra.prefill_queue import FakePrefillQueue
 

@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_local.components.dispatcher import Dispatcher
 from dynamo_local.components.models_view import ModelCard, ModelsView, prefill_models_prefix
 from dynamo_local.components.openai.http_io import Whole
 from dynamo_local.components.openai.server import HttpServer, bind_socket
-from dynamo_local.components.proxy import payloads
+from dynamo_local.components.proxy import messages as payloads
 from dynamo_local.components.proxy.app import ProxyDeps, create_app
+from dynamo_local.components.proxy.messages import HttpFrontendConfig
 from dynamo_local.components.proxy.pool import ModelDispatchers
-from dynamo_local.components.proxy.settings import HttpFrontendConfig
-from dynamo_local.components.routing.dispatch import Dispatcher
-from dynamo_local.core.routing import RoundRobin
+from dynamo_local.core.routing.choice import RoundRobin
 from dynamo_local.errors import DynamoError, WorkerDraining, WorkerLost
 from dynamo_local.ports import KeyValue, PutEvent, SnapshotEvent
 from tests.fakes.data_plane.endpoints import FakeEndpointClient

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from dynamo_local.components.dispatcher import Dispatcher
 from dynamo_local.components.models_view import ModelCard, ModelsView
 from dynamo_local.components.proxy.pool import ModelDispatchers, MultiComponentClient
-from dynamo_local.components.routing.dispatch import Dispatcher
-from dynamo_local.core.routing import RoundRobin
+from dynamo_local.core.routing.choice import RoundRobin
 from dynamo_local.errors import NoWorkers, WorkerLost
 from dynamo_local.ports import KeyValue, PutEvent, SnapshotEvent
 from tests.fakes.data_plane.endpoints import FakeEndpointClient

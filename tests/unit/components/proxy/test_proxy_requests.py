@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo_local.components.openai.errors import ApiError
-from dynamo_local.components.proxy import requests
-from dynamo_local.components.proxy.requests import PATHS, parse, pick_headers
+from dynamo_local.components.proxy import app as requests
+from dynamo_local.components.proxy.app import PATHS, parse, pick_headers
 
 CHAT = PATHS[0]
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.components.routing.dispatch import Dispatcher
-from dynamo_local.components.routing.router_client import Routed
-from dynamo_local.core.routing import LeastLoaded, RoundRobin
+from dynamo_local.components.dispatcher import Dispatcher, Routed
+from dynamo_local.core.routing.choice import LeastLoaded, RoundRobin
 from dynamo_local.errors import (
     DeadlineExceeded,
     DynamoError,

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from dynamo_local.components.routing.pickers import make_picker
-from dynamo_local.core.kv.index import KvIndex
-from dynamo_local.core.kv.routing import KvCost, LoadTerms, hit_rates, kv_values, load_terms
-from dynamo_local.core.routing import RouterSettings, Sample, Sent
+from dynamo_local.components.dispatcher import make_picker
+from dynamo_local.core.routing.choice import RouterSettings, Sample, Sent
+from dynamo_local.core.routing.kv_index import KvCost, KvIndex, LoadTerms, hit_rates, kv_values, load_terms
 from dynamo_local.core.types import Load, Missing
 
 IDLE = Sample(Load(kv_total_blocks=100), 0.0)

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from dynamo_local.components.routing.pickers import Random, make_picker
-from dynamo_local.core.routing import LeastLoaded, Picker, RoundRobin, Sample
+from dynamo_local.components.dispatcher import Random, make_picker
+from dynamo_local.core.routing.choice import LeastLoaded, Picker, RoundRobin, Sample
 from dynamo_local.core.types import Load, Missing
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import AsyncioClock, run_virtual
+from dynamo_local.components import dispatcher as router_client
+from dynamo_local.components import kv_router as route_decisions
+from dynamo_local.components.dispatcher import Routed, RouterClient
+from dynamo_local.components.kv_router import RouteDecisions
 from dynamo_local.components.messages import RouteRequest, parse_route_request
-from dynamo_local.components.routing import route_decisions, router_client
-from dynamo_local.components.routing.route_decisions import RouteDecisions
-from dynamo_local.components.routing.router_client import Routed, RouterClient
-from dynamo_local.core.kv.index import KvIndex
-from dynamo_local.core.routing import RouterSettings, Sample
+from dynamo_local.core.routing.choice import RouterSettings, Sample
+from dynamo_local.core.routing.kv_index import KvIndex
 from dynamo_local.core.types import Load
 from dynamo_local.errors import InvalidRequest, NoWorkers, WorkerDraining
 from dynamo_local.kv_hashes import block_hashes

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from dynamo_local.components.models_view import EngineApi, ModelCard, ModelsView, adapters_prefix
-from dynamo_local.components.openai.app import FrontendDeps, create_app
-from dynamo_local.components.processor import Processor, ProcessorConfig
-from dynamo_local.components.vllm_api.adapters import Adapter, adapters_of
+from dynamo_local.components.openai.app import create_app
+from dynamo_local.components.openai.generation import FrontendDeps
+from dynamo_local.components.processor import Adapter, Processor, ProcessorConfig, adapters_of
 from dynamo_local.engines.vllm.options import words_of
 from dynamo_local.errors import ConfigError
 from dynamo_local.ports import DeleteEvent, KeyValue, PutEvent

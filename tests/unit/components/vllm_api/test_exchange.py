@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from dynamo_local.components.vllm_api.exchange import Exchange, answer, current
-from dynamo_local.components.vllm_api.messages import ApiRequest
+from dynamo_local.components.messages import ApiRequest
+from dynamo_local.components.vllm_api.host import Exchange, answer, current
 from dynamo_local.errors import EngineError, WorkerBusy
 
 REQUEST = ApiRequest("r1", "/v1/chat/completions", [("content-type", "application/json")], b'{"model": "m"}')

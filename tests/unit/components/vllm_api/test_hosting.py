@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from dynamo_local.components.dispatcher import Dispatcher
+from dynamo_local.components.messages import ApiRequest
 from dynamo_local.components.models_view import EngineApi, ModelCard, ModelsView
-from dynamo_local.components.routing.dispatch import Dispatcher
-from dynamo_local.components.vllm_api.hosting import ApiHost
-from dynamo_local.components.vllm_api.messages import ApiRequest
-from dynamo_local.core.routing import RoundRobin
+from dynamo_local.components.vllm_api.host import ApiHost
+from dynamo_local.core.routing.choice import RoundRobin
 from dynamo_local.errors import ConfigError, NoWorkers, WorkerBusy, WorkerLost
 from dynamo_local.ports import KeyValue, PutEvent, SamplingParams, SnapshotEvent
 from tests.fakes.data_plane.endpoints import FakeEndpointClient
 
-SERVING = "dynamo_local.engines.vllm.api.serving"
+SERVING = "dynamo_local.engines.vllm.api_server"
 REQUEST = ApiRequest("r1", "/v1/completions", [("content-type", "application/json")], b"{}")
 CORE = [b"vLLM's own words", b"a tensor"]
 
@@ -38,7 +38,7 @@ async def lost(payload: Any, _context: Any) -> AsyncIterator[Any]:
 
 
 class FakeApi:
-    """`engines.vllm.api.serving.VllmApi`: answers with the tokens that a worker gave to one request."""
+    """`engines.vllm.api_server.VllmApi`: answers with the tokens that a worker gave to one request."""
 
     made: Any = None
 

@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from dynamo_local.components.models_view import EngineApi, ModelCard, ModelsView
-from dynamo_local.components.openai.app import FrontendConfig, FrontendDeps, create_app
+from dynamo_local.components.openai.app import create_app
+from dynamo_local.components.openai.generation import FrontendDeps
+from dynamo_local.components.openai.settings import FrontendConfig
 from dynamo_local.components.vllm_api.relay import PATHS
 from dynamo_local.errors import EngineError, WorkerBusy, WorkerLost
 from dynamo_local.ports import KeyValue, PutEvent, SnapshotEvent

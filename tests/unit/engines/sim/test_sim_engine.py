@@ -15,10 +15,10 @@ from dynamo_local.engines import make_engine
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.tokens import expected_output, expected_tokens
-from dynamo_local.engines.sim.transport import InMemoryTransport
+from dynamo_local.engines.sim.transfers import InMemoryTransport
 from dynamo_local.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from dynamo_local.ports import Engine, EngineOutput, EngineRequest, SamplingParams
-from dynamo_local.profiles import FixedModel
+from dynamo_local.profile.interpolation import FixedModel
 
 PERF = FixedModel(prefill_ms_per_token=1, decode_ms=10)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.core.gpus import simulated_uuid
-from dynamo_local.engines.sim.faults import Faults, faults_here
-from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.scheduling.requests import SchedulerConfig
+from dynamo_local.engines.sim.options import Faults, SimOptions, faults_here
+from dynamo_local.engines.sim.requests import SchedulerConfig
 from dynamo_local.errors import ConfigError
 
 

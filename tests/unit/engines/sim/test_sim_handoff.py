@@ -13,7 +13,7 @@ from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.engines.sim.tokens import expected_tokens, prompt_digest
-from dynamo_local.engines.sim.transport import (
+from dynamo_local.engines.sim.transfers import (
     InMemoryTransport,
     KvListener,
     KvSource,
@@ -23,7 +23,7 @@ from dynamo_local.engines.sim.transport import (
 )
 from dynamo_local.errors import KvTransferError
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
-from dynamo_local.profiles import FixedModel
+from dynamo_local.profile.interpolation import FixedModel
 
 PERF = FixedModel(prefill_ms_per_token=1, decode_ms=10)
 PROMPT = list(range(30))

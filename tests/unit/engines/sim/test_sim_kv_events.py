@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_local.clock import run_virtual
-from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from dynamo_local.core.kv.index import KvIndex
+from dynamo_local.core.routing.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.core.routing.kv_index import KvIndex
+from dynamo_local.engines.sim.blocks import BlockPool
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.scheduling.blocks import BlockPool
-from dynamo_local.engines.sim.transport import InMemoryTransport
+from dynamo_local.engines.sim.transfers import InMemoryTransport
 from dynamo_local.kv_hashes import block_hashes
 from dynamo_local.ports import EngineRequest, SamplingParams
-from dynamo_local.profiles import FixedModel
+from dynamo_local.profile.interpolation import FixedModel
 from tests.tools.examples import examples
 
 

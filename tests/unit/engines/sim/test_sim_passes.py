@@ -10,13 +10,12 @@ from dynamo_local.clock import run_virtual
 from dynamo_local.core.passes import NONE, Requests
 from dynamo_local.engines.sim.engine import SimEngine
 from dynamo_local.engines.sim.options import SimOptions
-from dynamo_local.engines.sim.scheduling.requests import SchedulerConfig, SimRequest
-from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
-from dynamo_local.engines.sim.scheduling.watched import PassDone
-from dynamo_local.engines.sim.transport import InMemoryTransport
+from dynamo_local.engines.sim.requests import SchedulerConfig, SimRequest
+from dynamo_local.engines.sim.scheduler import PassDone, SimScheduler
+from dynamo_local.engines.sim.transfers import InMemoryTransport
 from dynamo_local.ports import EngineRequest, SamplingParams
-from dynamo_local.profiles import FixedModel
-from dynamo_local.runtime.passes.recorder import PassRecorder
+from dynamo_local.profile.interpolation import FixedModel
+from dynamo_local.transport.passes import PassRecorder
 
 PERF = FixedModel(prefill_ms_per_token=1.0, decode_ms=10.0)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.engines.sim.scheduling.blocks import BlockPool
-from dynamo_local.engines.sim.scheduling.requests import (
+from dynamo_local.engines.sim.blocks import BlockPool
+from dynamo_local.engines.sim.requests import (
     Finished,
     HandoffExpired,
     Preempted,
@@ -17,8 +17,8 @@ from dynamo_local.engines.sim.scheduling.requests import (
     Started,
     Tokens,
 )
-from dynamo_local.engines.sim.scheduling.scheduler import SimScheduler
-from dynamo_local.profiles import FixedModel
+from dynamo_local.engines.sim.scheduler import SimScheduler
+from dynamo_local.profile.interpolation import FixedModel
 
 # A prompt token takes 1 s, a decode pass 10 s.
 PERF = FixedModel(prefill_ms_per_token=1000, decode_ms=10_000)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.engines.vllm import engine_resources, plugin
-from dynamo_local.engines.vllm.handoffs import Handoffs
+from dynamo_local.engines.vllm.engine import Handoffs
 from dynamo_local.engines.vllm.stats import Statistics
 
 
@@ -131,7 +131,7 @@ def test_eight_engines_have_nothing_in_common(short_folder: Path) -> None:
 def test_a_lease_ends_with_its_process() -> None:
     """Whatever ends it, the kernel gives the name back."""
     code = (
-        "import sys\nfrom dynamo_local.engines.vllm.engine_resources import lease\nheld = lease('test/ends')\n"
+        "import sys\nfrom dynamo_local.system.host_leases import lease\nheld = lease('test/ends')\n"
         "print(held is not None, flush=True)\nsys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.config import load_config, resolve
-from dynamo_local.engines.vllm import checking
-from dynamo_local.engines.vllm.checking import VllmSection
+from dynamo_local.arbiter.checks import check_engines
+from dynamo_local.config import resolve
+from dynamo_local.config.loading import load_config
+from dynamo_local.engines.vllm import checks as checking
+from dynamo_local.engines.vllm.checks import VllmSection
 from dynamo_local.errors import ConfigError
 from dynamo_local.sdk.loader import load_graph
-from dynamo_local.serve.checks.engine import check_engines
 from tests.drivers.served import EXAMPLE
 
 

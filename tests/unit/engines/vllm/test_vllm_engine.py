@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo_local.core.kv.handover import ASK_PREFILL
-from dynamo_local.engines.vllm import VllmEngine, VllmOptions
-from dynamo_local.engines.vllm.starting.processes import CoreProcesses
+from dynamo_local.core.routing.disagg import ASK_PREFILL
+from dynamo_local.engines.vllm.engine import VllmEngine
+from dynamo_local.engines.vllm.options import VllmOptions
+from dynamo_local.engines.vllm.processes import CoreProcesses
 from dynamo_local.errors import EngineDead, EngineError, InvalidRequest, KvTransferError
 from dynamo_local.ports import EngineOutput, EngineRequest, SamplingParams
 
@@ -249,7 +250,7 @@ async def test_a_request_in_vllms_own_words_goes_as_it_came(engine_of: Make, mon
             yield EngineOutput((7,), "length", core=[b"more"])
 
     module = SimpleNamespace(CoreRequests=CoreRequests)
-    monkeypatch.setitem(sys.modules, "dynamo_local.engines.vllm.api.core_requests", module)
+    monkeypatch.setitem(sys.modules, "dynamo_local.engines.vllm.core_requests", module)
     request = EngineRequest("r", [1, 2], SamplingParams(max_tokens=4), {"do_remote_prefill": True}, core=[b"words"])
     assert [output.core async for output in engine.generate(request)] == [[b"more"]]
     assert ran == [([b"words"], {"do_remote_prefill": True})]

@@ -23,7 +23,7 @@ EXPECTED = {
 def test_a_shipped_configuration_fills_eight_gpus(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`dynamo serve --dry-run`: the workers and their GPUs; on a host without vLLM it says what was not checked."""
     monkeypatch.chdir(EXAMPLE)
-    monkeypatch.setattr("dynamo_local.engines.vllm.checking.is_installed", lambda: False)
+    monkeypatch.setattr("dynamo_local.engines.vllm.checks.is_installed", lambda: False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     graph = "disagg" if name.endswith("disagg") else "agg"
     words = [f"graphs.{graph}:Frontend", "-f", f"configs/{name}.yaml", "--gpus", "sim:8", "--dry-run", "--json"]

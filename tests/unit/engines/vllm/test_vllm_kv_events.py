@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_local.core.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo_local.core.routing.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo_local.engines.vllm.kv_events import KvBlocks, KvEventBridge
 from dynamo_local.kv_hashes import block_hashes
 

@@ -133,7 +133,7 @@ def test_the_simulation_takes_none_of_vllms_keys_and_the_other_way_round(values:
 async def test_an_engine_without_vllm_says_what_is_missing() -> None:
     """A worker that was started all the same ends with a reason, not with a traceback."""
     pytest.importorskip  # noqa: B018  # vLLM may be installed where the units run: then there is nothing to show
-    from dynamo_local.engines.vllm.checking import is_installed
+    from dynamo_local.engines.vllm.checks import is_installed
 
     if is_installed():
         return

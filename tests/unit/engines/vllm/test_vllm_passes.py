@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dynamo_local.core.passes import NONE, EngineId, ForwardPass, Requests
-from dynamo_local.engines.vllm.pass_bridge import received, watch_passes
+from dynamo_local.engines.vllm.engine import received, watch_passes
 from dynamo_local.engines.vllm.pass_watch import PassWatch, queued_numbers, scheduled_numbers
 
 

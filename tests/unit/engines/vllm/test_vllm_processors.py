@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dynamo_local.engines.vllm import plugin
-from dynamo_local.engines.vllm.starting.processors import BINDING, let_nixl_pause, unpin
+from dynamo_local.engines.vllm.engine_resources import BINDING, let_nixl_pause, unpin
 
 THREADS = """
 import os, sys, threading

@@ -18,14 +18,13 @@ import pytest
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.forecasting import process as module
 from dynamo_local.planner.forecasting.__main__ import NICE
+from dynamo_local.planner.forecasting.answers import ArbiterForecaster, InlineForecaster
 from dynamo_local.planner.forecasting.process import ForecastProcess
-from dynamo_local.planner.forecasting.runners import ArbiterForecaster, InlineForecaster
-from dynamo_local.planner.predictors.answering import answer
-from dynamo_local.planner.queueing.demand import Demand
-from dynamo_local.planner.queueing.engine import EngineOptions
-from dynamo_local.planner.queueing.task import Question
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.planner.predictors import answer
+from dynamo_local.planner.queueing import Demand, EngineOptions
+from dynamo_local.planner.queueing_task import Question
+from dynamo_local.planner.values import Forecasts, ForecastTask
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from dynamo_local.system.processes import is_alive
 from tests.drivers.served import auntil, until
 
@@ -218,7 +217,7 @@ def test_it_never_outlives_the_arbiter() -> None:
     arbiter = (
         "import asyncio, os, signal\n"
         "from dynamo_local.planner.forecasting.process import ForecastProcess\n"
-        "from dynamo_local.planner.values.forecasts import ForecastTask\n"
+        "from dynamo_local.planner.values import ForecastTask\n"
         "async def main():\n"
         "    forecasts = ForecastProcess()\n"
         "    await forecasts.run(ForecastTask('constant', ((1.0,),)), 60.0)\n"
@@ -240,9 +239,9 @@ def test_the_arbiter_imports_none_of_the_libraries() -> None:
     process, without one of them."""
     program = (
         "import asyncio, sys\n"
-        "import dynamo_local.serve.supervisor, dynamo_local.autoscale.planning\n"
-        "from dynamo_local.planner.forecasting.runners import ArbiterForecaster\n"
-        "from dynamo_local.planner.values.forecasts import ForecastTask\n"
+        "import dynamo_local.arbiter.supervisor, dynamo_local.arbiter.planning\n"
+        "from dynamo_local.planner.forecasting.answers import ArbiterForecaster\n"
+        "from dynamo_local.planner.values import ForecastTask\n"
         "async def main():\n"
         "    forecaster = ArbiterForecaster()\n"
         "    for predictor in ('kalman', 'prophet'):\n"

@@ -10,14 +10,13 @@ from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.pipeline.stages import Answer, Stage
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions
-from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import ThroughputLoadOptions
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.proposals import Reject
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.planner.stages import Answer, Stage
+from dynamo_local.planner.values import Decision, Reject
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner.observations import DECODE, PREFILL
 from tests.fakes.planner.plugins import Plugins, override, pull
 

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 
 from dynamo_local.clock import AsyncioClock
-from dynamo_local.config.planner.plugins import PluginRegistrationConfig, SchedulingConfig
-from dynamo_local.planner.pipeline.context import PipelineContext
-from dynamo_local.planner.pipeline.stages import PluginSpec, Stage
+from dynamo_local.config.planner import PluginRegistrationConfig, SchedulingConfig
 from dynamo_local.planner.plugins import in_process
 from dynamo_local.planner.plugins.service import PluginService
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.proposals import Accept, Override, Proposal, Reject
+from dynamo_local.planner.stages import PipelineContext, PluginSpec, Stage
+from dynamo_local.planner.values import Accept, Override, Prediction, Proposal, Reject
 from tests.fakes.planner.plugins import override, pull
 
 ROOT = Path(__file__).parents[4]

@@ -11,13 +11,11 @@ import pytest
 
 from dynamo_local.clock import run_virtual
 from dynamo_local.core.notes import Over, Trouble
-from dynamo_local.planner.pipeline.circuit import FAILURES_MAX, OPEN_S, CircuitState
-from dynamo_local.planner.pipeline.context import PipelineContext
-from dynamo_local.planner.pipeline.stages import Answer, HoldPolicy, Nothing, Predicted, Stage
-from dynamo_local.planner.plugins.calling import PluginFailed
 from dynamo_local.planner.plugins.pipeline import Action
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.proposals import Accept, OverrideType, Proposal, Reject
+from dynamo_local.planner.plugins.registration import FAILURES_MAX, OPEN_S, CircuitState
+from dynamo_local.planner.plugins.registry import PluginFailed
+from dynamo_local.planner.stages import Answer, HoldPolicy, Nothing, PipelineContext, Predicted, Stage
+from dynamo_local.planner.values import Accept, OverrideType, Prediction, Proposal, Reject
 from tests.fakes.planner.plugins import Plugins, override
 
 OWN = Proposal("builtin_load_propose", 10, override(decode=3))

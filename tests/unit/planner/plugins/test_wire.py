@@ -9,15 +9,30 @@ from google.protobuf import descriptor_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.pipeline.answers import Unusable
-from dynamo_local.planner.pipeline.context import Fpm, Observations, PipelineContext, Workers
-from dynamo_local.planner.pipeline.stages import Answer, Nothing, Predicted, Stage
 from dynamo_local.planner.plugins import codec, reading
-from dynamo_local.planner.values.forecasts import Prediction
-from dynamo_local.planner.values.passes import EngineId, ForwardPass, Requests
-from dynamo_local.planner.values.proposals import Accept, ComponentTarget, Override, OverrideType, Proposal, Reject
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.stages import (
+    Answer,
+    Fpm,
+    Nothing,
+    Observations,
+    PipelineContext,
+    Predicted,
+    Stage,
+    Unusable,
+    Workers,
+)
+from dynamo_local.planner.values import (
+    Accept,
+    ComponentTarget,
+    Override,
+    OverrideType,
+    Prediction,
+    Proposal,
+    Reject,
+    Traffic,
+)
 from tests.tools.compile_proto import COMPILED, compiled
 from tests.tools.examples import examples
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 
 from dynamo_local.errors import BadInput
-from dynamo_local.planner.connectors.local_connector import Committed, Refused
+from dynamo_local.planner.connectors import Committed, Refused
 from dynamo_local.planner.policies.explain import explain
-from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.records.record import (
+from dynamo_local.planner.policies.load import LoadPolicy
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.records.decision_log import (
     DecisionRecord,
     Outcome,
     StepOutcome,
@@ -20,7 +21,7 @@ from dynamo_local.planner.records.record import (
     outcome_of,
     to_line,
 )
-from dynamo_local.planner.values.decisions import Decision, Observation, Reason, Rule
+from dynamo_local.planner.values import Decision, Observation, Reason, Rule
 from tests.fakes.planner.load_cases import BOUNDARIES, CASES, WORKED
 from tests.fakes.planner.observations import DECODE, PREFILL, observe
 from tests.fakes.planner.planner_worlds import observations, options

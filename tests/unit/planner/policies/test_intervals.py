@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.policies.intervals import AdjustmentIntervals, fresh
-from dynamo_local.planner.policies.load import LoadOptions, LoadPolicy
-from dynamo_local.planner.values.decisions import Decision, Observation, Rule
-from dynamo_local.planner.values.pools import WorkerPools
+from dynamo_local.planner.policies.load import LoadPolicy
+from dynamo_local.planner.policies.load_intervals import AdjustmentIntervals, fresh
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.values import Decision, Observation, Rule, WorkerPools
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, reading, worker_pools
 
 OPTIONS = LoadOptions(adjustment_interval_s=30.0, metric_pulling_interval_s=1.0)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.planner.policies import load, rules
+from dynamo_local.planner.policies import load
+from dynamo_local.planner.policies import load_rules as rules
 from tests.fakes.planner.load_cases import CASES
 
 OTHER = {

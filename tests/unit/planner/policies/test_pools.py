@@ -6,15 +6,14 @@ from dataclasses import fields, replace
 
 import pytest
 
-from dynamo_local.autoscale.planner_options import load_options
-from dynamo_local.config import PlannerConfig
-from dynamo_local.core.actuators import EVERY
-from dynamo_local.core.life.standby import Standby
-from dynamo_local.core.types import WorkerState
+from dynamo_local.arbiter.planner_options import load_options
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.core.fleet.fleet import Standby
+from dynamo_local.core.types import EVERY, WorkerState
 from dynamo_local.errors import UnknownWorker
 from dynamo_local.planner.policies.options import LoadOptions
 from dynamo_local.planner.policies.pools import pools_of
-from dynamo_local.planner.values.pools import Pool
+from dynamo_local.planner.values import Pool
 from tests.fakes.arbiter.fleet_views import DECODE, PREFILL, name, on_ledger, worker
 
 

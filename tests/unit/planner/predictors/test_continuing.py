@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo_local.planner.predictors.constant import Constant
-from dynamo_local.planner.predictors.continuing import Continued, continued
+from dynamo_local.planner.predictors import Constant, Continued, continued
 
 Answers = Callable[[Sequence[float], int], Sequence[float]]
 

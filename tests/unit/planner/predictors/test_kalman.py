@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.planner.predictors.continuing import continued
-from dynamo_local.planner.predictors.kalman import Kalman
+from dynamo_local.planner.predictors import Kalman, continued
 
 RISING = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0]
 

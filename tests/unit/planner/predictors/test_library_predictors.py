@@ -8,12 +8,7 @@ import sys
 
 import pytest
 
-from dynamo_local.planner.predictors.arima import Arima
-from dynamo_local.planner.predictors.constant import Constant
-from dynamo_local.planner.predictors.continuing import continued
-from dynamo_local.planner.predictors.kalman import Kalman
-from dynamo_local.planner.predictors.prophet import Prophet
-from dynamo_local.planner.predictors.protocol import Predictor
+from dynamo_local.planner.predictors import Arima, Constant, Kalman, Predictor, Prophet, continued
 
 SINE = [100 + 80 * math.sin(2 * math.pi * number / 20) for number in range(60)]
 LIBRARY = {"arima": "statsforecast", "prophet": "prophet"}

@@ -9,13 +9,9 @@ import pytest
 
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import ConfigError
-from dynamo_local.planner.predictors import options as module
-from dynamo_local.planner.predictors.answering import answer
-from dynamo_local.planner.predictors.kalman import Kalman
-from dynamo_local.planner.predictors.options import PredictorOptions, is_light, predictor_of
-from dynamo_local.planner.predictors.prophet import Prophet
-from dynamo_local.planner.values.forecasts import Forecasts, ForecastTask
-from dynamo_local.planner.values.series import Series, Window
+from dynamo_local.planner import predictors as module
+from dynamo_local.planner.predictors import Kalman, PredictorOptions, Prophet, answer, is_light, predictor_of
+from dynamo_local.planner.values import Forecasts, ForecastTask, Series, Window
 
 RISING = (10.0, 20.0, 30.0, 40.0, 50.0)
 

@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_local.planner.queueing.decode import Run, Streams, decode_share
-from dynamo_local.planner.queueing.demand import Demand
-from dynamo_local.planner.queueing.engine import Engine, EngineOptions
-from dynamo_local.planner.queueing.shares import Evaluator
-from dynamo_local.planner.queueing.task import passes_of
-from dynamo_local.profiles import DEFAULT_PROFILE
+from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, Evaluator, Run, Streams, decode_share
+from dynamo_local.planner.queueing_task import passes_of
+from dynamo_local.profile.reading import DEFAULT_PROFILE
 from tests.fakes.planner import plain_queueing as plain
 
 TTFT_S, ITL_S = 0.3, 0.012

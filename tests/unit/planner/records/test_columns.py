@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_local.planner.records.columns import packed, unpacked
+from dynamo_local.planner.records.ticks import packed, unpacked
 
 WHOLE = st.integers(-(2**53), 2**53)
 MEASURED = st.integers(-(10**12), 10**12).map(lambda n: n / 10**6)

@@ -9,15 +9,12 @@ import pytest
 
 from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.load import LoadOptions
-from dynamo_local.planner.policies.sla.options import SlaOptions
+from dynamo_local.planner.policies.options import LoadOptions
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records import figures
-from dynamo_local.planner.records.decision_log import parse, words
-from dynamo_local.planner.records.seen import Aims, EngineLoads, aims_of, engine_loads
-from dynamo_local.planner.values.decisions import Reason
-from dynamo_local.planner.values.passes import EngineSeen
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.records.decision_log import Aims, EngineLoads, aims_of, engine_loads, parse, words
+from dynamo_local.planner.values import EngineSeen, Reason, Traffic
 from tests.fakes.planner.logged_lines import DECODE, POOLS, PREFILL, line
 
 NEW = ("aims", "engines", "traffic", "prediction", "policy")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dynamo_local.planner.records.decision_log import words
-from dynamo_local.planner.records.record import from_line
+from dynamo_local.planner.records.decision_log import from_line, words
 
 POOL = {
     "component": "VllmWorker", "gpus_per_worker": 1, "ready": 1, "coming": 0, "waiting": 0, "deferred": 0, "leaving": 0,

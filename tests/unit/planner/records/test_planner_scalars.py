@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dynamo_local.core.types import Load, Missing
-from dynamo_local.planner.records import scalars
-from dynamo_local.planner.values.decisions import Reason, Rule
-from dynamo_local.planner.values.pools import Pool, WorkerPools
-from dynamo_local.planner.values.readings import Reading
+from dynamo_local.planner.records import figures as scalars
+from dynamo_local.planner.values import Pool, Reading, Reason, Rule, WorkerPools
 
 FLEET = WorkerPools(
     prefill=Pool("PrefillWorker", gpus_per_worker=1, ready=1, coming=1, gpus_held=2),

@@ -12,31 +12,28 @@ import pytest
 from click.testing import CliRunner
 
 from dynamo_local.cli.main import cli
-from dynamo_local.config.planner.options import POLICIES
+from dynamo_local.config.planner import POLICIES
+from dynamo_local.core.passes import EngineId, ForwardPass, Requests
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.engines.sim.options import SimOptions
 from dynamo_local.errors import BadInput
 from dynamo_local.planner.choosing import policy_of
 from dynamo_local.planner.driver import PolicyDriver
-from dynamo_local.planner.forecasting.runners import InlineForecaster
+from dynamo_local.planner.forecasting.answers import InlineForecaster
 from dynamo_local.planner.policies.options import LoadOptions, PolicyOptions, name_of
-from dynamo_local.planner.policies.sla.options import SlaOptions
-from dynamo_local.planner.policies.slo import lengths
-from dynamo_local.planner.policies.slo.options import SloOptions
+from dynamo_local.planner.policies.sla_sizing import SlaOptions
+from dynamo_local.planner.policies.slo import forecast as lengths
+from dynamo_local.planner.policies.slo.ladder import SloOptions
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.records import ticks
-from dynamo_local.planner.replaying import Replay
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen, ForwardPass, Requests
-from dynamo_local.planner.values.pull import Pull
-from dynamo_local.planner.values.readings import Reading
-from dynamo_local.planner.values.traffic import Traffic
-from dynamo_local.profiles import DEFAULT_PROFILE
-from dynamo_local.runtime.passes.fpm import decode_pass, encode_pass
-from dynamo_local.system.logs.jsonl import Record
-from dynamo_local.twin.options import FleetShape, TwinOptions
-from dynamo_local.twin.simulation import Simulation
-from dynamo_local.twin.trace import TraceRequest
+from dynamo_local.planner.replay import Replay
+from dynamo_local.planner.values import Capabilities, Decision, EngineSeen, Pull, Reading, Traffic
+from dynamo_local.profile.reading import DEFAULT_PROFILE
+from dynamo_local.simulator.options import FleetShape, TwinOptions
+from dynamo_local.simulator.simulation import Simulation
+from dynamo_local.simulator.trace import TraceRequest
+from dynamo_local.system.json_lines import Record
+from dynamo_local.transport.fpm import decode_pass, encode_pass
 from tests.fakes.planner.observations import DECODE, PREFILL, pool, worker_pools
 
 OPTIONS = [

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.sources.counters import KEPT_S, SCRAPE_EVERY_S, Counted, CounterHistory
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.sources import KEPT_S, SCRAPE_EVERY_S, Counted, CounterHistory
+from dynamo_local.planner.values import Traffic
 
 
 def frontend(epoch: str = "a", up_since_s: float = -1000.0, **counters: float) -> Counted:

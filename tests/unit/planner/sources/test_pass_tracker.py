@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dynamo_local.core.passes import EngineId
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.sources.passes import NEW_PASSES, STALE_AFTER_S, PassTracker, ReadyWorker
-from dynamo_local.planner.values.passes import Capabilities, EngineId, EngineSeen
+from dynamo_local.planner.sources import NEW_PASSES, STALE_AFTER_S, PassTracker, ReadyWorker
+from dynamo_local.planner.values import Capabilities, EngineSeen
 from tests.fakes.data_plane.passes import WORKER, heartbeat, passed
 
 DECODE = ReadyWorker("dynamo_Decode", "Decode", WORKER)

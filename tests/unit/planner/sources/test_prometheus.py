@@ -13,9 +13,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.sources import prometheus
-from dynamo_local.planner.sources.prometheus import PrometheusOptions, PrometheusTraffic
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner import prometheus
+from dynamo_local.planner.prometheus import PrometheusOptions, PrometheusTraffic
+from dynamo_local.planner.values import Traffic
 from tests.fakes.arbiter.hand_clock import HandClock
 
 Answer = tuple[int, bytes] | None

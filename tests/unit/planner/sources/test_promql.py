@@ -7,8 +7,8 @@ import math
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.sources.promql import Series, queries, traffic_of
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.prometheus import Series, queries, traffic_of
+from dynamo_local.planner.values import Traffic
 
 OURS = {"model": "Llama", "dynamo_namespace": "dynamo-blue"}
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.values.forecasts import Forecasts, Prediction
-from dynamo_local.planner.values.series import Series, Window
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.values import Forecasts, Prediction, Series, Traffic, Window
 
 EMPTY = Series(window_s=180.0)
 GONE = Missing("Prometheus does not answer")

@@ -6,7 +6,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_local.components.http_metrics import HttpMetrics
-from dynamo_local.components.openai.port import counts
+from dynamo_local.components.openai import port as counts
 
 
 def served(requests: int, *, open_ones: int = 0, model: str = "m") -> HttpMetrics:
@@ -37,7 +37,7 @@ def test_the_sum_of_pages_is_the_page_of_all_requests():
 
 def test_what_is_now_ends_with_its_process_and_what_was_does_not():
     """A killed Frontend has no request in flight, and those that it answered were answered."""
-    left = counts.ended(counts.counts_of(served(3, open_ones=2).registry))
+    left = counts.counts_of_ended(counts.counts_of(served(3, open_ones=2).registry))
     found = samples(counts.page(counts.added((left, counts.counts_of(served(1, open_ones=1).registry)))))
     assert found["dynamo_frontend_inflight_requests"] == 1.0
     assert found["dynamo_frontend_requests_started_total"] == 7.0

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from dynamo_local.components.models_view import ModelsView
+from dynamo_local.components.openai import port as shared
 from dynamo_local.components.openai.app import create_app
 from dynamo_local.components.openai.generation import FrontendDeps
-from dynamo_local.components.openai.port import shared
-from dynamo_local.components.openai.serving import Serving
+from dynamo_local.components.openai.port import Serving
 from dynamo_local.errors import ConfigError
 from tests.fakes.data_plane.processor import FakeEndpoint, answer, last, text
 from tests.unit.components.frontend.test_frontend_service import FakeContext

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.components.openai.port import siblings as module
-from dynamo_local.components.openai.port.siblings import Reply, Siblings
+from dynamo_local.components.openai import port as module
+from dynamo_local.components.openai.port import Reply, Siblings
 from dynamo_local.errors import StartTimedOut
 
 

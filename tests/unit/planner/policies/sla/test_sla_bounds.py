@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.planner.policies.sla.bounds import SlaRule
-from dynamo_local.planner.policies.throughput_load.budget import fitting
+from dynamo_local.planner.policies.budget import fitting
+from dynamo_local.planner.policies.sla_sizing import SlaRule
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
 from tests.fakes.planner.sla_worlds import decided, policy, pull, reason_of, targets_of, traffic
 

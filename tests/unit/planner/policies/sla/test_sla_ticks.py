@@ -7,14 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.sla.bounds import SlaRule
-from dynamo_local.planner.policies.sla.policy import SlaPolicy, SlaState
-from dynamo_local.planner.predictors.options import PredictorOptions
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.forecasts import Forecasts, Prediction
-from dynamo_local.planner.values.proposals import ComponentTarget
-from dynamo_local.planner.values.series import Window
-from dynamo_local.planner.values.traffic import Traffic
+from dynamo_local.planner.policies.sla import SlaPolicy, SlaState
+from dynamo_local.planner.policies.sla_sizing import SlaRule
+from dynamo_local.planner.predictors import PredictorOptions
+from dynamo_local.planner.values import ComponentTarget, Decision, Forecasts, Prediction, Traffic, Window
 from tests.fakes.planner.observations import DECODE, PREFILL, pool
 from tests.fakes.planner.sla_worlds import (
     INTERVAL_S,

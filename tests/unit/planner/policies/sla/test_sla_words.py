@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dynamo_local.planner.policies.explain import explain, explain_reason
-from dynamo_local.planner.values.decisions import Counterfactual
-from dynamo_local.planner.values.proposals import ComponentTarget
+from dynamo_local.planner.values import ComponentTarget, Counterfactual
 from tests.fakes.planner.observations import DECODE, PREFILL
 from tests.fakes.planner.sla_worlds import decided, policy, pull, reason_of, traffic
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.policies.sla.sizing import Corrections, corrected, decode_need, prefill_need
+from dynamo_local.planner.policies.sla_sizing import Corrections, corrected, decode_need, prefill_need
 from tests.fakes.planner.observations import DECODE, PREFILL
 from tests.fakes.planner.sla_worlds import H200, INTERVAL_S, decided, policy, pull, reason_of, targets_of, traffic
 

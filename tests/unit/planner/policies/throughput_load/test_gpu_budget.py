@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dynamo_local.planner.policies.throughput_load.budget import Fit, Wish, fitting, granted
+from dynamo_local.planner.policies.budget import Fit, Wish, fitting, granted
 
 BELOW, HOLD, WANTED = Fit.RECONCILED, Fit.GUARD_HOLD, Fit.AS_WANTED
 

@@ -9,9 +9,7 @@ import pytest
 from dynamo_local.core.types import Missing
 from dynamo_local.planner.policies.throughput_load.options import Target, ThroughputLoadOptions
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
-from dynamo_local.planner.values.forecasts import Forecasts
-from dynamo_local.planner.values.proposals import ComponentTarget, OverrideType
-from dynamo_local.planner.values.series import Window
+from dynamo_local.planner.values import ComponentTarget, Forecasts, OverrideType, Window
 from tests.fakes.planner.engines_seen import (
     MODELS,
     LastValue,

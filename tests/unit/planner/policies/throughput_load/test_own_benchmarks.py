@@ -9,17 +9,10 @@ from typing import Any
 import pytest
 
 from dynamo_local.core.types import Missing
-from dynamo_local.planner.models.pass_model import Kind, PassModel
+from dynamo_local.planner.pass_model import Kind, PassModel
 from dynamo_local.planner.policies.throughput_load.policy import ThroughputLoadPolicy
 from dynamo_local.planner.policies.throughput_load.state import ScalingState
-from tests.fakes.planner.engines_seen import (
-    LIMITS,
-    MODELS,
-    PREFILL_PASSES,
-    load_loop,
-    pull,
-    untrained,
-)
+from tests.fakes.planner.engines_seen import LIMITS, MODELS, PREFILL_PASSES, load_loop, pull, untrained
 from tests.fakes.planner.observations import DECODE, PREFILL
 
 SLOW = tuple(replace(one, wall_time_s=one.wall_time_s * 3) for one in PREFILL_PASSES)

@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.planner.policies.explain import explain
-from dynamo_local.planner.values.decisions import Decision, Reason
-from tests.fakes.planner.engines_seen import (
-    both_loops,
-    decide,
-    driver,
-    load_loop,
-    pull,
-    sized,
-    sla,
-    traffic,
-)
+from dynamo_local.planner.values import Decision, Reason
+from tests.fakes.planner.engines_seen import both_loops, decide, driver, load_loop, pull, sized, sla, traffic
 from tests.fakes.planner.observations import PREFILL, pool
 
 AT_8 = load_loop(max_gpu_budget=8)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo_local.planner.models.pass_model import Kind, PassModel
-from dynamo_local.planner.policies.throughput_load.budget import Wish, granted
+from dynamo_local.core.passes import EngineId
+from dynamo_local.planner.pass_model import Kind, PassModel
+from dynamo_local.planner.policies.budget import Wish, granted
 from dynamo_local.planner.policies.throughput_load.policy import METADATA_WINDOW_S
-from dynamo_local.planner.values.decisions import Decision
-from dynamo_local.planner.values.passes import EngineId, EngineSeen
+from dynamo_local.planner.values import Decision, EngineSeen
 from tests.fakes.planner.engines_seen import (
     LIMITS,
     MODELS,

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.planner.models.estimates import Engine, limits_of, prefill_capacity
-from dynamo_local.planner.models.pass_model import Kind
+from dynamo_local.planner.pass_model import Engine, Kind, limits_of, prefill_capacity
 from dynamo_local.planner.policies.throughput_load.options import DownRule, Mode, Target, ThroughputLoadOptions
-from dynamo_local.planner.values.passes import Capabilities
+from dynamo_local.planner.values import Capabilities
 from tests.fakes.planner.engines_seen import (
     LIMITS,
     MODELS,

@@ -1,0 +1,1 @@
+"""The supervising process: starts workers, watches them, drains and ends them, and answers `dynamo` and `circusctl`."""

@@ -1,0 +1,181 @@
+"""`dynamo apply` in the arbiter: what differs, whether it can be, and then that: committed as a whole, carried out.
+
+The difference is a pure function (`core.differences`), what follows for workers is the machine's
+(`core.fleet.applying`); here the rest of the arbiter is told. With `dry_run` the machine's step is taken and thrown
+away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dynamo_local.arbiter.composition import Parts
+from dynamo_local.arbiter.deployment import base_environment
+from dynamo_local.arbiter.deployment_spec import Wish, options_of
+from dynamo_local.config.resolve import planned_components
+from dynamo_local.core.differences import Described, Differences, Live, differences, planner_goal
+from dynamo_local.core.fleet.applying import outdated
+from dynamo_local.core.fleet.events import Apply
+from dynamo_local.core.fleet.fleet import Fleet
+from dynamo_local.core.fleet.step import step
+from dynamo_local.core.types import GraphSpec, Role
+from dynamo_local.errors import ConfigError, DynamoError, NotApplicable
+from dynamo_local.planner.loop import PlannerState
+from dynamo_local.planner.policies.protocol import Policy
+from dynamo_local.state.schema import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A deployment that may be applied, and the step that does."""
+
+    wish: Wish
+    differences: Differences
+    order: Apply
+    before: Fleet
+    after: Fleet
+    planner_goal: str | None
+
+    @property
+    def is_due(self) -> bool:
+        """Something differs, or somebody still runs with an earlier configuration: an apply had stopped."""
+        return bool(self.differences.lines or outdated(self.before))
+
+
+class Applying:
+    """Applies deployments to a run that has begun."""
+
+    def __init__(self, parts: Parts) -> None:
+        began = parts.deployment
+        self._parts = parts
+        self._one = asyncio.Lock()
+        self._described = Described(
+            began.graph, began.host, options_of(began.load_planner), planner_starts=began.load_planner_starts
+        )
+
+    async def apply(self, given: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
+        """The difference, and what is done about it, once that is committed; with `dry_run` nothing is.
+
+        Raises `BadInput` for what is no deployment, `NotApplicable` with every reason why it cannot be.
+        """
+        wish = Wish.from_json(given)
+        async with self._one:
+            await self._parts.orders.refresh_gpus(stimulus_id)
+            plan = self._planned(wish, stimulus_id, force)
+            if plan.is_due and not dry_run:
+                await self._carry_out(plan)
+            return self._told(plan, dry_run)
+
+    # --- deciding --------------------------------------------------------------------------------
+
+    def _planned(self, wish: Wish, stimulus_id: str, force: bool) -> _Plan:
+        """Raises `NotApplicable` with all reasons, of every kind."""
+        parts, live, wanted = self._parts, self._live(), wish.described
+        found = differences(self._described, wanted, live)
+        reasons = [*found.refused, *parts.host.refuses_to_apply(wish.file, wish.overrides)]
+        goal = planner_goal(self._described, wanted, live)
+        if live.planned and _planned_in(wish.graph) != _planned_in(self._described.graph):
+            reasons.append("the planner would have other components to scale: stop it, and apply this again")
+        if goal == "running" and parts.planning.follows() is not None:
+            reasons.append(
+                "Planner: this run carries out another planner's decisions (--follow): serve it without that"
+            )
+        fleet, factory = parts.shell.fleet, parts.launcher.factory
+        order = Apply(
+            stimulus_id=stimulus_id,
+            templates=replace(factory, graph=wish.graph, retired=()).templates(),
+            counts=found.counts,
+            policy=wish.policy,
+            health_bound_s=wish.host_config.health_bound_s,
+            force=force,
+        )
+        after = fleet
+        try:
+            base_environment(wish.graph, factory.base_env, factory.settings)
+            if found.lines or outdated(fleet):
+                after, _ = step(fleet, order, parts.clock.now_s())
+        except NotApplicable as refused:
+            reasons += refused.details["reasons"]
+        except ConfigError as error:
+            reasons.append(str(error))
+        if reasons:
+            raise NotApplicable.because(reasons)
+        return _Plan(wish, found, order, fleet, after, goal)
+
+    def _live(self) -> Live:
+        parts = self._parts
+        fleet, planning = parts.shell.fleet, parts.planning
+        plans = planning.state is not PlannerState.STOPPED or planning.follows() is not None
+        planned = {Role.DECODE, Role.AGGREGATED, Role.PREFILL} if plans else set()
+        return Live(
+            workers={each.component: fleet.capacity(each.component) for each in fleet.templates},
+            planner=options_of(planning.options),
+            planned=frozenset(each.component for each in fleet.templates if each.role in planned),
+            planner_state=str(planning.state),
+            planner_by_flag=parts.deployment.load_planner_flag is not None,
+        )
+
+    # --- carrying out ------------------------------------------------------------------------------
+
+    async def _carry_out(self, plan: _Plan) -> None:
+        """The intent is committed when this returns; the planner starts or stops last."""
+        parts, wish = self._parts, plan.wish
+        options = wish.planner_config
+        policy = None if options is None else await parts.planning.prepared(options)
+        await parts.orders.committed(plan.order, then=lambda: self._switch(wish, policy))
+        for told in parts.orders.on_manual:
+            told(plan.order.stimulus_id)
+        try:
+            if plan.planner_goal == "running":
+                await parts.planning.start({})
+            elif plan.planner_goal == "stopped":
+                await parts.planning.stop()
+        except DynamoError as error:  # workers get what was written all the same
+            parts.notes.tell(f"apply: {error}")
+
+    def _switch(self, wish: Wish, policy: Policy[Any] | None) -> None:
+        """Everybody who starts workers, or says what runs, goes by the new deployment: before anything is written."""
+        parts, launcher = self._parts, self._parts.launcher
+        factory, here = launcher.factory, {spec.name for spec in wish.graph.services}
+        gone = [spec for spec in (*factory.graph.services, *factory.retired) if spec.name not in here]
+        launcher.factory = replace(
+            factory, graph=wish.graph, service_config_json=wish.sections_json, retired=tuple(gone)
+        )
+        head = parts.statefile.head
+        head.target = wish.graph.target
+        resources = head.environment.SYSTEM_RESOURCES
+        head.environment = Environment(DYNAMO_SERVICE_CONFIG=wish.masked_json, SYSTEM_RESOURCES=resources)
+        parts.planning.reconfigure(wish.graph, wish.planner_config, policy)
+        self._described = wish.described
+
+    # --- telling -----------------------------------------------------------------------------------
+
+    def _told(self, plan: _Plan, dry_run: bool) -> dict[str, Any]:
+        before, after, found = plan.before, plan.after, plan.differences
+        sequence = next((each for each in after.restarts if each.stimulus_id == plan.order.stimulus_id), None)
+        counted = {name for name, worker in before.workers.items() if worker.counts}
+        counts = [name for name, worker in after.workers.items() if worker.counts]
+        renewed = [] if sequence is None else [name for name, _ in sequence.todo]
+        touched = dict.fromkeys((*found.touched, *(after.workers[name].component for name in renewed)))
+        return {
+            "dry_run": dry_run,
+            "changes": [line.shown() for line in found.lines],
+            "notes": list(found.notes),
+            "components": {name: found.counts.get(name) for name in touched if name not in found.removed},
+            "removed": list(found.removed),
+            "workers": {
+                "start": [name for name in counts if name not in counted],
+                "leave": [*sorted(counted - set(counts)), *(() if sequence is None else sequence.removed)],
+                "renew": renewed,
+            },
+        }
+
+
+def _planned_in(graph: GraphSpec) -> tuple[str | None, str] | None:
+    """The components that a planner scales; None where it cannot scale any."""
+    try:
+        return planned_components(graph)
+    except ConfigError:
+        return None

@@ -1,0 +1,265 @@
+"""Who may use the Frontends and the arbiter's metrics, asked before anything starts: keys and certificates are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dynamo_local.components.commands.http_server import HttpConfig
+from dynamo_local.components.commands.launch import HTTP
+from dynamo_local.components.engine_options import EngineConfig
+from dynamo_local.components.openai.settings import FrontendConfig
+from dynamo_local.config.loading import HOST, Config, deep_merge
+from dynamo_local.core.secrets import parse_source
+from dynamo_local.core.types import GraphSpec, Missing, Role, ServiceSpec
+from dynamo_local.errors import ConfigError, how_to_install
+from dynamo_local.sdk.loader import LoadedGraph
+from dynamo_local.sdk.settings import accepted_names, validate_section
+from dynamo_local.system.key_files import ApiKeys
+
+
+def insecure(graph: LoadedGraph, config: Config) -> Config:
+    """`--insecure`: as if each Frontend's section said so."""
+    overrides = {name: {"insecure": True} for name in graph.services if _options_of(graph, name) is not None}
+    return replace(config, sections=deep_merge(config.sections, overrides))
+
+
+def check_access(
+    graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str], *, only_plan: bool = False
+) -> tuple[str, ...]:
+    """Raises `ConfigError` for keys and certificates that cannot be used; with `only_plan` (`--dry-run`) notes
+    instead: the plan's host may have them."""
+    notes = []
+    for problem in _problems(graph, spec, config, environ):
+        if not only_plan:
+            raise problem
+        notes.append(str(problem))
+    return tuple(notes)
+
+
+def _problems(graph: LoadedGraph, spec: GraphSpec, config: Config, environ: Mapping[str, str]) -> Iterator[ConfigError]:
+    for service in spec.components:
+        model = _options_of(graph, service.name)
+        if model is None:
+            continue
+        from dynamo_local.components.openai import access  # Starlette, which a graph without a Frontend never needs
+
+        try:
+            settings = validate_section(model, service.name, service.config)
+            access.check(settings, {**environ, **service.envs}, service.name)
+        except ConfigError as error:
+            yield error
+    if config.host.metrics_api_key is not None:
+        try:
+            ApiKeys.load(parse_source(config.host.metrics_api_key), environ, option=f"{HOST}.metrics-api-key")
+        except ConfigError as error:
+            yield error
+
+
+def _options_of(graph: LoadedGraph, name: str) -> type[FrontendConfig] | None:
+    """The options of a service that is a Frontend of ours, or one of the user's on its options."""
+    model: Any = graph.services[name].config_model
+    return model if isinstance(model, type) and issubclass(model, FrontendConfig) else None
+
+
+# --- dispatch
+# Whether what `slo` decides by is there, and the same for all: said before anything starts.
+
+
+def check_dispatch(graph: LoadedGraph, spec: GraphSpec, config: Config) -> tuple[str, ...]:
+    """A note for each service that is to decide by targets and has none, or falls back to the seed's rule; and one if
+    services decide by different engines.
+
+    Raises `ConfigError` for a profile that is given and cannot be read.
+    """
+    notes, times = [], {}
+    for name, settings in _sections(graph, spec, config):
+        try:
+            lacks = settings.what_slo_lacks()
+        except ConfigError as error:
+            raise ConfigError(f"{config.source}: {name}: {error}") from None
+        if lacks is not None:
+            notes.append(f"{name}: {lacks}; give profile-results-dir (docs/routing.md)")
+        if not settings.wants_slo:
+            continue
+        if not settings.targets.given:
+            notes.append(
+                f"{name}: slo has no target to keep and only shortens waits; give ttft or itl (docs/routing.md)"
+            )
+        if not isinstance(found := settings.times(), Missing):
+            times[name] = str(found)
+    if len(set(times.values())) > 1:
+        notes.append(_different(times))
+    return tuple(notes)
+
+
+def _sections(graph: LoadedGraph, spec: GraphSpec, config: Config) -> Iterator[tuple[str, Any]]:
+    """Services that can decide by targets, and their settings."""
+    for service in spec.components:
+        model = graph.services[service.name].config_model
+        if model is not None and hasattr(model, "what_slo_lacks"):
+            yield service.name, validate_section(model, f"{config.source}: {service.name}", service.config)
+
+
+def _different(times: Mapping[str, str]) -> str:
+    said = ", ".join(f"{name} by {each}" for name, each in times.items())
+    return (
+        f"slo decides by different engines ({said}): give all the workers' sim or profile-results-dir, for example in "
+        "common-configs (docs/routing.md)"
+    )
+
+
+# --- engine
+# What only vLLM can say about a section is asked before anything starts: a typing error must not cost a GPU start.
+
+log = logging.getLogger(__name__)
+
+
+def _check_standby(service: ServiceSpec, options: Any) -> None:
+    """Raises `ConfigError` where vLLM could never sleep: known before anything starts."""
+    from dynamo_local.engines.vllm.sleep import CONNECTOR, NIXL, NO_PLATFORM
+
+    if service.standby is None:
+        return
+    why = None
+    if not service.resources.gpu:
+        why = f"{NO_PLATFORM.format(platform='CPU')}, and its workers have no GPU"
+    elif options.transfer != "none" or CONNECTOR in options.args:
+        why = NIXL
+    if why is not None:
+        raise ConfigError(f"ServiceArgs.standby cannot be: {why}; remove it")
+
+
+def check_engines(graph: LoadedGraph, spec: GraphSpec, config: Config, *, only_plan: bool = False) -> tuple[str, ...]:
+    """Raises `ConfigError` naming the section and the key that vLLM refuses, or that vLLM is not installed.
+
+    `only_plan` (`--dry-run`): on a host without vLLM say so instead; the plan is good for another host.
+    """
+    from dynamo_local.engines.vllm.checks import VllmSection, is_installed, what_is_wrong
+
+    sections = {}
+    for service in spec.components:
+        model = graph.services[service.name].config_model
+        if model is None or not hasattr(model, "vllm_options"):
+            continue
+        settings: Any = validate_section(model, f"{config.source}: {service.name}", service.config)
+        if settings.engine_name != "vllm":
+            continue
+        try:
+            options = settings.vllm_options(service.resources.gpu)
+            _check_standby(service, options)
+            words = replace(options, sleep_mode=service.standby is not None).words()
+        except ConfigError as error:
+            raise ConfigError(f"{config.source}: {service.name}: {error}") from None
+        sections[service.name] = VllmSection(tuple(words), tuple(accepted_names(model)))
+    if not sections:
+        return ()
+    if not is_installed():
+        named = ", ".join(sections)
+        missing = f"{named}: the engine is vllm, which is not installed here"
+        if only_plan:
+            return (f"{missing}: its options were not checked",)
+        raise ConfigError(f"{missing}; {how_to_install('vllm')} (docs/vllm.md), or set engine: sim")
+    for name, why in what_is_wrong(sections).items():
+        raise ConfigError(f"{config.source}: {name}: {why}")
+    return ()
+
+
+# --- flips
+# Which components' workers can change their role with each other: those whose engines are the same.
+#
+# A flip keeps the process and its engine, so whatever an engine was started with must be the same in both sections:
+# the
+# model, GPUs per worker, the engine and all of its arguments. What only a role reads may differ. The same goes for
+# two
+# commands that are servers with a call that changes their role: their words may differ in the role's own name.
+
+ONLY_TOLD = frozenset({"forward_passes", "fpm_events", "served_model_name"})
+"""Fields of both sections that the engine does not read; `name`, which the second makes, is compared."""
+NO_PARTNER = "no other component has an engine like its own"
+NOT_WANTED = "flippable is false in its ServiceArgs"
+ONLY_OURS = frozenset({"role", "runtime", "command", "stop_timeout_s", "health_bound_s"})
+"""Fields of both sections of servers that the server does not read; its command is compared apart."""
+NOT_OURS = {
+    HTTP: "runtime: http has a server of its own, and its section names no call that changes its role (`role-switch`)",
+    "dynamo-1x": "workers of Dynamo 1.x take their role when they start, and register it themselves",
+}
+
+
+def with_flips(graph: LoadedGraph, spec: GraphSpec, config: Config) -> GraphSpec:
+    """The graph in which each service says what its workers can become, or why they cannot."""
+    prefill = [each for each in spec.services if each.role is Role.PREFILL]
+    decode = [each for each in spec.services if each.role is Role.DECODE]
+    if len(prefill) != 1 or len(decode) != 1:
+        many = len(prefill) > 1 or len(decode) > 1
+        why = "the graph has several components of that role, or of the other" if many else NO_PARTNER
+        return _saying(spec, {each.name: (None, _own(each) or why) for each in (*prefill, *decode)})
+    one, other = prefill[0], decode[0]
+    blocked = ((each.name, _own(each) or _class(graph, each)) for each in (one, other))
+    reasons = [f"{name}: {reason}" for name, reason in blocked if reason]
+    reasons = reasons or list(_differences(graph, config, one, other))
+    if reasons:
+        return _saying(spec, dict.fromkeys((one.name, other.name), (None, "; ".join(reasons))))
+    return _saying(spec, {one.name: (other.name, ""), other.name: (one.name, "")})
+
+
+def _saying(spec: GraphSpec, said: dict[str, tuple[str | None, str]]) -> GraphSpec:
+    def told(each: ServiceSpec) -> ServiceSpec:
+        flips_to, why = said.get(each.name, (None, _own(each) or f"a {each.role} has no other role"))
+        return replace(each, flips_to=flips_to, cannot_flip=why)
+
+    return replace(spec, services=tuple(told(each) for each in spec.services))
+
+
+def _own(spec: ServiceSpec) -> str | None:
+    """Why workers of that service cannot flip, whatever the others are."""
+    if spec.runtime is not None and not (spec.runtime == HTTP and spec.config.get("role_switch")):
+        return NOT_OURS.get(spec.runtime, f"runtime: {spec.runtime}: what its command does is not ours to change")
+    return None if spec.flippable else NOT_WANTED
+
+
+def _class(graph: LoadedGraph, spec: ServiceSpec) -> str | None:
+    service = graph.services[spec.name]
+    model = service.config_model
+    if model is None or not issubclass(model, EngineConfig | HttpConfig) or not hasattr(service.inner, "hand_over"):
+        return "its class cannot hand its engine over (`sdk.context.Flippable`)"
+    return None
+
+
+def _differences(graph: LoadedGraph, config: Config, one: ServiceSpec, other: ServiceSpec) -> Iterator[str]:
+    if one.runtime != other.runtime:
+        yield f"runtime: {one.runtime or 'none'} in {one.name}, {other.runtime or 'none'} in {other.name}"
+        return
+    first, second = (_settings(graph, config, each) for each in (one, other))
+    if not getattr(second, "remote_prefill", True):
+        yield f"{other.name}: remote-prefill is off, so that no prefill worker would have work"
+    if one.resources.gpu != other.resources.gpu:
+        yield f"GPUs per worker: {one.resources.gpu} in {one.name}, {other.resources.gpu} in {other.name}"
+    before, after = _engine_of(first), _engine_of(second)
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield f"{key}: {_shown(before, key)} in {one.name}, {_shown(after, key)} in {other.name}"
+    differing = {key for key in one.envs.keys() | other.envs.keys() if one.envs.get(key) != other.envs.get(key)}
+    if differing:  # a value may be a secret
+        yield f"envs: {', '.join(sorted(differing))}"
+
+
+def _settings(graph: LoadedGraph, config: Config, spec: ServiceSpec) -> Any:
+    model: Any = graph.services[spec.name].config_model
+    return validate_section(model, f"{config.source}: {spec.name}", spec.config)
+
+
+def _engine_of(settings: Any) -> dict[str, Any]:
+    """What its engine is started with."""
+    if isinstance(settings, HttpConfig):
+        words = tuple("{role}" if word == settings.role else word for word in settings.words)
+        return {**settings.model_dump(exclude=set(ONLY_OURS)), "command": words}
+    fields = {key: getattr(settings, key) for key in EngineConfig.model_fields if key not in ONLY_TOLD}
+    given = {str(key).replace("-", "_"): value for key, value in (settings.model_extra or {}).items()}
+    return {**fields, **given, "engine": settings.engine_name, "name": settings.name}
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not given"

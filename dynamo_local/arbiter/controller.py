@@ -1,0 +1,302 @@
+"""The one place where the fleet changes: a stimulus into the machine, its instructions out to the world.
+
+The same class runs in the arbiter, under a stock circusd, in the twin and in the simulation. It never waits and knows
+no event loop: what takes time is begun through `Effects`, and comes back as another stimulus.
+
+Order: a step's locks are taken first, and if one is refused the step never happened. Its commit comes next, and its
+acts when that is written. Acts on one worker are carried out one after the other; those on different workers do not
+wait for each other. Ending a session, or a change of role, waits for nobody: whoever hangs in an act is ended all the
+same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from dynamo_local.arbiter.effects import Act, Effects, Observer
+from dynamo_local.clock import NowClock
+from dynamo_local.core.fleet.effects import (
+    CallOff,
+    CallOffFlip,
+    Commit,
+    EndSession,
+    Instruction,
+    Lock,
+    LookAtGpus,
+    Report,
+    Spawn,
+    Tell,
+    Transition,
+    Unlock,
+    WaitUntil,
+)
+from dynamo_local.core.fleet.events import GpuReserved, SpawnBegun, Stalled, Stimulus, Tick
+from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.invariants import validate
+from dynamo_local.core.fleet.step import next_due_s, step
+from dynamo_local.system.gpu_locks import GpuLocked
+
+AtOnce = Tell | Report | Unlock | EndSession | LookAtGpus | CallOffFlip
+"""What does not wait for the worker's other acts."""
+LOCK_TRIES = 16
+"""More devices than a host has: each refusal takes one device out of what can be chosen."""
+PULSE_EVERY_S = 1.0
+STALL_S = 3.0
+"""A clock that was to be looked at every second and was not for so long: the arbiter itself stood still."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The acts of one step; they may begin once it is `committed`."""
+
+    committed: bool = False
+
+
+@dataclass(slots=True)
+class _Line:
+    """One worker's acts, in order; `busy` while one is under way."""
+
+    waiting: deque[tuple[Act, _Batch]] = field(default_factory=deque)
+    busy: bool = False
+
+
+class Shell:
+    """Holds the fleet of now. `validates`: check every fleet (tests, the simulation)."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        effects: Effects,
+        clock: NowClock,
+        *,
+        observers: Iterable[Observer] = (),
+        validates: bool = False,
+    ) -> None:
+        self.fleet = fleet
+        self.observers: list[Observer] = list(observers)
+        self._effects = effects
+        self._clock = clock
+        self._validates = validates
+        self._lines: dict[str, _Line] = {}
+        self._alive_s: float | None = None
+        self.stopped = False
+        """Set by whoever lets go of the fleet: nothing is carried out any more."""
+
+    # --- in ------------------------------------------------------------------------------------
+
+    def feed(self, stimulus: Stimulus, *, committed: Callable[[], None] | None = None) -> tuple[Instruction, ...]:
+        """Let the machine take a step, and carry it out. `committed` is called when its intent is written.
+
+        Raises the `DynamoError` of a command that is refused; then nothing has changed.
+        """
+        if self.stopped:
+            return ()
+        self._notice_stall(self._clock.now_s())  # whatever is heard first after a stop: that it was one, goes before
+        for tries_left in reversed(range(LOCK_TRIES)):
+            fleet, instructions = step(self.fleet, stimulus, self._clock.now_s())
+            try:
+                self._lock(instructions)
+                break
+            except GpuLocked as refused:
+                if not tries_left:
+                    raise
+                cause = stimulus.stimulus_id
+                self.feed(GpuReserved(stimulus_id=cause, uuid=refused.uuid, who=refused.who))
+        self._adopt(stimulus, fleet, instructions, committed)
+        return instructions
+
+    def tick(self) -> None:
+        """Time has passed (`Effects.wake_at` asked for this call)."""
+        now_s = self._clock.now_s()
+        self._notice_stall(now_s)
+        due_s = next_due_s(self.fleet)
+        if due_s is None:
+            return
+        if due_s <= now_s:
+            self.feed(Tick())
+            due_s = next_due_s(self.fleet)
+        if due_s is not None:
+            self._effects.wake_at(due_s)
+
+    def pulse(self) -> None:
+        """Called every `PULSE_EVERY_S` by an arbiter that may be stopped: by its absence a stop is noticed."""
+        now_s = self._clock.now_s()
+        self._notice_stall(now_s)
+        self._alive_s = now_s
+
+    def _notice_stall(self, now_s: float) -> None:
+        if self._alive_s is not None and now_s - self._alive_s > STALL_S:
+            for_s, self._alive_s = now_s - self._alive_s, now_s
+            self.feed(Stalled(for_s=for_s))
+
+    # --- out -----------------------------------------------------------------------------------
+
+    def _lock(self, instructions: Sequence[Instruction]) -> None:
+        """All of the step's devices, or none of them."""
+        taken: list[str] = []
+        try:
+            for each in instructions:
+                if isinstance(each, Lock):
+                    taken += self._effects.lock(each.name, each.uuids)
+        except GpuLocked:
+            self._effects.unlock(taken)
+            raise
+
+    def _adopt(
+        self,
+        stimulus: Stimulus,
+        fleet: Fleet,
+        instructions: tuple[Instruction, ...],
+        committed: Callable[[], None] | None,
+    ) -> None:
+        if self._validates:
+            validate(fleet)
+        before, self.fleet = self.fleet, fleet
+        for observer in self.observers:
+            observer.on_stimulus(stimulus)
+        batch = _Batch()
+        commit: Commit | None = None
+        at_once: list[AtOnce] = []
+        names: dict[str, None] = {}
+        for each in instructions:
+            match each:
+                case Commit():
+                    commit = each
+                case Lock():
+                    pass
+                case CallOff(name=name):
+                    self._call_off(name)
+                case WaitUntil(at_s=at_s):
+                    self._effects.wake_at(at_s)
+                case Tell() | Report() | Unlock() | EndSession() | LookAtGpus() | CallOffFlip():
+                    at_once.append(each)
+                case _:
+                    self._lines.setdefault(each.name, _Line()).waiting.append((each, batch))
+                    names[each.name] = None
+
+        def go_on() -> None:
+            batch.committed = True
+            if self.stopped:
+                return
+            for each in at_once:
+                self._at_once(each)
+            for name in names:
+                self._pump(name)
+            if committed is not None:
+                committed()
+
+        self._tell_observers(before, () if commit is None else commit.transitions)
+        if commit is None:
+            go_on()
+        else:
+            self._effects.commit(commit, fleet, instructions, go_on)
+
+    def _tell_observers(self, before: Fleet, transitions: tuple[Transition, ...]) -> None:
+        for transition in transitions:
+            worker = self.fleet.workers.get(transition.name) or before.workers.get(transition.name)
+            if worker is None:
+                continue
+            for observer in self.observers:
+                observer.on_transition(worker, transition)
+        for observer in self.observers:
+            observer.on_fleet(self.fleet)
+
+    def _at_once(self, each: AtOnce) -> None:
+        match each:
+            case Tell(text=text, about=about):
+                self._effects.tell(text, about)
+            case Report(name=name, reason=reason, state=state):
+                worker = self.fleet.workers.get(name)
+                if worker is not None:
+                    self._effects.report(replace(worker, state=state), reason)
+            case Unlock(uuids=uuids):  # somebody else of ours may have been given one since
+                self._effects.unlock([uuid for uuid in uuids if not self.fleet.gpus.in_use(uuid)])
+            case EndSession(name=name) | CallOffFlip(name=name):
+                self._effects.begin(each, self._worker(name), self._observed)
+            case LookAtGpus():
+                self._effects.begin(each, None, self._observed)
+
+    def _pump(self, name: str) -> None:
+        """Begin the worker's next act, if none is under way and its intent is written."""
+        line = self._lines.get(name)
+        if line is None or line.busy or self.stopped:
+            return
+        if not line.waiting:
+            del self._lines[name]
+            return
+        act, batch = line.waiting[0]
+        if not batch.committed:
+            return
+        line.waiting.popleft()
+        line.busy = True
+
+        def done(seen: Stimulus | None) -> None:
+            line.busy = False
+            try:
+                self._observed(seen)
+            finally:  # a defect in one step must not hold up all that is still to be done for that worker
+                self._pump(name)
+
+        if isinstance(act, Spawn):
+            self.feed(SpawnBegun(stimulus_id=act.stimulus_id, name=name))
+        self._effects.begin(act, self._worker(name), done)
+
+    def _call_off(self, name: str) -> None:
+        """Forget a `Spawn` that has not been begun. Whether its intent is written does not matter any more."""
+        line = self._lines.get(name)
+        if line is not None:
+            line.waiting = deque(each for each in line.waiting if not isinstance(each[0], Spawn))
+
+    def _worker(self, name: str) -> Worker | None:
+        return self.fleet.workers.get(name)
+
+    def _observed(self, seen: Stimulus | None) -> None:
+        if seen is not None and not self.stopped:
+            self.feed(seen)
+
+
+# --- waiting
+# Waiting for a condition on the fleet.
+
+
+class Waiting:
+    """Lets tasks wait for a condition on the fleet: an `Observer` of the shell."""
+
+    def __init__(self, shell: Shell, now_s: Callable[[], float]) -> None:
+        self._shell = shell
+        self._now_s = now_s
+        self._changed = asyncio.Event()
+        shell.observers.append(self)
+
+    def on_stimulus(self, stimulus: Stimulus) -> None:
+        """See `arbiter.effects.Observer`."""
+
+    def on_transition(self, worker: Worker, transition: Transition) -> None:
+        """Nothing to do: `on_fleet` is called after it."""
+
+    def on_fleet(self, fleet: Fleet) -> None:
+        """Wake everybody who waits."""
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake everybody who waits, though the fleet is the same."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, done: Callable[[], bool], deadline_s: float | None = None) -> bool:
+        """Wait for a condition on the fleet. True when it holds, False at the deadline (of the arbiter's clock)."""
+        while not done():
+            changed = self._changed
+            left_s = None if deadline_s is None else deadline_s - self._now_s()
+            if left_s is not None and left_s <= 0:
+                return False
+            try:
+                # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the change.
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
+            except TimeoutError:
+                return done()
+        return True

@@ -1,0 +1,117 @@
+"""What the shell needs of the world: the arbiter's own (`arbiter_effects`), the twin's, and the tests' implement it.
+
+Nothing here waits. What takes time is begun, and its result comes back by the callback that was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dynamo_local.core.fleet.effects import (
+    CallBack,
+    CallOffFlip,
+    Commit,
+    CountRequests,
+    EndSession,
+    FlipRole,
+    Forget,
+    Instruction,
+    LookAtGpus,
+    LookUpKey,
+    OrderSleep,
+    OrderWake,
+    Rename,
+    Revoke,
+    Signal,
+    Spawn,
+    Sweep,
+    Transition,
+)
+from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.notes import About
+from dynamo_local.system.gpu_locks import GpuLocked
+
+Act = (
+    Spawn
+    | Revoke
+    | Signal
+    | EndSession
+    | CallBack
+    | CountRequests
+    | OrderSleep
+    | OrderWake
+    | LookUpKey
+    | Sweep
+    | LookAtGpus
+    | Forget
+    | FlipRole
+    | CallOffFlip
+    | Rename
+)
+"""What is done to the world once the intent is committed."""
+
+Done = Callable[[Stimulus | None], None]
+"""Called once when an act has ended, with what was observed by it, if anything was."""
+
+
+class Effects(Protocol):
+    """The world. See `tests/contract/test_effects.py`, which every implementation passes."""
+
+    def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
+        """Reserve the devices host-wide, all or none; those held already stay held. Returns the newly locked ones.
+
+        Raises `GpuLocked`.
+        """
+        ...
+
+    def unlock(self, uuids: Sequence[str]) -> None:
+        """Give devices back; ones that are not held are ignored."""
+        ...
+
+    def commit(
+        self, commit: Commit, fleet: Fleet, instructions: Sequence[Instruction], then: Callable[[], None]
+    ) -> None:
+        """Write the named entries, as they are in `fleet` or newer, log transitions and asides, then call `then`.
+
+        Commits are written in the order in which they are given; some may be written together. A file that cannot be
+        written is told to a person and tried again; it stops nobody: `then` is called all the same. `instructions` are
+        all of the step's, for the log.
+        """
+        ...
+
+    def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
+        """Begin an act on a worker (None for one that has left the fleet, or for `LookAtGpus`)."""
+        ...
+
+    def wake_at(self, at_s: float) -> None:
+        """Call the shell's `tick` at that time (of the arbiter's monotonic clock) or a little later."""
+        ...
+
+    def tell(self, text: str, about: About = None) -> None:
+        """Tell a person. See `core.notes.Tell`."""
+        ...
+
+    def report(self, worker: Worker, reason: str) -> None:
+        """A worker failed; its state is the one in which it did."""
+        ...
+
+
+class Observer(Protocol):
+    """Who looks on: metrics, TensorBoard, whoever waits. Must return at once."""
+
+    def on_stimulus(self, stimulus: Stimulus) -> None:
+        """The machine has taken a step for it; what follows is told next."""
+        ...
+
+    def on_transition(self, worker: Worker, transition: Transition) -> None:
+        """An event of the lifecycle was applied to `worker`, which is given as it is after the step."""
+        ...
+
+    def on_fleet(self, fleet: Fleet) -> None:
+        """The fleet is another one now."""
+        ...
+
+
+__all__ = ["Act", "Done", "Effects", "GpuLocked", "Observer"]

@@ -1,0 +1,324 @@
+"""The event log: every change of a worker's state, with its cause, as JSON lines beside the logs. It outlives the run.
+
+The statefile, not this log, is what a restart is built on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynamo_local.core.fleet.effects import Aside, Commit, Instruction, words
+from dynamo_local.core.fleet.lifecycle import Event
+from dynamo_local.core.notes import Over, Tell, Trouble
+from dynamo_local.core.types import Missing, WorkerState, watcher_name
+from dynamo_local.errors import StateError
+from dynamo_local.system import json_lines as jsonl
+from dynamo_local.system.json_lines import JsonLog, LogUnwritable, Record, parsed
+
+if TYPE_CHECKING:
+    from dynamo_local.arbiter.deployment import Deployment
+    from dynamo_local.arbiter.servers import ServerEvent
+
+FILE_NAME = "events.jsonl"
+UNWRITABLE = Trouble("the event log")
+
+KINDS: jsonl.Kinds = (
+    ("seq", int),
+    ("time", (int, float)),
+    ("watcher_name", str),
+    ("event", str),
+    ("from", str),
+    ("to", str),
+)
+"""`{"time", "seq", "watcher_name", "component", "event", "from", "to", "stimulus_id", …the event's own fields}`.
+
+`instructions` says in words what the machine ordered about the worker in that step. `time` is seconds since 1970; `seq`
+goes up by one per event, through rotations and from one arbiter to the next. With `aside` (true) it is no change of the
+worker's state: something was only ordered about it, and `event` is what that followed from.
+"""
+
+
+class EventLogUnwritable(LogUnwritable):
+    """The events could not be written; they are kept and tried again with the next ones."""
+
+    code = "event_log_unwritable"
+
+
+class EventLog(JsonLog):
+    """The writing end. See `JsonLog`."""
+
+    what = "event"
+    kinds = KINDS
+    unwritable = EventLogUnwritable
+
+
+def event_log_path(logs: Path) -> Path:
+    """Where the events of the namespace with that log folder are."""
+    return logs / FILE_NAME
+
+
+def record_of(
+    event: Event, *, watcher_name: str, component: str, before: WorkerState, after: WorkerState, time_s: float
+) -> dict[str, Any]:
+    """The event as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
+
+    What is missing is null.
+    """
+    own = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "stimulus_id"}
+    own = {name: None if isinstance(value, Missing) else value for name, value in own.items()}
+    return {
+        "time": time_s,
+        "watcher_name": watcher_name,
+        "component": component,
+        "event": type(event).__name__,
+        "from": str(before),
+        "to": str(after),
+        "stimulus_id": event.stimulus_id,
+        **own,
+    }
+
+
+def aside_record(aside: Aside, *, time_s: float) -> dict[str, Any]:
+    """As `record_of`, of something that was ordered without an event."""
+    return {
+        "time": time_s,
+        "watcher_name": aside.name,
+        "component": aside.component,
+        "event": aside.stimulus,
+        "from": str(aside.state),
+        "to": str(aside.state),
+        "stimulus_id": aside.stimulus_id,
+        "aside": True,
+    }
+
+
+def is_aside(record: Record) -> bool:
+    """It is part of a worker's story alone: its state did not change."""
+    return bool(record.get("aside"))
+
+
+def read(
+    path: Path,
+    *,
+    since_seq: int = 0,
+    last: int | None = None,
+    of: Container[str] | None = None,
+    asides: bool = False,
+) -> list[Record]:
+    """Events in order, also from rotated files: those after `since_seq`, of the workers `of`; of these the `last` ones.
+
+    `asides` adds the steps that ordered something without changing a state. Empty if nothing was written. Lines that
+    are no records (half written, edited) are left out.
+    """
+
+    def wanted(record: Record) -> bool:
+        return (of is None or record["watcher_name"] in of) and (asides or not is_aside(record))
+
+    return jsonl.read(path, KINDS, since_seq=since_seq, last=last, wanted=wanted)
+
+
+class EventRecorder:
+    """Writes the event log in a thread, in order. See `arbiter.arbiter_effects.EventWriter`."""
+
+    def __init__(self, log: EventLog, wall_s: Callable[[], float], tell: Tell) -> None:
+        self._log = log
+        self._wall_s = wall_s
+        self._tell = tell
+        self._writing = asyncio.Lock()
+        self._unwritten = False
+
+    async def append(self, commit: Commit, instructions: Sequence[Instruction]) -> None:
+        """Write a step's transitions and asides, with each worker's instructions. A failed write is only reported."""
+        now_s = self._wall_s()
+        done = _by_worker(instructions)
+        records = []
+        for each in commit.transitions:
+            record = record_of(
+                each.event,
+                watcher_name=each.name,
+                component=each.component,
+                before=each.before,
+                after=each.after,
+                time_s=now_s,
+            )
+            records.append({**record, "instructions": done.pop(each.name, [])})
+        for aside in commit.asides:
+            records.append({**aside_record(aside, time_s=now_s), "instructions": done.pop(aside.name, [])})
+        await self._write(records)
+
+    async def record(self, record: dict[str, Any]) -> None:
+        """Append a record that is no worker's event, in order with those that are."""
+        await self._write([record])
+
+    async def _write(self, records: list[dict[str, Any]]) -> None:
+        if not records:
+            return
+        async with self._writing:  # first come, first written
+            try:
+                await asyncio.to_thread(self._log.append, records)
+            except StateError as error:
+                self._tell(str(error), UNWRITABLE)
+                self._unwritten = True
+            else:
+                if self._unwritten:
+                    self._tell("the event log is written again", Over(UNWRITABLE.name))
+                self._unwritten = False
+
+
+def _by_worker(instructions: Sequence[Instruction]) -> dict[str, list[str]]:
+    """What is done about each worker, in words."""
+    done: dict[str, list[str]] = {}
+    for each in instructions:
+        name = getattr(each, "name", None)
+        if name is not None:
+            done.setdefault(name, []).append(words(each))
+    return done
+
+
+class EventTail:
+    """Events and asides as they come, from after `since_seq`.
+
+    Survives rotation, a half-written last line and a deleted file.
+    """
+
+    def __init__(self, path: Path, since_seq: int) -> None:
+        self._path = path
+        self._seq = since_seq
+        self._inode: int | None = None
+        self._offset = 0
+        self._rest = b""
+
+    def poll(self) -> list[Record]:
+        """What came since the last call. Never waits."""
+        missed: list[Record] = []
+        try:
+            with self._path.open("rb") as file:
+                info = os.fstat(file.fileno())
+                if info.st_ino != self._inode or info.st_size < self._offset:
+                    missed = self._missed(info.st_ino)
+                file.seek(self._offset)
+                block = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(block)
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        return missed + self._new(record for line in lines if (record := parsed(line, KINDS)) is not None)
+
+    def _missed(self, inode: int) -> list[Record]:
+        """The file was rotated or truncated: the events that came meanwhile, also from rotated files."""
+        self._inode, self._offset, self._rest = inode, 0, b""
+        if any(record["seq"] < self._seq for record in read(self._path, last=1, asides=True)):
+            self._seq = 0  # somebody deleted the log, and an arbiter counts from 1 again
+        return self._new(read(self._path, since_seq=self._seq, asides=True))
+
+    def _new(self, records: Iterable[Record]) -> list[Record]:
+        found = []
+        for record in records:
+            if record["seq"] > self._seq:
+                self._seq = record["seq"]
+                found.append(record)
+        return found
+
+
+# --- run_records
+# What stands in the event log beside workers' events: where a run begins and ends, and its servers' deaths and
+# starts.
+#
+# A run's records are its arbiter's. One that is killed writes no end: its guardian does, or whoever comes next says
+# so.
+
+ARBITER = "arbiter"
+RUN_STARTED, RUN_ADOPTED, RUN_NOT_ADOPTED, RUN_ENDED = "RunStarted", "RunAdopted", "RunNotAdopted", "RunEnded"
+RUN_EVENTS = frozenset({RUN_STARTED, RUN_ADOPTED, RUN_NOT_ADOPTED, RUN_ENDED})
+
+
+def arbiter_name(namespace: str) -> str:
+    """`watcher_name` of a run's own records."""
+    return watcher_name(namespace, ARBITER)
+
+
+def server_record(event: ServerEvent, wall_s: float) -> dict[str, Any]:
+    """A server's event as a record without its `seq`."""
+    return {
+        "time": wall_s,
+        "watcher_name": event.watcher_name,
+        "component": event.kind,
+        "event": event.event,
+        "from": event.before,
+        "to": event.after,
+        "stimulus_id": event.cause,
+        "pid": event.pid,
+        "next_try_s": event.next_try_s,
+        "reason": event.reason,
+    }
+
+
+class RunRecords:
+    """Writes the records of one arbiter's life."""
+
+    def __init__(self, deployment: Deployment, events: EventRecorder, wall_s: Callable[[], float]) -> None:
+        self._deployment = deployment
+        self._events = events
+        self._wall_s = wall_s
+
+    async def began(self, *, adopted: bool) -> None:
+        """The arbiter is there; nothing of the run is started or taken back yet."""
+        namespace = self._deployment.graph.namespace
+        log = event_log_path(self._deployment.paths.logs)
+        killed = await asyncio.to_thread(_without_end, log, namespace)
+        event = RUN_ADOPTED if adopted else RUN_STARTED
+        await self._write(event, "", "starting", target=self._deployment.graph.target, killed_pid=killed)
+
+    async def ended(self, why: str, exit_code: int, *, ours: bool) -> None:
+        """Nothing of the run is left but the arbiter. Not `ours`: it was not taken back, and all of it is left."""
+        event, reason = RUN_ENDED if ours else RUN_NOT_ADOPTED, why.partition("\n")[0]
+        await self._write(event, "leaving", "", reason=reason, exit_code=exit_code)
+
+    async def _write(self, event: str, before: str, after: str, **more: Any) -> None:
+        await self._events.record(
+            {
+                "time": self._wall_s(),
+                "watcher_name": arbiter_name(self._deployment.graph.namespace),
+                "component": ARBITER,
+                "event": event,
+                "from": before,
+                "to": after,
+                "stimulus_id": "serve",
+                "run_id": self._deployment.run_id,
+                "arbiter_pid": os.getpid(),
+                **more,
+            }
+        )
+
+
+def ended_in_its_place(events: EventLog, namespace: str, run_id: str, arbiter_pid: int, wall_s: float) -> None:
+    """What a killed arbiter could not write. Whoever calls holds the namespace's lock. Raises `StateError`."""
+    events.append(
+        [
+            {
+                "time": wall_s,
+                "watcher_name": arbiter_name(namespace),
+                "component": ARBITER,
+                "event": RUN_ENDED,
+                "from": "ready",
+                "to": "",
+                "stimulus_id": "guardian",
+                "run_id": run_id,
+                "arbiter_pid": arbiter_pid,
+                "reason": "its arbiter was killed, and the guardian ended what it left",
+            }
+        ]
+    )
+
+
+def _without_end(log: Path, namespace: str) -> int | None:
+    """The pid of the arbiter before, if it has written no end: it was killed."""
+    for last in read(log, last=1, of={arbiter_name(namespace)}):
+        pid = last.get("arbiter_pid")
+        return pid if last["event"] in (RUN_STARTED, RUN_ADOPTED) and isinstance(pid, int) else None
+    return None

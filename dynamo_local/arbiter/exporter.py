@@ -1,0 +1,224 @@
+"""The arbiter's exporter: serves `/metrics` for Prometheus, and feeds TensorBoard and reports while a planner runs.
+
+Counters go up where the events happen; gauges are computed at each scrape. It runs on the arbiter's event loop, so
+it reads the fleet and the GPU ledger without locks; a scrape takes some hundred microseconds of the loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.metrics import (
+    CONTENT_TYPE,
+    ArbiterMetrics,
+    GpuSeconds,
+    Now,
+    gpus_by_state,
+    gpus_held,
+    residue_by_component,
+)
+from dynamo_local.arbiter.planner_metrics import PlannerNow, PluginMetrics, PluginsNow
+from dynamo_local.arbiter.planner_report.schedule import ReportSchedule
+from dynamo_local.arbiter.planner_views import Board, PlannerMetrics
+from dynamo_local.arbiter.planning import Planning
+from dynamo_local.arbiter.sampler import Sampling
+from dynamo_local.arbiter.tasks import Tasks
+from dynamo_local.clock import Clock
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.core.fleet.degraded import READY, lacking, shown_state
+from dynamo_local.core.fleet.effects import Transition
+from dynamo_local.core.fleet.events import Stimulus
+from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.secrets import parse_source
+from dynamo_local.system.key_files import ApiKeys
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from dynamo_local.components.openai.server import HttpServer, PrivateServer
+
+LOOPBACK = "127.0.0.1"
+PATH = "/metrics"
+PORT_OPTION = "Host.metrics-port"
+KEY_OPTION = "Host.metrics-api-key"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the metrics are: on a port of loopback (0: any free one), or on a `socket` that only this user can open.
+    `api_key` says where the keys are of which a scrape must show one."""
+
+    port: int = 0
+    socket: Path | None = None
+    api_key: str | None = None
+
+
+class Exporter:
+    """Serves from `start` to `stop`; `url` is None otherwise. `components` and `state` are the graph's."""
+
+    def __init__(
+        self,
+        shell: Shell,
+        sampling: Sampling,
+        clock: Clock,
+        *,
+        components: Iterable[str],
+        state: Callable[[], str],
+        tasks: Tasks,
+        place: Place | None = None,
+    ) -> None:
+        self._shell = shell
+        self._sampling = sampling
+        self._clock = clock
+        self._state = state
+        self._tasks = tasks
+        self._place = place or Place()
+        self._gpu_seconds = GpuSeconds()
+        self._server: HttpServer | PrivateServer | None = None
+        self._private: PrivateServer | None = None
+        self._reports: ReportSchedule | None = None
+        self.metrics = ArbiterMetrics(self.now, components)
+        shell.observers.append(self)
+
+    def on_stimulus(self, stimulus: Stimulus) -> None:
+        """See `arbiter.effects.Observer`."""
+
+    def on_transition(self, worker: Worker, transition: Transition) -> None:
+        """See `arbiter.effects.Observer`."""
+        self.metrics.on_transition(worker, transition)
+
+    def on_fleet(self, fleet: Fleet) -> None:
+        """See `arbiter.effects.Observer`."""
+        self._gpu_seconds.settle(self._clock.now_s(), gpus_held(fleet.workers.values()))
+
+    def watch(self, planning: Planning, base: Path, logs: Path, tell: Callable[[str], None]) -> None:
+        """Show that planner's decisions in TensorBoard, in `/metrics` and in reports. See `Board`, `ReportSchedule`."""
+        board = Board(base, logs, self._clock, tell)
+        reports = self._reports = ReportSchedule(
+            planning.graph.namespace,
+            logs,
+            self._clock,
+            hours=lambda: planning.options.report_interval_hours,
+            written=planning.written,
+            tell=tell,
+        )
+
+        async def begin(options: PlannerConfig) -> None:
+            await board.open(options.log_dir)
+            reports.began()
+
+        async def end() -> None:
+            reports.ended()
+            await board.close()
+
+        def now() -> PlannerNow:
+            hours = self._gpu_hours(metrics.gauges.components)
+            drift = planning.observing.drift.figures()
+            return PlannerNow(planning.state, planning.counts, board.dropped, planning.since_s, hours, drift)
+
+        def plugins() -> PluginsNow:
+            found = planning.plugins
+            return PluginsNow() if found is None else PluginsNow(found.rows(), found.counters)
+
+        metrics = PlannerMetrics(self.metrics.registry, now)
+        PluginMetrics(self.metrics.registry, plugins)
+        planning.observers += [board, metrics]
+        planning.before_start, planning.after_stop = begin, end
+        planning.onlookers_say = lambda: {
+            "tensorboard": None if board.folder is None else str(board.folder),
+            "reports": str(reports.folder) if planning.options.report_interval_hours is not None else None,
+            **planning.observing.drift.status(),
+        }
+
+    def _gpu_hours(self, components: Iterable[str]) -> float | None:
+        self.on_fleet(self._shell.fleet)
+        totals = self._gpu_seconds.totals()
+        held_s = [totals[component] for component in components if component in totals]
+        return sum(held_s) / 3600 if held_s else None
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` where port, socket or keys cannot be had."""
+        from dynamo_local.components.openai.access import ApiKeyMiddleware
+        from dynamo_local.components.openai.server import HttpServer, PrivateServer, bind_socket
+
+        place, app = self._place, metrics_app(self.metrics.exposition)
+        if place.api_key is not None:
+            source = parse_source(place.api_key)
+            keys = ApiKeys.load(source, os.environ, option=KEY_OPTION)
+            app = ApiKeyMiddleware(app, keys)
+            if source.kind == "file":
+                self._tasks.keep("API keys", keys.follow)
+        server: HttpServer | PrivateServer
+        if place.socket is not None:
+            server = self._private = PrivateServer(app, place.socket)
+        else:
+            server = HttpServer(app, bind_socket(LOOPBACK, place.port, option=PORT_OPTION), idle=True)
+        self._server = server
+        await server.start()
+        if self._reports is not None:
+            self._tasks.keep("planner's reports", self._reports.run)
+
+    async def stop(self) -> None:
+        """When the planner's last report is written, stop listening. Does nothing if `start` was not called, or
+        failed."""
+        if self._reports is not None:
+            await self._reports.close()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+
+    @property
+    def socket_files(self) -> tuple[Path, ...]:
+        """See `arbiter.runtime_folder.Listener`."""
+        return () if self._private is None else self._private.socket_files
+
+    async def renew_sockets(self) -> None:
+        """See `arbiter.runtime_folder.Listener`."""
+        if self._private is not None:
+            await self._private.renew_sockets()
+
+    @property
+    def url(self) -> str | None:
+        """`http://127.0.0.1:40123/metrics`, or `unix:///run/user/1000/dynamo/dynamo/metrics.sock`."""
+        url = None if self._server is None else self._server.url
+        return url if url is None or self._place.socket is not None else url + PATH
+
+    def now(self) -> Now:
+        """The values of the gauges at this moment."""
+        fleet = self._shell.fleet
+        self.on_fleet(fleet)
+        workers = fleet.workers.values()
+        queue = self._sampling.queue.as_json()
+        return Now(
+            state=shown_state(self._state(), fleet),
+            lacking=frozenset(lack.component for lack in lacking(fleet)) if self._state() == READY else frozenset(),
+            workers=Counter((worker.component, worker.state) for worker in workers),
+            gpus=gpus_by_state(fleet.gpus),
+            residue=residue_by_component(fleet),
+            gpu_seconds=self._gpu_seconds.totals(),
+            queue={of: count for of, count in queue.items() if count is not None},
+            task_deaths={name: task.deaths for name, task in self._tasks.kept.items()},
+        )
+
+
+def metrics_app(exposition: Callable[[], bytes]) -> Any:
+    """An ASGI application of one page."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found, read = scope["path"] == PATH, scope["method"] in ("GET", "HEAD")
+        status = 404 if not found else 200 if read else 405
+        body = exposition() if status == 200 else f"there is only GET {PATH}\n".encode()
+        kind = CONTENT_TYPE if status == 200 else "text/plain; charset=utf-8"
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        if status == 405:
+            headers.append((b"allow", b"GET, HEAD"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    return app

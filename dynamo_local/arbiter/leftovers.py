@@ -1,0 +1,278 @@
+"""What a killed arbiter left behind in its namespace: found, ended, and cleared away.
+
+Three may do it: the guardian (at once), `dynamo down`, and the next `dynamo serve`. Each holds the namespace's lock
+meanwhile, so whoever the statefile names as arbiter is dead, and no two of them clear at the same time.
+
+What is ours is known by two marks. The *environment* of everything that a run starts says namespace and statefile,
+and is inherited by whatever that starts. The *session* of each recorded process, pid and start time verified, holds
+those children too that were given another environment. A child that left both cannot be told from a stranger.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dynamo_local.arbiter.marks import GUARDIAN, SERVERS, household, marked, ourselves
+from dynamo_local.arbiter.revocation import revoke
+from dynamo_local.core.types import watcher_name
+from dynamo_local.errors import DynamoError, StateError
+from dynamo_local.state.raw import StateMissing, read_raw
+from dynamo_local.system.paths import Paths
+from dynamo_local.system.processes import is_alive, is_resource_tracker, sessions, start_time_s
+
+log = logging.getLogger(__name__)
+
+GONE_TIMEOUT_S = 10.0
+TRACKER_GRACE_S = 10.0
+"""How long a resource tracker may take once the others are gone. If it were killed before it is done, what they shared
+would stay in /dev/shm until the next boot.
+It needs milliseconds; on a machine with thirty processes for two cores it needed more than two seconds."""
+POLL_S = 0.005
+START_TIME_SLACK_S = 0.011
+"""The kernel counts start times in ticks of 10 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A process as the statefile has it. `started_s` is seconds since boot; None where it was not yet written."""
+
+    name: str
+    pid: int
+    started_s: float | None
+    role: str = "other"
+    drain_deadline_s: float = 600.0
+    born: str | None = None
+    """The name under which it was made, where it has another one now."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs and is still the same process."""
+        return self.started_s is not None and is_alive(self.pid, self.started_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the statefile says of a run, read without validating it: the guardian must cope with whatever is there.
+
+    `leases` are hex, by worker: its own first, then those of what runs behind it. `readable` is False if there is no
+    statefile, or it is broken.
+    """
+
+    readable: bool = False
+    run_id: str | None = None
+    keep: bool = False
+    workers: tuple[Known, ...] = ()
+    servers: tuple[Known, ...] = ()
+    leases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    etcd_endpoints: str | None = None
+    certificates: str | None = None
+    """Of the embedded etcd; None where it is the user's."""
+
+    @property
+    def living(self) -> list[Known]:
+        """Workers whose processes still are those of the statefile."""
+        return [worker for worker in self.workers if worker.alive]
+
+
+class Unkillable(DynamoError):
+    """A process is still there long after SIGKILL: it hangs in the kernel, as below a stuck driver."""
+
+    code = "unkillable"
+
+
+# --- finding -------------------------------------------------------------------------------------
+
+
+def recorded(statefile: Path) -> Recorded:
+    """What the statefile says; an empty record where it is missing or broken."""
+    try:
+        raw = read_raw(statefile)
+    except StateMissing:
+        return Recorded()
+    except StateError as error:
+        log.warning("%s", error)
+        return Recorded()
+    entries, servers = _entries(raw.get("components")), _entries(raw.get("servers"))
+    return Recorded(
+        readable=isinstance(raw.get("run_id"), str),
+        run_id=str(raw.get("run_id")),
+        keep=raw.get("on_arbiter_death") == "keep",
+        workers=tuple(_known(name, entry) for name, entry in entries.items() if isinstance(entry.get("pid"), int)),
+        servers=tuple(_known(name, entry) for name, entry in servers.items() if isinstance(entry.get("pid"), int)),
+        leases={name: leases for name, entry in entries.items() if (leases := _leases(entry))},
+        etcd_endpoints=raw.get("etcd_endpoints"),
+        certificates=raw.get("certificates") if any(e.get("kind") == "etcd" for e in servers.values()) else None,
+    )
+
+
+def _leases(entry: dict[str, Any]) -> tuple[str, ...]:
+    others = entry.get("other_leases")
+    told = [entry.get("lease"), *(others if isinstance(others, list) else ())]
+    return tuple(lease for lease in told if isinstance(lease, str))
+
+
+def _entries(value: Any) -> dict[str, dict[str, Any]]:
+    return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
+
+
+def _known(name: str, entry: Mapping[str, Any]) -> Known:
+    started, deadline = entry.get("pid_start_time"), entry.get("drain_deadline_s")
+    return Known(
+        name=name,
+        pid=entry["pid"],
+        started_s=float(started) if isinstance(started, int | float) else None,
+        role=str(entry.get("role", "other")),
+        drain_deadline_s=float(deadline) if isinstance(deadline, int | float) else 600.0,
+        born=entry["born"] if isinstance(entry.get("born"), str) else None,
+    )
+
+
+def in_sessions(of: Iterable[Known]) -> dict[int, str]:
+    """pid -> name, of everything in the sessions that these processes lead, or led.
+
+    A session's number is not reused while it has members. The session is not ours if its leader lives and is another
+    process than the recorded one, or if a member is older than that.
+    """
+    now, found = sessions(), {}
+    spared = ourselves()
+    for known in of:
+        members = now.get(known.pid, {})
+        if known.started_s is None:
+            continue
+        first_s = known.started_s - START_TIME_SLACK_S
+        if abs(members.get(known.pid, known.started_s) - known.started_s) < START_TIME_SLACK_S:
+            theirs = (pid for pid, started_s in members.items() if started_s > first_s and pid not in spared)
+            found.update(dict.fromkeys(theirs, known.name))
+    return found
+
+
+# --- ending --------------------------------------------------------------------------------------
+
+
+def end(find: Callable[[], Mapping[int, str]], timeout_s: float = GONE_TIMEOUT_S) -> list[str]:
+    """Kill what `find` returns (pid -> name), repeat until it returns nothing, and wait until all of it is gone.
+
+    A resource tracker, which clears /dev/shm once the others are dead, gets a moment to end by itself.
+    Returns what was ended, in words. Raises `Unkillable`.
+    """
+    ended: dict[int, tuple[str, float]] = {}
+    others_s = time.monotonic()
+    deadline_s = others_s + timeout_s
+    while True:
+        found = find()
+        trackers = {pid for pid in found if is_resource_tracker(pid)}
+        if found.keys() - trackers or _living(ended, trackers):
+            others_s = time.monotonic()
+        elif trackers:
+            deadline_s = others_s + TRACKER_GRACE_S + timeout_s
+        spare = time.monotonic() < others_s + TRACKER_GRACE_S
+        for pid, name in found.items():
+            started_s = start_time_s(pid)
+            if started_s is None:
+                continue
+            ended[pid] = (name, started_s)
+            if spare and pid in trackers:
+                continue
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        left = [f"{ended[pid][0]} (pid {pid})" for pid in _living(ended)]
+        if not left and not found:
+            return [f"{name} (pid {pid})" for pid, (name, _) in ended.items()]
+        if time.monotonic() > deadline_s:
+            raise Unkillable(
+                f"still there {timeout_s:g} s after SIGKILL: {', '.join(left)}; see `ps`, and `dmesg` for its driver"
+            )
+        time.sleep(POLL_S)
+
+
+def _living(ended: Mapping[int, tuple[str, float]], but: Container[int] = ()) -> list[int]:
+    """Those that are not gone yet: one that was killed holds its pipes and its memory until it is."""
+    return [pid for pid, (_, started_s) in ended.items() if pid not in but and is_alive(pid, started_s)]
+
+
+def end_guardian(paths: Paths, *, but: int | None = None) -> list[str]:
+    """End the namespace's guardians, other than the process `but`: a successor takes over, they must not act."""
+    name = watcher_name(paths.namespace, GUARDIAN)
+    return end(lambda: {found.pid: found.name for found in marked(paths) if found.name == name and found.pid != but})
+
+
+def end_workers(paths: Paths, run: Recorded, *, living: Iterable[str] = ()) -> list[str]:
+    """End all workers and whatever they started, of whichever run; those named in `living` are left alone."""
+    spared = frozenset(living)
+    helpers = household(paths.namespace)
+    condemned = [worker for worker in run.workers if worker.name not in spared]
+
+    def find() -> dict[int, str]:
+        by_mark = {
+            found.pid: found.name
+            for found in marked(paths)
+            if found.name not in helpers and not (found.name in spared and found.run_id == run.run_id)
+        }
+        return by_mark | in_sessions(condemned)
+
+    return end(find)
+
+
+def end_children(paths: Paths, run_id: str, name: str) -> list[str]:
+    """End what a worker that is gone had started, also outside of its session (it would keep VRAM)."""
+    return end(
+        lambda: {found.pid: name for found in marked(paths) if found.name == name and found.run_id == run_id},
+    )
+
+
+def end_sessions(of: Iterable[Known]) -> list[str]:
+    """End what is left in the sessions of these processes."""
+    of = list(of)
+    return end(lambda: in_sessions(of))
+
+
+def end_servers(paths: Paths, run: Recorded) -> list[str]:
+    """End the embedded servers: NATS, then etcd. Their data goes with the run, so they are not asked politely."""
+    ended = []
+    for kind in SERVERS:
+        name = watcher_name(paths.namespace, kind)
+        known = [server for server in run.servers if server.name == name]
+
+        def find(name: str = name, known: list[Known] = known) -> dict[int, str]:
+            return {found.pid: name for found in marked(paths) if found.name == name} | in_sessions(known)
+
+        ended += end(find)
+    return ended
+
+
+def clear(paths: Paths, run: Recorded) -> None:
+    """Remove the statefile of a run whose processes are gone (a broken one is set aside), and the runtime folder."""
+    from dynamo_local.state.store import StateStore
+
+    store = StateStore(paths.statefile)
+    try:
+        store.set_aside_if_broken()
+        if run.run_id is not None:
+            store.remove_if_owned(run.run_id)
+    except StateError as error:
+        log.warning("the statefile was not removed: %s", error)
+    shutil.rmtree(paths.runtime, ignore_errors=True)
+
+
+def end_run(paths: Paths) -> list[str]:
+    """End all that is left in the namespace: workers, their leases, NATS, etcd, statefile, sockets.
+
+    Returns what was ended. Raises `Unkillable`; then the statefile stays, and says who holds which GPU.
+    """
+    run = recorded(paths.statefile)
+    ended = end_workers(paths, run)
+    revoke(run.etcd_endpoints, run.certificates, itertools.chain.from_iterable(run.leases.values()))
+    ended += end_servers(paths, run)
+    clear(paths, run)
+    return ended

@@ -1,0 +1,121 @@
+"""What the planner decided and was shown, written beside the processes' logs, in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dynamo_local.core.notes import Over, Tell, Trouble
+from dynamo_local.errors import StateError
+from dynamo_local.planner.policies.options import PolicyOptions
+from dynamo_local.planner.records import decision_log as decisions
+from dynamo_local.planner.records import ticks
+from dynamo_local.planner.records.decision_log import DecisionLog, DecisionRecord
+from dynamo_local.planner.records.ticks import TickLog
+from dynamo_local.planner.values import Decision, Pull
+from dynamo_local.system.json_lines import JsonLog
+
+UNWRITABLE = Trouble("the log of decisions")
+TICKS_UNWRITABLE = Trouble("the log of ticks")
+
+GO_ON_EVERY = 200
+"""Ticks after which the options are written again: in each of the log's files several times."""
+
+Background = Callable[[Coroutine[Any, Any, Any]], None]
+Made = Callable[[], dict[str, Any]]
+"""Makes a record: in the thread that writes it."""
+
+
+class InOrder:
+    """Writes records of a log in a thread, one after the other."""
+
+    def __init__(self, log: JsonLog, background: Background, tell: Tell, trouble: Trouble) -> None:
+        self._log = log
+        self._background = background
+        self._tell = tell
+        self._trouble = trouble
+        self._waiting: list[Made] = []
+        self._writing = asyncio.Lock()
+        self._unwritten = False
+
+    def put(self, record: Made) -> None:
+        """Write it soon."""
+        self._waiting.append(record)
+        self._background(self._write())
+
+    async def written(self) -> None:
+        """Returns when all so far were written, or could not be."""
+        if self._waiting or self._writing.locked():
+            await self._write()
+
+    async def _write(self) -> None:
+        async with self._writing:
+            waiting, self._waiting = self._waiting, []
+            try:
+                await asyncio.to_thread(lambda: self._log.append([make() for make in waiting]))
+            except StateError as error:
+                self._tell(str(error), self._trouble)
+                self._unwritten = True
+            else:
+                if self._unwritten:
+                    self._tell(f"{self._trouble.name} is written again", Over(self._trouble.name))
+                self._unwritten = False
+
+
+class LoggedDecisions:
+    """The decision log as an observer of the planner. Made in a thread: it reads the last number."""
+
+    def __init__(self, make: Callable[[Path], DecisionLog], path: Path, background: Background, tell: Tell) -> None:
+        self.log = make(path)
+        self._lines = InOrder(self.log, background, tell, UNWRITABLE)
+
+    def on_pull(self, pull: Pull) -> None:
+        """Of no interest here."""
+
+    def on_decision(self, record: DecisionRecord) -> None:
+        """Write it soon."""
+        logged = decisions.as_json(record)
+        self._lines.put(lambda: logged)
+
+    async def written(self) -> None:
+        """Returns when all decisions so far were written, or could not be."""
+        await self._lines.written()
+
+
+class LoggedTicks:
+    """A `Recorder` that writes the log of ticks, for `dynamo planner replay`. Made in a thread."""
+
+    def __init__(self, make: Callable[[Path], TickLog], path: Path, background: Background, tell: Tell) -> None:
+        self._lines = InOrder(make(path), background, tell, TICKS_UNWRITABLE)
+        self._options: PolicyOptions | None = None
+        self._since = 0
+
+    def began(self, options: PolicyOptions, at_s: float) -> None:
+        """See `Recorder`."""
+        self._say(ticks.BEGAN, options, at_s)
+
+    def changed(self, options: PolicyOptions, at_s: float) -> None:
+        """See `Recorder`."""
+        self._say(ticks.CHANGED, options, at_s)
+
+    def manual(self, at_s: float) -> None:
+        """See `Recorder`."""
+        self._lines.put(partial(ticks.manual_record, at_s))
+
+    def ticked(self, pull: Pull, decision: Decision | None) -> None:
+        """See `Recorder`. The pull is an immutable value, which the thread may read."""
+        self._since += 1
+        if self._since >= GO_ON_EVERY and self._options is not None:
+            self._say(ticks.GOES_ON, self._options, pull.at_s)
+        self._lines.put(partial(ticks.tick_record, pull, decision))
+
+    async def written(self) -> None:
+        """Returns when all ticks so far were written, or could not be."""
+        await self._lines.written()
+
+    def _say(self, kind: str, options: PolicyOptions, at_s: float) -> None:
+        self._options, self._since = options, 0
+        self._lines.put(partial(ticks.options_record, kind, options, at_s))

@@ -1,0 +1,280 @@
+"""The planner's gauges on `/metrics`, under Dynamo's names: what it saw, expects, estimates and decided.
+
+A gauge has the value of the last decision that was about it. Where that decision did not know it, or the planner does
+not run, there is no sample: a dashboard shows a gap, not a 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dynamo_local.core.passes import ForwardPass
+from dynamo_local.core.types import Missing
+from dynamo_local.planner.loop import Counts, PlannerState
+from dynamo_local.planner.plugins.registration import GAUGE
+from dynamo_local.planner.plugins.registry import BOUNDS_S, COUNTERS, HISTOGRAMS, Counters, PluginRow
+from dynamo_local.planner.records import figures
+from dynamo_local.planner.records.decision_log import DecisionRecord, as_json
+from dynamo_local.planner.records.figures import Figures
+from dynamo_local.planner.values import Pull
+from dynamo_local.profile.judgement import Drifted
+
+PREFIX = "dynamo_planner"
+
+WINDOW = {
+    "observed_requests_per_second": "Requests per second in the last window",
+    "observed_input_sequence_tokens": "Mean prompt of the last window, tokens",
+    "observed_output_sequence_tokens": "Mean answer of the last window, tokens",
+    "observed_ttft_ms": "Mean time to first token of the last window, ms",
+    "observed_itl_ms": "Mean gap between tokens of the last window, ms",
+    "observed_request_duration_seconds": "Mean duration of a request of the last window",
+    "predicted_requests_per_second": "Requests per second that are expected of the window that is planned for",
+    "predicted_input_sequence_tokens": "Mean prompt that is expected, tokens",
+    "predicted_output_sequence_tokens": "Mean answer that is expected, tokens",
+    "engine_prefill_capacity_requests_per_second": "Requests per second that a prefill worker takes within its target",
+    "engine_decode_capacity_requests_per_second": "Requests per second that a decode worker takes within its target",
+}
+LATENCY = {
+    "estimated_ttft_ms": "Time to first token that is estimated for the next request on the worst engine, ms",
+    "estimated_itl_ms": "Gap between tokens that is estimated on the worst engine, ms",
+}
+DECIDED = {
+    "predicted_num_prefill_replicas": "Prefill workers as last decided",
+    "predicted_num_decode_replicas": "Decode (or aggregated) workers as last decided",
+    "sla_target_ttft_ms": "The target for the mean time to first token, ms; policies with targets have it",
+    "sla_target_itl_ms": "The target for the mean gap between tokens, ms",
+}
+REPLICAS = {
+    "num_prefill_replicas": "Prefill workers that are ready",
+    "num_decode_replicas": "Decode (or aggregated) workers that are ready",
+}
+ENGINE: Mapping[str, tuple[str, Callable[[ForwardPass], int]]] = {
+    "engine_queued_prefill_tokens": (
+        "Tokens of the prompts that wait in an engine",
+        lambda last: last.queued.sum_prefill_tokens,
+    ),
+    "engine_queued_decode_kv_tokens": (
+        "KV tokens of the decodes that wait in an engine",
+        lambda last: last.queued.sum_decode_kv_tokens,
+    ),
+    "engine_inflight_decode_kv_tokens": (
+        "KV tokens of the decodes that an engine runs",
+        lambda last: last.scheduled.sum_decode_kv_tokens,
+    ),
+}
+ENUMS = {
+    figures.LOAD: "1 for what the load loop did last, by component",
+    figures.THROUGHPUT: "1 for what the throughput loop did last, by component",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerNow:
+    """How the planner is at a scrape: since when (its clock, seconds) it is in that state, GPU-hours of the components
+    that it plans (None: it has seen none yet), and how far engines are off their profile."""
+
+    state: PlannerState = PlannerState.STOPPED
+    counts: Counts = field(default_factory=Counts)
+    dropped: int = 0
+    since_s: float = 0.0
+    gpu_hours: float | None = None
+    drift: tuple[Drifted, ...] = ()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Figures of the last decision that was about them, made at `at_s`."""
+
+    at_s: float = 0.0
+    values: Figures = field(default_factory=dict)
+
+    def take(self, at_s: float, values: Figures | None) -> None:
+        if values is not None:
+            self.at_s, self.values = at_s, values
+
+    def since(self, since_s: float) -> Figures:
+        return self.values if self.at_s >= since_s else {}
+
+
+class PlannerGauges(Collector):
+    """A `PlannerObserver`, registered as the collector of its gauges."""
+
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], PlannerNow]) -> None:
+        self._now = now
+        self._window, self._latency, self._decided = _Group(), _Group(), _Group()
+        self._states: dict[str, dict[str, dict[str, str]]] = {name: {} for name in ENUMS}
+        self._pull: Pull | None = None
+        registry.register(self)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Those that are planned, as far as they were seen."""
+        return () if self._pull is None else tuple(pool.component for pool in self._pull.pools.all)
+
+    def on_pull(self, pull: Pull) -> None:
+        """See `PlannerObserver`."""
+        self._pull = pull
+
+    def on_decision(self, record: DecisionRecord) -> None:
+        """See `PlannerObserver`."""
+        line, at_s = as_json(record), record.decision.now_s
+        self._window.take(at_s, figures.window_figures(line))
+        self._latency.take(at_s, figures.latency_figures(line))
+        self._decided.take(at_s, figures.fleet_figures(line))
+        decided = figures.scaling_decisions(line)
+        for name, states in self._states.items():
+            # A tick in which that loop was not due says nothing of it.
+            due = {component: both for component, both in decided.items() if both[name] != "unset"}
+            self._states[name] = {
+                component: due.get(component, states.get(component, decided[component])) for component in decided
+            }
+
+    def describe(self) -> Iterator[Metric]:
+        """All families, without samples."""
+        return self._families(PlannerNow())
+
+    def collect(self) -> Iterator[Metric]:
+        """With what is known now."""
+        return self._families(self._now())
+
+    def _families(self, now: PlannerNow) -> Iterator[Metric]:
+        pull = None if now.state is PlannerState.STOPPED else self._pull
+        if pull is not None and pull.at_s < now.since_s:
+            pull = None
+        yield from _gauges(REPLICAS, {} if pull is None else _replicas(pull))
+        runs = now.state is PlannerState.RUNNING
+        for names, group in ((DECIDED, self._decided), (WINDOW, self._window), (LATENCY, self._latency)):
+            yield from _gauges(names, group.since(now.since_s) if runs else {})
+        hours = {} if now.gpu_hours is None else {"gpu_hours": now.gpu_hours}
+        yield from _gauges({"gpu_hours": "GPU-hours of the planned components, since this arbiter's start"}, hours)
+        yield _drift(now.drift)
+        yield from self._enums(runs and self._decided.at_s >= now.since_s)
+        yield from _engines(pull)
+
+    def _enums(self, known: bool) -> Iterator[Metric]:
+        for name, told in ENUMS.items():
+            label = f"{PREFIX}_{name}"
+            family = GaugeMetricFamily(label, told, labels=["component", label])
+            for component, both in self._states[name].items() if known else ():
+                for state in figures.STATES[name]:
+                    family.add_metric([component, state], float(both[name] == state))
+            yield family
+
+
+def _replicas(pull: Pull) -> Figures:
+    return {f"num_{role}_replicas": pool.ready for role, pool in pull.pools.by_role.items()}
+
+
+def _gauges(names: Mapping[str, str], values: Figures) -> Iterator[Metric]:
+    for name, told in names.items():
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", told, labels=[])
+        if name in values:
+            family.add_metric([], values[name])
+        yield family
+
+
+def _drift(drift: Iterable[Drifted]) -> Metric:
+    told = "How far the engines' passes are off the profile that is planned by, as a share (0.2: a fifth longer)"
+    family = GaugeMetricFamily(f"{PREFIX}_profile_drift_ratio", told, labels=["component", "kind", "quantile"])
+    for each in drift:
+        for quantile, share in (("0.5", each.p50), ("0.9", each.p90)):
+            family.add_metric([each.component, each.kind, quantile], share)
+    return family
+
+
+def _engines(pull: Pull | None) -> Iterator[Metric]:
+    """One sample for each rank of each worker that the last pull had: a worker that has gone has none."""
+    engines = {} if pull is None else pull.engines
+    for name, (told, tokens) in ENGINE.items():
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", told, labels=["worker_id", "dp_rank"])
+        for engine, seen in engines.items():
+            if not isinstance(seen.last, Missing):
+                family.add_metric([engine.worker_id, str(engine.dp_rank)], tokens(seen.last))
+        yield family
+
+
+# --- plugin_metrics
+# The planner's plugins on `/metrics`, under Dynamo's names. A plugin's samples go with it.
+#
+# One name departs: Dynamo's `tick_lag_seconds` is `plugin_tick_lag_seconds` here: the planner's own ticks have had
+# that
+# name for longer.
+
+TOLD = {
+    "plugin_evaluations_total": "Calls of a plugin, by what it answered",
+    "plugin_held_over_total": "Ticks in which a plugin's last answer stood, because it was not due",
+    "reject_short_circuited_total": "Ticks that a plugin ended by rejecting",
+    "tick_skipped_total": "Ticks in which a plugin was not due",
+    "tick_requires_unsatisfied_total": "Ticks in which a plugin was not asked, because what it requires was not there",
+    "reconcile_clamped_total": "Targets that a bound of a plugin changed while proposals were reconciled",
+    "constrain_capped_total": "Targets that a plugin capped",
+    "tick_timeout_total": "Ticks in which plugins together took too long",
+    "plugin_latency_seconds": "How long a plugin took to answer",
+    "tick_duration_seconds": "How long the plugins of a tick took together",
+    "plugin_circuit_state": "0: the plugin is asked; 1: it is left alone after failures; 0.5: it is tried again",
+    "plugin_cache_age_seconds": "How old a plugin's answer is that still stands",
+    "plugin_tick_lag_seconds": "By how much a plugin was asked late",
+    "plugin_override_active": "1 for the kinds of targets that a plugin's last answer had",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PluginsNow:
+    """The plugins at a scrape, and what was counted of them."""
+
+    rows: tuple[PluginRow, ...] = ()
+    counters: Counters = field(default_factory=Counters)
+
+
+class PluginMetrics(Collector):
+    """Registered as the collector of its families. `now` is called at each scrape."""
+
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], PluginsNow] = PluginsNow) -> None:
+        self._now = now
+        registry.register(self)
+
+    def describe(self) -> Iterator[Metric]:
+        """All families, without samples."""
+        return _families(PluginsNow())
+
+    def collect(self) -> Iterator[Metric]:
+        """With what is known now."""
+        return _families(self._now())
+
+
+def _families(now: PluginsNow) -> Iterator[Metric]:
+    for name, labels in COUNTERS.items():
+        counter = CounterMetricFamily(f"{PREFIX}_{name.removesuffix('_total')}", TOLD[name], labels=labels)
+        for values, total in now.counters.totals[name].items():
+            counter.add_metric(values, total)
+        yield counter
+    for name, labels in HISTOGRAMS.items():
+        histogram = HistogramMetricFamily(f"{PREFIX}_{name}", TOLD[name], labels=labels)
+        for values, took in now.counters.durations[name].items():
+            bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
+            histogram.add_metric(values, list(zip(bounds, accumulate(took.buckets), strict=True)), took.sum_s)
+        yield histogram
+    yield from _of_rows(now.rows)
+
+
+def _of_rows(rows: tuple[PluginRow, ...]) -> Iterator[Metric]:
+    circuit, age, lag = (
+        GaugeMetricFamily(f"{PREFIX}_{name}", TOLD[name], labels=["plugin_id"])
+        for name in ("plugin_circuit_state", "plugin_cache_age_seconds", "plugin_tick_lag_seconds")
+    )
+    name = "plugin_override_active"
+    active = GaugeMetricFamily(f"{PREFIX}_{name}", TOLD[name], labels=["plugin_id", "stage", "override_type"])
+    for row in rows:
+        circuit.add_metric([row.plugin_id], GAUGE[row.circuit_state])
+        lag.add_metric([row.plugin_id], row.tick_lag_seconds)
+        if row.cache_age_seconds is not None:
+            age.add_metric([row.plugin_id], row.cache_age_seconds)
+        for kind in row.override_types:
+            active.add_metric([row.plugin_id, row.plugin_type, kind], 1.0)
+    yield from (circuit, age, lag, active)

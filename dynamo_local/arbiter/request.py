@@ -1,0 +1,160 @@
+"""The command line of `dynamo serve`, and what is understood by it: graph and configuration, loaded and checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo_local.arbiter import tensorboard
+from dynamo_local.arbiter.checks import check_access, check_dispatch, check_engines, insecure, with_flips
+from dynamo_local.arbiter.deployment import Settings
+from dynamo_local.arbiter.profile_check import check_profile
+from dynamo_local.components.commands.graph import check_commands, with_commands
+from dynamo_local.config import resolve
+from dynamo_local.config.loading import Config, load_config
+from dynamo_local.config.planner import PlannerConfig
+from dynamo_local.config.resolve import check_planner, planned_components, planner_config, planner_starts
+from dynamo_local.core.fleet.backoff import RestartPolicy
+from dynamo_local.core.types import GraphSpec
+from dynamo_local.core.virtual import Layout
+from dynamo_local.errors import BadInput, ConfigError
+from dynamo_local.sdk.loader import load_graph
+from dynamo_local.system.gpus import pinning_disabled
+from dynamo_local.system.paths import Paths
+
+LEASE_TTL_MAX_S = 3600
+"""So long a worker that hangs, or whose host is lost, would stay in the registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The command line of `dynamo serve`, parsed but not yet understood. `on_arbiter_death` is "end" or "keep".
+
+    `target` is None where the file says it all: a graph of commands. `planner` is None where the configuration decides.
+    `follow` is "virtual" or None, `follow_keys` "v1", "v0" or None.
+    """
+
+    target: str | None
+    file: Path | None = None
+    overrides: tuple[str, ...] = ()
+    namespace: str | None = None
+    gpus: str | None = None
+    start_deadline_s: float = 300.0
+    drain_deadline_s: float = 600.0
+    pass_env: tuple[str, ...] = ()
+    on_arbiter_death: str | None = None
+    adopt: bool = False
+    replace: bool = False
+    planner: bool | None = None
+    follow: str | None = None
+    follow_keys: str | None = None
+    insecure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The command line understood: graph and configuration checked, no GPU looked at yet."""
+
+    graph: GraphSpec
+    config: Config
+    settings: Settings
+    paths: Paths
+    gpus_option: str | None
+    cwd: Path
+    planner: PlannerConfig
+    planner_starts: bool
+    planner_flag: bool | None
+    follow: Layout | None = None
+    notes: tuple[str, ...] = ()
+
+
+def understand(options: ServeOptions, environ: Mapping[str, str], cwd: Path, *, only_plan: bool = False) -> Request:
+    """Load the graph and its configuration. Raises `BadInput` errors; touches nothing.
+
+    `only_plan`: what this host lacks, but the plan's host may have, becomes a note.
+    """
+    if options.adopt and options.replace:
+        raise BadInput("--adopt takes the running workers back, --replace ends them: say one of the two")
+    python = load_graph(options.target, base_dir=cwd) if options.target is not None else None
+    config = load_config(options.file, env=environ, overrides=options.overrides)
+    graph = with_commands(python, config, options.file)
+    if options.insecure:
+        config = insecure(graph, config)
+    spec = resolve(graph, config, namespace=options.namespace)
+    planner, starts = planner_config(graph, config), planner_starts(graph, config, flag=options.planner)
+    if starts:
+        planned_components(spec)
+        check_planner(planner, spec)
+        check_profile(planner, spec)
+        tensorboard.check(planner.log_dir)
+    follow = _followed(options, spec, starts)
+    spec = with_flips(graph, spec, config)
+    notes = (
+        *check_engines(graph, spec, config, only_plan=only_plan),
+        *check_dispatch(graph, spec, config),
+        *check_commands(graph, config, environ, only_plan=only_plan),
+        *check_access(graph, spec, config, environ, only_plan=only_plan),
+    )
+    return Request(
+        graph=spec,
+        config=config,
+        settings=_settings(options, config, environ),
+        paths=Paths.of(spec.namespace, environ),
+        gpus_option=options.gpus if options.gpus is not None else config.host.gpus,
+        cwd=cwd,
+        planner=planner,
+        planner_starts=starts,
+        planner_flag=options.planner,
+        follow=follow,
+        notes=notes,
+    )
+
+
+def _followed(options: ServeOptions, graph: GraphSpec, planner_starts: bool) -> Layout | None:
+    """Where the keys are that `--follow` names. Raises `BadInput` where it cannot be followed."""
+    if options.follow is None:
+        if options.follow_keys is not None:
+            raise BadInput("--follow-keys says where the keys of --follow are: say --follow virtual, too")
+        return None
+    if planner_starts:
+        ours = (
+            "--planner makes its own: say one of the two"
+            if options.planner
+            else "the configuration's Planner section starts one here: say --no-planner, or `enabled: false` there"
+        )
+        raise BadInput(
+            f"--follow {options.follow} carries out another planner's decisions, and two planners would undo each "
+            f"other's; {ours}"
+        )
+    try:
+        planned_components(graph)
+    except ConfigError as error:
+        raise ConfigError(f"--follow {options.follow}: {str(error).removeprefix('Planner: ')}") from None
+    return Layout(options.follow_keys or Layout.V1)
+
+
+def _settings(options: ServeOptions, config: Config, environ: Mapping[str, str]) -> Settings:
+    return Settings(
+        start_deadline_s=options.start_deadline_s,
+        drain_deadline_s=options.drain_deadline_s,
+        lease_ttl_s=_lease_ttl_s(environ),
+        pass_env=(*config.host.pass_env, *options.pass_env),
+        pin_gpus=not pinning_disabled(environ),
+        keep_on_arbiter_death=options.on_arbiter_death == "keep",
+        health_bound_s=config.host.health_bound_s,
+        restart_revoked=config.host.on_foreign_revoke == "restart",
+        restart=RestartPolicy(**config.host.restart.model_dump()),
+        metrics_port=config.host.metrics_port,
+        metrics_socket=config.host.metrics_socket,
+        metrics_api_key=config.host.metrics_api_key,
+        spares=config.host.spares,
+    )
+
+
+def _lease_ttl_s(environ: Mapping[str, str]) -> int:
+    text = environ.get("DYN_LEASE_TTL_S", "10")
+    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= LEASE_TTL_MAX_S:
+        raise ConfigError(f"DYN_LEASE_TTL_S={text[:40]!r}: whole seconds, 1 to {LEASE_TTL_MAX_S}")
+    return int(text)

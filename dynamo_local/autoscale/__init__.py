@@ -1,1 +1,0 @@
-"""The planner, joined to the arbiter."""

@@ -1,0 +1,232 @@
+"""`dynamo apply -f FILE`: make what runs what the file says, worker by worker, without dropping a request."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dynamo_local.cli.common import ask_arbiter, find_paths, json_option, namespace_option
+from dynamo_local.cli.waiting import COMMIT_TIMEOUT_S
+from dynamo_local.core.fleet.states import traits_of
+from dynamo_local.errors import EXIT_FAILED, EXIT_OK, NotRunning, TimedOut
+from dynamo_local.system.paths import Paths
+
+if TYPE_CHECKING:
+    from dynamo_local.arbiter.request import Request
+
+POLL_S = 0.2
+GOES_ON = "the arbiter goes on with it; `dynamo status` shows how far it is"
+INTERRUPTED = 130
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.option("--file", "-f", type=click.Path(path_type=Path), required=True, help="Configuration, YAML.")
+@click.option("--dry-run", is_flag=True, help="Show the difference and what would be done, and do nothing.")
+@click.option("--force", is_flag=True, help="Even if a component is without a ready worker for a while.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=3600.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds to wait for the end; past them exit code 5, and the arbiter goes on.",
+)
+@json_option
+@namespace_option
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+def apply(
+    file: Path,
+    dry_run: bool,
+    force: bool,
+    timeout_s: float,
+    as_json: bool,
+    namespace: str | None,
+    overrides: tuple[str, ...],
+) -> int:
+    """Make the graph that runs what FILE says: options, worker counts, GPUs, components, the planner.
+
+    Takes the same `--Service.key=value` as `dynamo serve`. Only what differs is touched, one worker after the other;
+    what cannot be applied is said before anything happens. Ctrl-C stops the watching, not the work.
+
+    Exit codes: 0 it is so now, 1 a worker failed (what was not replaced by then serves on), 2 refused, nothing was
+    changed, 5 not done in time.
+    """
+    paths = find_paths(namespace)
+    deployment = deployment_of(paths, file, overrides)
+    try:
+        return _applied(paths, deployment, dry_run, force, as_json, timeout_s)
+    except KeyboardInterrupt:
+        if not dry_run:
+            click.echo(f"\ndynamo: no longer watched; {GOES_ON}", err=True)
+        sys.exit(INTERRUPTED)
+
+
+def _applied(
+    paths: Paths, deployment: dict[str, Any], dry_run: bool, force: bool, as_json: bool, timeout_s: float
+) -> int:
+    """Have it applied, tell, and watch; the exit code."""
+    reply = ask_arbiter(
+        paths, "dynamo_apply", timeout_s=COMMIT_TIMEOUT_S, deployment=deployment, dry_run=dry_run, force=force
+    )
+    reply = {key: value for key, value in reply.items() if key not in ("id", "status", "time")}
+    if not as_json:
+        click.echo("\n".join(words(reply)))
+    failures: list[str] = []
+    if _is_due(reply) and not dry_run:
+        failures = _follow(paths, reply, timeout_s, quiet=as_json)
+    if as_json:
+        click.echo(json.dumps({**reply, "failures": failures}))
+    for failure in failures:
+        click.echo(f"dynamo: {failure}", err=True)
+    return EXIT_FAILED if failures else EXIT_OK
+
+
+def deployment_of(paths: Paths, file: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What `dynamo serve` would make of the file and the words, for the graph that runs and in its folder.
+
+    Raises `NotRunning`, `StateError`, and all that `serve` refuses.
+    """
+    from dynamo_local.arbiter.deployment_spec import Wish
+    from dynamo_local.arbiter.request import ServeOptions, understand
+    from dynamo_local.config.loading import DEPLOYMENT_ENV
+    from dynamo_local.state.store import load
+
+    ask_arbiter(paths, "dynamo_status")  # nothing runs, or its arbiter was killed: said before anything is read
+    state = load(paths.statefile)
+    folder = next((Path(entry.cwd) for entry in state.components.values() if entry.cwd), Path.cwd())
+    target = state.target if state.target is not None and not state.target.startswith("/") else None
+    environ = {name: value for name, value in os.environ.items() if name != DEPLOYMENT_ENV}
+    options = ServeOptions(target=target, file=file.resolve(), overrides=overrides, namespace=state.namespace)
+    request = understand(options, environ, folder)
+    wish = Wish(
+        graph=request.graph,
+        host=dict(request.config.sections.get("Host", {})),
+        sections=json.loads(request.config.service_config_json()),
+        planner=request.planner.model_dump(mode="json", exclude_unset=True) if _plans(request) else None,
+        planner_starts=request.planner_starts,
+        file=str(file.resolve()),
+        overrides=overrides,
+    )
+    return wish.as_json()
+
+
+def _plans(request: Request) -> bool:
+    """The file has a `Planner` section which is the load planner's, and not that of a service of that name."""
+    return "Planner" in request.config.sections and all(spec.name != "Planner" for spec in request.graph.services)
+
+
+# --- telling -----------------------------------------------------------------------------------------
+
+
+def words(reply: Mapping[str, Any]) -> list[str]:
+    """The difference, a line each, then what becomes of workers."""
+    if not _is_due(reply):
+        return ["nothing differs: nothing to do", *reply["notes"]]
+    lines = [_line(change) for change in reply["changes"]]
+    workers = reply["workers"]
+    does = (("starts", workers["start"]), ("leaves", workers["leave"]), ("gets a new process", workers["renew"]))
+    lines += [f"{name} {what}" for what, names in does for name in names]
+    if not any(names for _, names in does):
+        lines.append("no worker is touched")
+    return [*lines, *reply["notes"]]
+
+
+def _is_due(reply: Mapping[str, Any]) -> bool:
+    """Something differs, or a worker has not got what was applied before."""
+    return bool(reply["changes"]) or any(reply["workers"].values())
+
+
+def _line(change: Mapping[str, Any]) -> str:
+    what, before, after = change["what"], change["before"], change["after"]
+    if before is None:
+        return f"+ {what}: {_value(after)}"
+    if after is None:
+        return f"- {what}: {_value(before)}"
+    return f"~ {what}: {_value(before)} -> {_value(after)}"
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# --- watching ----------------------------------------------------------------------------------------
+
+
+def _follow(paths: Paths, reply: Mapping[str, Any], timeout_s: float, *, quiet: bool) -> list[str]:
+    """Tell what becomes of each worker until all is done; what went wrong. Raises `TimedOut`, `NotRunning`."""
+    deadline_s = time.monotonic() + timeout_s
+    told: dict[str, str] = {}
+    known: list[Mapping[str, Any]] | None = None
+    while True:
+        graph = _graph(paths)
+        known = graph["notes"] if known is None else known
+        lines = [*_news(graph, reply, told), *(str(note["text"]) for note in graph["notes"] if note not in known)]
+        known = graph["notes"]
+        for line in lines:
+            click.echo(line, err=quiet)
+        if _is_done(graph, reply):
+            return list(_failures(graph, reply))
+        if time.monotonic() >= deadline_s:
+            raise TimedOut(f"not done within {timeout_s:g} s; {GOES_ON}")
+        time.sleep(POLL_S)
+
+
+def _graph(paths: Paths) -> dict[str, Any]:
+    try:
+        graph: dict[str, Any] = ask_arbiter(paths, "dynamo_status")["graph"]
+    except NotRunning as error:
+        raise NotRunning(
+            f"{error}; what was applied is written down: `dynamo serve … --adopt` with this file goes on with it"
+        ) from None
+    return graph
+
+
+def _touched(graph: Mapping[str, Any], reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    names = {*reply["components"], *reply["removed"]}
+    return [row for row in graph["workers"] if row["component"] in names]
+
+
+def _news(graph: Mapping[str, Any], reply: Mapping[str, Any], told: dict[str, str]) -> Iterator[str]:
+    rows = {row["watcher_name"]: row for row in _touched(graph, reply)}
+    places = {new: old for change in graph["changes"] for old, new in change["substitutes"].items()}
+    for name in [name for name in told if name not in rows]:
+        del told[name]
+        yield f"{name}: gone"
+    for name, row in rows.items():
+        state = f"{row['state']}{' with its old configuration' if row['outdated'] and row['pid'] else ''}"
+        if told.get(name) == state:
+            continue
+        told[name] = state
+        yield f"{name}: {state}{f', in the place of {places[name]}' if name in places else ''}"
+
+
+def _is_done(graph: Mapping[str, Any], reply: Mapping[str, Any]) -> bool:
+    """Nothing is under way with the apply, or with any worker of a component that it touched."""
+    if any(change["stimulus_id"] == reply["stimulus_id"] for change in graph["changes"]):
+        return False
+    return all(_rests(row) for row in _touched(graph, reply))
+
+
+def _rests(row: Mapping[str, Any]) -> bool:
+    traits = traits_of(row["state"])
+    return traits.serves or row["state"] == "faulted" or (traits.gone and row["pid"] is None)
+
+
+def _failures(graph: Mapping[str, Any], reply: Mapping[str, Any]) -> Iterator[str]:
+    rows = _touched(graph, reply)
+    for row in rows:
+        if row["state"] == "faulted":
+            yield f"{row['watcher_name']} is faulted ({row['reason']}); its log: {row['log_file']}"
+        elif row["outdated"] and traits_of(row["state"]).serves:
+            yield f"{row['watcher_name']} serves on with its old configuration; `dynamo events` says why"
+    for component, count in reply["components"].items():
+        ready = sum(traits_of(row["state"]).serves for row in rows if row["component"] == component)
+        if count is not None and ready != count and graph["planner"]["state"] == "stopped":
+            yield f"{component} has {ready} ready workers, not {count}"

@@ -1,1 +1,0 @@
-"""`dynamo export` and `dynamo import`."""

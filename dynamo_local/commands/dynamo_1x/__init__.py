@@ -1,1 +1,0 @@
-"""Dynamo 1.x's own workers as components."""

@@ -1,1 +1,0 @@
-"""An HTTP server as a component."""

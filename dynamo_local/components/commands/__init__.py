@@ -1,0 +1,1 @@
+"""Components that are commands of somebody else: HTTP servers, Dynamo 1.x workers, any process."""

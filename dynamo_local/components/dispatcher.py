@@ -1,0 +1,356 @@
+"""Sending a request to a worker, and to another one where the first gave nothing.
+
+The picker is pure; here are the calls. A request that has produced no token can be repeated anywhere without
+the client noticing; one that has cannot, and its error is the client's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, cast
+
+import msgspec
+
+from dynamo_local.clock import AsyncioClock, Clock
+from dynamo_local.components import messages
+from dynamo_local.core.routing.choice import NO_HITS, LeastLoaded, Picker, RoundRobin, RouterPolicy, Sample
+from dynamo_local.core.routing.decode_choice import SloPicker
+from dynamo_local.core.routing.estimates import Costs, Targets, Timing
+from dynamo_local.core.routing.kv_index import KvCost
+from dynamo_local.core.types import Missing
+from dynamo_local.engines.sim.options import SimOptions
+from dynamo_local.errors import DynamoError, InfraUnavailable, NoWorkers, WorkerBusy, WorkerDraining
+from dynamo_local.ports import EndpointClient, ResponseStream
+from dynamo_local.profile.interpolation import ProfileModel
+from dynamo_local.transport.load import LoadView
+from dynamo_local.transport.requests.client import late_news_s
+from dynamo_local.transport.requests.stream import Take, pump
+
+# --- pickers
+# The pickers by name: those of `core.routing.choice`, and a random one (the core does not use `random`).
+
+
+class Random:
+    """Uniform; the generator is given, so that a seed repeats the choices."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def pick(
+        self,
+        candidates: Sequence[int],
+        loads: Mapping[int, Sample],
+        hits: Mapping[int, float] = NO_HITS,
+        prompt_tokens: int = 0,
+    ) -> int:
+        return self._rng.choice(sorted(candidates))
+
+    def routed(self, instance_id: int, request_id: str, tokens: int, now_s: float, prompt_tokens: int = 0) -> None:
+        """Chance does not depend on load."""
+
+    def finished(self, instance_id: int, request_id: str, now_s: float) -> None:
+        """Chance does not depend on load."""
+
+
+def make_picker(
+    name: RouterPolicy, seed: int | None = None, *, hears_ends: bool = True, costs: Costs | None = None
+) -> Picker:
+    """The picker of that name; `seed` is for `random`, and for the ties of `kv` and `kv-load`. `hears_ends`: whether it
+    is told when a request has ended, as soon as that is so. `slo` without `costs` is `least-loaded`."""
+    if name == "slo" and costs is not None:
+        return SloPicker(costs.timing, costs.targets, hears_ends=hears_ends)
+    if name == "random":
+        return Random(random.Random(seed))
+    if name in ("kv", "kv-load"):
+        return KvCost(random.Random(seed).choice, prefix=name == "kv")
+    return RoundRobin() if name == "round-robin" else LeastLoaded(hears_ends=hears_ends)
+
+
+def sim_picker(name: RouterPolicy, seed: int | None, sim: SimOptions, targets: Targets) -> Picker:
+    """The picker of that name for engines that are simulated so: `slo` decides by their profile. Raises `ConfigError`
+    for one that cannot be read."""
+    costs = Costs(Timing(ProfileModel.load(sim.profile), sim.speed), targets) if name == "slo" else None
+    return make_picker(name, seed, costs=costs)
+
+
+def samples(view: LoadView, clock: Clock, instance_ids: Sequence[int]) -> dict[int, Sample]:
+    """The view's loads as samples for the pickers; a missing one stays missing."""
+    now_s = clock.now_s()
+    found: dict[int, Sample] = {}
+    for instance_id in instance_ids:
+        report = view.get(instance_id)
+        if isinstance(report, Missing):
+            found[instance_id] = Sample(report, now_s)
+        else:
+            found[instance_id] = Sample(report.load, now_s - report.age_s)
+    return found
+
+
+# --- router_client
+# A Processor's questions to a Router.
+
+log = logging.getLogger(__name__)
+
+AWAY_S = 2.0
+"""After a timeout, requests are routed without the Router for this long, so that not each of them waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A worker for a request; `prefix_hit_rate` None where nobody knows it."""
+
+    worker: int
+    prefix_hit_rate: float | None = None
+
+
+class RouterClient:
+    """Asks a Router for workers. Where it is away, or slow, the answer is None: then the Processor picks by itself."""
+
+    def __init__(self, client: EndpointClient, timeout_s: float, clock: Clock | None = None) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._clock = clock or AsyncioClock()
+        self._away_until_s = float("-inf")
+        self._away = False
+
+    async def choose(
+        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int]
+    ) -> Routed | None:
+        """Within `timeout_s`. Raises nothing of its own."""
+        if self._clock.now_s() < self._away_until_s:
+            return None
+        request = {"token_ids": token_ids, "request_id": request_id, "max_tokens": tokens, "avoid": list(avoid)}
+        began_s = self._clock.now_s()
+        try:
+            stream = await self._client.call(request, request_id=request_id, timeout_s=self._timeout_s)
+            try:
+                answers = [item async for item in stream]
+            finally:
+                await stream.aclose()
+            answer = msgspec.convert(answers[0], messages.RouteAnswer)
+        except (DynamoError, msgspec.ValidationError, IndexError) as error:
+            now_s = self._clock.now_s()
+            if now_s - began_s >= self._timeout_s / 2:
+                self._away_until_s = now_s + AWAY_S
+            if not self._away:
+                log.warning("the Router gives no answer, workers are picked here until it does: %s", error)
+            self._away = True
+            return None
+        if self._away:
+            log.info("the Router answers again")
+        self._away = False
+        return Routed(answer.worker_id, answer.prefix_hit_rate)
+
+
+Batch = list[Any]
+
+TRIED: Final = "tried"
+"""`details` of what the last worker failed with: how many have failed the request before its first token."""
+
+
+def has_tokens(batch: Batch) -> bool:
+    """Whether a batch of a worker's items holds something that a client may have seen."""
+    return any(item["token_ids"] or "core" in item for item in batch)  # such as log-probabilities of the prompt
+
+
+class Chooser(Protocol):
+    """Chooses a worker ahead of the picker: a Router."""
+
+    async def choose(
+        self, token_ids: Sequence[int], request_id: str, tokens: int, avoid: Sequence[int]
+    ) -> Routed | None:
+        """The worker, or None if there is no answer in time. Raises nothing of its own."""
+        ...
+
+
+class Dispatcher:
+    """Chooses among a component's workers and repeats what failed before its first token.
+
+    `loads` gives the latest sample of each instance id; `max_tries` bounds how many workers may *fail* one
+    request (a full or leaving worker only refuses, which costs nothing, so all of them may be asked). If all known
+    workers are leaving, it waits for others: a scale-down fails no request. A `router` is asked first; the picker
+    decides if the Router has no answer, or names a worker that is not registered. `produced` says whether the client
+    may have got a part of a batch.
+    """
+
+    def __init__(
+        self,
+        client: EndpointClient,
+        picker: Picker,
+        loads: Callable[[Sequence[int]], Mapping[int, Sample]],
+        max_tries: int = 3,
+        clock: Clock | None = None,
+        router: Chooser | None = None,
+        produced: Callable[[Batch], bool] = has_tokens,
+    ) -> None:
+        self._router = router
+        self._produced = produced
+        self._client = client
+        self._picker = picker
+        self._loads = loads
+        self._max_tries = max_tries
+        self._clock = clock or AsyncioClock()
+
+    async def send(
+        self,
+        payload: Mapping[str, Any],
+        *,
+        request_id: str,
+        tokens: int,
+        timeout_s: float | None,
+        max_tries: int | None = None,
+    ) -> AsyncGenerator[Batch, None]:
+        """The worker's items as they arrived together. `tokens` bounds what the request may generate, `max_tries` is
+        for this request alone.
+
+        Raises `NoWorkers`, `WorkerBusy` (every worker refused; `details["retry_after_s"]` is the shortest that
+        one of them named) or what the last worker failed with. Close the generator to cancel the request.
+        """
+        asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), max_tries or self._max_tries)
+        while (routed := await self._choose(asked)) is not None:
+            attempt = _Attempt()
+            async with self._trying(asked, routed.worker, attempt):
+                stream = await self._call(asked, routed)
+                async with _batches(stream) as batches:
+                    async for batch in batches:
+                        attempt.produced = attempt.produced or self._produced(batch)
+                        yield batch
+                return
+        raise _verdict(asked.failures, self._client)
+
+    async def pump(
+        self, payload: Mapping[str, Any], take: Take, *, request_id: str, tokens: int, timeout_s: float | None
+    ) -> None:
+        """As `send`: `take` is called with each batch as it arrives. Raises what `take` raises, too."""
+        asked = _Asked(payload, request_id, tokens, self._until_s(timeout_s), self._max_tries)
+        while (routed := await self._choose(asked)) is not None:
+            attempt = _Attempt(self._produced, take)
+            async with self._trying(asked, routed.worker, attempt):
+                stream = await self._call(asked, routed)
+                try:
+                    await pump(stream, attempt.take)
+                finally:
+                    await stream.aclose()
+                return
+        raise _verdict(asked.failures, self._client)
+
+    def _until_s(self, timeout_s: float | None) -> float | None:
+        return None if timeout_s is None else self._clock.now_s() + timeout_s
+
+    async def _call(self, asked: _Asked, routed: Routed) -> ResponseStream:
+        now_s = self._clock.now_s()
+        payload = asked.payload
+        if routed.prefix_hit_rate is not None:
+            payload = {**payload, "prefix_hit_rate": routed.prefix_hit_rate}
+        left_s = None if asked.deadline_s is None else asked.deadline_s - now_s
+        self._picker.routed(routed.worker, asked.request_id, asked.tokens, now_s, len(payload.get("token_ids", ())))
+        return await self._client.call(
+            payload, instance_id=routed.worker, request_id=asked.request_id, timeout_s=left_s
+        )
+
+    @contextlib.asynccontextmanager
+    async def _trying(self, asked: _Asked, worker: int, attempt: _Attempt) -> AsyncIterator[None]:
+        """One worker's turn: a failure after which another may be asked is noted, and goes no further."""
+        try:
+            yield
+        except DynamoError as error:
+            asked.failed(worker, error, attempt)
+        else:
+            return
+        finally:
+            self._picker.finished(worker, asked.request_id, self._clock.now_s())
+        if isinstance(asked.failures[worker], WorkerDraining):
+            await self._client.wait_for_others(asked.failures, late_news_s(asked.deadline_s, self._clock.now_s()))
+
+    async def _choose(self, asked: _Asked) -> Routed | None:
+        """The next worker, or None when nobody is left, or too many have failed."""
+        payload, failures = asked.payload, asked.failures
+        if _failed(failures) >= asked.max_tries:
+            return None
+        untried = self._untried(failures)
+        if self._router is not None and untried:
+            routed = await self._router.choose(payload["token_ids"], asked.request_id, asked.tokens, tuple(failures))
+            untried = self._untried(failures)
+            if routed is not None and routed.worker in untried:
+                return routed
+        if not untried:
+            return None
+        return Routed(self._picker.pick(untried, self._loads(untried), prompt_tokens=len(payload.get("token_ids", ()))))
+
+    def _untried(self, failures: Mapping[int, DynamoError]) -> list[int]:
+        return [i.instance_id for i in self._client.instances() if i.instance_id not in failures]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One request, and the workers that have failed or refused it."""
+
+    payload: Mapping[str, Any]
+    request_id: str
+    tokens: int
+    deadline_s: float | None
+    max_tries: int
+    failures: dict[int, DynamoError] = field(default_factory=dict)
+
+    def failed(self, worker: int, error: DynamoError, attempt: _Attempt) -> None:
+        """Remember it; raises it where the request cannot be repeated."""
+        if attempt.produced or not error.retryable or isinstance(error, InfraUnavailable):
+            raise error
+        self.failures[worker] = error
+        log.info("request %s: worker %x gave nothing: %s", self.request_id, worker, error)
+
+
+class _Attempt:
+    """What one worker has given. `produced`: the client may have got a part of it, or has failed by itself."""
+
+    __slots__ = ("_produced", "_take", "produced")
+
+    def __init__(self, produced: Callable[[Batch], bool] | None = None, take: Take | None = None) -> None:
+        self.produced = False
+        self._produced = produced
+        self._take = take
+
+    def take(self, batch: Batch) -> Awaitable[None] | None:
+        """One batch of a stream that is pumped."""
+        assert self._produced is not None
+        assert self._take is not None
+        before, self.produced = self.produced, True  # what `take` raises is no failure of the worker
+        room = self._take(batch)
+        self.produced = before or self._produced(batch)
+        return room
+
+
+@contextlib.asynccontextmanager
+async def _batches(stream: ResponseStream) -> AsyncIterator[AsyncIterator[Batch]]:
+    """The stream's batches; leaving the block closes both, which cancels the handler if it still runs."""
+    batches = cast(AsyncGenerator[Batch, None], stream.batches())
+    try:
+        async with contextlib.aclosing(batches):
+            yield batches
+    finally:
+        await stream.aclose()
+
+
+def _failed(failures: Mapping[int, DynamoError]) -> int:
+    """How many workers have failed the request; refusals do not count."""
+    return sum(not isinstance(error, WorkerBusy | WorkerDraining) for error in failures.values())
+
+
+def _verdict(failures: Mapping[int, DynamoError], client: EndpointClient) -> DynamoError:
+    """The error after the last worker: "busy" if a worker was, otherwise the last failure."""
+    if not failures:
+        return NoWorkers("no worker is registered that could take the request; `dynamo status` shows the workers")
+    busy = [error for error in failures.values() if isinstance(error, WorkerBusy)]
+    if not busy:
+        last = list(failures.values())[-1]
+        last.details[TRIED] = len(failures)
+        return last
+    waits = [float(error.details["retry_after_s"]) for error in busy if "retry_after_s" in error.details]
+    return WorkerBusy(
+        f"all {len(client.instances())} workers are full or unable; try again shortly",
+        **{**busy[-1].details, "retry_after_s": min(waits, default=1.0)},
+    )

@@ -1,1 +1,0 @@
-"""Prefills: on prefill workers, and decode workers' use of them."""

@@ -1,1 +1,0 @@
-"""Which worker a request goes to."""

@@ -1,0 +1,1 @@
+"""The simulated engine's answers to tools, schemas, Responses and Messages requests."""

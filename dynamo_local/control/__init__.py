@@ -1,1 +1,0 @@
-"""The arbiter: what it knows of its workers, and what it does with them."""

@@ -1,0 +1,268 @@
+"""The next fleet while one step makes it: what changed so far, and what is to be done about it.
+
+A `Draft` lives for one `machine.step` and is never seen outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dynamo_local.core.fleet.effects import Aside, Commit, Instruction, Lock, Tell, Transition, Unlock, WaitUntil
+from dynamo_local.core.fleet.fleet import Course, Fleet, Process, Template, Worker
+from dynamo_local.core.fleet.lifecycle import STARTS, Event, apply
+from dynamo_local.core.fleet.states import TRAITS
+from dynamo_local.core.gpus import GpuLedger
+from dynamo_local.core.notes import Elsewhere
+from dynamo_local.core.types import Missing, WorkerState, how_it_ended
+from dynamo_local.core.types import WorkerState as S
+
+NO_PROCESS: dict[str, Any] = {
+    "process": None,
+    "lease": None,
+    "endpoints": (),
+    "other_leases": (),
+    "load": Missing("it has no process"),
+    "ready_s": None,
+    "heard_s": None,
+    "absent_s": None,
+    "counting": False,
+    "calls": 0,
+    "exit": None,
+    "flip": None,
+}
+"""What is forgotten with a process."""
+
+
+NOT_YET = ("lease_gone", "lapsed", "told", "engine_failed", "served", "spawning", "spawn_begun")
+"""What is not true of a process that has just been made."""
+
+
+class Draft:
+    """`fleet` is the fleet so far; `now_s` and `stimulus_id` are the step's."""
+
+    def __init__(self, fleet: Fleet, now_s: float, stimulus_id: str) -> None:
+        self.before = fleet
+        self.now_s = now_s
+        self.stimulus_id = stimulus_id
+        self.head = False
+        """Set where something else than workers is to be written down, too."""
+        self._workers = dict(fleet.workers)
+        self.fleet = replace(fleet, workers=self._workers)
+        self._locks: list[Lock] = []
+        self._acts: list[Instruction] = []
+        self._transitions: list[Transition] = []
+        self._written: dict[str, None] = {}
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def get(self, name: str) -> Worker | None:
+        """The worker as it is so far."""
+        return self._workers.get(name)
+
+    def with_pid(self, name: str, pid: int) -> Worker | None:
+        """The worker of that name if its process is `pid`, else the one whose process it is: it was called `name` when
+        that was observed."""
+        worker = self._workers.get(name)
+        if worker is not None and worker.pid == pid:
+            return worker
+        return next((each for each in self._workers.values() if each.pid == pid), None)
+
+    def worker(self, name: str) -> Worker:
+        """As `get`, of one that is known to be there."""
+        return self._workers[name]
+
+    def workers(self) -> list[Worker]:
+        """All of them, so far."""
+        return list(self._workers.values())
+
+    def template(self, name: str) -> Template:
+        """How the worker of that name is made."""
+        return self.fleet.template(self._workers[name].component)
+
+    @property
+    def transitions(self) -> tuple[Transition, ...]:
+        """The events of the lifecycle table that were applied so far."""
+        return tuple(self._transitions)
+
+    # --- changing ------------------------------------------------------------------------------
+
+    def add(self, worker: Worker) -> None:
+        """A new entry, which is committed."""
+        self._put(worker)
+        self._written[worker.name] = None
+
+    def change(self, name: str, *, write: bool = True, **fields: Any) -> None:
+        """Change fields of a worker. Without `write` it is nothing that the statefile says."""
+        self._put(replace(self._workers[name], **fields))
+        if write:
+            self._written[name] = None
+
+    def apply(self, name: str, event: Event, **fields: Any) -> None:
+        """Apply an event of the lifecycle table, and change fields with it. Raises `IllegalTransition`."""
+        worker = self._workers[name]
+        after = apply(worker.state, event)
+        self._transitions.append(Transition(name, worker.component, worker.state, after, event))
+        if after is not worker.state:
+            fields = {"since_s": self.now_s, **fields}
+        if after is not WorkerState.FLIPPING and worker.flip is not None:
+            fields = {"flip": None, **fields}
+        if TRAITS[worker.state].standby and TRAITS[after].leaves:
+            fields = {"standby": replace(worker.standby, drained=True, ask_s=None), **fields}
+        if isinstance(event, STARTS):
+            fields = {"starts": worker.starts + 1, **fields}
+        if TRAITS[after].serves and not worker.served:
+            heard_s = self.now_s if worker.heard_s is None else worker.heard_s  # from now on its silence counts
+            fields = {"served": True, "ready_s": self.now_s, "heard_s": heard_s, **fields}
+        self.change(name, state=after, **fields)
+
+    def process_began(self, name: str, process: Process, *, keep_reason: bool) -> None:
+        """Note what belongs to a new process."""
+        fields = {**NO_PROCESS, "load": Missing("not sampled"), "process": process}
+        fresh: dict[str, Any] = {**dict.fromkeys(NOT_YET, False), "engine_said": None, "born": None}
+        worker = self._workers[name]
+        reason = worker.reason if keep_reason else None
+        fields["standby"] = replace(worker.standby, order=0, ask_s=None, drained=False, cannot=None)
+        self.change(name, **fields, **fresh, asked_s=None, unheard_s=0.0, silent_s=0.0, reason=reason)
+
+    def process_ended(self, name: str, code: int | None) -> None:
+        """Forget what belonged to the process; what one that slept kept on its devices is gone with it."""
+        sleeper = self.fleet.gpus.sleepers.get(name)
+        if sleeper is not None:
+            self.set(gpus=self.fleet.gpus.release(name))
+            if sleeper.uuids:
+                self.do(Unlock(name, sleeper.uuids))
+            self.look_at_gpus(self.now_s)
+        self.change(name, **NO_PROCESS, exit_code=code, due_s=None)
+
+    def rename(self, name: str, to: str, **fields: Any) -> None:
+        """The same worker under another name, with other fields; its devices go with it."""
+        uuids = self._workers[name].gpus
+        worker = replace(self._workers[name], name=to, gpus=(), **fields)
+        ledger = self.fleet.gpus.renamed(name, to)
+        self.drop(name)
+        self.add(worker)
+        self._hold(to, ledger, uuids)
+
+    def drop(self, name: str) -> None:
+        """Forget the worker."""
+        del self._workers[name]
+        self._written[name] = None
+
+    def set(self, **fields: Any) -> None:
+        """Change fields of the fleet itself."""
+        self.fleet = replace(self.fleet, **fields)
+
+    def revoked_outside(self, worker: Worker) -> None:
+        """It has left because somebody else revoked its lease, and nothing replaces it."""
+        self.set(revoked={**self.fleet.revoked, worker.name: worker.component})
+
+    def decided_anew(self, *, component: str | None = None, name: str | None = None) -> None:
+        """How many workers that component has, or that the one of that name runs, is somebody's decision again."""
+        left = {who: of for who, of in self.fleet.revoked.items() if of != component and who != name}
+        if len(left) < len(self.fleet.revoked):
+            self.set(revoked=left)
+
+    def look_at_gpus(self, at_s: float) -> None:
+        """Look at the devices then, or before."""
+        before_s = self.fleet.look_s
+        self.set(look_s=at_s if before_s is None else min(before_s, at_s))
+
+    # --- GPUs ----------------------------------------------------------------------------------
+
+    def take_gpus(self, name: str, count: int) -> None:
+        """The best `count` free devices for that worker. Raises `GpuError` where there are not so many."""
+        share = self.template(name).vram_share
+        ledger = self.fleet.gpus.allocate(name, count, share)
+        self._hold(name, ledger, ledger.held_uuids.get(name, ()))
+        self.lock(name)
+
+    def lock(self, name: str) -> None:
+        """Have the devices of that worker locked, host-wide, before this step is valid."""
+        if self._workers[name].gpus:
+            self._locks.append(Lock(name, self._workers[name].gpus))
+
+    def free_gpus(self, name: str, quarantined: Mapping[str, str] | None = None) -> None:
+        """Its devices go back; those in `quarantined` (UUID to the reason) go to nobody, and are told of."""
+        uuids = self._workers[name].gpus
+        ledger = self.fleet.gpus.release(name)
+        for uuid, why in (quarantined or {}).items():
+            ledger = ledger.quarantine(uuid, why)
+            told = f"GPU {ledger.by_uuid[uuid].index} ({uuid}) is quarantined: {why}"
+            self.do(Tell(told, Elsewhere()))
+        self._hold(name, ledger, ())
+        if uuids:
+            self.do(Unlock(name, uuids))
+
+    def _hold(self, name: str, ledger: GpuLedger, uuids: tuple[str, ...]) -> None:
+        self.set(gpus=ledger)
+        self.change(name, gpus=uuids)
+
+    # --- acting --------------------------------------------------------------------------------
+
+    def do(self, instruction: Instruction) -> None:
+        """Have it carried out once this step is committed."""
+        self._acts.append(instruction)
+
+    def result(self, stimulus: str, next_due_s: float | None) -> tuple[Fleet, tuple[Instruction, ...]]:
+        """The fleet, and the instructions: locks, the commit, the acts, and until when nothing is due.
+
+        `stimulus` is the kind of what the step was taken for.
+        """
+        out: list[Instruction] = [*self._locks]
+        before, now = self.before, self.fleet
+        kept = (before.restarts, before.templates, before.revoked)
+        head = self.head or (now.restarts, now.templates, now.revoked) != kept
+        asides = tuple(self._asides(stimulus))
+        if self._written or head or asides:
+            out.append(Commit(tuple(self._written), self.transitions, head, asides))
+        out += self._acts
+        if next_due_s is not None:
+            out.append(WaitUntil(next_due_s))
+        return self.fleet, tuple(out)
+
+    def _asides(self, stimulus: str) -> Iterator[Aside]:
+        """Workers of which something is ordered though their state has no event."""
+        named = (getattr(each, "name", None) for each in (*self._locks, *self._acts))
+        with_event = {transition.name for transition in self._transitions}
+        for name in dict.fromkeys(named):
+            worker = None if name is None else self._workers.get(name) or self.before.workers.get(name)
+            if worker is not None and name not in with_event:
+                yield Aside(worker.name, worker.component, worker.state, stimulus, self.stimulus_id)
+
+    def _put(self, worker: Worker) -> None:
+        self._workers[worker.name] = worker
+
+
+# --- endings
+# How the end of a worker's process is judged, from what the worker was when it ended.
+
+UNHEARD = "it had answered nothing when its lease ended"
+STARTED_AGAIN = "; it is started again"
+"""Said of a worker that leaves because somebody else revoked its lease, where the fleet brings such workers back."""
+
+
+def was_leaving(worker: Worker, code: int | None) -> bool:
+    """It ended because it was to. Not one whose lease went while nobody heard of it, and that did not end in order:
+    it was stopped for longer than its lease lives, and died of something else."""
+    if worker.state is S.DRAINING:
+        return not worker.lapsed or code in (0, None)
+    return worker.state is S.DRAIN_TIMED_OUT
+
+
+def comes_back_unasked(worker: Worker) -> bool:
+    """Somebody else revoked its lease, and nobody here has ordered its restart: that follows the restart policy."""
+    return worker.course is Course.RESTARTING and worker.lease_gone and worker.asked_s is None
+
+
+def why_it_ended(worker: Worker, code: int | None) -> str | None:
+    """In words, for a worker as it was before its process ended."""
+    left = was_leaving(worker, code)
+    if not left and worker.state is S.DRAINING:
+        return f"{how_it_ended(code)}; {UNHEARD}"
+    if not left and (worker.state in (S.STARTING, S.READY, S.FLIPPING) or TRAITS[worker.state].standby):
+        return how_it_ended(code) if worker.engine_said is None else f"{worker.engine_said}; {how_it_ended(code)}"
+    if left and code not in (0, None) and worker.state is S.DRAINING:
+        return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
+    return worker.reason

@@ -1,0 +1,40 @@
+"""What a run lacks that is said to be up: a graph of which a part does not serve is *degraded*, never ready."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamo_local.core.fleet.fleet import Fleet
+
+READY, DEGRADED = "ready", "degraded"
+
+
+class Lack(NamedTuple):
+    """One thing that a component lacks, in words."""
+
+    component: str
+    what: str
+
+
+def lacking(fleet: Fleet) -> tuple[Lack, ...]:
+    """Empty where nothing is missing.
+
+    What is: a component none of whose workers serves (not one that has never had any), and workers that left because
+    somebody else revoked their lease, until a command decides anew how many there are to be.
+    """
+    found = []
+    for template in fleet.templates:
+        component, workers = template.component, fleet.of(template.component)
+        if workers and not any(worker.ready for worker in workers):
+            states = ", ".join(f"{worker.name} is {worker.state}" for worker in workers)
+            found.append(Lack(component, f"{component}: no worker serves ({states})"))
+        gone = [name for name, of in fleet.revoked.items() if of == component]
+        if gone:
+            what = f"{component}: {', '.join(gone)} left, because somebody else revoked the lease"
+            found.append(Lack(component, f"{what}; `dynamo scale {component} +{len(gone)}` replaces what is gone"))
+    return tuple(found)
+
+
+def shown_state(state: str, fleet: Fleet) -> str:
+    """A run's own state (starting, adopting, ready, leaving) as people are told it."""
+    return DEGRADED if state == READY and lacking(fleet) else state

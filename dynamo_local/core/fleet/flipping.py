@@ -1,0 +1,148 @@
+"""What follows a flip: a worker changes its role, its component and its name, and stays the same process.
+
+    READY --FlipRequested--> FLIPPING --Flipped--> READY, renamed
+                                \\--FlipFailed--> READY, as it was
+
+The intent is committed before the worker is asked. That it has flipped is observed: its ready key under the new name,
+or its answer, whichever comes first. Then name, role and component change in one step and one commit. While nobody can
+tell (NATS or etcd is away, the arbiter was killed) it is asked again: the question is the same as the first, and the
+answer says how far it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dynamo_local.core.fleet import flip_decisions as flips
+from dynamo_local.core.fleet.builder import Draft
+from dynamo_local.core.fleet.effects import CallOffFlip, FlipRole, Rename, Revoke, Tell
+from dynamo_local.core.fleet.events import CancelFlip, Flip, FlipAnswered, ScaleFlip
+from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Worker
+from dynamo_local.core.fleet.lifecycle import FlipFailed, Flipped, FlipRequested
+from dynamo_local.core.fleet.moves import CallOffFlipOf, FlipWorker, Move
+from dynamo_local.core.types import WorkerState as S
+
+AGAIN_S = 1.0
+"""One whose answer did not come is asked again after this."""
+
+
+def decided(fleet: Fleet, order: Flip | ScaleFlip | CancelFlip) -> tuple[Move, ...]:
+    """The moves. Raises the refusals of `flips`."""
+    match order:
+        case Flip():
+            decision = flips.decide(fleet, order.name, stimulus_id=order.stimulus_id, force=order.force)
+        case CancelFlip():
+            decision = flips.decide_cancel(fleet, order.name, stimulus_id=order.stimulus_id)
+        case ScaleFlip():
+            decision = flips.decide_scale(
+                fleet,
+                order.gives,
+                order.takes,
+                order.count,
+                stimulus_id=order.stimulus_id,
+                force=order.force,
+                victim_policy=order.victim_policy,
+            )
+    return decision.or_raise()
+
+
+def flip(draft: Draft, order: Flip | ScaleFlip | CancelFlip) -> None:
+    """Raises the refusals of `flips`."""
+    for move in decided(draft.fleet, order):
+        if isinstance(move, FlipWorker | CallOffFlipOf):
+            carry_out(draft, move)
+
+
+def carry_out(draft: Draft, move: FlipWorker | CallOffFlipOf) -> None:
+    """One of the moves."""
+    if isinstance(move, CallOffFlipOf):
+        _call_off(draft, draft.worker(move.name))
+        return
+    _begin(draft, move)
+    draft.decided_anew(component=draft.worker(move.name).component)
+    draft.decided_anew(component=move.component)
+
+
+def _begin(draft: Draft, move: FlipWorker) -> None:
+    event = FlipRequested(stimulus_id=draft.stimulus_id, becomes=move.to)
+    target = FlipTarget(move.to, move.component, move.n)
+    draft.apply(move.name, event, flip=target, cause=draft.stimulus_id, reason=f"becomes {move.to}", due_s=None)
+    ask(draft, draft.worker(move.name))
+
+
+def _call_off(draft: Draft, worker: Worker) -> None:
+    if worker.flip is not None and worker.pid is not None:
+        draft.change(worker.name, flip=replace(worker.flip, cancelled=True), cause=draft.stimulus_id)
+        draft.do(CallOffFlip(worker.name, worker.pid))
+
+
+def ask(draft: Draft, worker: Worker) -> None:
+    """Ask the worker to flip, or how far it is."""
+    if worker.flip is None or worker.pid is None:
+        return
+    draft.change(worker.name, write=False, flip=replace(worker.flip, asking=True), due_s=None)
+    draft.do(FlipRole(worker.name, worker.pid, worker.flip.name, worker.flip.component))
+    if worker.flip.cancelled:
+        draft.do(CallOffFlip(worker.name, worker.pid))
+
+
+def answered(draft: Draft, seen: FlipAnswered) -> None:
+    """What the worker said. Where nobody can tell it is asked again: it, its key, or its end will tell."""
+    worker = draft.get(seen.name)
+    if worker is None or worker.pid != seen.pid or worker.flip is None or worker.flip.name != seen.to:
+        return  # its new key was seen first, or it has ended
+    if seen.unknown:
+        again = replace(worker.flip, asking=False)
+        draft.change(worker.name, write=False, flip=again, due_s=draft.now_s + AGAIN_S)
+    elif seen.error is not None or seen.lease is None:
+        _failed(draft, worker, seen.error or "it is not registered in its new role")
+    else:
+        become(draft, worker, seen.lease, seen.endpoints, ())
+
+
+def awaited(draft: Draft, name: str, pid: int) -> Worker | None:
+    """Who is about to be called `name`, if that is the process that has registered under it."""
+    found = (w for w in draft.workers() if w.flip is not None and w.flip.name == name and w.pid == pid)
+    return next((worker for worker in found if worker.state is S.FLIPPING), None)
+
+
+def become(draft: Draft, worker: Worker, lease: str, endpoints: tuple[str, ...], other_leases: tuple[str, ...]) -> None:
+    """It has registered in its new role: name, role and component change, all else stays."""
+    target = worker.flip
+    if target is None or worker.pid is None:
+        return
+    fleet, was, old_lease = draft.fleet, worker.name, worker.lease
+    template = fleet.template(target.component)
+    before = fleet.template_of(worker)
+    current = worker.launched in ("", before.fingerprint)
+    draft.rename(
+        was,
+        target.name,
+        component=target.component,
+        role=template.role,
+        n=target.n,
+        flip=None,
+        born=None if worker.born_as == target.name else worker.born_as,
+        launched=template.fingerprint if current and worker.launched else worker.launched,
+        due_s=None,
+        absent_s=None,
+    )
+    if worker.stays_as_template and not before.retired:  # the component keeps the entry by which it can come back
+        rest = Worker(was, worker.component, worker.role, 0, S.EXITED, since_s=draft.now_s, cause=draft.stimulus_id)
+        draft.add(rest)
+    registered: dict[str, Any] = {"lease": lease, "endpoints": endpoints, "other_leases": other_leases, "reason": None}
+    draft.apply(target.name, Flipped(stimulus_id=draft.stimulus_id, was=was, lease=lease), **registered)
+    draft.do(Rename(target.name, was, worker.pid))
+    if old_lease is not None and old_lease != lease:  # the worker gives it back itself; its watcher may be stopped
+        draft.do(Revoke(target.name, old_lease))
+    if worker.flip is not None and worker.flip.cancelled:
+        draft.do(Tell(f"the flip of {was} was taken back too late: it is {target.name} now"))
+
+
+def _failed(draft: Draft, worker: Worker, why: str) -> None:
+    cancelled = worker.flip is not None and worker.flip.cancelled
+    event = FlipFailed(stimulus_id=draft.stimulus_id, reason=why)
+    draft.apply(worker.name, event, flip=None, reason=None, due_s=None)
+    if not cancelled:
+        draft.do(Tell(f"the flip of {worker.name} has failed, it stays what it was: {why}"))

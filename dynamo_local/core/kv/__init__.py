@@ -1,1 +1,0 @@
-"""Decisions about KV blocks: who has which, and who should be asked."""

@@ -1,1 +1,0 @@
-"""The life of a worker, and of a fleet of them."""

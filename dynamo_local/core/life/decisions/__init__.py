@@ -1,1 +1,0 @@
-"""Decisions about workers: a fleet in, moves or a typed refusal out."""

@@ -1,1 +1,0 @@
-"""The planner in a pod of a Kubernetes cluster, by itself: no arbiter, no workers of ours."""

@@ -1,1 +1,0 @@
-"""From a `DynamoGraphDeployment` to a configuration for one host, and what does not carry over."""

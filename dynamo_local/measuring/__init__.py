@@ -1,0 +1,1 @@
+"""`dynamo profile`: starts a graph, measures its engines, and writes a profile."""

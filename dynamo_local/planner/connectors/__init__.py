@@ -1,1 +1,0 @@
-"""Where decisions go."""

@@ -1,0 +1,202 @@
+"""What the engines really take, over what the profile says: learned from requests that ended. Pure.
+
+* **Prefill.** Waiting only adds, so a low quantile of TTFT over the profile's is that of prompts that never waited. If
+  all of them waited, it says nothing of the engines. But then the workers were never idle: what they had done by then
+  took them no longer than the time that they had, which is a second bound from above.
+* **Decode.** An answer's gap between tokens is compared with what the profile says of as many streams as there were
+  in its middle. That is known of answers so old that those beside them have ended, too.
+
+While even fast answers wait for longer than the target, nothing is learned of decode: what waits there for a prefill,
+or is prefilled there, would be taken for slow engines, and with slow engines no fleet seems to help (so it was: the
+factor ran to 8, and the fleet stayed at one worker of each role). A factor near 1 counts as 1: bursts alone make the
+comparison wrong by so much.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynamo_local.planner.queueing import Passes
+from dynamo_local.planner.values import Ended
+
+WINDOW_S = 60.0
+SERVED_S = 300.0
+"""So long it is remembered how many workers served."""
+ENDED_MIN = 30
+ANSWERS = 250
+"""Of more answers every second one is looked at, or every third, …: it is done in the arbiter's loop."""
+SAMPLE = 150
+"""So many of them are compared; all of them say with how many others each one was."""
+LOW_QUANTILE = 0.1
+LONG_QUANTILE = 0.9
+"""Of how long answers take: what began earlier than that has, nearly always, ended by now."""
+SEEN_MIN_S = 5.0
+"""Over less than this it is not told how busy workers were."""
+DEAD_BAND = 0.2
+STEP = 0.05
+"""Factors go in such steps: each new one is a new question to the queueing twin."""
+SLOWLY = 0.2
+LEAST, MOST = 0.2, 8.0
+REACHABLE = 0.7
+"""No factor is believed with which one request alone takes more than this share of its target: no fleet would help
+then, and what cannot be helped is not planned for. Decode workers that prefill themselves are seen as that slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Measured over expected, as they are learned (`raw`), and as they are used."""
+
+    prefill_raw: float = 1.0
+    decode_raw: float = 1.0
+
+    @property
+    def prefill(self) -> float:
+        """Of prefill passes."""
+        return _used(self.prefill_raw)
+
+    @property
+    def decode(self) -> float:
+        """Of decode passes."""
+        return _used(self.decode_raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """So many workers of each role served from `since_s` to `at_s` (planner's clock, seconds)."""
+
+    since_s: float
+    at_s: float
+    prefill: int
+    decode: int
+
+
+def with_served(served: tuple[Served, ...], newest: Served) -> tuple[Served, ...]:
+    """Those of `SERVED_S`, ascending."""
+    return tuple(each for each in (*served, newest) if each.at_s > newest.at_s - SERVED_S)
+
+
+def _used(raw: float) -> float:
+    if abs(raw - 1) < DEAD_BAND:
+        return 1.0
+    return round(round(raw / STEP) * STEP, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Answers, every `stride`-th of them; of those whose time is from `from_s` to `until_s` all are known."""
+
+    answers: Sequence[Ended]
+    stride: int
+    from_s: float
+    until_s: float
+
+    @property
+    def told(self) -> bool:
+        return self.until_s - self.from_s >= SEEN_MIN_S
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """What factors are learned by: the profile's engine, the prompt tokens of one of its passes, and the targets in
+    seconds."""
+
+    passes: Passes
+    batched_tokens: int
+    ttft_s: float
+    itl_s: float
+
+    def alone_s(self, isl: int) -> float:
+        """Of a prompt that never waits, by the profile."""
+        full, rest = divmod(isl, self.batched_tokens)
+        return full * self.passes.ttft_s(self.batched_tokens) + (self.passes.ttft_s(rest) if rest else 0.0)
+
+
+def learned(before: Factors, ended: Sequence[Ended], served: Sequence[Served], by: Learning) -> Factors:
+    """The factors after these answers (ascending), with these workers (ascending)."""
+    if not served or len(ended) < ENDED_MIN:
+        return before
+    seen = _seen(ended, served)
+    if len(seen.answers) < ENDED_MIN:
+        return before
+    sample = seen.answers[-SAMPLE:]
+    fast_s = _quantile([each.ttft_s for each in sample if each.ttft_s is not None], LOW_QUANTILE)
+    decode = None if fast_s > by.ttft_s else _decode(seen, served, by.passes)
+    isl = sum(each.isl for each in sample) // len(sample)
+    return Factors(
+        _towards(before.prefill_raw, _prefill(seen, served, by), REACHABLE * by.ttft_s / max(by.alone_s(isl), 1e-9)),
+        _towards(before.decode_raw, decode, REACHABLE * by.itl_s / by.passes.itl_s(isl, isl)),
+    )
+
+
+def _seen(ended: Sequence[Ended], served: Sequence[Served]) -> _Seen:
+    now_s = served[-1].at_s
+    long_s = _quantile([each.lasted_s - (each.ttft_s or 0.0) for each in ended[-SAMPLE:]], LONG_QUANTILE)
+    until_s = now_s - long_s
+    first = bisect_left(ended, until_s - WINDOW_S, key=lambda each: each.at_s)
+    from_s = max(until_s - WINDOW_S, served[0].since_s, ended[0].at_s if first == 0 else -math.inf)
+    stride = max(1, math.ceil((len(ended) - first) / ANSWERS))
+    return _Seen(ended[first::stride], stride, from_s, until_s)
+
+
+def _towards(before: float, ratio: float | None, reachable: float) -> float:
+    if ratio is None or not math.isfinite(ratio) or ratio <= 0:
+        return before
+    return before + SLOWLY * (min(max(ratio, LEAST), MOST, max(1.0, reachable)) - before)
+
+
+def _prefill(seen: _Seen, served: Sequence[Served], by: Learning) -> float | None:
+    ratios = []
+    busy_s = 0.0  # by the profile
+    for each in seen.answers:
+        if each.ttft_s is None or each.isl <= 0:
+            continue
+        alone_s = by.alone_s(each.isl)
+        ratios.append(each.ttft_s / (alone_s + (each.itl_s or 0.0)))
+        if seen.from_s < each.at_s - each.lasted_s + each.ttft_s <= seen.until_s:
+            busy_s += alone_s * seen.stride
+    if len(ratios) < ENDED_MIN:
+        return None
+    fast = _quantile(ratios[-SAMPLE:], LOW_QUANTILE)
+    if fast <= 1:
+        return fast
+    if not seen.told or busy_s <= 0:
+        return None  # engines or a queue: that cannot be told yet
+    had_s = sum(
+        each.prefill * max(0.0, min(each.at_s, seen.until_s) - max(each.since_s, seen.from_s)) for each in served
+    )
+    return min(fast, max(1.0, had_s / busy_s))
+
+
+def _decode(seen: _Seen, served: Sequence[Served], passes: Passes) -> float | None:
+    told = [(each.at_s, each.itl_s, each.osl - 1, each.isl) for each in seen.answers if each.itl_s and each.osl > 1]
+    starts = sorted(at_s - itl_s * tokens for at_s, itl_s, tokens, _ in told)
+    ends = sorted(at_s for at_s, _, _, _ in told)
+    judged = [
+        (middle_s, itl_s, tokens)
+        for at_s, itl_s, tokens, _ in told
+        if seen.from_s < (middle_s := at_s - itl_s * tokens / 2) <= seen.until_s
+    ]
+    if len(judged) < ENDED_MIN or not seen.told:
+        return None
+    lasted_s = sum(itl_s * tokens for _, itl_s, tokens, _ in told)
+    context = sum((isl + tokens / 2) * itl_s * tokens for _, itl_s, tokens, isl in told) / lasted_s
+    since = [each.since_s for each in served]
+    took_s = expected_s = 0.0
+    gaps_s: dict[float, float] = {}  # a few numbers of streams, asked for again and again
+    for middle_s, itl_s, tokens in judged[-SAMPLE:]:
+        workers = max(1, served[bisect_right(since, middle_s) - 1].decode)
+        beside = (bisect_right(starts, middle_s) - bisect_right(ends, middle_s)) * seen.stride
+        streams = max(1.0, beside / workers)
+        if streams not in gaps_s:
+            gaps_s[streams] = passes.itl_s(int(streams * context), context)
+        took_s += itl_s * tokens
+        expected_s += gaps_s[streams] * tokens
+    return took_s / expected_s
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """Of those; 0 of none."""
+    return sorted(values)[int(len(values) * share)] if values else 0.0

@@ -1,0 +1,322 @@
+"""How many workers: what each would serve of what is expected, against its price. Pure.
+
+Of a moment to come there are scenarios, each with a rate, its probability, and the shares of requests that keep TTFT
+and ITL by the number of prefill and of decode workers. A fleet's *yield* then is the mean rate of requests that keep
+both.
+
+* **Price.** A GPU is worth its place if it serves `thrift × THRIFT × (1 − target) / 1 %` of what a GPU of this
+  deployment serves in the mean. So a target of 99 % asks for ten times as much as one of 99.9 %. Where the workers of
+  now are overrun, the requests that come are not what their GPUs serve: then one of the best fleet is looked at.
+* **Shrinking.** The workers of now serve all moments from now to the lead: one that goes cannot be back before. One
+  stays if there is any stretch from now on in which it is worth more than its price, summed over that stretch.
+* **Growing.** A worker that is ordered now serves from the lead on; it must be worth its rung's `order_price`.
+
+With more rungs than cold starts: `climbing`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+from dynamo_local.planner.policies.slo.ladder import COLD_START, FLIP, WAKE, Rung
+from dynamo_local.planner.queueing import Shares
+from dynamo_local.planner.values import Reading, WorkerPools
+
+THRIFT = 0.12
+OVERRUN = 0.5
+"""Workers that keep the targets of less than this share of the requests are overrun."""
+EPSILON = 1e-9
+
+Fleet = tuple[int, int]
+"""Prefill and decode workers."""
+
+
+class Expected(Protocol):
+    """A moment to come, as the choice sees it."""
+
+    @property
+    def scenarios(self) -> tuple[tuple[float, Shares], ...]:
+        """See `Moment`."""
+        ...
+
+    def served(self, fleet: Fleet) -> float:
+        """See `Moment`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is expected of one moment: `(rate × probability, shares)` of each scenario. What a fleet would serve is
+    remembered: decisions of a whole lead ask for the same ones."""
+
+    scenarios: tuple[tuple[float, Shares], ...]
+    _known: dict[Fleet, float] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, in the mean."""
+        return sum(weight for weight, _ in self.scenarios)
+
+    @property
+    def hopeless(self) -> float:
+        """Share of the requests that miss a target with any number of workers."""
+        rate = self.rate
+        return (
+            0.0
+            if rate <= 0
+            else 1.0
+            - sum(weight * min(shares.prefill[-1], shares.decode[-1]) for weight, shares in self.scenarios) / rate
+        )
+
+    def served(self, fleet: Fleet) -> float:
+        """Requests per second that keep both targets with these workers. A moment of many requests is one for prefill
+        and decode alike, so what one role loses the other would mostly have lost, too: the smaller share counts."""
+        known = self._known.get(fleet)
+        if known is None:
+            known = self._known[fleet] = self._served(fleet)
+        return known
+
+    def _served(self, fleet: Fleet) -> float:
+        prefill, decode = fleet
+        return sum(
+            weight * min(shares.prefill[min(prefill, len(shares.prefill) - 1)],
+                         shares.decode[min(decode, len(shares.decode) - 1)])
+            for weight, shares in self.scenarios
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """GPUs of a worker of either role, the fewest workers, and the most and the fewest GPUs of both."""
+
+    gpus: Fleet
+    floors: Fleet
+    max_gpus: int
+    min_gpus: int = 0
+
+    def held(self, fleet: Fleet) -> int:
+        """GPUs of these workers."""
+        return fleet[0] * self.gpus[0] + fleet[1] * self.gpus[1]
+
+    def fits(self, fleet: Fleet) -> bool:
+        """Whether there may be so many."""
+        return self.held(fleet) <= self.max_gpus
+
+    def above_floors(self, fleet: Fleet) -> bool:
+        """Whether there may be so few."""
+        roles = fleet[0] >= self.floors[0] and fleet[1] >= self.floors[1]
+        return roles and self.held(fleet) >= self.min_gpus
+
+
+def price(target: float, thrift: float, mean_rate: float, mean_gpus: float) -> float:
+    """Requests per second that a GPU must serve beyond what is served without it."""
+    return thrift * THRIFT * max(1e-4, 1.0 - target) / 0.01 * mean_rate / max(mean_gpus, 1.0)
+
+
+def overrun_yield(now: Fleet, moment: Moment, bounds: Bounds) -> float | None:
+    """Requests per second that a GPU of the best fleet would serve, where the workers of now serve less than `OVERRUN`
+    of what is expected; None where they are not overrun."""
+    if moment.served(now) >= OVERRUN * moment.rate:
+        return None
+    prefills, decodes = (range(low, _enough(moment, role, low) + 1) for role, low in enumerate(bounds.floors))
+    fleets = itertools.product(prefills, decodes)
+    return max((moment.served(each) / bounds.held(each) for each in fleets if bounds.fits(each)), default=None)
+
+
+def plus(fleet: Fleet, more: Fleet) -> Fleet:
+    """Both together."""
+    return fleet[0] + more[0], fleet[1] + more[1]
+
+
+def shrunk(now: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bounds) -> Fleet:
+    """As many fewer as are not worth their price in any part, from now on, of these moments."""
+    fleet = now
+    while True:
+        fewer = [(fleet[0] - 1, fleet[1]), (fleet[0], fleet[1] - 1), (fleet[0] - 1, fleet[1] - 1)]
+        for other in fewer:
+            if bounds.above_floors(other) and worth(fleet, other, moments, gpu_price, bounds) <= 0:
+                fleet = other
+                break
+        else:
+            return fleet
+
+
+def worth(fleet: Fleet, other: Fleet, moments: Sequence[Expected], gpu_price: float, bounds: Bounds) -> float:
+    """The most that `fleet` gains over the smaller `other` in any stretch from now on, beyond its price."""
+    spared = gpu_price * (bounds.held(fleet) - bounds.held(other))
+    return max(accumulate(each.served(fleet) - each.served(other) - spared for each in moments), default=0.0)
+
+
+def grown(
+    fleet: Fleet,
+    now: Fleet,
+    moment: Expected,
+    gpu_price: float,
+    order_price: float,
+    bounds: Bounds,
+    most: Fleet | None = None,
+) -> Fleet:
+    """The best fleet at the rung's lead, not below `fleet`; those beyond `now` are ordered, `most` of them at most."""
+    base, best, gain = moment.served(fleet), fleet, EPSILON
+    for prefill in range(fleet[0], _enough(moment, 0, fleet[0]) + 1):
+        for decode in range(fleet[1], _enough(moment, 1, fleet[1]) + 1):
+            other = (prefill, decode)
+            ordered = (max(0, prefill - now[0]), max(0, decode - now[1]))
+            if not bounds.fits(other) or (most is not None and (ordered[0] > most[0] or ordered[1] > most[1])):
+                break
+            paid = bounds.held(other) - bounds.held(fleet) + (order_price - 1) * bounds.held(ordered)
+            value = moment.served(other) - base - gpu_price * paid
+            if value > gain:
+                best, gain = other, value
+    return best
+
+
+def filled(fleet: Fleet, moment: Expected, bounds: Bounds) -> Fleet:
+    """With as many more as there always are, each where it serves most."""
+    while bounds.held(fleet) < bounds.min_gpus:
+        more = [other for other in (plus(fleet, (1, 0)), plus(fleet, (0, 1))) if bounds.fits(other)]
+        if not more:
+            break
+        fleet = max(more, key=moment.served)
+    return fleet
+
+
+def _enough(moment: Expected, role: int, least: int) -> int:
+    """So many that more would not serve more."""
+    most = least
+    for _, shares in moment.scenarios:
+        column = shares.decode if role else shares.prefill
+        while most < len(column) - 1 and column[most] < column[-1] - EPSILON:
+            most += 1
+    return most
+
+
+def swapped(fleet: Fleet, moments: Sequence[Expected], gpu_price: float, order_price: float, bounds: Bounds) -> Fleet:
+    """At the budget: a worker of one role in place of one of the other, where that gains more than it costs."""
+    if bounds.fits((fleet[0] + 1, fleet[1])) or bounds.fits((fleet[0], fleet[1] + 1)):
+        return fleet
+    cost = gpu_price * (order_price - 1) * max(bounds.gpus) * len(moments)
+    found = [(0.0, fleet)]
+    for other in ((fleet[0] + 1, fleet[1] - 1), (fleet[0] - 1, fleet[1] + 1)):
+        if bounds.above_floors(other) and bounds.fits(other):
+            found.append((sum(each.served(other) - each.served(fleet) for each in moments) - cost, other))
+    return max(found)[1]
+
+
+# --- climbing
+# The ladder climbed: how many workers by slow rungs, who of them sleeps, and which role they have. Pure.
+#
+# * **Cold starts** decide from what is expected at their lead, as if nobody slept. A sleeper that is woken is
+# replaced by
+#   a start, so one that stands in for a worker that was given up, or not ordered, saves nothing, and is missing when
+# a
+#   burst comes.
+# * **Wakes** bring sleepers for what is expected at their own, short lead, and was not foreseen.
+# * **Flips.** Where workers can take over each other's role, the other rungs decide how many there are, as if each
+# split
+#   of them could be had, and the split follows what is expected next. A flip must gain more than it disturbs, and no
+#   decode worker goes whose streams the others could not bear.
+
+REACH = 4
+"""Splits that differ by more flips than this are not looked at."""
+FLIP_GAIN = 0.25
+"""A flip must gain so much of a GPU's price: it is nearly free, and so would be done for nothing."""
+KV_MOST = 0.8
+"""No decode worker flips where the KV that is in use would fill more than this of those that stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A rung, what is expected at its lead, and of the moments until then."""
+
+    rung: Rung
+    at_lead: Moment
+    until: Sequence[Moment]
+
+
+@dataclass(frozen=True, slots=True)
+class Quick:
+    """What quick rungs have: workers that serve, sleepers, and workers that could take over the other role."""
+
+    ready: Fleet = (0, 0)
+    asleep: Fleet = (0, 0)
+    flippable: Fleet = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class AnySplit:
+    """A moment, served by the best split of as many workers: what flips can have."""
+
+    moment: Moment
+    around: Fleet
+    floors: Fleet
+    _known: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def scenarios(self) -> tuple[tuple[float, Shares], ...]:
+        """The moment's."""
+        return self.moment.scenarios
+
+    def served(self, fleet: Fleet) -> float:
+        """Of the best split of so many workers that a few flips can have."""
+        total = sum(fleet)
+        if total not in self._known:
+            low = max(min(fleet[0], self.around[0] - REACH), min(self.floors[0], fleet[0]))
+            high = min(max(fleet[0], self.around[0] + REACH), max(total - self.floors[1], fleet[0]))
+            found = (self.moment.served((prefill, total - prefill)) for prefill in range(low, high + 1))
+            self._known[total] = max(found)
+        return self._known[total]
+
+
+def quick(pools: WorkerPools, reading: Reading) -> Quick:
+    """What these pools have. Needs a graph with prefill workers."""
+    assert pools.prefill is not None
+    prefill, decode = pools.prefill, pools.decode
+    bears = decode.flippable
+    while bears > 0 and not _bears(reading, decode.ready, bears):
+        bears -= 1
+    return Quick((prefill.ready, decode.ready), (prefill.asleep, decode.asleep), (prefill.flippable, bears))
+
+
+def _bears(reading: Reading, ready: int, fewer: int) -> bool:
+    """Whether the decode workers that stay can hold the KV of now; not where it is not known of each of them."""
+    known = reading.kv.count >= ready and reading.kv.waiting == 0
+    return known and ready > fewer and float(reading.kv.usage) / (ready - fewer) <= KV_MOST
+
+
+def climbed(now: Fleet, ladder: Sequence[Ahead], has: Quick, gpu_price: float, bounds: Bounds) -> tuple[Fleet, int]:
+    """The fleet that is worth its price, and how many decode workers of it come by flips (negative: prefill
+    workers)."""
+    rungs = {each.rung.name: each for each in ladder}
+    slow, wake, flip = rungs[COLD_START], rungs.get(WAKE), rungs.get(FLIP)
+
+    def seen(moment: Moment) -> Expected:
+        return moment if flip is None else AnySplit(moment, now, bounds.floors)
+
+    fleet = shrunk(now, [seen(each) for each in slow.until], gpu_price, bounds)
+    if wake is not None and any(has.asleep):
+        fleet = grown(fleet, now, wake.at_lead, gpu_price, wake.rung.order_price, bounds, has.asleep)
+    goal = grown(fleet, now, seen(slow.at_lead), gpu_price, slow.rung.order_price, bounds)
+    fleet = (max(fleet[0], goal[0]), max(fleet[1], goal[1]))
+    fleet = filled(fleet, slow.at_lead, bounds)
+    if flip is None:
+        return fleet, 0
+    flips = flipped(fleet, has, flip, gpu_price, bounds)
+    return plus(fleet, (-flips, flips)), flips
+
+
+def flipped(fleet: Fleet, has: Quick, flip: Ahead, gpu_price: float, bounds: Bounds) -> int:
+    """So many prefill workers are to decode (negative: the other way), for what is expected next."""
+    moments = (*flip.until, flip.at_lead)
+    cost = FLIP_GAIN * gpu_price * max(bounds.gpus) * len(moments)
+    found = []
+    for flips in range(-min(REACH, has.flippable[1]), min(REACH, has.flippable[0]) + 1):
+        ready = plus(has.ready, (-flips, flips))
+        if min(ready) >= 1 and (flips == 0 or bounds.above_floors(plus(fleet, (-flips, flips)))):
+            value = sum(each.served(ready) for each in moments) - cost * abs(flips)
+            found.append((value, -abs(flips), flips))
+    return max(found, default=(0.0, 0, 0))[2]

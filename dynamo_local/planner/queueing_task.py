@@ -1,0 +1,144 @@
+"""A question to the queueing twin as a `ForecastTask`, which the process that forecasts can answer, and its answer.
+
+The series are gaps, ISL and OSL of each demand, and last the rates; the answer has, for each rate and demand, the
+shares of prefill and those of decode, each for 0, 1, 2, … workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from dynamo_local.core.types import Missing
+from dynamo_local.errors import ConfigError
+from dynamo_local.planner.queueing import Demand, Engine, EngineOptions, Evaluator, Passes, Shares
+from dynamo_local.planner.values import Forecasts, ForecastTask
+from dynamo_local.profile.interpolation import ProfileModel
+
+NAME = "queueing"
+GRID = math.log(1.08)
+"""Rates are looked at in steps of 8 %: nearer ones are the same question again, and its answer is known."""
+RATE_MIN = 0.02
+EVALUATORS = 4
+PROMPTS_MAX = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Which share of these demands keeps both targets, at these rates (requests/s), with up to so many workers.
+    `profile` is a profile's name or folder; `speed`: the engine does so many times as much."""
+
+    profile: str
+    ttft_s: float
+    itl_s: float
+    workers_max: int
+    rates: tuple[float, ...]
+    demands: tuple[Demand, ...]
+    engine: EngineOptions
+    speed: float = 1.0
+
+    def task(self) -> ForecastTask:
+        """The question as what a forecasting process is asked."""
+        columns = tuple(column for each in self.demands for column in (each.gaps, each.isl, each.osl))
+        options = {
+            "profile": self.profile,
+            "ttft_s": self.ttft_s,
+            "itl_s": self.itl_s,
+            "speed": self.speed,
+            **asdict(self.engine),
+        }
+        return ForecastTask(NAME, (*columns, self.rates), self.workers_max, 1.0, tuple(options.items()))
+
+
+def on_grid(rate: float) -> float:
+    """The rate for which the question is asked in place of this one."""
+    return math.exp(round(math.log(max(rate, RATE_MIN)) / GRID) * GRID)
+
+
+def shares_of(told: Forecasts | Missing | None, rates: int, demands: int) -> tuple[tuple[Shares, ...], ...] | Missing:
+    """For each rate, the shares of each demand. `Missing` where there is no answer to that question."""
+    if told is None:
+        return Missing("nobody was asked")
+    if isinstance(told, Missing):
+        return told
+    rows = iter(told.values)
+    found = []
+    for _ in range(rates):
+        found.append(tuple(pair for _ in range(demands) if (pair := _pair(rows)) is not None))
+    if any(len(each) < demands for each in found):
+        missing = next((value.reason for value in told.values if isinstance(value, Missing)), "the answer is too short")
+        return Missing(missing)
+    return tuple(found)
+
+
+def _pair(rows: Iterator[tuple[float, ...] | Missing]) -> Shares | None:
+    prefill, decode = next(rows, None), next(rows, None)
+    if prefill is None or decode is None or isinstance(prefill, Missing) or isinstance(decode, Missing):
+        return None
+    return Shares(prefill, decode)
+
+
+def answer(task: ForecastTask) -> Forecasts:
+    """The shares, here and now: milliseconds for each that is not remembered. `Missing` without its profile."""
+    options = dict(task.options)
+    try:
+        evaluator = _evaluator(tuple(sorted(options.items())))
+    except ConfigError as error:
+        return Forecasts((Missing(str(error)),))
+    *columns, rates = task.series
+    demands = [_demand(columns[first : first + 3]) for first in range(0, len(columns), 3)]
+    values: list[tuple[float, ...] | Missing] = []
+    for rate in rates:
+        for demand in demands:
+            found = evaluator.shares(demand, hash(demand), rate, task.steps)
+            values += [found.prefill, found.decode]
+    return Forecasts(tuple(values))
+
+
+def _demand(columns: Sequence[Sequence[float]]) -> Demand:
+    gaps, isl, osl = columns
+    return Demand(tuple(gaps), tuple(int(each) for each in isl), tuple(int(each) for each in osl))
+
+
+@lru_cache(maxsize=EVALUATORS)
+def _evaluator(options: tuple[tuple[str, Any], ...]) -> Evaluator:
+    named: Mapping[str, Any] = dict(options)
+    engine = EngineOptions(**{name: type(value)(named[name]) for name, value in asdict(EngineOptions()).items()})
+    return Evaluator(
+        Engine(_Faster(ProfileModel.load(str(named["profile"])), float(named["speed"])), engine),
+        float(named["ttft_s"]),
+        float(named["itl_s"]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Faster:
+    """A profile's engine, so many times as fast. What a prompt takes is remembered: the arbiter's loop asks for the
+    same ones at each decision."""
+
+    profile: ProfileModel
+    speed: float
+    _known: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        return self.profile.max_kv_tokens
+
+    def ttft_s(self, prompt_tokens: int) -> float:
+        known = self._known.get(prompt_tokens)
+        if known is None:
+            if len(self._known) >= PROMPTS_MAX:
+                self._known.clear()
+            known = self._known[prompt_tokens] = self.profile.ttft_s(prompt_tokens) / self.speed
+        return known
+
+    def itl_s(self, active_kv_tokens: int, mean_context: float) -> float:
+        return self.profile.itl_s(active_kv_tokens, mean_context) / self.speed
+
+
+def passes_of(profile: str, speed: float = 1.0) -> Passes:
+    """An engine with that profile, `speed` times as fast. Raises `ConfigError`."""
+    return _Faster(ProfileModel.load(profile), speed)

@@ -1,1 +1,0 @@
-"""What `dynamo serve` refuses before anything is started."""

@@ -1,1 +1,0 @@
-"""What a killed arbiter leaves, and who takes it over."""

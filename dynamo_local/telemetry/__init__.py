@@ -1,1 +1,0 @@
-"""What others may see: metrics, events, scalars, progress."""

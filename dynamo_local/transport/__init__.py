@@ -1,0 +1,1 @@
+"""How processes reach each other: etcd, NATS, requests and their answers, the prefill queue, KV events."""

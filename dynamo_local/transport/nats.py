@@ -1,0 +1,297 @@
+"""The connection to NATS: a first connect with a deadline, then reconnecting for ever, and a close that never raises.
+
+nats-py's defaults are for a server far away: it waits two seconds between attempts, gives up after sixty, and
+tries for ever on the first connect if told to try for ever afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from dynamo_local.errors import NatsUnavailable
+from dynamo_local.transport.access import NatsAccess
+from dynamo_local.transport.nats_client import (
+    Client,
+    ConnectionClosedError,
+    FlushTimeoutError,
+    Msg,
+    NatsError,
+    Subscription,
+)
+
+log = logging.getLogger(__name__)
+
+NO_ACCESS = NatsAccess()
+RECONNECT_WAIT_S = 0.15
+"""Pause between attempts to reconnect."""
+PENDING_BYTES = 16 * 1024 * 1024
+"""Bytes that may wait to be sent, also while reconnecting; above it, publishing raises `OutboundBufferLimitError`."""
+CANCEL_AGAIN_S = 0.1
+"""Pause between cancellations of a call to nats-py that outlived its deadline: it can let one of them pass."""
+PING_INTERVAL_S = 5
+"""With two pings outstanding a server that is silent is given up after 15 s (nats-py's default: six minutes)."""
+FLUSH_TIMEOUT_S = 10
+"""nats-py's own, for callers that name none."""
+PONG_WITHIN_S = 60
+"""Longer than a silent server is put up with: by then a ping's answer has come, or its connection has ended."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """asyncio warns at the end of each connection that nats-py upgraded to TLS; nothing is wrong."""
+    return "eof_received() has no effect when using ssl" not in record.getMessage()
+
+
+logging.getLogger("asyncio").addFilter(_is_news)
+
+
+async def connect_nats(
+    url: str,
+    access: NatsAccess = NO_ACCESS,
+    *,
+    name: str = "dynamo-local",
+    timeout_s: float = 5.0,
+    on_closed: Callable[[], Awaitable[None]] | None = None,
+) -> Client:
+    """Connect to `nats://host:port` or `tls://host:port` (user or token may be in the URL; those of `access` win).
+
+    The client reconnects for ever on its own. `on_closed` is called when it has ended for good: by `close`, or
+    because the server disconnected us with an error that nats-py takes for final.
+
+    Raises `NatsUnavailable` past `timeout_s` or when the credentials are refused, `ConfigError` for certificates that
+    cannot be used.
+    """
+    where = show_url(url)
+    tls = access.context(urlsplit(url).scheme)
+    client = _Client() if tls is None else _TlsClient()
+    watcher = _Watcher(client, where, on_closed)
+    try:
+        connecting = client.connect(
+            url,
+            name=name,
+            token=access.token,
+            user=access.user,
+            password=access.password,
+            tls=tls,
+            error_cb=watcher.error,
+            disconnected_cb=watcher.disconnected,
+            reconnected_cb=watcher.reconnected,
+            closed_cb=watcher.closed,
+            allow_reconnect=True,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # annotated int; asyncio.sleep gets it
+            connect_timeout=2,
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=2,
+            pending_size=PENDING_BYTES,
+        )
+        await _within(timeout_s, connecting)
+    except BaseException as error:
+        watcher.quiet = True
+        await close_quietly(client)
+        if isinstance(error, TimeoutError):
+            reason = f" ({watcher.last})" if watcher.last else ""
+            raise NatsUnavailable(
+                f"NATS did not answer within {timeout_s:g} s at {where}{reason}; is it running, is the address right?"
+            ) from error
+        if _is_refusal(error):
+            raise NatsUnavailable(
+                f"NATS at {where} refused our credentials: check NATS_AUTH_*, the token file or the URL"
+            ) from None
+        if isinstance(error, (OSError, NatsError, ValueError)):
+            raise NatsUnavailable(f"NATS at {where} cannot be used: {error}") from error
+        raise
+    watcher.connecting = False
+    return client
+
+
+async def close_quietly(client: Client, timeout_s: float = 2.0) -> None:
+    """Close the connection, whatever its state; never raises for what the network does. Twice is no error."""
+    try:
+        await _within(timeout_s, client.close())
+    except TimeoutError:
+        log.warning("the connection to NATS did not close within %g s; it was dropped", timeout_s)
+    except (OSError, NatsError, AssertionError) as error:  # nats-py asserts that its connect has begun
+        log.debug("closing the connection to NATS: %s", error)
+    await asyncio.sleep(0)  # nats-py cancels its tasks without awaiting them: let them end
+
+
+async def _within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; past the deadline, cancel it until it has ended, and raise `TimeoutError`.
+
+    nats-py can let one cancellation pass and go on for ever (its close does; so does Python 3.11's `asyncio.wait_for`
+    when what it waits for ends at the same moment), and `asyncio.timeout` cancels only once.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            raise TimeoutError
+        task.result()
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+
+
+def show_url(url: str) -> str:
+    """The URL without user, password or token: fit for a log."""
+    parts = urlsplit(url if "://" in url else f"nats://{url}")
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the credentials were refused. On the first connect nats-py raises that as a plain `Error`."""
+    return isinstance(error, NatsError) and "authorization" in str(error).lower()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
+
+
+class _Client(Client):
+    """Closes also while it begins to reconnect; and hears on when somebody gives up a flush.
+
+    Both a close and a reconnect wait for the end of one transport, and who stops waiting cancels the other: nats-py's
+    close ends there, without its callback.
+
+    A flush is a ping. nats-py (2.16) sets the result of its future when the answer comes, also where that future was
+    cancelled meanwhile, by its timeout or with its caller: this raises, and ends the loop that reads. The client then
+    says that it is connected and hears nothing more, until its own pings are found to be unanswered, 15 s later.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flushes: set[asyncio.Task[None]] = set()
+
+    async def flush(self, timeout: int = FLUSH_TIMEOUT_S) -> None:
+        flushing = asyncio.create_task(super().flush(PONG_WITHIN_S), name="NATS flush")
+        self._flushes.add(flushing)
+        flushing.add_done_callback(self._flushed)
+        done, _ = await asyncio.wait({flushing}, timeout=timeout)
+        if not done:
+            raise FlushTimeoutError
+        if flushing.cancelled():  # by `_close`
+            raise ConnectionClosedError
+        flushing.result()
+
+    def _flushed(self, flushing: asyncio.Task[None]) -> None:
+        self._flushes.discard(flushing)
+        if not flushing.cancelled():
+            flushing.exception()  # told to who waits, if anybody does
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        try:
+            await super()._close(status, do_cbs)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            if do_cbs and self._closed_cb is not None:
+                await self._closed_cb()
+        finally:
+            for flushing in self._flushes:
+                flushing.cancel()
+
+
+class _TlsClient(_Client):
+    """Tells nothing to a server that says it needs no TLS: nats-py would send the token to it in the clear."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and not info.get("tls_required"):
+            raise NatsError("it speaks no TLS, so it is not the server that we know")
+        await super()._process_info(info, initial_connection)
+
+
+class _Watcher:
+    """nats-py's callbacks: logs what happens to one connection, and ends a first connect that cannot succeed."""
+
+    def __init__(self, client: Client, where: str, on_closed: Callable[[], Awaitable[None]] | None) -> None:
+        self.client = client
+        self.where = where
+        self.connecting = True
+        self.quiet = False
+        self.last = ""
+        self._on_closed = on_closed
+
+    async def error(self, error: Exception) -> None:
+        self.last = _reason(error)
+        if self.connecting:
+            if _is_refusal(error) and not self.quiet:
+                raise error  # out of Client.connect, which would try the same credentials for ever
+            return
+        log.warning("NATS at %s: %s", self.where, self.last)
+
+    async def disconnected(self) -> None:
+        if not self.connecting and not self.client.is_closed:
+            log.warning("the connection to NATS at %s was lost", self.where)
+
+    async def reconnected(self) -> None:
+        log.info("connected to NATS at %s again", self.where)
+
+    async def closed(self) -> None:
+        if not self.connecting and self._on_closed is not None:
+            await self._on_closed()
+
+
+# --- nats_errors
+# Turns failures of the NATS client into our typed errors; and subscriptions that the server has when we say so.
+
+CALL_TIMEOUT_S = 2.0
+"""Deadline of one round trip. A healthy local server answers in under 1 ms (circus-facts: 0.5 ms for consumer info)."""
+
+
+@contextlib.contextmanager
+def nats_call(nats: Client, what: str) -> Iterator[None]:
+    """Run NATS calls in the block; `what` ("read the depth of …") completes "could not …" in the error.
+
+    Raises `NatsUnavailable` at once while disconnected: the client would otherwise buffer what we send
+    and deliver it after the reconnect, long after the caller was told that it failed.
+    """
+    if not nats.is_connected:
+        raise NatsUnavailable(f"could not {what}: not connected to NATS; retry once the server is back")
+    try:
+        yield
+    except (TimeoutError, NatsError, OSError) as error:
+        detail = str(error) or type(error).__name__
+        raise NatsUnavailable(f"could not {what}: {detail}; retry, or look at the NATS server's log") from error
+
+
+async def flush(nats: Client) -> None:
+    """Return when the server has processed what was sent before, e.g. a subscription.
+
+    nats-py (2.16) writes its PING past its own buffer of commands, so one `flush()` can be answered before a SUB
+    has even left. By the time of the answer the buffer has been written; the second PING comes after it.
+    With one, 1 in 10 requests still reached a listener that had "unsubscribed and flushed".
+    """
+    for _ in range(2):
+        await nats.flush(int(CALL_TIMEOUT_S))
+
+
+async def subscribe(nats: Client, subject: str, heard: Callable[[Msg], Awaitable[None]], what: str) -> Subscription:
+    """Hear what is published from now on: the server has it when this returns. `what` is as in `nats_call`.
+
+    Raises `NatsUnavailable`.
+    """
+    with nats_call(nats, what):
+        subscription = await nats.subscribe(subject, cb=heard)
+        try:
+            await flush(nats)
+        except BaseException:
+            with contextlib.suppress(NatsError):
+                await unsubscribe(nats, subscription)
+            raise
+    return subscription
+
+
+async def unsubscribe(nats: Client, subscription: Subscription | None) -> None:
+    """Hear no more. None and a connection that has ended are no error: the subscription ended with it."""
+    if subscription is not None and not nats.is_closed:
+        await subscription.unsubscribe()

@@ -1,0 +1,388 @@
+"""One attempt: a request to one instance, and how its acceptance comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from dynamo_local import errors
+from dynamo_local.clock import Clock
+from dynamo_local.core.types import Instance, lease_hex
+from dynamo_local.system.request_log import x_request_id
+from dynamo_local.transport.nats import flush, nats_call
+from dynamo_local.transport.nats_client import Client, Msg, NatsError, Subscription
+from dynamo_local.transport.requests.frames import (
+    MAX_INLINE_BYTES,
+    WIRE_VERSION,
+    RequestHeader,
+    decode_error,
+    encode_header,
+)
+from dynamo_local.transport.requests.listener import Offer, ResponseListener
+from dynamo_local.transport.requests.stream import InboundStream
+
+# --- lines
+# Requests that a worker has not taken yet: a line before each worker's endpoint, and one watch over each line.
+#
+# A worker takes requests in the order in which they were sent. As long as its line moves it is busy, and not gone:
+# what
+# came at once may take a starved host longer than a worker may be silent. (Seen: a thousand requests each gave their
+# worker up after five seconds, for another one whose line was as long, and each asked NATS four times a second
+# whether
+# its worker was still there. Nothing was answered for more than a minute.)
+
+PROBE_INTERVAL_S: Final = 0.25
+"""How soon those who wait notice that their worker, or NATS, went away meanwhile."""
+
+REMEMBERED: Final = 256
+"""Workers of which we know when they took something last; of more, those that did lately."""
+
+Probe = Callable[["Line"], Awaitable[None]]
+"""Asks NATS whether anybody serves the line's subject, and raises where NATS itself is away; the reply goes to
+`Line.refuse`."""
+
+
+class _Waiting:
+    """One request in a line. `since_s` is when it came, or when the line moved last before it, in the line's time;
+    `connection` is the number of the NATS connection that has it."""
+
+    __slots__ = ("connection", "number", "offer", "since_s")
+
+    def __init__(self, number: int, offer: Offer, since_s: float, connection: int) -> None:
+        self.number = number
+        self.offer = offer
+        self.since_s = since_s
+        self.connection = connection
+
+
+class Line:
+    """Offers to one endpoint of one worker, in the order in which they were sent.
+
+    Its time goes on with its watch: what our own event loop was late is no silence of the worker, as we could not have
+    heard anything.
+    """
+
+    def __init__(self, subject: str, name: str, interval_s: float, clock_s: Callable[[], float]) -> None:
+        self.subject = subject
+        self.name = name
+        self.timer: asyncio.TimerHandle | None = None
+        self._interval_s = interval_s
+        self._clock_s = clock_s
+        self._numbers = itertools.count()
+        self._waiting: dict[Offer, _Waiting] = {}
+        self._moves: list[tuple[int, float]] = []
+        self._time_s = 0.0
+        self._ticked_s = clock_s()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def now_s(self) -> float:
+        """Of the line's time."""
+        return self._time_s + min(self._clock_s() - self._ticked_s, 2 * self._interval_s)
+
+    def join(self, offer: Offer, connection: int) -> None:
+        """To the end of it."""
+        self._waiting[offer] = _Waiting(next(self._numbers), offer, self.now_s, connection)
+
+    def leave(self, offer: Offer, *, taken: bool) -> None:
+        """It is waited for no longer. `taken`: by the worker, so that all behind it have moved up."""
+        waiting = self._waiting.pop(offer)
+        if taken:
+            self._moves.append((waiting.number, self.now_s))
+
+    def open(self) -> list[Offer]:
+        """Those that have no answer yet."""
+        return [offer for offer in self._waiting if not offer.answer.done()]
+
+    def tick(self, silence_s: float) -> list[Offer]:
+        """Those before which nobody was taken for so long, nor they themselves."""
+        self._time_s, self._ticked_s = self.now_s, self._clock_s()
+        moves, self._moves = sorted(self._moves), []
+        at, moved_s = 0, 0.0
+        silent = []
+        for waiting in self._waiting.values():
+            while at < len(moves) and moves[at][0] < waiting.number:
+                moved_s = max(moved_s, moves[at][1])
+                at += 1
+            waiting.since_s = max(waiting.since_s, moved_s)
+            if self._time_s - waiting.since_s >= silence_s and not waiting.offer.answer.done():
+                silent.append(waiting.offer)
+        return silent
+
+    def refuse(self, why: Callable[[str], errors.DynamoError], *, unless_of: int | None = None) -> None:
+        """All that still wait; not those that were sent over that connection. `why` is given the worker's name."""
+        for waiting in self._waiting.values():
+            if waiting.connection != unless_of:
+                waiting.offer.refuse(why(waiting.offer.who))
+
+
+class Lines:
+    """All of one caller's. A worker that is silent for `silence_s` has its offers refused with `silent`."""
+
+    def __init__(self, silence_s: float, silent: Callable[[str], errors.WorkerLost], probe: Probe) -> None:
+        self._silence_s = silence_s
+        self._silent = silent
+        self._probe = probe
+        self._interval_s = min(PROBE_INTERVAL_S, silence_s / 2)
+        self._lines: dict[str, Line] = {}
+        self._taken_s: dict[str, float] = {}
+        self._probing: set[asyncio.Task[None]] = set()
+        self._names = itertools.count(1)
+
+    @contextmanager
+    def waiting(self, offer: Offer, connection: int) -> Iterator[None]:
+        """While the offer waits to be taken. `connection` is the number of the NATS connection that has it."""
+        line = self._lines.get(offer.subject)
+        if line is None:
+            name, clock_s = f"line-{next(self._names)}", asyncio.get_running_loop().time
+            line = self._lines[offer.subject] = Line(offer.subject, name, self._interval_s, clock_s)
+            self._tick_later(line)
+        line.join(offer, connection)
+        try:
+            yield
+        finally:
+            answer = offer.answer
+            taken = answer.done() and not answer.cancelled() and answer.exception() is None
+            line.leave(offer, taken=taken)
+            if taken:
+                self.took(offer.subject)
+            if not line:
+                del self._lines[offer.subject]
+                if line.timer is not None:
+                    line.timer.cancel()
+
+    def took(self, subject: str) -> None:
+        """That worker has taken a request, in a line or not."""
+        self._taken_s.pop(subject, None)
+        self._taken_s[subject] = asyncio.get_running_loop().time()
+        if len(self._taken_s) > REMEMBERED:
+            del self._taken_s[next(iter(self._taken_s))]
+
+    def is_taking(self, subject: str) -> bool:
+        """Whether that worker has taken a request lately: it is busy then, and does not hang."""
+        taken_s = self._taken_s.get(subject)
+        return taken_s is not None and asyncio.get_running_loop().time() - taken_s < self._silence_s
+
+    def named(self, name: str) -> Line | None:
+        """The line whose probe has this name."""
+        return next((line for line in self._lines.values() if line.name == name), None)
+
+    async def close(self) -> None:
+        """Watch no longer; whoever waits is refused by the listener."""
+        for line in self._lines.values():
+            if line.timer is not None:
+                line.timer.cancel()
+        for task in self._probing:
+            task.cancel()
+        if self._probing:
+            await asyncio.wait(self._probing)
+
+    def _tick_later(self, line: Line) -> None:
+        line.timer = asyncio.get_running_loop().call_later(self._interval_s, self._tick, line)
+
+    def _tick(self, line: Line) -> None:
+        for offer in line.tick(self._silence_s):
+            offer.refuse(self._silent(offer.who))
+        self._tick_later(line)
+        if line.open():
+            task = asyncio.create_task(self._probed(line), name=f"probe of {line.subject}")
+            self._probing.add(task)
+            task.add_done_callback(self._probing.discard)
+
+    async def _probed(self, line: Line) -> None:
+        try:
+            await self._probe(line)
+        except errors.NatsUnavailable as error:
+            why = str(error)
+            line.refuse(lambda _: errors.NatsUnavailable(why))
+
+
+ACCEPT_TIMEOUT_S: Final = 5.0
+"""A worker that takes nothing for so long, of what was sent to it, counts as gone. A healthy one needs under a
+millisecond for one request; one that is asked a thousand at once may need longer for the last (`requests.lines`)."""
+
+NO_RESPONDERS: Final = "503"
+
+GONE: Final = "no_responders"
+SILENT: Final = "accept_timeout"
+"""`details["reason"]` of a `WorkerLost` before the request was accepted."""
+
+
+class RequestSender:
+    """Sends requests over one NATS connection and waits for the worker's connection, or for its refusal.
+
+    All refusals come to one wildcard inbox: a subscription per request would cost two more messages.
+    """
+
+    def __init__(self, nats: Client, clock: Clock, accept_timeout_s: float = ACCEPT_TIMEOUT_S) -> None:
+        self.clock = clock
+        self.listener = ResponseListener()
+        self._nats = nats
+        self._accept_timeout_s = accept_timeout_s
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        self._waiting: dict[str, Offer] = {}
+        self._lines = Lines(accept_timeout_s, self._silent, self._probe)
+        self._numbers = itertools.count(1)
+
+    async def start(self) -> None:
+        """Raises `NatsUnavailable`."""
+        await self.listener.start()
+        self._inbox = self._nats.new_inbox()
+        try:
+            with nats_call(self._nats, "subscribe to the inbox for refusals"):
+                self._subscription = await self._nats.subscribe(f"{self._inbox}.*", cb=self._on_reply)
+                await flush(self._nats)
+        except BaseException:
+            await self.listener.close()
+            raise
+
+    async def close(self) -> None:
+        """Calls that wait, and streams that are open, end with `RequestCancelled`."""
+        await self.listener.close()
+        await self._lines.close()
+        if self._subscription is None:
+            return
+        subscription, self._subscription = self._subscription, None
+        try:
+            await subscription.unsubscribe()
+        except NatsError:
+            return  # the connection is closed, and the subscription with it
+
+    async def send(
+        self, instance: Instance, request_id: str, payload: bytes, deadline_s: float | None
+    ) -> InboundStream:
+        """Returns the connection on which the answer comes. `deadline_s` is absolute, of `clock.now_s()`.
+
+        Raises what the worker refused with, `WorkerLost`, `DeadlineExceeded` or `NatsUnavailable`. After any of these
+        the handler has not run and will not: it starts only when we have greeted its connection, or within the time for
+        which we wait where the worker has left one open.
+        """
+        if (again := await self._asked_again(instance, request_id, payload, deadline_s)) is not None:
+            return again
+        inline = len(payload) <= min(MAX_INLINE_BYTES, self._nats.max_payload // 2)
+        offer = self.listener.offer(_name(instance), b"" if inline else payload, instance.subject)
+        number = str(next(self._numbers))
+        self._waiting[number] = offer
+        header = RequestHeader(
+            version=WIRE_VERSION,
+            request_id=request_id,
+            remaining_s=None if deadline_s is None else deadline_s - self.clock.now_s(),
+            host=self.listener.host,
+            port=self.listener.port,
+            token=offer.token,
+            payload=payload if inline else None,
+            x_request_id=x_request_id(),
+            socket=self.listener.name,
+            keep=True,
+        )
+        try:
+            with self._lines.waiting(offer, self._nats.stats["reconnects"]):
+                with nats_call(self._nats, f"send request {request_id} to {offer.who}"):
+                    await self._nats.publish(instance.subject, encode_header(header), reply=f"{self._inbox}.{number}")
+                return await self._accepted(offer, deadline_s)
+        except BaseException:
+            self.listener.withdraw(offer)
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def _asked_again(
+        self, instance: Instance, request_id: str, payload: bytes, deadline_s: float | None
+    ) -> InboundStream | None:
+        """Over the connection of a former answer, which costs neither NATS nor a new connection.
+
+        None where there is none, or it broke before the worker took the request: NATS knows what has become of it.
+        """
+        kept = self.listener.kept
+        if len(payload) > MAX_INLINE_BYTES or not kept.has(instance.subject):
+            return None
+        left_s = None if deadline_s is None else deadline_s - self.clock.now_s()
+        wait_s = self._accept_timeout_s if left_s is None else min(left_s, self._accept_timeout_s)
+        header = RequestHeader(
+            version=WIRE_VERSION,
+            request_id=request_id,
+            remaining_s=left_s,
+            host="",
+            port=0,
+            token=b"",
+            payload=payload,
+            x_request_id=x_request_id(),
+            keep=True,
+            until_s=time.monotonic() + wait_s,
+        )
+        who = _name(instance)
+        inbound = self.listener.ask_again(instance.subject, who, encode_header(header))
+        if inbound is None or inbound.taken is None:
+            return None
+        overdue = wait_s < self._accept_timeout_s
+        late: errors.DynamoError = _overdue(who) if overdue else self._silent(who)
+        timer = inbound.loop.call_later(wait_s, inbound.give_up, late)
+        try:
+            if await inbound.taken:
+                self._lines.took(instance.subject)
+                return inbound
+        except BaseException:
+            inbound.discard()
+            raise
+        finally:
+            timer.cancel()
+        if inbound.refusal is None:
+            kept.forget(instance.subject)
+        elif inbound.refusal is not late or overdue or not self._lines.is_taking(instance.subject):
+            raise inbound.refusal
+        return None  # a worker that is busy with others does not hang: to the end of its line
+
+    async def _accepted(self, offer: Offer, deadline_s: float | None) -> InboundStream:
+        """The worker's connection. Raises what the offer was refused with."""
+        if deadline_s is None:
+            return await offer.answer
+        left_s = max(0.0, deadline_s - self.clock.now_s())
+        timer = asyncio.get_running_loop().call_later(left_s, offer.refuse, _overdue(offer.who))
+        try:
+            return await offer.answer
+        finally:
+            timer.cancel()
+
+    def _silent(self, who: str) -> errors.WorkerLost:
+        return errors.WorkerLost(
+            f"{who} did not take the request within {self._accept_timeout_s:g} s; it hangs, or is gone", reason=SILENT
+        )
+
+    async def _probe(self, line: Line) -> None:
+        """An empty message: servers ignore it, and NATS answers "no responders" if the worker is gone."""
+        with nats_call(self._nats, f"hear from {line.subject}"):
+            line.refuse(_restarted, unless_of=self._nats.stats["reconnects"])
+            await self._nats.publish(line.subject, b"", reply=f"{self._inbox}.{line.name}")
+
+    async def _on_reply(self, message: Msg) -> None:
+        name = message.subject.rpartition(".")[2]
+        gone = (message.headers or {}).get("Status") == NO_RESPONDERS
+        if gone and (line := self._lines.named(name)) is not None:
+            line.refuse(_gone)
+        elif (offer := self._waiting.get(name)) is not None:  # else it was given up meanwhile
+            offer.refuse(_gone(offer.who) if gone else decode_error(message.data))
+
+
+def _restarted(who: str) -> errors.NatsUnavailable:
+    return errors.NatsUnavailable(f"NATS was restarted while a request to {who} was on its way; send it again")
+
+
+def _gone(who: str) -> errors.WorkerLost:
+    return errors.WorkerLost(
+        f"{who} is gone: nobody serves its subject; it is still registered until etcd knows", reason=GONE
+    )
+
+
+def _overdue(who: str) -> errors.DeadlineExceeded:
+    return errors.DeadlineExceeded(f"the deadline passed before {who} took the request")
+
+
+def _name(instance: Instance) -> str:
+    return f"{instance.component}/{instance.endpoint}:{lease_hex(instance.lease_id)}"

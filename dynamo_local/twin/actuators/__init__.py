@@ -1,1 +1,0 @@
-"""What takes time when the twin's workers start, change their role, sleep or wake."""

@@ -1,0 +1,139 @@
+"""Which workers can change their role, and what is in the way, named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo_local.arbiter.checks import with_flips
+from dynamo_local.arbiter.request import ServeOptions, understand
+from dynamo_local.components.commands.launch import DYNAMO_1X
+from dynamo_local.config.loading import Config
+from dynamo_local.core.types import GraphSpec, Role, ServiceSpec
+from dynamo_local.sdk.loader import LoadedGraph
+from tests.drivers.served import ROOT
+
+LLM = ROOT / "examples" / "llm"
+
+
+def served(tmp_path: Path, target: str | None = "graphs.disagg:Frontend", **sections: object) -> GraphSpec:
+    """`graphs.disagg` with these sections."""
+    config = {"Common": {"model": "sim-tiny"}, "VllmWorker": {"remote-prefill": True}, **sections}
+    file = tmp_path / "graph.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return understand(ServeOptions(target, file=file), {}, LLM, only_plan=True).graph
+
+
+def why(graph: GraphSpec, name: str = "VllmWorker") -> str:
+    """Why that component's workers cannot flip."""
+    spec = graph.service(name)
+    assert spec.flips_to is None
+    return spec.cannot_flip
+
+
+def test_the_two_sides_of_a_graph_become_each_other(tmp_path: Path) -> None:
+    """What only a role reads may differ; the others have no other role."""
+    graph = served(
+        tmp_path,
+        VllmWorker={"remote-prefill": True, "max-num-waiting": 7},
+        PrefillWorker={"max-concurrent-prefills": 3},
+    )
+    assert graph.service("VllmWorker").flips_to == "PrefillWorker"
+    assert graph.service("PrefillWorker").flips_to == "VllmWorker"
+    assert why(graph, "Frontend") == "a frontend has no other role"
+
+
+DECODE = {"remote-prefill": True}
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "words"),
+    [
+        ({"sim": {"block_size": 32}}, {}, "sim: {} in PrefillWorker, {'block_size': 32} in VllmWorker"),
+        ({"max-model-len": 100}, {"max-model-len": 200}, "max_model_len: 200 in PrefillWorker, 100 in VllmWorker"),
+        ({"ServiceArgs": {"resources": {"gpu": 2}}}, {}, "GPUs per worker: 1 in PrefillWorker, 2 in VllmWorker"),
+        ({"ServiceArgs": {"envs": {"A_TOKEN": "secret"}}}, {}, "envs: A_TOKEN"),
+        ({"remote-prefill": False}, {}, "VllmWorker: remote-prefill is off"),
+        ({}, {"ServiceArgs": {"flippable": False}}, "PrefillWorker: flippable is false in its ServiceArgs"),
+        ({"served-model-name": "other"}, {}, "name: 'sim-tiny' in PrefillWorker, 'other' in VllmWorker"),
+    ],
+)
+def test_each_difference_is_named(
+    tmp_path: Path, decode: dict[str, object], prefill: dict[str, object], words: str
+) -> None:
+    """Of both components, and no value of an environment."""
+    graph = served(tmp_path, VllmWorker={**DECODE, **decode}, PrefillWorker=prefill)
+    assert words in why(graph)
+    assert why(graph, "PrefillWorker") == why(graph)
+    assert "secret" not in why(graph)
+
+
+def test_engine_arguments_of_vllm_are_compared(tmp_path: Path) -> None:
+    """All of them: what a role alone reads is ours, and has a field."""
+    model = str(tmp_path)
+    graph = served(
+        tmp_path,
+        Common={},
+        VllmWorker={**DECODE, "model": model, "dtype": "float32", "block-size": 16},
+        PrefillWorker={"model": model, "dtype": "float16", "block-size": 16},
+    )
+    assert why(graph) == "dtype: 'float16' in PrefillWorker, 'float32' in VllmWorker"
+
+
+def test_an_aggregated_graph_has_nothing_to_become(tmp_path: Path) -> None:
+    """There is no other role."""
+    graph = served(tmp_path, "graphs.agg:Frontend", VllmWorker={})
+    assert why(graph) == "no other component has an engine like its own"
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"runtime": "http", "command": ["python", "-V", "--port", "{port:http}"], "model": "m"}, "names no call that"),
+        ({"runtime": "none", "command": ["python", "-V"]}, "what its command does is not ours to change"),
+    ],
+)
+def test_commands_cannot_and_it_is_said_why(tmp_path: Path, section: dict[str, object], words: str) -> None:
+    """Their processes take their role when they start."""
+    sections = {"Common": {}, "VllmWorker": {**section, "role": "decode"}, "Pre": {**section, "role": "prefill"}}
+    assert words in why(served(tmp_path, None, **sections))
+
+
+SGLANG = ["python", "-V", "--port", "{port:http}", "--disaggregation-mode"]
+SWITCHED = {"runtime": "http", "model": "m", "role-switch": "/pd_role_switch"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "words"),
+    [
+        ({}, None),
+        ({"stop-timeout-s": 3.0}, None),
+        ({"command": [*SGLANG, "prefill", "--tp", "2"]}, "command: "),
+        ({"role-switch-body": {"mode": "{role}"}}, "role_switch_body: {'mode': '{role}'} in Pre"),
+        ({"role-switch": None}, "Pre: runtime: http has a server of its own"),
+        ({"ServiceArgs": {"envs": {"A": "b"}}}, "envs: A"),
+    ],
+)
+def test_servers_that_change_their_role_when_asked_flip(
+    tmp_path: Path, prefill: dict[str, object], words: str | None
+) -> None:
+    """Where their commands differ in the role's own name alone."""
+    sections: dict[str, object] = {
+        "Dec": {**SWITCHED, "command": [*SGLANG, "decode"], "role": "decode"},
+        "Pre": {**SWITCHED, "command": [*SGLANG, "prefill"], "role": "prefill", **prefill},
+    }
+    graph = served(tmp_path, None, Common={}, VllmWorker={"command": ["python", "-V"]}, **sections)
+    if words is None:
+        assert (graph.service("Dec").flips_to, graph.service("Pre").flips_to) == ("Pre", "Dec")
+    else:
+        assert words in why(graph, "Dec")
+
+
+def test_workers_of_dynamo_1x_cannot() -> None:
+    """They register their role themselves."""
+    spec = ServiceSpec("VllmWorker", Role.DECODE, runtime=DYNAMO_1X)
+    other = ServiceSpec("Pre", Role.PREFILL, runtime=DYNAMO_1X)
+    graph = with_flips(LoadedGraph, GraphSpec("dynamo", "", (spec, other)), Config)  # type: ignore[arg-type]
+    assert "Dynamo 1.x" in why(graph)

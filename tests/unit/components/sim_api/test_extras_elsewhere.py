@@ -1,0 +1,78 @@
+"""A request with extras that is repeated elsewhere, or prefilled elsewhere, is the same request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_local.components.prefill_worker import PrefillWorker, PrefillWorkerConfig
+from dynamo_local.components.processor import Processor, ProcessorConfig
+from dynamo_local.components.sim_api.requests import Extras, Form, FunctionTool, Tools
+from dynamo_local.components.vllm_worker import VllmWorker, VllmWorkerConfig
+from dynamo_local.errors import EngineDead
+from tests.fakes.data_plane.worker_context import FakeCluster
+
+FAST = {"speed": 200.0, "num_gpu_blocks": 4096, "block_size": 16}
+LONG = "A prompt that is long enough for another worker to prefill. " * 4
+REQUESTS = [
+    Extras(n=3, logprobs=2),
+    Extras(form=Form("response_format", json={"type": "object", "properties": {"a": {"type": "string"}}})),
+    Extras(tools=Tools([FunctionTool("f", parameters={"type": "object"})], "required")),
+    Extras(prompts=[LONG, LONG + "And another."], echo=True, logprobs=1),
+]
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[FakeCluster]:
+    """Closed at the end."""
+    made = FakeCluster(ack_wait_s=0.3)
+    yield made
+    await made.close()
+
+
+async def ask(cluster: FakeCluster, extras: Extras) -> list[Any]:
+    """All that is said of each choice, in the order of the choices; a call's id is the request's own."""
+    chat = extras.prompts is None
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}]} if chat else {}
+    body = {"request_id": "r", "max_tokens": 40, "seed": 7, **prompt, "extras": msgspec.to_builtins(extras)}
+    stream = await cluster.client("Processor", "chat/completions" if chat else "completions").call(body, timeout_s=20)
+    said: dict[int, list[Any]] = {}
+    usage = None
+    async for item in stream:
+        choice = said.setdefault(item["index"], ["", "", [], None])
+        choice[0] += item["text"]
+        choice[1] += "".join(piece for *_, piece in item.get("calls", ()))
+        choice[2] += item.get("logprobs", ())
+        choice[3] = item["finish_reason"] or choice[3]
+        usage = item["usage"] or usage
+    assert usage is not None
+    return [*sorted(said.items()), usage["completion_tokens"], usage["prompt_tokens"]]
+
+
+async def test_a_prefill_elsewhere_changes_no_answer(cluster: FakeCluster):
+    """Of none of them, the first token's logprobs included."""
+    await cluster.start(Processor, ProcessorConfig(router="round-robin"))
+    alone = await cluster.start(VllmWorker, VllmWorkerConfig(remote_prefill=False, sim=FAST))
+    expected = [await ask(cluster, extras) for extras in REQUESTS]
+    prefill = await cluster.start(PrefillWorker, PrefillWorkerConfig(sim=FAST))
+    await cluster.start(VllmWorker, VllmWorkerConfig(remote_prefill=True, conditional_disagg=False, sim=FAST))
+    await alone.drain()
+    assert [await ask(cluster, extras) for extras in REQUESTS] == expected
+    assert (await prefill.instance.status())["done"] == 7  # of 3 + 1 + 1 + 2 generations
+
+
+async def test_a_worker_that_dies_at_once_changes_no_answer(cluster: FakeCluster):
+    """The others get the same seeds, scripts and numbers."""
+    await cluster.start(Processor, ProcessorConfig(router="round-robin"))
+    await cluster.start(VllmWorker, VllmWorkerConfig(remote_prefill=False, sim=FAST))
+    expected = [await ask(cluster, extras) for extras in REQUESTS]
+    bad = await cluster.start(
+        VllmWorker, VllmWorkerConfig(remote_prefill=False, sim={**FAST, "fail_after_requests": 1})
+    )
+    assert [await ask(cluster, extras) for extras in REQUESTS] == expected
+    died = await asyncio.gather(*bad.context.vital_tasks, return_exceptions=True)
+    assert any(isinstance(error, EngineDead) for error in died)

@@ -1,0 +1,100 @@
+"""The fleet as a value: what counts, what is kept for whom, and that nothing moves under a decision."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_local.core.fleet import lifecycle as lc
+from dynamo_local.core.fleet.fleet import Course
+from dynamo_local.core.fleet.moves import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack, course_after, intent
+from dynamo_local.core.fleet.scaling import decide_drain
+from dynamo_local.core.gpus import GpuAsk, GpuLedger, shortage
+from dynamo_local.core.types import WorkerState as S
+from dynamo_local.system.gpus import SimInventory
+from tests.fakes.arbiter.fleet_views import PREFILL, fleet, name, on_ledger, worker
+
+
+def test_a_ledger_does_not_move_under_a_decision() -> None:
+    """A decision is made from one moment: a change is another ledger."""
+    before = GpuLedger.of(SimInventory(2).sample())
+    then = before.allocate("a", 1)
+    assert (len(before.free), dict(before.held)) == (2, {})
+    assert (len(then.free), list(then.held)) == (1, ["a"])
+
+
+def test_a_shortage_says_what_is_kept_for_others() -> None:
+    """One text for `serve` and for `scale`."""
+    ledger = GpuLedger.of(SimInventory(2).sample())
+    asks = [GpuAsk("a", "A", 3)]
+    assert "kept for" not in shortage(ledger, asks)
+    assert "1 free kept for b;" in shortage(ledger, asks, {"b": 1})
+
+
+def test_devices_are_kept_for_who_lacks_them_and_come_back_from_who_leaves() -> None:
+    """A GPU goes with the process: a draining worker's will be free, a restarting one's will not."""
+    workers = [
+        worker(0, "backing_off"),
+        worker(1, "draining"),
+        worker(2, "draining/restarting"),
+        worker(3, "faulted"),
+        worker(0, "pending", PREFILL),
+    ]
+    view = on_ledger(workers, 8)
+    assert view.promised() == {name(): 1, name(0, "PrefillWorker"): 1}
+    assert view.gpus_coming_back() == 1
+
+
+def test_entries_are_listed_from_the_bare_name_up() -> None:
+    """By number, not by text: _10 comes after _2."""
+    view = on_ledger([worker(n, "exited") for n in (10, 2, 0)], 0)
+    assert [w.n for w in view.of("VllmWorker")] == [0, 2, 10]
+
+
+def test_a_worker_is_found_by_its_name_with_and_without_the_namespace() -> None:
+    """`dynamo scale` and `restart` speak of `VllmWorker`: who drains `VllmWorker_1` means the worker of that name."""
+    view = on_ledger([worker(0, "ready"), worker(1, "ready")], 2)
+    assert view.worker(name(1)) is view.worker("VllmWorker_1") is view.find("VllmWorker_1")
+    assert view.find("VllmWorker_2") is None
+    assert view.find("VllmWorker") is view.worker(name(0))
+    drain = decide_drain(view, "VllmWorker_1", stimulus_id="test")
+    assert [step.name for step in drain.moves] == [name(1)]
+
+
+@pytest.mark.parametrize(
+    ("move", "state", "event", "course"),
+    [
+        (Revive(name(), "VllmWorker", 1), S.FAULTED, lc.RestartRequested, Course.STEADY),
+        (BeginDrain(name(), "why"), S.READY, lc.DrainRequested, Course.STEADY),
+        (BeginDrain(name(), restart=True), S.READY, lc.DrainRequested, Course.RESTARTING),
+        (BeginDrain(name()), S.DRAINING, None, Course.STEADY),
+        (CancelDrain(name()), S.DRAINING, None, Course.RETURNING),
+        (TakeBack(name()), S.STARTING, lc.DrainRequested, Course.STEADY),
+        (TakeBack(name()), S.PENDING, lc.Removed, Course.STEADY),
+        (TakeBack(name()), S.BACKING_OFF, lc.Removed, Course.STEADY),
+        (TakeBack(name()), S.FAULTED, lc.Removed, Course.STEADY),
+        (TakeBack(name()), S.CRASHED, None, Course.LEAVING),
+        (TakeBack(name()), S.START_TIMED_OUT, None, Course.LEAVING),
+        (TakeBack(name()), S.DRAINING, None, Course.STEADY),
+        (SpawnWorker(name(), "VllmWorker", 0, 1), S.PENDING, None, Course.STEADY),
+    ],
+)
+def test_a_move_has_one_event_and_one_course(
+    move: SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack,
+    state: S,
+    event: type[lc.Event] | None,
+    course: Course,
+) -> None:
+    """What is committed before it is acted on; the event is legal in that state and carries the cause."""
+    made = intent(move, state, "scale-7")
+    assert (None if made is None else type(made)) == event
+    assert course_after(worker(0, state), move) is course
+    if made is not None:
+        assert made.stimulus_id == "scale-7"
+        assert (state, type(made)) in lc.NEXT
+
+
+def test_capacity_is_what_serves_or_will() -> None:
+    """A ready, a starting and a returning worker; not the one that leaves."""
+    view = fleet("ready", "starting", "draining/returning", "draining")
+    assert view.capacity("VllmWorker") == 3
+    assert [w.n for w in view.on_their_way("VllmWorker")] == [1, 2]

@@ -1,0 +1,151 @@
+"""The lifecycle table: its paths, what it refuses, and its diagram."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_local.core.fleet import lifecycle as lc
+from dynamo_local.core.fleet.lifecycle import NEXT, Event, IllegalTransition, apply, legal_events, mermaid
+from dynamo_local.core.types import WorkerState as S
+
+EVENTS: tuple[Event, ...] = (
+    lc.SpawnRequested(stimulus_id="t"),
+    lc.Spawned(stimulus_id="t", pid=1),
+    lc.SpawnFailed(stimulus_id="t", reason="no such file"),
+    lc.Registered(stimulus_id="t", lease="ab"),
+    lc.DrainRequested(stimulus_id="t"),
+    lc.LeaseRevoked(stimulus_id="t"),
+    lc.DrainCancelled(stimulus_id="t"),
+    lc.ProcessExited(stimulus_id="t", exit_code=0),
+    lc.HealthFailed(stimulus_id="t", reason="no answer"),
+    lc.StartDeadlinePassed(stimulus_id="t", deadline_s=60.0),
+    lc.DrainDeadlinePassed(stimulus_id="t", deadline_s=600.0),
+    lc.BackoffStarted(stimulus_id="t", delay_s=1.0),
+    lc.BackoffElapsed(stimulus_id="t"),
+    lc.Faulted(stimulus_id="t", reason="5 failures"),
+    lc.RestartRequested(stimulus_id="t"),
+    lc.Removed(stimulus_id="t"),
+    lc.FlipRequested(stimulus_id="t", becomes="dynamo_PrefillWorker"),
+    lc.Flipped(stimulus_id="t", was="dynamo_VllmWorker", lease="ab"),
+    lc.FlipFailed(stimulus_id="t", reason="no canary"),
+    lc.SleepRequested(stimulus_id="t"),
+    lc.Slept(stimulus_id="t"),
+    lc.SleepCancelled(stimulus_id="t"),
+    lc.WakeRequested(stimulus_id="t"),
+    lc.Woken(stimulus_id="t"),
+)
+BY_NAME = {type(event).__name__: event for event in EVENTS}
+
+
+def run(*names: str) -> S:
+    """The state after these events, from pending."""
+    state = S.PENDING
+    for name in names:
+        state = apply(state, BY_NAME[name])
+    return state
+
+
+UP = ("SpawnRequested", "Spawned", "Registered")
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (UP, S.READY),
+        ((*UP, "Registered"), S.READY),
+        ((*UP, "DrainRequested"), S.DRAINING),
+        ((*UP, "LeaseRevoked"), S.DRAINING),
+        ((*UP, "DrainRequested", "LeaseRevoked", "ProcessExited"), S.EXITED),
+        ((*UP, "DrainRequested", "DrainCancelled"), S.READY),
+        ((*UP, "DrainRequested", "DrainDeadlinePassed"), S.DRAIN_TIMED_OUT),
+        ((*UP, "DrainRequested", "DrainDeadlinePassed", "ProcessExited"), S.EXITED),
+        ((*UP, "ProcessExited"), S.CRASHED),
+        ((*UP, "HealthFailed", "ProcessExited"), S.CRASHED),
+        ((*UP, "ProcessExited", "BackoffStarted"), S.BACKING_OFF),
+        ((*UP, "ProcessExited", "BackoffStarted", "BackoffElapsed"), S.STARTING),
+        ((*UP, "ProcessExited", "Faulted"), S.FAULTED),
+        ((*UP, "ProcessExited", "Faulted", "RestartRequested"), S.PENDING),
+        ((*UP, "DrainRequested", "ProcessExited", "RestartRequested"), S.PENDING),
+        (("SpawnRequested", "StartDeadlinePassed"), S.START_TIMED_OUT),
+        (("SpawnRequested", "StartDeadlinePassed", "ProcessExited", "BackoffStarted"), S.BACKING_OFF),
+        (("SpawnRequested", "SpawnFailed"), S.CRASHED),
+        (("SpawnRequested", "DrainRequested", "Spawned", "Registered"), S.DRAINING),
+        ((*UP, "SleepRequested", "Slept"), S.SLEEPING),
+        ((*UP, "SleepRequested", "Slept", "WakeRequested", "Woken"), S.READY),
+        ((*UP, "SleepRequested", "WakeRequested", "Woken"), S.READY),
+        ((*UP, "SleepRequested", "SleepCancelled"), S.READY),
+        ((*UP, "SleepRequested", "Slept", "DrainRequested", "ProcessExited"), S.EXITED),
+        ((*UP, "SleepRequested", "Slept", "WakeRequested", "HealthFailed"), S.CRASHED),
+        (("StartDeadlinePassed",), S.START_TIMED_OUT),
+        (("Removed",), S.EXITED),
+        ((*UP, "FlipRequested"), S.FLIPPING),
+        ((*UP, "FlipRequested", "LeaseRevoked", "Registered", "Flipped"), S.READY),
+        ((*UP, "FlipRequested", "FlipFailed"), S.READY),
+        ((*UP, "FlipRequested", "DrainRequested", "ProcessExited"), S.EXITED),
+        ((*UP, "FlipRequested", "ProcessExited", "BackoffStarted"), S.BACKING_OFF),
+        ((*UP, "FlipRequested", "HealthFailed", "ProcessExited"), S.CRASHED),
+    ],
+)
+def test_the_paths_of_a_worker(events: tuple[str, ...], expected: S) -> None:
+    """The stories that the issue tells, event by event."""
+    assert run(*events) is expected
+
+
+def test_a_lease_revoked_outside_is_a_drain_and_not_a_crash() -> None:
+    """The worker is not restarted: no path from draining leads to a back-off."""
+    assert run(*UP, "LeaseRevoked") is S.DRAINING
+    assert run(*UP, "LeaseRevoked", "ProcessExited") is S.EXITED
+
+
+def test_every_pair_outside_the_table_is_refused() -> None:
+    """An illegal event raises, names state, event and cause, and says what would be legal."""
+    refused = 0
+    for state in S:
+        for event in EVENTS:
+            if (state, type(event)) in NEXT:
+                assert apply(state, event) is NEXT[state, type(event)]
+                continue
+            with pytest.raises(IllegalTransition) as caught:
+                apply(state, event)
+            assert f"{type(event).__name__} (cause t) is not possible for a worker that is {state.value}" in str(
+                caught.value
+            )
+            refused += 1
+    assert refused == len(S) * len(EVENTS) - len(NEXT)
+
+
+def test_every_event_is_in_the_table_and_every_state_can_be_left() -> None:
+    """No event that nothing takes, no state that is a trap, none that cannot be reached."""
+    assert {kind for _, kind in NEXT} == {type(event) for event in EVENTS}
+    assert set(BY_NAME) == {kind.__name__ for kind in Event.__subclasses__()}
+    assert all(legal_events(state) for state in S)
+    assert set(NEXT.values()) | {S.PENDING} == set(S)
+
+
+def test_from_every_state_there_is_a_way_out() -> None:
+    """Exited can be reached from everywhere: no worker is stuck for ever."""
+    can_exit = {S.EXITED}
+    while True:
+        more = {source for (source, _), target in NEXT.items() if target in can_exit} - can_exit
+        if not more:
+            break
+        can_exit |= more
+    assert can_exit == set(S)
+
+
+def test_the_diagram_shows_every_transition() -> None:
+    """It is generated from the table: each arrow is there with its events, joined where they share one."""
+    diagram = mermaid()
+    assert diagram.startswith("stateDiagram-v2\n    [*] --> pending\n")
+    for (source, kind), target in NEXT.items():
+        arrow = f"    {source.value} --> {target.value}: "
+        (line,) = (line for line in diagram.splitlines() if line.startswith(arrow))
+        assert kind.__name__ in line
+    assert "    ready --> draining: DrainRequested, LeaseRevoked\n" in diagram
+
+
+def test_events_are_values() -> None:
+    """Equal by content, and they cannot be changed."""
+    assert lc.Spawned(stimulus_id="a", pid=1) == lc.Spawned(stimulus_id="a", pid=1)
+    with pytest.raises(AttributeError):
+        BY_NAME["Spawned"].stimulus_id = "other"  # type: ignore[misc]

@@ -1,0 +1,12 @@
+"""The machine's own tables are whole: nothing can come in that nobody handles."""
+
+from __future__ import annotations
+
+from dynamo_local.core.fleet import events as stimuli
+from dynamo_local.core.fleet.step import HANDLERS
+
+
+def test_every_stimulus_has_its_handler() -> None:
+    """One without would be a KeyError in the arbiter, at the first time that it happens."""
+    kinds = {each for each in vars(stimuli).values() if isinstance(each, type) and issubclass(each, stimuli.Stimulus)}
+    assert set(HANDLERS) == kinds - {stimuli.Stimulus}

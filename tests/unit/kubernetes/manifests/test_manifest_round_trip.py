@@ -1,0 +1,119 @@
+"""There and back again: the same components, and Dynamo's own examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from dynamo_local.components.commands.graph import with_commands
+from dynamo_local.components.commands.launch import words_of
+from dynamo_local.config import resolve
+from dynamo_local.config.loading import load_config
+from dynamo_local.kubernetes.import_graph import import_graph
+from dynamo_local.kubernetes.import_words import read_documents
+from dynamo_local.kubernetes.manifests import NotCarried, as_v1alpha1
+from dynamo_local.kubernetes.model import document, without_env
+from tests.tools.clean_imports import clean_imports
+from tests.tools.crd_schemas import schema_faults
+from tests.tools.dynamos_files import dynamos_file, dynamos_manifests
+from tests.unit.kubernetes.manifests.carried import EXAMPLES, PLANNED, WISH, components, exported, imported
+
+FILES = [
+    ("dynamo_1x/agg.yaml", None),
+    ("dynamo_1x/disagg.yaml", None),
+    ("dynamo_1x/vllm_disagg.yaml", None),
+    ("vllm_serve/disagg.yaml", None),
+    ("llm/configs/llama-3.1-8b-disagg.yaml", "graphs.disagg:Frontend"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports() -> Iterator[None]:
+    with clean_imports():
+        yield
+
+
+def served(text: str) -> dict[str, tuple[Any, ...]]:
+    """What `dynamo serve` would run: role, workers, GPUs, program, model and variables of each component."""
+    config = load_config(None, env={"DYN_DEPLOYMENT_CONFIG": text})
+    loaded = with_commands(None, config, None)
+    found = {}
+    for one in resolve(loaded, config, namespace=None).services:
+        words, _ = without_env(words_of(one.config["command"]))
+        program = ("python3" if words[0] == "python" else words[0], *words[1:])
+        found[one.name] = (one.role, one.workers, one.resources, program, one.config.get("model"), dict(one.envs))
+    return found
+
+
+def written(sections: Any) -> str:
+    """As a file."""
+    return yaml.safe_dump(dict(sections), sort_keys=False)
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["v1beta1", "v1alpha1"])
+@pytest.mark.parametrize(("file", "target"), FILES)
+def test_what_was_exported_and_imported_is_exported_the_same(file: str, target: str | None, older: bool) -> None:
+    """The second manifest is the first one: nothing is lost, and nothing is added, on the way."""
+    first = exported((EXAMPLES / file).read_text(), PLANNED, target=target)
+    graph = document(as_v1alpha1(first.graph) if older else first.graph)
+    back = imported(written(graph))
+    assert document(exported(written(back.sections), PLANNED).graph) == document(first.graph)
+
+
+@pytest.mark.parametrize("name", ["disagg", "vllm_disagg"])
+def test_the_components_of_a_host_come_back_as_they_were(name: str) -> None:
+    """Roles, workers, GPUs, words, model and variables; ports of the NIXL kind too."""
+    text = (EXAMPLES / f"dynamo_1x/{name}.yaml").read_text()
+    back = imported(yaml.safe_dump(document(exported(text).graph)))
+    assert served(written(back.sections)) == served(text)
+
+
+def test_a_planner_comes_back_with_its_options() -> None:
+    text = (EXAMPLES / "dynamo_1x/vllm_disagg.yaml").read_text() + "  policy: slo\n  ttft: 200\n  itl: 20\n"
+    back = imported(yaml.safe_dump(document(exported(text, PLANNED).graph)))
+    assert back.sections["Planner"] == {"max_gpu_budget": 8, "policy": "slo", "ttft": 200, "itl": 20}
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "planner"),
+    [
+        ("disagg_planner.yaml", {"VllmDecodeWorker": "decode", "VllmPrefillWorker": "prefill"}, True),
+        ("disagg_v1alpha1.yaml", {"VllmDecodeWorker": "decode", "VllmPrefillWorker": "prefill"}, False),
+    ],
+)
+def test_dynamos_examples_become_a_graph_for_this_host(name: str, roles: dict[str, str], planner: bool) -> None:
+    """Each worker with its GPU and its own port for KV; what comes of it can be exported again."""
+    found = imported(dynamos_file(name).read_text())
+    sections = found.sections
+    assert {one: sections[one]["role"] for one in roles} == roles
+    for one in roles:
+        assert sections[one]["ServiceArgs"]["resources"] == {"gpu": 1}
+        assert sections[one]["command"][:2] == ["env", "VLLM_NIXL_SIDE_CHANNEL_PORT={port:nixl}"]
+    assert sections["Common"] == {"model": "Qwen/Qwen3-0.6B"}
+    assert ("Planner" in sections) is planner
+    again = exported(written(sections), replace(PLANNED if planner else WISH, name="vllm"))
+    assert schema_faults(document(again.graph)) == []
+    assert set(roles) < set(components(again))
+
+
+def test_every_manifest_of_dynamos_that_is_there_is_imported_or_refused_with_a_reason() -> None:
+    """Those in `shared/data/kube`, or all 44 where DYN_KUBE names a checkout's folder of them."""
+    imported_files = []
+    for file in dynamos_manifests():
+        text = file.read_text(encoding="utf-8")
+        if not any((raw or {}).get("kind") == "DynamoGraphDeployment" for raw in yaml.safe_load_all(text)):
+            continue  # what a graph needs beside it: a PVC, a route, a Secret
+        refused = ""
+        try:
+            found = import_graph(read_documents(text, file.name), file.name)
+        except NotCarried as error:
+            refused = str(error)
+        else:
+            assert served(written(found.sections))
+            imported_files.append(file.name)
+        assert all(line.startswith(f"{file.name}: ") for line in refused.splitlines())
+    assert imported_files

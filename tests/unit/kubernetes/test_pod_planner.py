@@ -1,0 +1,307 @@
+"""A planner by itself on a graph with an operator: a load that grows and falls, two planners, zero traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from dynamo_local.clock import AsyncioClock
+from dynamo_local.core.types import Role
+from dynamo_local.errors import ConfigError
+from dynamo_local.kubernetes.api import KubeApi
+from dynamo_local.kubernetes.changes import Expected
+from dynamo_local.kubernetes.connector import GraphUnfit, KubernetesConnector
+from dynamo_local.kubernetes.election import Election
+from dynamo_local.kubernetes.options import expected_of, read_config
+from dynamo_local.kubernetes.passes import HeardPasses, registered
+from dynamo_local.kubernetes.planner import PodPlanner
+from dynamo_local.kubernetes.pod import lease_name
+from dynamo_local.planner.forecasting.answers import InlineForecaster
+from dynamo_local.planner.loop import PlannerState
+from dynamo_local.planner.policies.slo import forecast as lengths
+from tests.fakes.arbiter.told import Told
+from tests.fakes.kubernetes.api_server import Kube
+from tests.fakes.kubernetes.demand import Demand
+from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, beta
+from tests.fakes.kubernetes.planned import Planned, planned
+from tests.fakes.kubernetes.workers import BLOCK, KV_BLOCKS, NAMESPACE, told_pass, worker_metadata
+from tests.fakes.planner.planner_loop import on_virtual_time
+
+SLO = {"policy": "slo", "ttft_ms": 400, "itl_ms": 10, "max_gpu_budget": 8}
+THROUGHPUT_LOAD = {
+    "policy": "throughput-load",
+    "optimization_target": "sla",
+    "ttft_ms": 400,
+    "itl_ms": 12,
+    "max_gpu_budget": 8,
+    "load_predictor": "constant",
+    "throughput_adjustment_interval_seconds": 30,
+    "profile_results_dir": "dynamo_H200_TP1P_TP1D",
+}
+
+
+class Rig:
+    """Planners of the graph of `planned`, each with its own connector and election."""
+
+    def __init__(self, world: Planned, demand: Demand, stack: AsyncExitStack) -> None:
+        self.world, self.demand, self._stack = world, demand, stack
+        self.told = Told()
+        self.folder = Path(stack.enter_context(TemporaryDirectory()))
+
+    async def planner(self, options: dict[str, Any], identity: str = "a", *, engines: bool = False) -> PodPlanner:
+        """Started, and stopped at the end of the test."""
+        config, _ = read_config(None, {"report_interval_hours": None, **options})
+        kube, clock = self.world.kube, self.world.clock
+        api = KubeApi(kube.client(), "default", NAME)
+        connector = KubernetesConnector(api, clock, expected_of(config), tell=self.told)
+        heard = HeardPasses(clock, connector.pools) if engines else None
+        election = Election(api, clock, lease_name(NAME, expected_of(config).only), identity)
+        logs = self.folder / identity
+        logs.mkdir(exist_ok=True)
+        here = InlineForecaster()  # virtual time would run away from a process
+        planner = PodPlanner(
+            *(config, connector, election, clock, logs),
+            name=NAME,
+            traffic=self.demand,
+            passes=heard,
+            forecaster=here,
+        )
+        self._stack.push_async_callback(planner.stop)
+        await planner.start()
+        return planner
+
+    async def engines(self, planner: PodPlanner, *, kv: float, waits: int) -> None:
+        """Each worker that is ready tells a pass a second, from now on: of so much KV, or with so many that wait."""
+        heard, number = planner.passes, itertools.count(1)
+        assert heard is not None
+        heard.registered = registered([worker_metadata("d", 1), worker_metadata("p", 2, "prefill")], NAMESPACE)
+        while True:
+            now_s, n = self.world.clock.now_s(), next(number)
+            for role, pool in self.world.connector.pools().by_role.items():
+                for worker in range(pool.ready):
+                    name, full = f"{1 if role == 'prefill' else 2}{worker}", round(kv * KV_BLOCKS * BLOCK)
+                    told = told_pass(name, now_s, number=n, kv=full, waits=waits if role == "prefill" else 0)
+                    heard.heard(role, told)
+            await self.at(now_s + 1.0)
+
+    async def at(self, at_s: float) -> None:
+        await self.world.clock.sleep_until(at_s)
+
+
+@pytest.fixture(autouse=True)
+def _without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread takes real time, in which virtual time would run away."""
+
+    async def at_once(work: Any, *args: Any) -> Any:
+        return work(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    monkeypatch.setattr(lengths, "REQUESTS", 150)  # a demand of fewer requests: quicker, and sharp enough here
+
+
+async def rig(stack: AsyncExitStack, rate: Any, *, isl: float = 2000.0, osl: float = 200.0, **operator: Any) -> Rig:
+    world = await stack.enter_async_context(planned(beta(), start_s=5.0, **operator))
+    return Rig(world, Demand(AsyncioClock(), rate, isl=isl, osl=osl), stack)
+
+
+def up_and_down(high: float) -> Any:
+    """Little, then for two minutes and a half much, then little again."""
+    return lambda at_s: high if 60 <= at_s < 210 else 1.0
+
+
+async def follows_the_load(options: dict[str, Any], high: float, osl: float) -> None:
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, up_and_down(high), osl=osl)
+        await here.planner(options)
+        await here.at(58.0)
+        assert here.world.asked() == {PREFILL: 1, DECODE: 1}
+        await here.at(205.0)
+        assert here.world.asked() == {PREFILL: 3, DECODE: 4}, here.world.operator.history
+        await here.at(500.0)
+        assert here.world.asked() == {PREFILL: 1, DECODE: 1}, here.world.operator.history
+        assert here.world.operator.peak <= 8
+
+
+@on_virtual_time
+async def test_slo_takes_a_graph_from_1p1d_to_3p4d_and_back() -> None:
+    """Step by step: nothing is added before the graph is ready again."""
+    await follows_the_load(SLO, 50.0, 400.0)
+
+
+@on_virtual_time
+async def test_throughput_load_takes_a_graph_from_1p1d_to_3p4d_and_back() -> None:
+    """In one write each."""
+    await follows_the_load(THROUGHPUT_LOAD, 50.0, 400.0)
+
+
+@on_virtual_time
+async def test_without_requests_the_least_is_kept_and_without_knowledge_what_is_there() -> None:
+    """lesson: ai-dynamo #6985: a window without requests has no means, and NaN decided nothing, for ever."""
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 50.0 if at_s < 100 else 0.0, osl=400.0)
+        await here.planner(THROUGHPUT_LOAD)
+        await here.at(95.0)
+        assert here.world.asked() == {PREFILL: 3, DECODE: 4}
+        here.demand.silent = "nobody counts"
+        await here.at(160.0)
+        assert here.world.asked() == {PREFILL: 3, DECODE: 4}
+        here.demand.silent = None
+        await here.at(260.0)
+        assert here.world.asked() == {PREFILL: 1, DECODE: 1}
+
+
+@on_virtual_time
+async def test_of_two_planners_one_acts_and_the_other_goes_on_where_it_ends() -> None:
+    """The second one observes. It takes over at once where the lease is given back, and later where it expires."""
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 50.0, osl=400.0)
+        first = await here.planner(THROUGHPUT_LOAD, "a")
+        second = await here.planner(THROUGHPUT_LOAD, "b")
+        assert first.loop is not None
+        assert second.loop is not None
+        await here.at(20.0)
+        assert (first.loop.state, second.loop.state) == (PlannerState.RUNNING, PlannerState.PAUSED)
+        await first.stop()
+        await here.at(30.0)
+        assert second.loop.state is PlannerState.RUNNING
+        await here.at(75.0)
+        assert here.world.asked() == {PREFILL: 3, DECODE: 4}
+
+
+@on_virtual_time
+async def test_a_planner_that_cannot_renew_stops_acting_before_another_one_may_begin() -> None:
+    """No moment with two."""
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 1.0)
+        kube, clock = here.world.kube, here.world.clock
+        cut_off = Kube(kube.versions, kube.objects, kube.counter)
+        old = Election(KubeApi(cut_off.client(), "default", NAME), clock, "lease", "old")
+        new = Election(KubeApi(kube.client(), "default", NAME), clock, "lease", "new")
+        await old.start()
+        await new.start()
+        stack.push_async_callback(old.close)
+        stack.push_async_callback(new.close)
+        cut_off.away = True
+        led = set[tuple[bool, bool]]()
+        for _ in range(300):
+            led.add((old.follows() is None, new.follows() is None))
+            await here.at(clock.now_s() + 0.1)
+        assert led == {(True, False), (False, False), (False, True)}
+
+
+@on_virtual_time
+async def test_a_planner_that_ends_while_it_renews_gives_its_lease_back() -> None:
+    """The renewal arrives, and its answer does not come any more."""
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 1.0)
+        api, clock = KubeApi(here.world.kube.client(), "default", NAME), here.world.clock
+        election, renewal = (Election(api, clock, "lease", "me") for _ in range(2))
+        await election.start()
+        await renewal.renew()
+        await election.close()
+        assert (await api.lease("lease"))["spec"]["holderIdentity"] == ""
+
+
+ROLES = {"prefill": PREFILL, "decode": DECODE}
+
+
+@on_virtual_time
+async def test_each_role_can_have_a_planner_of_its_own() -> None:
+    """`mode: prefill` and `mode: decode`, as of Dynamo's: each has its lease, and what the other one writes is no
+    person's change."""
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 50.0, osl=400.0)
+        for mode in ROLES:
+            await here.planner({**THROUGHPUT_LOAD, "mode": mode}, mode)
+        await here.at(95.0)
+        assert here.world.asked() == {PREFILL: 3, DECODE: 4}
+        assert not any("somebody has set" in text for text in here.told)
+        leases = {key[2] for key in here.world.kube.objects if key[1] == "leases"}
+        assert leases == {f"{NAME}-dynamo-local-planner-{mode}" for mode in ROLES}
+
+
+@on_virtual_time
+async def test_a_graph_of_prefill_workers_alone_can_be_planned() -> None:
+    """Dynamo's pools of one role are such graphs."""
+    async with AsyncExitStack() as stack:
+        graph = beta()
+        graph["spec"]["components"] = [one for one in graph["spec"]["components"] if one["name"] != DECODE]
+        world = await stack.enter_async_context(
+            planned(graph, Expected(max_gpus=8, floors={}, only=Role.PREFILL), start_s=5.0)
+        )
+        here = Rig(world, Demand(AsyncioClock(), lambda at_s: 50.0, isl=2000.0, osl=400.0), stack)
+        await here.planner({**THROUGHPUT_LOAD, "mode": "prefill"})
+        await here.at(95.0)
+        assert here.world.asked() == {PREFILL: 3}
+
+
+@on_virtual_time
+async def test_a_mode_that_the_graph_is_not_is_refused() -> None:
+    for mode, why in (("prefill", "no prefill component"), ("agg", "mode is agg")):
+        async with AsyncExitStack() as stack:
+            graph = beta()
+            if mode == "prefill":
+                graph["spec"]["components"] = graph["spec"]["components"][:2]
+            world = await stack.enter_async_context(planned(graph, Expected(max_gpus=8, floors={})))
+            here = Rig(world, Demand(AsyncioClock(), lambda at_s: 1.0, isl=2000.0, osl=400.0), stack)
+            with pytest.raises(GraphUnfit, match=why):
+                await here.planner({**THROUGHPUT_LOAD, "mode": mode})
+
+
+LOAD = {"policy": "load", "max_gpu_budget": 8, "adjustment_interval": 10, "metric_pulling_interval": 1}
+
+
+@on_virtual_time
+async def test_the_policy_load_goes_by_the_engines_passes() -> None:
+    """Decode workers that are full, and prompts that wait, get one more each; idle ones go again. Nothing changes
+    while nobody is heard."""
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 0.0)
+        planner = await here.planner(LOAD, engines=True)
+        await here.at(40.0)
+        assert here.world.asked() == {PREFILL: 1, DECODE: 1}
+        full = asyncio.ensure_future(here.engines(planner, kv=0.95, waits=9))
+        await here.world.until(lambda: here.world.asked() == {PREFILL: 3, DECODE: 3}, 120.0)
+        full.cancel()
+        idle = asyncio.ensure_future(here.engines(planner, kv=0.01, waits=0))
+        await here.world.until(lambda: here.world.asked() == {PREFILL: 1, DECODE: 1}, 240.0)
+        idle.cancel()
+
+
+@on_virtual_time
+async def test_without_nats_the_policy_load_is_refused() -> None:
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 0.0)
+        with pytest.raises(ConfigError, match="NATS_SERVER"):
+            await here.planner(LOAD)
+
+
+@on_virtual_time
+async def test_a_planner_is_healthy_from_its_start_to_its_end() -> None:
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 1.0)
+        planner = await here.planner(THROUGHPUT_LOAD)
+        assert planner.unhealthy() is None
+        await planner.stop()
+        assert planner.unhealthy() is not None
+
+
+@on_virtual_time
+async def test_a_planner_that_is_started_again_goes_on_from_what_is_there() -> None:
+    """It has no memory but the graph's own numbers, which are no person's change."""
+    async with AsyncExitStack() as stack:
+        here = await rig(stack, lambda at_s: 50.0, osl=400.0)
+        first = await here.planner(THROUGHPUT_LOAD, "a")
+        await here.at(70.0)
+        await first.stop()
+        assert here.world.asked() == {PREFILL: 3, DECODE: 4}
+        await here.planner(THROUGHPUT_LOAD, "a2")
+        await here.at(140.0)
+        assert here.world.asked() == {PREFILL: 3, DECODE: 4}
+        assert len(here.world.operator.history) == 2

@@ -1,0 +1,183 @@
+"""What anybody on NATS can send: it costs no more than its size, and ends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_local.components.messages import TextRequest
+from dynamo_local.core.routing.kv_events import BlocksStored
+from dynamo_local.core.routing.kv_index import MAX_BLOCKS, EventBatch, KvIndex, KvTracker, Snapshot
+from dynamo_local.core.types import Missing
+from dynamo_local.errors import InvalidRequest, RemoteError, StreamGap
+from dynamo_local.transport.control import MAX_ANSWERING, MAX_REQUEST_BYTES, ControlServer, control_subject
+from dynamo_local.transport.kv_events import MAX_BATCH_BYTES, decode_batch
+from dynamo_local.transport.load import MAX_INSTANCES, LoadView
+from dynamo_local.transport.prefill_queue import decode_entry
+from dynamo_local.transport.requests.frames import ItemSequence, decode_error, decode_header, decode_value, decoder_of
+from tests.drivers.eventually import eventually
+from tests.fakes.infra.memory_nats import MemoryNats
+
+DEEP = b"\x91" * 1_000_000
+EMPTY_LISTS = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000
+
+
+@pytest.mark.parametrize("decode", [decode_value, decode_header, decode_entry, decoder_of(TextRequest)])
+def test_nesting_without_end_is_an_invalid_request(decode: Any) -> None:
+    """Deeper than Python's stack."""
+    with pytest.raises(InvalidRequest):
+        decode(DEEP)
+
+
+def test_answers_that_are_nested_without_end_are_errors_too() -> None:
+    """A worker's, or an error's."""
+    assert isinstance(decode_error(DEEP), RemoteError)
+    with pytest.raises(StreamGap):
+        ItemSequence().data(0, DEEP)
+
+
+def test_a_typed_payload_skips_what_it_does_not_know() -> None:
+    """A million empty lists are a megabyte on the wire, and 64 of them as lists."""
+    payload = b"\x82\xa6prompt\xa2Hi\xa4else" + EMPTY_LISTS
+    tracemalloc.start()
+    try:
+        request = decoder_of(TextRequest)(payload)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert request == TextRequest(prompt="Hi")
+    assert peak < 100_000
+
+
+def test_a_payload_that_nobody_looks_at_is_not_read() -> None:
+    """`status` and its like."""
+    assert decoder_of(type(None))(DEEP) is None
+
+
+def test_a_typed_payload_names_what_is_wrong() -> None:
+    """As the Frontend would."""
+    with pytest.raises(InvalidRequest) as caught:
+        decoder_of(TextRequest)(msgspec.msgpack.encode({"stop": ["x" * 1025]}))
+    assert caught.value.details["param"] == "stop"
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    """It is off while a payload is read, also where that fails."""
+    decode_value(EMPTY_LISTS)
+    with pytest.raises(InvalidRequest):
+        decode_value(b"\xc1")
+    assert gc.isenabled()
+
+
+def test_a_batch_of_kv_events_has_a_largest_size() -> None:
+    """A thousand early batches are kept: they must be small."""
+    with pytest.raises(msgspec.DecodeError):
+        decode_batch(b"\x00" * (MAX_BATCH_BYTES + 1))
+
+
+def test_a_worker_cannot_hold_more_blocks_than_there_are() -> None:
+    """Whoever publishes under its name does not fill the Router: past the bound all of it is forgotten."""
+    tracker = KvTracker(KvIndex())
+    tracker.joined(1)
+    tracker.rebuilt(1, Snapshot("e", 0, []))
+    step = 2**16
+    for seq in range(1, 2 + MAX_BLOCKS // step):
+        begin = seq * step
+        tracker.receive(1, EventBatch("e", seq, (BlocksStored(tuple(range(begin, begin + step))),)))
+        assert len(tracker.index) <= MAX_BLOCKS
+    assert tracker.index.count(1) == 0
+
+
+async def test_loads_of_invented_workers_do_not_pile_up() -> None:
+    """They are forgotten after a minute, and until then no more are listened to than there can be."""
+    heard: list[Any] = []
+
+    class Nats:
+        is_closed, is_connected = False, True
+
+        async def subscribe(self, _subject: str, cb: Any) -> Any:
+            heard.append(cb)
+
+        async def flush(self, timeout: float = 0) -> None:
+            return
+
+    clock = SimpleNamespace(now_s=lambda: 100.0, wall_s=lambda: 1000.0)  # all in one instant
+    view = LoadView(Nats(), "dynamo", "VllmWorker", clock)  # type: ignore[arg-type]
+    await view.start()
+    began_s = time.process_time()
+    for instance in range(3 * MAX_INSTANCES):
+        await heard[0](SimpleNamespace(subject="dynamo.load.VllmWorker", data=_report(instance)))
+    assert len(view.loads()) <= MAX_INSTANCES
+    assert not isinstance(view.get(1), Missing)
+    assert time.process_time() - began_s < 10
+
+
+def _report(instance: int) -> bytes:
+    load = {
+        "request_active_slots": 0,
+        "request_total_slots": 0,
+        "kv_active_blocks": 0,
+        "kv_total_blocks": 0,
+        "num_requests_waiting": 0,
+        "gpu_cache_usage_perc": 0.0,
+        "gpu_prefix_cache_hit_rate": 0.0,
+        "remaining_tokens": 0,
+        "itl_ms": None,
+    }
+    report = {"watcher_name": "w", "component": "VllmWorker", "instance_id": instance, "published_at_s": 1000.0}
+    return json.dumps({**report, "load": load}).encode()
+
+
+@asynccontextmanager
+async def _control(ops: Mapping[str, Any]) -> AsyncIterator[Callable[[bytes], Awaitable[Any]]]:
+    """To ask a control endpoint."""
+    nats = MemoryNats()
+    server = ControlServer(nats.client(), "dynamo", "w", ops)  # type: ignore[arg-type]
+    await server.start()
+    asking = nats.client()
+
+    async def ask(data: bytes) -> Any:
+        return json.loads((await asking.request(control_subject("dynamo", "w"), data, timeout=60)).data)
+
+    yield ask
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 60_000, b" " * MAX_REQUEST_BYTES + b"{}", b'{"op":"' + b"x" * 60_000 + b'"}', b"9" * 60_000]
+)
+async def test_a_hostile_control_request_is_refused(data: bytes) -> None:
+    """Nested, too long, with an endless name, or a number of sixty thousand digits."""
+    async with _control({}) as ask:
+        answer = await ask(data)
+    assert answer["error"]["code"] == InvalidRequest.code
+    assert len(json.dumps(answer)) < 1000
+
+
+async def test_control_requests_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """Each is a task: a flood of them is answered as far as the bound goes."""
+    go = asyncio.Event()
+
+    async def slow(_args: Any) -> dict[str, Any]:
+        await go.wait()
+        return {}
+
+    async with _control({"slow": slow}) as ask:
+        asked = [asyncio.create_task(ask(b'{"op":"slow"}')) for _ in range(MAX_ANSWERING + 50)]
+        await eventually(lambda: caplog.text.count("a request is not answered") == 50, 60)
+        go.set()
+        await eventually(lambda: sum(task.done() for task in asked) >= MAX_ANSWERING, 60)
+        answers = [await task for task in asked if task.done()]
+        assert answers == [{"result": {}}] * MAX_ANSWERING
+        for task in asked:
+            task.cancel()
