@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dynamo_local.arbiter.servers import write_private
-from dynamo_local.system.paths import Paths
+from dynamo_local.system.paths import Paths, write_private
 
 OPTION = "guarded"
 """The plugin's one option: the path of a `GuardedRun`'s file (circus does not quote options on the command line)."""

@@ -30,7 +30,7 @@ from dynamo_local.errors import ConfigError, InfraUnavailable, how_to_install
 from dynamo_local.state.schema import ServerEntry
 from dynamo_local.system.host_leases import LOOPBACK, PortLease
 from dynamo_local.system.log_files import set_aside
-from dynamo_local.system.paths import Paths
+from dynamo_local.system.paths import Paths, write_private
 from dynamo_local.system.process_host import ProcessHost, ProcessSpec
 from dynamo_local.system.processes import aend_session, start_time_s, wait_exit
 from dynamo_local.transport import certificates
@@ -296,16 +296,6 @@ def prepare(spec: EtcdSpec | NatsSpec) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
     write_private(spec.files)
-
-
-def write_private(files: Mapping[Path, str]) -> None:
-    """Write these files anew, 0600; a folder that is missing is made, 0700."""
-    for path, text in files.items():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
 
 
 log = logging.getLogger(__name__)

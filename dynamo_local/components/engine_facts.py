@@ -21,7 +21,7 @@ _OURS = frozenset({*VllmWorkerConfig.model_fields, *PrefillWorkerConfig.model_fi
 
 
 def engines_of(graph: GraphSpec) -> dict[str, dict[str, Any]]:
-    """By role (prefill, decode or agg), what `measuring.document.described` has. Of a component that is a command it is
+    """By role (prefill, decode or agg), what `profile.document.described` has. Of a component that is a command it is
     the command: whatever its engine's speed depends on stands there."""
     found = {}
     for service in graph.services:

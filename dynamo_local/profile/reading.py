@@ -33,7 +33,7 @@ BYTES_MAX = 16 << 20
 """Of one file, and of the arrays that it says it holds. A sweep is a few kB."""
 
 PROFILE_DOCUMENT = "profile.json"
-"""Beside Dynamo's files in a folder that `dynamo profile` wrote (`measuring.document`)."""
+"""Beside Dynamo's files in a folder that `dynamo profile` wrote (`profile.document`)."""
 
 POINTS_MAX = 100_000
 VALUE_MIN, VALUE_MAX = 1e-9, 1e12

@@ -193,3 +193,13 @@ def _logs_of(raw: Mapping[str, Any]) -> Path | None:
         if isinstance(entry, dict) and isinstance(entry.get("log_file"), str):
             return Path(entry["log_file"]).parent
     return None
+
+
+def write_private(files: Mapping[Path, str]) -> None:
+    """Write these files anew, 0600; a folder that is missing is made, 0700."""
+    for path, text in files.items():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)

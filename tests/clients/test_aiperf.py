@@ -74,7 +74,6 @@ def profiled(graph: Served, folder: Path, *words: str) -> dict[str, Any]:
 def test_aiperf_loses_no_request_and_counts_every_token(
     graph: Served, tmp_path: Path, kind: str, words: list[str]
 ) -> None:
-    """None fails, each has the tokens that were asked for, and the graph has counted the same."""
     before = counted(graph.url)
     report = profiled(graph, tmp_path, "--endpoint-type", kind, *words)
     told = counted(graph.url) - before

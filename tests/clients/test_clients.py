@@ -38,7 +38,6 @@ def llm(graph: Served) -> ChatOpenAI:
 
 
 def test_langchain_binds_tools_and_ends_its_loop(llm: ChatOpenAI):
-    """A call with valid arguments, then text."""
     bound = llm.bind_tools([Weather])
     called: Any = bound.invoke([HumanMessage(ASKED)])
     call = called.tool_calls[0]
@@ -51,19 +50,16 @@ def test_langchain_binds_tools_and_ends_its_loop(llm: ChatOpenAI):
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 def test_langchain_structures_its_output(llm: ChatOpenAI, method: Any):
-    """By either of its ways."""
     assert isinstance(llm.with_structured_output(Weather, method=method).invoke(ASKED), Weather)
 
 
 def test_langchain_reads_logprobs(llm: ChatOpenAI):
-    """One for each token."""
     answer = llm.bind(logprobs=True, top_logprobs=3, max_tokens=5).invoke(ASKED)
     content = answer.response_metadata["logprobs"]["content"]
     assert [len(one["top_logprobs"]) for one in content] == [3] * 5
 
 
 def test_langchain_batches_and_streams(llm: ChatOpenAI):
-    """Each answer is the one that is given alone."""
     short = llm.bind(max_tokens=6)
     prompts = [f"Story {n}" for n in range(8)]
     together = [answer.content for answer in short.batch(prompts)]
@@ -72,14 +68,12 @@ def test_langchain_batches_and_streams(llm: ChatOpenAI):
 
 
 def test_langchain_speaks_the_responses_api(graph: Served):
-    """Its other way to the same model."""
     llm = ChatOpenAI(model=MODEL, base_url=f"{graph.url}/v1", api_key="none", use_responses_api=True, max_retries=0)
     called: Any = llm.bind_tools([Weather]).invoke(ASKED)
     Weather.model_validate(called.tool_calls[0]["args"])
 
 
 def test_langchain_embeds(graph: Served):
-    """It sends token ids, several at once."""
     embeddings = OpenAIEmbeddings(
         model=MODEL, base_url=f"{graph.url}/v1", api_key="none", check_embedding_ctx_length=False, dimensions=8
     )
@@ -87,7 +81,6 @@ def test_langchain_embeds(graph: Served):
 
 
 def test_litellm_has_a_schema_kept(graph: Served):
-    """`response_format` from a pydantic model."""
     answer: Any = litellm.completion(
         model=f"openai/{MODEL}",
         api_base=f"{graph.url}/v1",
@@ -99,7 +92,6 @@ def test_litellm_has_a_schema_kept(graph: Served):
 
 
 def test_litellm_calls_tools(graph: Served):
-    """Whole and streamed, the pieces put together by litellm."""
     asked: Any = {
         "model": f"openai/{MODEL}",
         "api_base": f"{graph.url}/v1",
@@ -117,7 +109,6 @@ def test_litellm_calls_tools(graph: Served):
 
 
 def test_anthropics_client_knows_what_went_wrong(graph: Served):
-    """Its own classes of errors, with its own types."""
     client = anthropic.Anthropic(base_url=graph.url, api_key="none", max_retries=0)
     messages: Any = [{"role": "user", "content": ASKED}]
     with pytest.raises(anthropic.NotFoundError) as unknown:
@@ -130,7 +121,6 @@ def test_anthropics_client_knows_what_went_wrong(graph: Served):
 
 
 def test_anthropics_client_calls_tools(graph: Served):
-    """Whole and streamed."""
     client = anthropic.Anthropic(base_url=graph.url, api_key="none", max_retries=0)
     tool: Any = {"name": "Weather", "input_schema": Weather.model_json_schema()}
     asked: Any = {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": ASKED}], "tools": [tool]}
@@ -144,7 +134,6 @@ def test_anthropics_client_calls_tools(graph: Served):
 
 
 async def test_mixed_requests_at_once_are_those_of_each_alone(graph: Served):
-    """Tools, schemas, logprobs and several choices, concurrently: the same answers as one after the other."""
     async with graph.client() as client:
         schema = Weather.model_json_schema()
         kinds: list[Any] = [

@@ -45,14 +45,12 @@ class EngineContract:
     """See `ports.Engine`."""
 
     async def test_it_says_what_it_is(self, engine: Engine) -> None:
-        """Sizes are positive, and the cache holds one request of the longest kind."""
         info = engine.info
         assert info.engine_id
         assert info.num_gpu_blocks * info.block_size >= info.max_model_len > len(PROMPT)
         assert info.max_num_seqs >= 2
 
     async def test_tokens_come_once_and_the_last_output_has_a_reason(self, engine: Engine) -> None:
-        """Never cumulative; the count that was asked for; the reason only at the end; the same again."""
         first = await collect(engine, request("a"))
         assert [output.finish_reason for output in first] == [None] * (len(first) - 1) + ["length"]
         tokens = [token for output in first for token in output.token_ids]
@@ -61,12 +59,10 @@ class EngineContract:
         assert again == tokens
 
     async def test_side_by_side_they_do_not_mix(self, engine: Engine) -> None:
-        """The same request id twice at once: an engine keeps them apart."""
         answers = await asyncio.gather(*(collect(engine, request("same", n)) for n in (3, 5, 7)))
         assert [sum(len(output.token_ids) for output in answer) for answer in answers] == [3, 5, 7]
 
     async def test_leaving_early_frees_everything(self, engine: Engine) -> None:
-        """Closing the iterator aborts: slots, blocks and remaining tokens are given back."""
         async with contextlib.aclosing(outputs(engine, request("long", 2000))) as stream:
             async with asyncio.timeout(TIMEOUT_S):
                 await anext(stream)
@@ -76,14 +72,12 @@ class EngineContract:
 
     @pytest.mark.parametrize("prompt", [(), tuple(range(300, 301)) * 200_000], ids=["empty", "too long"])
     async def test_prompts_that_cannot_be_are_refused(self, engine: Engine, prompt: tuple[int, ...]) -> None:
-        """Before anything is computed."""
         asked = EngineRequest("bad", prompt, SamplingParams(4))
         with pytest.raises(InvalidRequest):
             await collect(engine, asked)
         await until_idle(engine)
 
     async def test_without_hand_offs_there_is_nothing_to_wait_for(self, engine: Engine) -> None:
-        """A worker that hands nothing over may leave at once."""
         async with asyncio.timeout(5.0):
             await engine.wait_handoffs()
 

@@ -17,7 +17,6 @@ class SleepContract:
     """See `engines.sleep.CanSleep`."""
 
     async def test_it_answers_after_each_wake_as_before(self, engine: Any) -> None:
-        """From both levels, more than once."""
         assert engine.cannot_sleep() is None
         expected = await engine.probe()
         assert expected
@@ -27,7 +26,6 @@ class SleepContract:
             assert await engine.probe() == expected
 
     async def test_it_lets_go_of_its_gpu(self, engine: Any) -> None:
-        """What it keeps is less than what it had; after the wake it has it again."""
         before = await engine.memory()
         await engine.sleep(1)
         asleep = await engine.memory()
@@ -39,7 +37,6 @@ class SleepContract:
         assert after.vram_bytes > before.vram_bytes / 2
 
     async def test_standby_rehearses_and_goes_through_cycles(self, engine: Any) -> None:
-        """Nothing to complain of."""
         standby = EngineStandby(engine)
         assert standby.cannot is not None
         await standby.rehearse()
@@ -53,7 +50,6 @@ class SleepContract:
 
     @pytest.mark.parametrize("level", [1, 2])
     async def test_nothing_is_cached_after_a_wake(self, engine: Any, level: int) -> None:
-        """The KV cache is another one."""
         await engine.probe()
         await engine.sleep(level)
         await engine.wake()

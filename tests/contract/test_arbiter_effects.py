@@ -45,7 +45,6 @@ def test_a_full_disk_stops_nobody(host: tuple[Run, HostWorld]) -> None:
 
 
 def test_where_nobody_can_tell_it_has_crashed(host: tuple[Run, HostWorld]) -> None:
-    """etcd is away for longer than a lease lives; the worker is started again."""
     run, world = host
     (process,) = [each for each in world.world.living() if each.name == name()]
 
@@ -64,7 +63,6 @@ def test_where_nobody_can_tell_it_has_crashed(host: tuple[Run, HostWorld]) -> No
 
 
 def test_a_driver_that_fails_is_seen_as_stale_and_not_as_a_host_without_gpus(host: tuple[Run, HostWorld]) -> None:
-    """Decisions go on with the last inventory."""
     run, world = host
     devices = world.shell.fleet.gpus.devices
 
@@ -126,7 +124,6 @@ def test_a_start_that_does_not_return_is_refused_and_what_appears_late_is_ended(
 
 
 def test_a_start_that_never_returns_fails_again_and_again(host: tuple[Run, HostWorld]) -> None:
-    """Until it is given up as any other; one attempt is under way at most."""
     run, world = host
     world.world.spawn_s = 1e9
 

@@ -83,7 +83,6 @@ def test_it_lives_without_descriptors_and_answers_when_it_has_some(bare: Bare, n
 
 
 def test_whoever_goes_at_once_costs_nothing(bare: Bare) -> None:
-    """A hundred that come and go, faster than they are let in."""
     assert bare.answers()
     before = len(descriptors(bare.process.pid))
     with ExitStack() as connections:

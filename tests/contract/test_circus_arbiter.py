@@ -61,7 +61,6 @@ async def test_a_dead_worker_is_not_started_again_by_circus(harness: Harness) ->
 
 
 async def test_output_goes_to_the_workers_own_file_and_survives_the_arbiter(harness: Harness) -> None:
-    """No pipe of ours: a process whose log pipe closes dies of SIGPIPE."""
     await harness.run(
         "ns_A", "import sys,time; print('hello'); print('err', file=sys.stderr); sys.stdout.flush(); time.sleep(60)"
     )

@@ -121,7 +121,6 @@ async def test_a_start_waits_out_somebody_elses_slow_stop(harness: Harness) -> N
 async def test_a_start_gives_up_at_its_bound_and_names_the_reason(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The restart policy decides what then; nothing is left behind."""
     monkeypatch.setattr(client_host, "START_PATIENCE_S", 0.2)
     await stop_stubborn(harness)
     with pytest.raises(OSError, match="already running watcher_stop"):
@@ -148,7 +147,6 @@ async def test_an_exit_is_noticed_while_circusd_is_busy(harness: Harness) -> Non
 async def test_a_removal_that_circusd_refuses_goes_on_in_the_background(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for it; and a new watcher of that name is not hit by it."""
     monkeypatch.setattr(client_host, "FORGET_PATIENCE_S", 0.05)
     pids = {name: await harness.start(name) for name in ("ns_A", "ns_B")}
     await stop_stubborn(harness)
@@ -225,7 +223,6 @@ async def test_circusd_never_sees_the_environment(harness: Harness) -> None:
 
 @pytest.mark.full
 async def test_somebody_elses_watcher_of_that_name_is_left_alone(harness: Harness) -> None:
-    """A name clash is an error that names the way out, not a removal."""
     await harness.ask("add", name="ns_A", cmd="sleep 600", start=True, waiting=True)
     theirs = harness.circusd.pids("ns_A")
     with pytest.raises(OSError, match="another watcher named ns_A"):
@@ -237,7 +234,6 @@ async def test_somebody_elses_watcher_of_that_name_is_left_alone(harness: Harnes
 
 @pytest.mark.full
 async def test_what_a_killed_plugin_left_is_ended_and_replaced(harness: Harness) -> None:
-    """Its socket's path tells whose it is; the namespace's lock tells that its owner is dead."""
     first, second = await harness.start("ns_A"), await harness.start("ns_B")
     os.kill(second, signal.SIGKILL)
     await wait_exit(second, 5)
@@ -254,7 +250,6 @@ async def test_what_a_killed_plugin_left_is_ended_and_replaced(harness: Harness)
 
 @pytest.mark.full
 async def test_what_a_killed_plugin_left_can_be_taken_back(harness: Harness) -> None:
-    """The exit of an adopted process is told like any other, and its name is free then."""
     pid = await harness.start("ns_A")
     await harness.host.close()
     successor = Harness(harness.circusd, harness.folder)
@@ -339,7 +334,6 @@ async def test_a_silent_circusd_is_an_error_within_the_bound(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_exit_codes_are_read_from_a_zombie_only() -> None:
-    """A collected process has no code any more, and a live one none yet: None, not 0."""
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", "raise SystemExit(3)"]) as child:
         fd = os.pidfd_open(child.pid)
         try:

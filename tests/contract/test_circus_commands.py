@@ -40,7 +40,6 @@ async def test_a_reply_carries_the_result_although_nobody_asked_to_wait(commande
 
 
 async def test_an_apply_reaches_the_supervisor(commander: Commander) -> None:
-    """With the deployment as it was sent."""
     reply = await commander.ask("dynamo_apply", deployment={"graph": {}}, dry_run=True)
     (_, sent, options) = commander.supervisor.calls[-1]
     assert (sent, options["dry_run"], options["force"]) == (({"graph": {}},), True, False)
@@ -49,7 +48,6 @@ async def test_an_apply_reaches_the_supervisor(commander: Commander) -> None:
 
 
 async def test_drain_and_restart_reach_the_supervisor(commander: Commander) -> None:
-    """With their options, each defaulting to no."""
     await commander.ask("dynamo_drain", name=WORKER, cancel=True)
     await commander.ask("dynamo_restart", name="VllmWorker", rolling=True, force=True)
     (_, drained, first), (_, restarted, second) = commander.supervisor.calls
@@ -67,7 +65,6 @@ async def test_a_refusal_keeps_its_type_and_its_words(commander: Commander) -> N
 
 
 async def test_a_bug_of_ours_is_answered_and_logged(commander: Commander, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody waits for a reply that never comes, and the arbiter serves on."""
     commander.supervisor.error = ZeroDivisionError("oops")
     with caplog.at_level(logging.ERROR):
         reply = await commander.ask("dynamo_drain", name=WORKER)
@@ -103,7 +100,6 @@ async def test_a_result_that_json_cannot_hold_is_answered(
 async def test_a_malformed_property_is_named(
     commander: Commander, command: str, properties: dict[str, Any], told: str
 ) -> None:
-    """Parsed at the edge; the supervisor is not asked."""
     reply = await commander.ask(command, **properties)
     assert told in str(reply["reason"])
     assert reply["exit_code"] == EXIT_BAD_INPUT
@@ -111,13 +107,11 @@ async def test_a_malformed_property_is_named(
 
 
 async def test_a_number_is_a_target_too(commander: Commander) -> None:
-    """JSON clients send 3 and -1 as numbers."""
     await commander.ask("dynamo_scale", component="VllmWorker", target=-1)
     assert commander.supervisor.calls[0][1] == ("VllmWorker", "-1")
 
 
 async def test_without_a_supervisor_the_answer_is_typed(commander: Commander) -> None:
-    """While the arbiter starts or leaves."""
     commander.arbiter.supervisor = None
     for command in ("dynamo_scale", "stop", "quit", "rm", "signal"):
         reply = await commander.ask(command, name=WORKER, component="VllmWorker", target="1", signum="TERM")

@@ -98,7 +98,6 @@ async def test_quit_and_a_stop_without_a_name_are_a_down(commander: Commander) -
 async def test_what_would_harm_is_refused_in_words(
     commander: Commander, command: str, properties: dict[str, Any], told: str
 ) -> None:
-    """The process lives, and nobody was asked to end it."""
     pid = await up(commander, WORKER)
     await commander.run("dynamo_etcd", ASLEEP)
     reply = await commander.ask(command, **properties)
@@ -109,7 +108,6 @@ async def test_what_would_harm_is_refused_in_words(
 
 
 async def test_a_signal_to_leave_is_a_drain(commander: Commander) -> None:
-    """The signal itself is not sent: how a worker leaves is decided by its role."""
     pid = await up(commander, WORKER)
     for signum in ("TERM", signal.SIGINT, "15"):
         assert (await commander.ask("signal", name=WORKER.lower(), signum=signum))["state"] == "draining"
@@ -119,7 +117,6 @@ async def test_a_signal_to_leave_is_a_drain(commander: Commander) -> None:
 
 @pytest.mark.parametrize("signum", ["KILL", "STOP", "QUIT", "HUP", "ABRT", "USR1", "USR2", "RTMIN"])
 async def test_a_signal_that_would_end_or_stop_a_worker_is_refused(commander: Commander, signum: str) -> None:
-    """USR1 among them: this worker has no handler, and the default is to die."""
     pid = await up(commander, WORKER)
     reply = await commander.ask("signal", name=WORKER, signum=signum)
     assert reply["status"] == "error"
@@ -129,7 +126,6 @@ async def test_a_signal_that_would_end_or_stop_a_worker_is_refused(commander: Co
 
 
 async def test_a_signal_that_the_worker_handles_reaches_it(commander: Commander) -> None:
-    """A person may ask a process for its stack by USR1; CONT harms nobody."""
     code = (
         "import signal, time\n"
         "signal.signal(signal.SIGUSR1, lambda *a: print('asked', flush=True))\n"

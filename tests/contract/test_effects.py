@@ -50,7 +50,6 @@ def places(journal: list[str], *lines: str) -> list[int]:
 
 
 def test_commits_are_told_in_their_order_and_once_each(playing: Playing) -> None:
-    """Some may be written together; none overtakes another, none is forgotten."""
     run, world = playing
     told: list[int] = []
 
@@ -66,7 +65,6 @@ def test_commits_are_told_in_their_order_and_once_each(playing: Playing) -> None
 
 
 def test_acts_begin_when_their_intent_is_written(playing: Playing) -> None:
-    """The rule that a successor lives by: what may run is in the statefile."""
     run, world = playing
     committed: list[str | None] = []
 
@@ -90,7 +88,6 @@ def test_acts_begin_when_their_intent_is_written(playing: Playing) -> None:
 
 
 def test_acts_on_different_workers_go_side_by_side(real_time: Playing) -> None:
-    """Nobody waits for another worker's start."""
     run, world = real_time
 
     async def test() -> None:
@@ -104,7 +101,6 @@ def test_acts_on_different_workers_go_side_by_side(real_time: Playing) -> None:
 
 
 def test_acts_on_one_worker_go_one_after_the_other(playing: Playing) -> None:
-    """It is asked to leave before it is called back, whatever takes how long."""
     run, world = playing
 
     async def test() -> None:
@@ -135,7 +131,6 @@ def test_starts_that_are_called_off_in_time_cost_nothing(real_time: Playing) -> 
 
 
 def test_the_end_of_a_session_waits_for_nobody(real_time: Playing) -> None:
-    """Not for an act on the same worker that takes its time, nor for one that hangs."""
     run, world = real_time
 
     async def test() -> None:
@@ -161,7 +156,6 @@ def test_the_end_of_a_session_waits_for_nobody(real_time: Playing) -> None:
     ],
 )
 def test_an_act_is_done_once_and_says_what_was_seen(playing: Playing, act: Act, seen: type) -> None:
-    """The machine waits for exactly that."""
     run, world = playing
     heard: list[st.Stimulus | None] = []
 
@@ -174,7 +168,6 @@ def test_an_act_is_done_once_and_says_what_was_seen(playing: Playing, act: Act, 
 
 
 def test_who_is_asked_what_it_holds_answers(playing: Playing) -> None:
-    """A number, of that very process."""
     run, world = playing
     heard: list[st.Stimulus | None] = []
     worker = world.shell.fleet.workers[name()]
@@ -192,7 +185,6 @@ def test_who_is_asked_what_it_holds_answers(playing: Playing) -> None:
 
 
 def test_a_key_that_is_there_is_looked_up_as_such(playing: Playing) -> None:
-    """Of a worker that serves."""
     run, world = playing
     heard: list[st.Stimulus | None] = []
     worker = world.shell.fleet.workers[name()]
@@ -209,7 +201,6 @@ def test_a_key_that_is_there_is_looked_up_as_such(playing: Playing) -> None:
 
 
 def test_who_left_in_order_before_we_heard_of_it_is_not_started_again(playing: Playing) -> None:
-    """The last that is heard of it is its end, with code 0."""
     run, world = playing
 
     async def test() -> None:
@@ -225,7 +216,6 @@ def test_who_left_in_order_before_we_heard_of_it_is_not_started_again(playing: P
 
 
 def test_a_step_whose_lock_is_refused_did_not_happen(real_time: Playing) -> None:
-    """Another namespace was quicker: other devices are chosen, and nothing of the first choice is left."""
     run, world = real_time
     uuid = world.shell.fleet.gpus.free[0].uuid
 
@@ -242,7 +232,6 @@ def test_a_step_whose_lock_is_refused_did_not_happen(real_time: Playing) -> None
 
 
 def test_locks_are_all_or_none_and_what_is_held_stays(real_time: Playing) -> None:
-    """Only the new ones are told; ones that are not held are let go of without a word."""
     run, world = real_time
 
     async def another_worker() -> None:
@@ -266,7 +255,6 @@ def test_locks_are_all_or_none_and_what_is_held_stays(real_time: Playing) -> Non
 
 
 def test_the_shell_is_woken_at_the_time_or_a_little_later(playing: Playing) -> None:
-    """A later wish does not put an earlier one off."""
     run, world = playing
 
     async def test() -> None:
@@ -282,7 +270,6 @@ def test_the_shell_is_woken_at_the_time_or_a_little_later(playing: Playing) -> N
 
 
 def test_an_earlier_wish_comes_first(playing: Playing) -> None:
-    """Though a later one was there before."""
     run, world = playing
 
     async def test() -> None:

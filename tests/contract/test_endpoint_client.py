@@ -48,14 +48,12 @@ async def any_world(request: pytest.FixtureRequest, namespace: str) -> AsyncIter
 
 
 async def test_items_come_in_order_and_all_of_them(any_world: AnyWorld) -> None:
-    """A stream of 10,000 items is that stream."""
     await any_world.serve(count)
     stream = await any_world.client.call(10_000)
     assert [item async for item in stream] == list(range(10_000))
 
 
 async def test_batches_hold_the_same_items(any_world: AnyWorld) -> None:
-    """`batches` gives every item once, in groups that are never empty."""
     await any_world.serve(count)
     batches = [batch async for batch in (await any_world.client.call(5000)).batches()]
     assert [item for batch in batches for item in batch] == list(range(5000))
@@ -63,13 +61,11 @@ async def test_batches_hold_the_same_items(any_world: AnyWorld) -> None:
 
 
 async def test_an_empty_stream_ends(any_world: AnyWorld) -> None:
-    """No items is an answer."""
     await any_world.serve(count)
     assert [item async for item in await any_world.client.call(0)] == []
 
 
 async def test_values_take_the_way_through_msgpack(world: World) -> None:
-    """Nested values arrive equal; tuples become lists for either client."""
     payload = {"text": "grüße", "ids": (1, 2), "none": None, "raw": b"\x00", "x": 1.5}
 
     async def echo(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -81,7 +77,6 @@ async def test_values_take_the_way_through_msgpack(world: World) -> None:
 
 
 async def test_a_coroutine_handler_gives_one_value(any_world: AnyWorld) -> None:
-    """`single` is the value of a unary handler."""
 
     async def double(payload: Any, context: RequestContext) -> int:
         return int(payload) * 2
@@ -92,7 +87,6 @@ async def test_a_coroutine_handler_gives_one_value(any_world: AnyWorld) -> None:
 
 
 async def test_single_refuses_a_stream(any_world: AnyWorld) -> None:
-    """Two values are not one."""
     await any_world.serve(count)
     stream = await any_world.client.call(2)
     with pytest.raises(errors.RequestError, match="single value"):
@@ -100,7 +94,6 @@ async def test_single_refuses_a_stream(any_world: AnyWorld) -> None:
 
 
 async def test_round_robin_takes_turns(world: World) -> None:
-    """Calls without an instance id go round the instances."""
     await world.serve(count, 1)
     await world.serve(count, 2)
     taken = []
@@ -113,7 +106,6 @@ async def test_round_robin_takes_turns(world: World) -> None:
 
 
 async def test_an_explicit_instance_is_called(world: World) -> None:
-    """Each time, whatever the turn."""
     await world.serve(count, 1)
     await world.serve(count, 2)
     for _ in range(3):
@@ -123,14 +115,12 @@ async def test_an_explicit_instance_is_called(world: World) -> None:
 
 
 async def test_an_unknown_instance_is_an_error(any_world: AnyWorld) -> None:
-    """An instance id that nobody registered raises `WorkerLost`."""
     await any_world.serve(count, 1)
     with pytest.raises(errors.WorkerLost):
         await any_world.client.call(1, instance_id=99)
 
 
 async def test_without_instances_there_are_no_workers(world: World) -> None:
-    """A call raises `NoWorkers` at once, waiting raises it past the timeout."""
     with pytest.raises(errors.NoWorkers):
         await world.client.call(1)
     with pytest.raises(errors.NoWorkers):
@@ -138,7 +128,6 @@ async def test_without_instances_there_are_no_workers(world: World) -> None:
 
 
 async def test_waiting_for_instances_ends_with_the_first(world: World) -> None:
-    """`wait_for_instances` returns what `instances` shows."""
     waiting = asyncio.create_task(world.client.wait_for_instances(5.0))
     await asyncio.sleep(0)
     await world.serve(count, 3)
@@ -147,7 +136,6 @@ async def test_waiting_for_instances_ends_with_the_first(world: World) -> None:
 
 
 async def test_a_draining_instance_is_passed_over(world: World) -> None:
-    """Unless it was asked for by name: then the refusal is raised."""
     await world.serve(count, 1)
     await world.serve(count, 2)
     await world.stop_accepting(1)
@@ -160,7 +148,6 @@ async def test_a_draining_instance_is_passed_over(world: World) -> None:
 
 
 async def test_a_call_that_all_refuse_as_leaving_waits_for_the_next_instance(world: World) -> None:
-    """The list is late: a component's last ready worker is never drained."""
     await world.serve(count, 1)
     await world.stop_accepting(1)
     waiting = asyncio.create_task(world.client.call(1))
@@ -174,7 +161,6 @@ async def test_a_call_that_all_refuse_as_leaving_waits_for_the_next_instance(wor
 
 @pytest.mark.parametrize("error", [errors.InvalidRequest("too long", param="prompt"), errors.KvTransferError("lost")])
 async def test_errors_keep_their_type_and_details(any_world: AnyWorld, error: errors.DynamoError) -> None:
-    """What the handler raised after two items is raised after those two items."""
 
     async def fails(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         yield 1
@@ -191,7 +177,6 @@ async def test_errors_keep_their_type_and_details(any_world: AnyWorld, error: er
 
 
 async def test_a_foreign_error_is_remote_and_named(any_world: AnyWorld) -> None:
-    """A bug of the handler arrives as `RemoteError` with its class name."""
 
     async def fails(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         yield {}["missing"]
@@ -203,7 +188,6 @@ async def test_a_foreign_error_is_remote_and_named(any_world: AnyWorld) -> None:
 
 
 async def test_an_item_that_cannot_travel_is_an_error(world: World) -> None:
-    """The items before it arrive, then the error."""
 
     async def fails(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         yield 1
@@ -218,7 +202,6 @@ async def test_an_item_that_cannot_travel_is_an_error(world: World) -> None:
 
 
 async def test_closing_the_stream_cancels_the_handler(any_world: AnyWorld) -> None:
-    """Its `finally` has run within milliseconds of `aclose`."""
     ended = asyncio.Event()
 
     async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -237,7 +220,6 @@ async def test_closing_the_stream_cancels_the_handler(any_world: AnyWorld) -> No
 
 
 async def test_a_closed_stream_cancels_a_handler_that_waits_for_room(any_world: AnyWorld) -> None:
-    """A handler stopped by back-pressure is closed too."""
     ended = asyncio.Event()
 
     async def endless(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -257,7 +239,6 @@ async def test_a_closed_stream_cancels_a_handler_that_waits_for_room(any_world: 
 
 
 async def test_a_slow_reader_holds_the_handler_back(any_world: AnyWorld) -> None:
-    """The handler does not run ahead of its reader by more than the buffers hold; nothing is lost."""
     produced = 0
 
     async def bulky(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -276,7 +257,6 @@ async def test_a_slow_reader_holds_the_handler_back(any_world: AnyWorld) -> None
 
 
 async def test_the_deadline_ends_the_stream_and_the_handler(any_world: AnyWorld) -> None:
-    """`DeadlineExceeded` after what came in time; the handler is closed as well."""
     ended = asyncio.Event()
 
     async def slow(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -296,14 +276,12 @@ async def test_the_deadline_ends_the_stream_and_the_handler(any_world: AnyWorld)
 
 
 async def test_a_deadline_in_the_past_is_refused(any_world: AnyWorld) -> None:
-    """The handler does not start."""
     await any_world.serve(count)
     with pytest.raises(errors.DeadlineExceeded):
         await any_world.client.call(1, timeout_s=0)
 
 
 async def test_the_handler_knows_its_request(any_world: AnyWorld) -> None:
-    """Id and remaining time come with the context, which is the task's current request too."""
 
     async def tell(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         assert current_request() is context
@@ -321,7 +299,6 @@ async def test_the_handler_knows_its_request(any_world: AnyWorld) -> None:
 
 
 async def test_a_lost_worker_ends_its_streams(world: World) -> None:
-    """`WorkerLost`, retryable, after the items that came."""
     await world.serve(forever, 5)
     stream = await world.client.call(None, instance_id=5)
     items = aiter(stream)
@@ -335,7 +312,6 @@ async def test_a_lost_worker_ends_its_streams(world: World) -> None:
 
 
 async def test_a_handler_may_pass_a_stream_on(world: World) -> None:
-    """A coroutine handler that returns a stream answers with its items."""
 
     async def relay(payload: Any, context: RequestContext) -> Any:
         return await world.client.call(3, instance_id=1)
@@ -364,7 +340,6 @@ async def test_many_streams_at_once_stay_apart(world: World) -> None:
 
 
 async def test_a_cancelled_reader_can_close(any_world: AnyWorld) -> None:
-    """Cancelling the task that reads leaves a stream that can be closed, and the handler ends."""
     ended = asyncio.Event()
 
     async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:

@@ -24,5 +24,4 @@ class TestSimEngine(EngineContract):
     """The simulated engine."""
 
     async def test_closed_is_closed(self, engine: Engine) -> None:
-        """See `check_closed`."""
         await check_closed(engine)

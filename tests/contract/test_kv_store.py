@@ -92,7 +92,6 @@ async def settled(kv: KeyValueStore) -> None:
 
 
 async def test_what_was_put_is_got(kv: KeyValueStore, namespace: str) -> None:
-    """Value, lease and revision come back; a key that is not there is None."""
     assert await kv.get(f"{namespace}/a") is None
     revision = await kv.put(f"{namespace}/a", b"\x00\xff1")
     found = await kv.get(f"{namespace}/a")
@@ -102,7 +101,6 @@ async def test_what_was_put_is_got(kv: KeyValueStore, namespace: str) -> None:
 
 
 async def test_a_prefix_lists_its_keys_in_order_and_no_others(kv: KeyValueStore, namespace: str) -> None:
-    """`a/` does not match `a` or `a0`, and the revision belongs to the list."""
     for key in ("b/2", "b/1", "b", "b0", "c/1"):
         revision = await kv.put(f"{namespace}/{key}", key.encode())
     kvs, listed_at = await kv.get_prefix(f"{namespace}/b/")
@@ -128,14 +126,12 @@ async def test_several_keys_come_in_one_revision_or_not_at_all(kv: KeyValueStore
 
 
 async def test_delete_says_whether_the_key_was_there(kv: KeyValueStore, namespace: str) -> None:
-    """Deleting twice is no error."""
     await kv.put(f"{namespace}/gone", b"x")
     assert await kv.delete(f"{namespace}/gone") is True
     assert await kv.delete(f"{namespace}/gone") is False
 
 
 async def test_revoking_a_lease_deletes_its_keys(kv: KeyValueStore, namespace: str) -> None:
-    """And only its own; revoking again is no error."""
     lease_id = await kv.grant(10)
     assert lease_id != 0
     await kv.put(f"{namespace}/leased", b"x", lease_id)
@@ -150,7 +146,6 @@ async def test_revoking_a_lease_deletes_its_keys(kv: KeyValueStore, namespace: s
 
 
 async def test_a_lease_that_is_gone_is_a_typed_error(kv: KeyValueStore, namespace: str) -> None:
-    """A put and a keepalive with it say `LeaseNotFound`, not that etcd is away."""
     lease_id = await kv.grant(10)
     assert await kv.keepalive(lease_id) == 10
     await kv.revoke(lease_id)
@@ -162,7 +157,6 @@ async def test_a_lease_that_is_gone_is_a_typed_error(kv: KeyValueStore, namespac
 
 
 async def test_a_lease_expires_unless_it_is_kept_alive(kv: KeyValueStore, namespace: str) -> None:
-    """The shortest TTL passes and the key goes; a watch sees it."""
     short, kept = await kv.grant(1), await kv.grant(1)
     await kv.put(f"{namespace}/kept", b"x", kept)
     async with aclosing(kv.watch_prefix(f"{namespace}/short")) as events:  # type: ignore[type-var]
@@ -178,7 +172,6 @@ async def test_a_lease_expires_unless_it_is_kept_alive(kv: KeyValueStore, namesp
 
 
 async def test_a_watch_begins_with_the_truth_and_goes_on_with_changes(kv: KeyValueStore, namespace: str) -> None:
-    """Snapshot, put, overwrite, delete, a revoked lease: in order, of this prefix alone."""
     await kv.put(f"{namespace}/w/old", b"0")
     async with aclosing(kv.watch_prefix(f"{namespace}/w/")) as events:  # type: ignore[type-var]
         snapshot = await following(events)
@@ -211,7 +204,6 @@ async def test_nothing_is_missed_between_snapshot_and_changes(kv: KeyValueStore,
 
 
 async def test_closing_a_watch_ends_it(kv: KeyValueStore, namespace: str) -> None:
-    """A reader that is cancelled leaves no task behind, and the store goes on."""
     before = asyncio.all_tasks()
 
     seen = asyncio.Event()
@@ -233,7 +225,6 @@ async def test_closing_a_watch_ends_it(kv: KeyValueStore, namespace: str) -> Non
 
 
 async def test_closing_the_store_ends_its_watches(kv: KeyValueStore, namespace: str) -> None:
-    """The iterator stops; a call afterwards is a typed error."""
     events = kv.watch_prefix(f"{namespace}/")
     await following(events)
     ended = asyncio.ensure_future(anext(events, None))
@@ -270,7 +261,6 @@ async def test_a_store_that_is_away_is_a_typed_error_in_time(subject: Subject) -
 
 
 async def test_a_watch_survives_a_restart_and_says_that_it_was_stale(subject: Subject) -> None:
-    """It tells when the stream breaks, sends the truth anew, and goes on with changes."""
     lost = asyncio.Event()
     await subject.kv.put("p/kept", b"1")
     async with aclosing(subject.kv.watch_prefix("p/", lost.set)) as events:  # type: ignore[type-var]
@@ -313,7 +303,6 @@ async def test_a_watch_survives_the_loss_of_all_data(subject: Subject) -> None:
 
 
 async def test_a_store_remembers_its_own_history_only(subject: Subject) -> None:
-    """Deleted and overwritten keys are remembered; after a loss nothing is, even when the revision is past again."""
     kv = subject.kv
     written = await kv.put("h", b"1")
     await kv.put("h", b"2")

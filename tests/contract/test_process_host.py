@@ -229,7 +229,6 @@ async def test_the_pid_is_known_before_the_exit_is_told(tried: Tried) -> None:
 
 
 async def test_a_name_is_used_again_after_an_exit(tried: Tried) -> None:
-    """A restart has the same watcher's name and another pid; nobody calls `forget` between."""
     first = await tried.start("ns_A")
     await tried.end(first)
     second = await tried.start("ns_A")
@@ -256,7 +255,6 @@ async def test_a_name_in_use_is_refused_and_its_process_lives(tried: Tried) -> N
 
 
 async def test_a_forgotten_watcher_is_gone(tried: Tried) -> None:
-    """And the name is free for another."""
     await tried.end(await tried.start("ns_A"))
     await tried.host.forget("ns_A")
     assert await tried.place.listed() == set()
@@ -264,7 +262,6 @@ async def test_a_forgotten_watcher_is_gone(tried: Tried) -> None:
 
 
 async def test_forgetting_an_unknown_name_is_no_error(tried: Tried) -> None:
-    """A removal may come twice."""
     await tried.host.forget("ns_Nobody")
     await tried.host.forget("ns_Nobody")
 
@@ -295,7 +292,6 @@ async def test_many_starts_at_once(tried: Tried) -> None:
 
 
 async def test_one_start_that_fails_leaves_the_others_alone(tried: Tried) -> None:
-    """Each start has its own outcome."""
     starts = (tried.start("ns_A"), tried.start("ns_B", ("/nonexistent/program",)), tried.start("ns_C"))
     first, failed, last = await asyncio.gather(*starts, return_exceptions=True)
     assert isinstance(failed, OSError)
@@ -372,14 +368,12 @@ async def test_inherited_descriptors_are_the_same_open_files(real: Tried) -> Non
 
 
 async def test_a_folder_that_is_gone_is_an_oserror(real: Tried) -> None:
-    """Found out in the child, told to whoever starts it."""
     with pytest.raises(OSError, match=r"No such file|could not be started"):
         await real.start("ns_A", cwd=str(real.folder / "nowhere"))
     assert real.place.runs(await real.start("ns_B"))
 
 
 async def test_a_program_that_cannot_be_executed_is_an_oserror(real: Tried) -> None:
-    """It has the permission, but no format that the kernel knows."""
     program = real.folder / "program"
     program.write_bytes(b"\x00\x01\x02 no program")
     program.chmod(0o700)

@@ -74,7 +74,6 @@ async def test_nothing_is_done_while_nothing_is_missing(kept: Kept) -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_removed_folder_is_made_again_with_sockets_and_tokens(kept: Kept, times: int) -> None:
-    """Also its parent's parent, and as often as it goes."""
     for _ in range(times):
         shutil.rmtree(kept.paths.runtime.parent)
         await kept.folder.look()
@@ -97,7 +96,6 @@ async def test_a_removed_socket_is_bound_again(kept: Kept) -> None:
 
 
 async def test_what_cannot_be_made_is_told_once_and_tried_again(kept: Kept) -> None:
-    """Until there is room for it."""
     shutil.rmtree(kept.paths.runtime.parent)
     kept.paths.runtime.parent.write_text("in the way")
     with pytest.raises(HostRefused, match="a folder of ours cannot be made"):

@@ -89,7 +89,6 @@ class TestFakeSleeps(SleepContract):
 @pytest.mark.parametrize("token", range(len(ANSWER) + 1))
 @pytest.mark.parametrize("wake", range(1, 9))
 async def test_each_corruption_is_found_at_the_wake_that_made_it(wake: int, token: int) -> None:
-    """Whichever token it is, also one that is missing at the end; the first wake is the rehearsal's."""
     standby = EngineStandby(FakeSleeper(wrong_at=wake, wrong_token=token))
     if wake == 1:
         with pytest.raises(WakeCorrupted, match="after wake 1 "):
@@ -107,7 +106,6 @@ async def test_each_corruption_is_found_at_the_wake_that_made_it(wake: int, toke
 @pytest.mark.parametrize("cycles_to_the_bound", range(1, 9))
 @pytest.mark.parametrize("where", ["GPU memory", "main memory"])
 async def test_each_growth_is_found_in_the_cycle_that_passes_the_bound(where: str, cycles_to_the_bound: int) -> None:
-    """Not before it, and with the numbers."""
     step = GIB // cycles_to_the_bound + 1
     standby = EngineStandby(FakeSleeper(grows=(step, 0) if where == "GPU memory" else (0, step)), growth_max_bytes=GIB)
     await standby.rehearse()
@@ -120,7 +118,6 @@ async def test_each_growth_is_found_in_the_cycle_that_passes_the_bound(where: st
 
 
 async def test_growth_of_what_it_keeps_asleep_is_found_asleep() -> None:
-    """Then its process is replaced without having been woken."""
     standby = EngineStandby(FakeSleeper(grows=(2 * GIB, 0)), growth_max_bytes=GIB)
     await standby.rehearse()
     await standby.sleep(1)
@@ -129,7 +126,6 @@ async def test_growth_of_what_it_keeps_asleep_is_found_asleep() -> None:
 
 @pytest.mark.parametrize("step", ["sleep", "wake"])
 async def test_an_engine_that_fails_is_not_believed(step: str) -> None:
-    """The error goes to whoever ends the process."""
     standby = EngineStandby(FakeSleeper(fails_at=step))
     await standby.rehearse()
 
@@ -142,7 +138,6 @@ async def test_an_engine_that_fails_is_not_believed(step: str) -> None:
 
 
 async def test_what_the_rehearsal_took_of_main_memory_is_known() -> None:
-    """By which a sleep at level 1 is refused where that is not there."""
     standby = EngineStandby(FakeSleeper())
     assert isinstance(standby.rehearsed_bytes, Missing)
     await standby.rehearse()
@@ -150,7 +145,6 @@ async def test_what_the_rehearsal_took_of_main_memory_is_known() -> None:
 
 
 async def test_the_simulated_engine_refuses_requests_while_it_sleeps() -> None:
-    """And goes wrong as its options say."""
     made: Any = make_engine("sim", {"speed": 1000.0, "corrupt_after_wakes": 1})
     await made.start()
     try:

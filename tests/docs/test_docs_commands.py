@@ -54,13 +54,11 @@ def _check(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", list(_in_blocks()))
 def test_command_in_a_block_parses(words):
-    """What can be copied can be run."""
     _check(words)
 
 
 @pytest.mark.parametrize("words", list(_in_prose()))
 def test_command_in_prose_exists(words):
-    """A command that is spoken of may leave its arguments out, but not invent options."""
     if not words or words[0].startswith("-"):
         return
     with contextlib.suppress(click.MissingParameter):  # raised after unknown options are
@@ -77,6 +75,5 @@ def test_a_command_that_does_not_exist_is_noticed(words):
 
 
 def test_shell_words_are_found_in_every_form():
-    """Prompts, lists, pipes, continuation lines and comments."""
     text = "$ a 'b c' && d \\\n  -e # why\nf | g; h\n"
     assert list(shell_commands(text)) == [["a", "b c"], ["d", "-e"], ["f"], ["g"], ["h"]]

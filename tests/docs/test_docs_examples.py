@@ -49,7 +49,6 @@ def _blocks(language: str) -> list:
 
 @pytest.mark.parametrize("block", _blocks("python"))
 def test_python_is_python(block):
-    """Each snippet compiles."""
     ast.parse(block.text)
 
 
@@ -58,7 +57,6 @@ def test_python_is_python(block):
     [("README.md", "Caller", ["Caller", "Greeter"]), ("docs/sdk.md", "Gate", ["Gate", "Scorer"])],
 )
 def test_graph_of_a_page_loads(page, root, services, tmp_path):
-    """What the page declares is a graph that can run."""
     (text,) = (b.text for b in blocks(ROOT / page) if b.language == "python" and "@service" in b.text)
     module = f"graph_of_{Path(page).stem.lower()}"
     (tmp_path / f"{module}.py").write_text(text)
@@ -79,7 +77,6 @@ def _simulations() -> list:
 
 @pytest.mark.parametrize("words", _simulations())
 def test_generated_load_of_a_page_runs(words, tmp_path, monkeypatch):
-    """Each as it stands there, with its first forty requests; what it keeps can be read again."""
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(simulate, [*words, "--limit", "40", "--jobs", "1"]).exit_code == 0
     assert all(len(read_trace(kept)) == 40 for kept in tmp_path.iterdir())
@@ -94,7 +91,6 @@ def test_pages_show_generated_loads():
 
 @pytest.mark.parametrize("block", _blocks("yaml"))
 def test_configuration_of_a_page_is_accepted(block, tmp_path):
-    """Each YAML snippet fits the graph that ships, or is one of commands."""
     file = tmp_path / "config.yaml"
     file.write_text(block.text)
     config = load_config(file, env={})
@@ -124,7 +120,6 @@ def test_first_command_of_the_readme_names_what_is_there():
 
 
 def test_second_command_of_the_readme_runs_every_check():
-    """`tox` alone runs the environments that the contributing page names."""
     assert list(shell_commands(TESTS.text)) == [["pip", "install", "tox"], ["tox"]]
     tox = configparser.ConfigParser()
     tox.read(ROOT / "tox.ini")
@@ -139,7 +134,6 @@ def test_second_command_of_the_readme_runs_every_check():
 
 @pytest.mark.infra
 def test_graph_of_the_readme_says_hello(tmp_path):
-    """The README's own graph, served as the README says, on embedded servers."""
     (tmp_path / "hello.py").write_text(HELLO.text)
     (tmp_path / "run").mkdir(mode=0o700)
     env = {**os.environ, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path / "run")}
@@ -174,7 +168,6 @@ def _unit() -> configparser.RawConfigParser:
 
 
 def test_unit_lets_a_drain_finish():
-    """The default KillMode kills workers in mid-drain, and so does a TimeoutStopSec below the longest drain."""
     service = _unit()["Service"]
     words = service["ExecStart"].split()
     deadline_s = {name: float(words[words.index(f"--{name}-deadline") + 1]) for name in ("start", "drain")}
@@ -197,7 +190,6 @@ def test_unit_runs_a_command_that_exists():
 
 
 def test_unit_is_explained_in_the_operations_page():
-    """The page's table repeats the settings; it must repeat them rightly."""
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     told = dict(re.findall(r"^\| `(\w+)=([^`]+)`", page, re.MULTILINE))
     service = _unit()["Service"]
@@ -207,7 +199,6 @@ def test_unit_is_explained_in_the_operations_page():
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine")
 def test_systemd_accepts_the_unit(tmp_path):
-    """`systemd-analyze verify`, with paths that exist here."""
     text = UNIT.read_text(encoding="utf-8")
     text = re.sub(r"ExecStart=\S+", f"ExecStart={sys.executable}", text)
     text = re.sub(r"WorkingDirectory=\S+", f"WorkingDirectory={tmp_path}", text)
@@ -223,7 +214,6 @@ def test_systemd_accepts_the_unit(tmp_path):
 
 
 def test_no_page_and_no_message_installs_the_package_by_name() -> None:
-    """It is on no index: first installs failed. From the clone, `pip install '.[extra]'`, works."""
     code = [path for room in ("dynamo_local", "state", "circus_plugins") for path in (ROOT / room).rglob("*.py")]
     by_name = re.compile(r"(pip|uv|pipx) [^\n`]*install[^\n`]*['\" ]dynamo[-_]local\b")
     assert [path for path in (*pages(), *code) if by_name.search(path.read_text())] == []

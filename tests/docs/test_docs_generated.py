@@ -19,12 +19,10 @@ IN_PAGES = [(page, name) for page in GENERATE.pages() for name in GENERATE.parts
     ("page", "name"), IN_PAGES, ids=lambda value: value if isinstance(value, str) else shown(value)
 )
 def test_generated_part_is_current(page, name):
-    """A table says what the code says; `python docs/generate.py` writes it anew."""
     assert GENERATE.parts_of(page)[name] == GENERATE.render(name)
 
 
 def test_every_generated_part_is_in_a_page():
-    """Nothing is generated for nobody, and no marker is misspelt."""
     assert {name for _, name in IN_PAGES} == set(GENERATE.PARTS)
 
 
@@ -37,7 +35,6 @@ def test_every_marker_has_its_end():
 
 
 def test_a_stale_part_is_noticed(tmp_path, monkeypatch, capsys):
-    """`--check` names the page, changes nothing and exits with 1; without it the part is written."""
     (tmp_path / "docs").mkdir()
     page = tmp_path / "README.md"
     page.write_text("<!-- generated: commands -->\nold\n<!-- end of commands -->\n")
@@ -62,7 +59,6 @@ def _rows(page: str, line: str) -> set[str]:
 
 @pytest.mark.parametrize(("heading", "model"), [("## `Host`", HostConfig), ("## `ServiceArgs`", ServiceArgs)])
 def test_every_key_of_a_known_section_is_explained(heading, model):
-    """The tables that are written by hand name each key, and no other."""
     assert _rows("docs/configuration.md", heading) == {name.replace("_", "-") for name in model.model_fields}
 
 
@@ -72,13 +68,11 @@ def test_every_state_is_explained():
 
 
 def test_every_exit_code_is_explained():
-    """The README's table has each code that `errors` gives."""
     codes = {str(value) for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert codes <= _rows("README.md", "| Exit code | Meaning |")
 
 
 def test_every_dependency_has_its_reason():
-    """What setup.cfg installs is explained in the architecture page, and nothing else."""
     from configparser import ConfigParser
 
     config = ConfigParser()

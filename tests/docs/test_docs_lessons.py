@@ -35,14 +35,12 @@ def test_a_test_that_is_named_exists(file: str, test: str) -> None:
 
 
 def test_each_fault_has_a_row_with_a_test() -> None:
-    """In order, none left out."""
     rows = [line for line in LESSONS.read_text().splitlines() if re.match(r"\| \d+ \|", line)]
     assert [int(row.split("|")[1]) for row in rows] == list(FAULTS)
     assert [row for row in rows if not NAMED.search(row)] == []
 
 
 def test_each_protection_names_its_test() -> None:
-    """A line that nothing checks is a wish."""
     rows = [line for line in SECURITY.read_text().splitlines() if line.startswith("| ")]
     protections = [row for row in rows if not row.startswith("| What ")]
     assert protections
@@ -50,7 +48,6 @@ def test_each_protection_names_its_test() -> None:
 
 
 def test_each_sentence_of_the_seeds_names_its_test() -> None:
-    """But for those of which the page says that they are not there."""
     told = SEEDS.read_text().partition("## What is not there")[0]
     rows = [line for line in told.splitlines() if line.startswith("| ")]
     sentences = [row for row in rows if not row.startswith(("| It says |", "| Dynamo 1.6.1 |"))]

@@ -17,7 +17,6 @@ def _links(page):
 
 @pytest.mark.parametrize("page", pages(), ids=shown)
 def test_relative_links_resolve(page):
-    """Each file, and each heading in it, is there."""
     broken = []
     for target in _links(page):
         if re.match(r"[a-z]+:", target):
@@ -30,7 +29,6 @@ def test_relative_links_resolve(page):
 
 
 def test_every_page_can_be_reached_from_the_readme():
-    """A page that nothing links is not found at night."""
     reached, todo = set(), [ROOT / "README.md"]
     while todo:
         page = todo.pop()

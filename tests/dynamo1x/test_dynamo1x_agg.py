@@ -54,7 +54,6 @@ async def test_workers_come_and_go_under_load_without_a_failed_request() -> None
 
 @pytest.mark.full
 async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
-    """Out of routing while its long streams run; called back, the same process is routed to again."""
     with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
         served.start()
         await listed(served)

@@ -17,7 +17,6 @@ LEAVE_S = 120.0
 
 @pytest.mark.full
 async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> None:
-    """1P1D to 3P4D and back; the last of a role is not given up."""
     with graph("disagg") as served:
         served.start()
         await listed(served)

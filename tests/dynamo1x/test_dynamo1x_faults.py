@@ -43,7 +43,6 @@ async def _kill_one(served: Served, found: Load, victim: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("victim", ["runner", "command"])
 async def test_a_killed_worker_costs_at_most_its_own_streams(victim: str) -> None:
-    """Without migration: with so many clients and three workers no more than those that it had are cut."""
     with graph("agg", WITHOUT_MIGRATION, "--Mocker.ServiceArgs.workers=3") as served:
         served.start()
         await listed(served)
@@ -57,7 +56,6 @@ async def test_a_killed_worker_costs_at_most_its_own_streams(victim: str) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("victim", ["runner", "command"])
 async def test_a_killed_worker_costs_nothing_with_migration(victim: str) -> None:
-    """Its streams go on elsewhere."""
     with graph("agg", "--Mocker.ServiceArgs.workers=3") as served:
         served.start()
         await listed(served)
@@ -93,7 +91,6 @@ async def test_without_an_arbiter_a_dead_workers_key_goes_at_once_and_the_others
 
 @pytest.mark.full
 async def test_a_short_absence_of_etcd_goes_unnoticed() -> None:
-    """Six seconds without etcd: no request fails, no worker ends."""
     with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
         served.start()
         await listed(served)

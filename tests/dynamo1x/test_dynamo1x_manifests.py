@@ -53,7 +53,6 @@ spec:
 @pytest.mark.full
 @pytest.mark.timeout(300)
 async def test_an_imported_manifest_answers_requests() -> None:
-    """Frontend without a command, a worker by a shell, two of one kind on one host."""
     found = import_graph(read_documents(MANIFEST, "test"), "test")
     files = {"imported.yaml": yaml.safe_dump(dict(found.sections), sort_keys=False)}
     target = ("-f", "imported.yaml")

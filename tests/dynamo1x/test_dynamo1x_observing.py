@@ -61,7 +61,6 @@ async def test_each_data_parallel_rank_of_a_worker_is_an_engine() -> None:
 
 
 def test_the_format_of_a_pass_is_dynamos_own() -> None:
-    """Written by us and read by them, and the other way round; the bytes are the same."""
     from dynamo.common import forward_pass_metrics as theirs
 
     ours = passed(4711, rank=1)

@@ -51,7 +51,6 @@ def _tell_observers(served: Served) -> object:
 
 @pytest.mark.full
 async def test_full_caches_bring_another_worker() -> None:
-    """KV load is what the workers' metrics say."""
     command = f"--Mocker.command={MOCKER} --num-gpu-blocks-override 64 --block-size 16"
     with graph("agg", *PLANNED, command, "--Mocker.ServiceArgs.resources.gpu=1") as served:
         served.start()
@@ -62,7 +61,6 @@ async def test_full_caches_bring_another_worker() -> None:
 
 @pytest.mark.full
 async def test_prefills_that_wait_bring_another_prefill_worker() -> None:
-    """What waits is in the prefill worker, and in the frontend's router."""
     slow = f"--Prefill.command={MOCKER} --disaggregation-mode prefill --max-num-seqs 1 --speedup-ratio 0.05"
     gpus = (f"--{name}.ServiceArgs.resources.gpu=1" for name in ("Prefill", "Decode"))
     with graph("disagg", *PLANNED, slow, *gpus) as served:

@@ -30,7 +30,6 @@ FieldType = descriptor_pb2.FieldDescriptorProto
 
 
 def test_our_wire_format_is_dynamos() -> None:
-    """Every message, field, number, type and presence, every enum and every method."""
     raw = subprocess.run([sys.executable, DYNAMO, "descriptors"], check=True, capture_output=True, timeout=60).stdout
     theirs = descriptor_pb2.FileDescriptorProto.FromString(raw)
     ours = descriptor_pb2.FileDescriptorSet.FromString(COMPILED.read_bytes()).file[0]
@@ -97,13 +96,11 @@ async def planned(*stages: tuple[str, ...]) -> AsyncIterator[PlannerSide]:
     ids=["propose", "propose-reconcile", "propose-constrain", "constrain"],
 )
 async def test_stages_of_the_example(stages: list[tuple[str, ...]], targets: dict[str, int]) -> None:
-    """In a graph of two workers of each role; a ceiling above what there is changes nothing."""
     async with planned(*stages) as side:
         assert await side.tick() == targets
 
 
 async def test_all_four_stages() -> None:
-    """The prediction of the example is in what is shown of the tick."""
     predict = example("predict", "--predict-num-req", "4242", "--predict-isl", "1024", "--predict-osl", "256")
     stages = (
         predict,
@@ -125,7 +122,6 @@ AUTH = {"auth": {"trusted_sources": ["static_secret"], "static_secrets": {"env:P
 
 
 async def test_the_example_registers_itself_and_dies() -> None:
-    """Killed, it changes nothing any more, and after five ticks nobody waits for it."""
     async with planner_side(GATEWAY, {**INSECURE, **AUTH}, PLUGIN_TOKEN=TOKEN) as side:
         words = ("--gateway-endpoint", side.gateway, "--auth-token", TOKEN, "--plugin-id", "theirs")
         async with process(*example("propose", *words)) as plugin:

@@ -17,7 +17,6 @@ from tests.fakes.known_engine import KnownEngine, measure
 
 
 def test_dynamos_own_reader_takes_the_files_and_their_units(tmp_path: Path):
-    """Its passes are our points: tokens, requests and seconds."""
     limits = Limits(400_000, 16_384, 256)
     progress = Progress(tuple(sweep(limits, (Kind.PREFILL, Kind.DECODE))), Rules())
     known = measured(measure(progress, KnownEngine(noise=0.0)))

@@ -18,7 +18,6 @@ WHY = "Model materialization failed"
 
 @pytest.mark.full
 async def test_once_it_is_ready_it_lists_its_model() -> None:
-    """No client has to ask again and again."""
     with graph("agg") as served:
         served.start()
         async with served.client() as client:
@@ -27,7 +26,6 @@ async def test_once_it_is_ready_it_lists_its_model() -> None:
 
 @pytest.mark.full
 def test_without_a_model_it_is_not_ready_and_quotes_the_reason(tmp_path: Path) -> None:
-    """The worker registers, and its frontend cannot load the tokenizer: `status` and the failed start say so."""
     model = Path(shutil.copytree(TOKENIZER, tmp_path / "model"))
     (model / "tokenizer.json").write_text('{"broken": 1}')
     with graph("agg", f"--Mocker.model={model}", "--start-deadline", "25") as served:

@@ -80,7 +80,6 @@ async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(throug
 
 @pytest.mark.full
 async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
-    """Two prefill and two decode workers and back, under load."""
     with graph("disagg", "--follow", "virtual") as served:
         served.start()
         await listed(served)
@@ -99,7 +98,6 @@ async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
 
 @pytest.mark.full
 async def test_dynamos_own_client_acknowledges_our_planners_decisions(etcd_server: RealEtcd, namespace: str) -> None:
-    """It reads what we wrote, and we see what it writes."""
     store = await EtcdStore.connect(etcd_server.endpoint)
     connector = VirtualConnector(
         VirtualKeys(store, namespace),

@@ -69,7 +69,6 @@ def state_of(served: Served, uuid: str) -> dict[str, Any]:
 
 
 def test_a_worker_has_its_device_alone(cards: Cards, idle: GpuDevice, holder: Served, saw: Saw) -> None:
-    """It sees one device, which is the ledger's; a second graph is refused it, naming who has it."""
     pid = holder.pids()["Holder"]
     saw(seen=seen_by(holder, pid))
     assert seen_by(holder, pid) == {"devices": 1, "uuid": idle.uuid}

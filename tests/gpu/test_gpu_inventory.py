@@ -46,7 +46,6 @@ def test_the_topology_is_the_same_from_both_ends(cards: Cards, saw: Saw) -> None
 
 
 def test_an_idle_device_can_be_allocated(cards: Cards, idle: GpuDevice, saw: Saw) -> None:
-    """The driver's own reserve does not make an idle card look taken."""
     saw(used_bytes=idle.memory_used_bytes)
     assert idle.uuid in {device.uuid for device in GpuLedger.of(cards.inventory.sample()).free}
 
@@ -67,13 +66,11 @@ def test_a_process_that_holds_memory_is_a_stranger(cards: Cards, idle: GpuDevice
 
 
 def test_a_worker_pinned_by_uuid_sees_one_device(real_cards: Cards, idle: GpuDevice) -> None:
-    """CUDA_VISIBLE_DEVICES with a full UUID leaves exactly that device."""
     with real_cards.holding(idle) as held:
         assert held == Held(devices=1, uuid=idle.uuid)
 
 
 def test_the_callers_choice_by_uuid_prefix_is_honoured(cards: Cards, idle: GpuDevice) -> None:
-    """A unique prefix of a UUID in CUDA_VISIBLE_DEVICES selects its device, for us as for CUDA."""
     found = open_inventory(None, {"CUDA_VISIBLE_DEVICES": idle.uuid[:13]})
     try:
         assert [device.uuid for device in found.sample()] == [idle.uuid]

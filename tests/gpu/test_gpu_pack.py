@@ -26,7 +26,6 @@ def run(script: Path, *words: str, timeout_s: float = 60.0) -> subprocess.Comple
 
 
 def test_without_a_card_the_run_says_so_and_has_an_exit_code_for_it(tmp_path: Path, a_card_is_here: bool) -> None:
-    """Nothing is installed for that: whoever has brought the folder to the wrong machine knows at once."""
     if a_card_is_here:
         pytest.skip("there is a card here")
     script = Path(shutil.copy(GPU / "run.py", tmp_path))
@@ -40,7 +39,6 @@ def test_without_a_card_the_run_says_so_and_has_an_exit_code_for_it(tmp_path: Pa
 @pytest.mark.infra
 @pytest.mark.timeout(1200)
 def test_the_pack_is_small_installs_offline_and_reports_what_it_saw(tmp_path: Path) -> None:
-    """All of it, but for the card: folders stand in its place, and CUDA itself is skipped."""
     pack = tmp_path / "pack"
     made = subprocess.run(
         [sys.executable, GPU / "pack.py", pack], capture_output=True, text=True, timeout=600, check=False

@@ -59,7 +59,6 @@ def words(draw: st.DrawFn) -> Generated:
 @settings(max_examples=examples(100))
 @given(words())
 def test_any_valid_word_makes_a_trace_that_is_read_back_as_it_was(word: Generated) -> None:
-    """At least one request, sorted, within the bounds, and the same again from its name."""
     rows = list(islice(generate(word.options), ENOUGH))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl.gz"

@@ -67,7 +67,6 @@ def walked(held: dict[int, set[int]], prompt: list[int]) -> dict[int, int]:
 @given(steps=STEPS, questions=st.lists(QUESTIONS, min_size=1, max_size=5))
 @settings(max_examples=examples(300))
 def test_the_index_answers_as_the_model(steps: list[tuple[int, KvEvent | None]], questions: list[list[int]]) -> None:
-    """Whatever was stored, removed within, repeated or told out of order: each question has the model's answer."""
     index, held = KvIndex(), dict[int, set[int]]()
     for worker, event in steps:
         told(held, worker, event)
@@ -88,7 +87,6 @@ def test_the_index_answers_as_the_model(steps: list[tuple[int, KvEvent | None]],
 def test_replacing_a_view_is_as_if_it_had_been_told_so(
     steps: list[tuple[int, KvEvent | None]], truth: set[int]
 ) -> None:
-    """A snapshot is the whole truth of its worker, and touches nobody else's."""
     index, held = KvIndex(), dict[int, set[int]]()
     for worker, event in steps:
         told(held, worker, event)
@@ -101,7 +99,6 @@ def test_replacing_a_view_is_as_if_it_had_been_told_so(
 
 
 def test_a_long_prompt_is_matched_past_every_look() -> None:
-    """Thousands of blocks, workers that leave at every seam of the search."""
     prompt = block_hashes(range(3000), 1)
     index = KvIndex()
     lengths = {1: 3000, 2: 2999, 3: 528, 4: 529, 5: 527, 6: 16, 7: 17, 8: 15, 9: 1, 10: 1040, 11: 1041}
@@ -170,7 +167,6 @@ def answer(tracker: KvTracker, publisher: Publisher, *, replay: bool) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_golden_case_in_any_order(order: tuple[int, ...]) -> None:
-    """Blocks held by {1,2,3}, {1,2}, {1} score 1:3, 2:2, 3:1, in whatever order they were told."""
     prompt = block_hashes([432, 265, 251, 234, 673, 654], 2)
     holders = [(1, 2, 3), (1, 2), (1,)]
     index = KvIndex()

@@ -56,7 +56,6 @@ def step(ledger: GpuLedger, act: str, name: str, number: int) -> GpuLedger:
 
 @given(count=st.integers(1, 8), steps=STEPS)
 def test_each_device_is_in_exactly_one_place(count: int, steps: list[tuple[str, str, int]]) -> None:
-    """free + held + quarantined + taken = total, with no device twice, after every step."""
     physical = {device.uuid for device in SimInventory(count).sample()}
     ledger = GpuLedger.of(SimInventory(count).sample())
     for act, name, number in steps:
@@ -72,7 +71,6 @@ def test_each_device_is_in_exactly_one_place(count: int, steps: list[tuple[str, 
 
 @given(count=st.integers(0, 8), sizes=st.lists(st.integers(0, 4), max_size=6))
 def test_a_plan_fits_or_is_refused(count: int, sizes: list[int]) -> None:
-    """A plan gives each ask its number of distinct devices exactly if the total suffices."""
     devices = SimInventory(count).sample()
     asks = [GpuAsk(f"w{n}", "W", size) for n, size in enumerate(sizes)]
     try:
@@ -87,7 +85,6 @@ def test_a_plan_fits_or_is_refused(count: int, sizes: list[int]) -> None:
 
 @given(st.data())
 def test_no_set_has_a_stronger_weakest_link(data: st.DataObject) -> None:
-    """The search is exact: no pair-wise stronger set of that size exists."""
     total = data.draw(st.integers(2, 7))
     count = data.draw(st.integers(2, total))
     pairs = list(combinations(range(total), 2))
@@ -107,6 +104,5 @@ def test_no_set_has_a_stronger_weakest_link(data: st.DataObject) -> None:
 
 @given(a=st.integers(0, 7), b=st.integers(0, 7))
 def test_link_scores_are_symmetric(a: int, b: int) -> None:
-    """The wire between two devices is the same from either end."""
     devices = SimInventory(8).sample()
     assert link_score(devices[a], devices[b]) == link_score(devices[b], devices[a])

@@ -23,7 +23,6 @@ def steps(seen: Observation, given_options: LoadOptions) -> dict[str, int]:
 
 @given(observations(), options())
 def test_each_counterfactual_is_true_and_nearest_of_its_number(seen: Observation, given_options: LoadOptions) -> None:
-    """Fed back, the step flips to what was said; one step short of it, it does not."""
     decision = LoadPolicy(given_options).on_tick(seen)
     for reason in decision.reasons:
         other = reason.otherwise
@@ -79,7 +78,6 @@ def without(seen: Observation, component: str) -> Observation:
 
 @given(observations(), options(), st.sampled_from([PREFILL, DECODE]))
 def test_missing_data_never_acts(seen: Observation, given_options: LoadOptions, component: str) -> None:
-    """A component that has a worker keeps its number, and its reason is `missing`."""
     decision = LoadPolicy(given_options).on_tick(without(seen, component))
     pools = {pool.component: pool for pool in seen.pools.all}
     for reason in decision.reasons:

@@ -52,7 +52,6 @@ def test_only_roles_of_the_graph_are_moved_and_only_to_numbers_somebody_named(
 @QUICK
 @given(said, ready, st.randoms())
 def test_the_order_of_answers_does_not_matter(proposals: list[Proposal], baseline: dict[str, int], random) -> None:
-    """They are asked at once: whoever answers first must not win."""
     shuffled = random.sample(proposals, len(proposals))
     assert merge(shuffled, baseline) == merge(proposals, baseline)
 
@@ -62,7 +61,6 @@ def test_the_order_of_answers_does_not_matter(proposals: list[Proposal], baselin
 def test_nobody_gets_past_a_ceiling_but_by_a_floor(
     proposed: list[Proposal], constrained: list[Proposal], baseline: dict[str, int], ceiling: int
 ) -> None:
-    """Whatever PROPOSE brings, and whoever calls himself final in CONSTRAIN."""
     budget = Proposal("zz", 9, Override(tuple(ComponentTarget(role, ceiling, OverrideType.AT_MOST) for role in ROLES)))
     first = merge(proposed, baseline)
     last = merge((*constrained, budget), baseline, first.targets, bounds_only=True)
@@ -93,7 +91,6 @@ def test_without_an_opinion_a_stage_changes_nothing(baseline: dict[str, int], pr
 @QUICK
 @given(st.floats(0, 600), st.lists(st.floats(1, 60), max_size=60), st.booleans())
 def test_between_two_calls_lies_an_interval(interval_s: float, steps: list[float], holds: bool) -> None:
-    """Whatever the ticks' distances, less what a tick may be early."""
     hold = HoldPolicy.HOLD_LAST if holds else HoldPolicy.ACCEPT_WHEN_IDLE
     spec = PluginSpec("a", Stage.PROPOSE, interval_s=interval_s, hold_policy=hold)
     turn, now_s, last_s = Turn(0.0), 0.0, 0.0

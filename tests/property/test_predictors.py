@@ -39,7 +39,6 @@ def test_forecasts_are_finite_never_negative_and_the_same_each_time(
 def test_whatever_was_measured_the_series_can_be_forecast(
     seen: list[tuple[float | Missing, float | Missing, float | Missing, float | Missing, float]],
 ) -> None:
-    """NaN, infinity and negative numbers of a broken exporter never become part of it."""
     series = Series(window_s=10.0, windows_max=20)
     for num_req, isl, osl, hits, duration_s in seen:
         series = series.after(Traffic(0.0, duration_s, num_req, isl, osl, kv_hit_rate=hits))

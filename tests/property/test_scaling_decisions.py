@@ -81,7 +81,6 @@ OPTIONS = st.fixed_dictionaries(
 
 @given(view=fleets(), change=CHANGES, options=OPTIONS)
 def test_a_decision_reaches_its_number_or_changes_nothing(view: Fleet, change: Change, options: dict[str, Any]) -> None:
-    """All or nothing; every move is legal for its worker; the same fleet gives the same answer."""
     decision = decide(view, "VllmWorker", change, stimulus_id="t", **options)
     assert decision == decide(view, "VllmWorker", change, stimulus_id="t", **options) or decision.refused is not None
     if decision.refused is not None:
@@ -110,7 +109,6 @@ def test_an_unforced_decision_keeps_who_serves(view: Fleet, change: Change, opti
 
 @given(view=fleets(), n=st.integers(0, 6), cancel=st.booleans())
 def test_named_decisions_touch_that_worker_alone(view: Fleet, n: int, cancel: bool) -> None:
-    """Siblings stay as they are, entries that waited for its devices apart."""
     chosen = next((w for w in view.workers.values() if w.n == n), None)
     if chosen is None:
         return
@@ -146,7 +144,6 @@ def test_new_workers_get_the_lowest_names_and_devices_that_nobody_waits_for(
 
 @given(view=fleets(), count=st.integers(1, 6))
 def test_drains_are_taken_back_before_anything_is_started(view: Fleet, count: int) -> None:
-    """As many as there are, the latest first."""
     decision = decide(view, "VllmWorker", Change(count, relative=True), stimulus_id="t")
     if decision.refused is not None:
         return
@@ -158,7 +155,6 @@ def test_drains_are_taken_back_before_anything_is_started(view: Fleet, count: in
 
 @given(view=fleets(), count=st.integers(1, 6), policy=st.sampled_from(list(VictimPolicy)))
 def test_nothing_ready_goes_while_something_is_on_its_way(view: Fleet, count: int, policy: VictimPolicy) -> None:
-    """And refusals of fewer workers have one of three reasons."""
     decision = decide(view, "VllmWorker", Change(-count, relative=True), stimulus_id="t", victim_policy=policy)
     if decision.refused is not None:
         assert isinstance(decision.refused, BadTarget | LastReadyWorker | FlipUnderWay)
@@ -173,7 +169,6 @@ def test_nothing_ready_goes_while_something_is_on_its_way(view: Fleet, count: in
 
 @given(workers=st.integers(2, 6), fewer=st.integers(1, 5), policy=st.sampled_from(list(VictimPolicy)))
 def test_down_and_up_again_brings_the_same_workers_back(workers: int, fewer: int, policy: VictimPolicy) -> None:
-    """Every drain is taken back, nothing is started."""
     view = on_ledger([worker(n, "ready") for n in range(workers)], workers)
     if fewer >= workers:
         return
@@ -187,7 +182,6 @@ def test_down_and_up_again_brings_the_same_workers_back(workers: int, fewer: int
 
 @given(text=st.text(alphabet="+-=0123456789 x.٣", max_size=6))
 def test_a_target_is_read_or_refused_and_nothing_else(text: str) -> None:
-    """No other exception, and what was read is what was written."""
     try:
         change = parse_target(text)
     except BadTarget:

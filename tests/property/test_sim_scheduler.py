@@ -197,7 +197,6 @@ class World:
 @settings(max_examples=examples(400))
 @given(config=configs(), script=ops())
 def test_quiet_runs_equal_pass_by_pass(config: dict[str, Any], script: list[Op]) -> None:
-    """Advancing quiet passes as one step gives the same tokens, times, blocks, passes and statistics, bit for bit."""
     slow = World(config, script, coalesce=False, quiet=False).run()
     for quiet in (False, True):
         assert World(config, script, coalesce=True, quiet=quiet).run() == slow
@@ -206,7 +205,6 @@ def test_quiet_runs_equal_pass_by_pass(config: dict[str, Any], script: list[Op])
 @settings(max_examples=examples(200))
 @given(config=configs(), script=ops())
 def test_every_request_gets_its_tokens_once_in_order(config: dict[str, Any], script: list[Op]) -> None:
-    """Whatever is preempted, reused, pulled or handed over: tokens 0 … n-1, once, in order; then the end."""
     history = World(config, script, coalesce=True, quiet=True).run()
     finished = {event[0] for event in history.others if len(event) == 4 and event[2] in ("stop", "length")}
     aborted = {str(op.target) for op in script if op.kind == "abort"}
@@ -225,7 +223,6 @@ def test_every_request_gets_its_tokens_once_in_order(config: dict[str, Any], scr
 @settings(max_examples=examples(200))
 @given(config=configs(), script=ops())
 def test_admission_is_first_in_first_out(config: dict[str, Any], script: list[Op]) -> None:
-    """Nobody is admitted before one who came earlier."""
     world = World(config, script, coalesce=True, quiet=False)
     arrivals = [str(number) for number, op in world.script if op.kind in ("plain", "hold", "pull")]
     order = world.run().order
@@ -235,7 +232,6 @@ def test_admission_is_first_in_first_out(config: dict[str, Any], script: list[Op
 @settings(max_examples=examples(100))
 @given(config=configs(), script=ops())
 def test_the_same_script_gives_the_same_history(config: dict[str, Any], script: list[Op]) -> None:
-    """No hidden state, no order of a set: two runs are equal to the last bit."""
     first = World(config, script, coalesce=True, quiet=True).run()
     assert World(config, script, coalesce=True, quiet=True).run() == first
 
@@ -243,7 +239,6 @@ def test_the_same_script_gives_the_same_history(config: dict[str, Any], script: 
 @settings(max_examples=examples(100))
 @given(script=ops(), lag=st.integers(1, 40))
 def test_a_late_caller_catches_up_without_drift(script: list[Op], lag: int) -> None:
-    """However seldom `advance` is called, what happens happens at the same times."""
     script = [op for op in script if op.kind == "plain"]
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 8}
     punctual = World(config, script, coalesce=True, quiet=False).run()
@@ -262,7 +257,6 @@ def test_a_late_caller_catches_up_without_drift(script: list[Op], lag: int) -> N
 
 
 def test_the_scripts_reach_what_they_are_for() -> None:
-    """A check of the tests: a hand-written script preempts, expires, pulls and hits the prefix cache."""
     script = [Op(0, "plain", 14, 18, family=n, delay=0) for n in range(3)]
     script += [Op(1, "hold", 5, 1), Op(90, "pull", 8, 3, delay=2), Op(110, "plain", 13, 2, family=2)]
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "kv_lease_duration_s": 3 * TICK_S}

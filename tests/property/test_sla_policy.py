@@ -62,7 +62,6 @@ def test_never_above_the_budget_and_never_below_the_floors(
 
 @given(pools, st.sampled_from([Missing("not had"), None, traffic(Missing("not had")), traffic(math.nan)]))
 def test_what_is_not_known_changes_nothing(there: tuple[int, int], seen: Any) -> None:
-    """Whatever there is."""
     decision = decided(policy(), pull(seen, there))
     assert targets_of(decision) == there
     assert decision.acts == ()
@@ -70,7 +69,6 @@ def test_what_is_not_known_changes_nothing(there: tuple[int, int], seen: Any) ->
 
 @given(requests, requests, lengths, lengths, st.floats(1, 100))
 def test_more_requests_never_need_fewer_workers(one: float, two: float, isl: float, osl: float, itl_ms: float) -> None:
-    """Of either role."""
     free = policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_step=10**9)
     found = [targets_of(decided(free, pull(traffic(n, isl=isl, osl=osl)))) for n in sorted((one, two))]
     assert found[0][0] <= found[1][0]
@@ -79,7 +77,6 @@ def test_more_requests_never_need_fewer_workers(one: float, two: float, isl: flo
 
 @given(requests, lengths, lengths, st.floats(1, 100), st.floats(1, 100))
 def test_a_stricter_itl_never_needs_fewer_workers(num_req: float, isl: float, osl: float, a: float, b: float) -> None:
-    """Nor more prefill workers."""
     seen = pull(traffic(num_req, isl=isl, osl=osl))
     found = [
         targets_of(decided(policy(itl_ms=itl_ms, max_gpu_budget=10**9, max_step=10**9), seen))
@@ -91,7 +88,6 @@ def test_a_stricter_itl_never_needs_fewer_workers(num_req: float, isl: float, os
 
 @given(requests, lengths, lengths, bounds())
 def test_a_constant_load_settles(num_req: float, isl: float, osl: float, options: dict[str, Any]) -> None:
-    """Step by step, and then no further."""
     one, sizes = given_to(options)
     there, seen = (1, 1), traffic(num_req, isl=isl, osl=osl)
     for _ in range(100):
@@ -108,7 +104,6 @@ numbers = st.integers(0, 40)
 def test_what_fits_is_within_what_was_wanted(
     wanted: tuple[int, int], floors: tuple[int, int], sizes: tuple[int, int], budget: int
 ) -> None:
-    """And wastes no GPU that somebody wants."""
     wanted = max(wanted[0], floors[0]), max(wanted[1], floors[1])
     found = fitting(wanted, floors, sizes, budget)
     at_least = sum(floor * size for floor, size in zip(floors, sizes, strict=True))
@@ -161,5 +156,4 @@ def test_each_counterfactual_is_true_and_just_so(seen: Facts, index: int) -> Non
 
 
 def test_where_one_number_decides_it_is_said() -> None:
-    """The worked case has one for each role."""
     assert all(reason.otherwise is not None for reason in decided(policy(), pull(traffic())).reasons)

@@ -128,7 +128,6 @@ def test_never_above_the_budget_and_never_below_the_floors(
 def test_whatever_plugins_want(
     options: ThroughputLoadOptions, pulls: tuple[Pull, ...], prefill: int, decode: int
 ) -> None:
-    """Floors and budget hold for them, too."""
     policy = ThroughputLoadPolicy(options, MODELS)
     seen = pulls[0]
     state, prediction = policy.predicted(policy.first(0.0), seen, None)
@@ -144,7 +143,6 @@ def test_whatever_plugins_want(
 @MORE_EXAMPLES
 @given(some_pulls(), some_options())
 def test_what_is_not_known_changes_nothing(pulls: tuple[Pull, ...], options: ThroughputLoadOptions) -> None:
-    """Neither metrics nor traffic: only a fleet outside of its bounds is repaired."""
     blank = tuple(replace(seen, engines={}, traffic=None) for seen in pulls)
     for seen, targets in drive(replace(options, min_gpu_budget=-1, max_gpu_budget=99), blank):
         for role, one in seen.pools.by_role.items():
@@ -162,7 +160,6 @@ def test_what_is_not_known_changes_nothing(pulls: tuple[Pull, ...], options: Thr
 def test_more_load_never_gives_fewer(
     queues: list[int], kvs: list[int], more: int, options: ThroughputLoadOptions
 ) -> None:
-    """Of the load loop, with budgets that do not bind."""
     given_options = replace(
         options, enable_throughput_scaling=False, enable_load_scaling=True, max_gpu_budget=99, min_gpu_budget=-1
     )
@@ -181,7 +178,6 @@ def test_more_load_never_gives_fewer(
 @MORE_EXAMPLES
 @given(st.integers(0, 50_000), st.integers(0, 50_000), st.integers(1, 8000), st.integers(1, 900), st.integers(1, 9))
 def test_more_requests_never_take_fewer(num_req: int, more: int, isl: int, osl: int, ready: int) -> None:
-    """Of the throughput loop, with a budget that does not bind."""
     options = sla(max_gpu_budget=999)
     few, many = (
         replicas(driver(options).tick_now(pull(180.0, ready, ready, seen=traffic(180.0, count, isl, osl))))
@@ -203,7 +199,6 @@ def test_more_requests_never_take_fewer(num_req: int, more: int, isl: int, osl: 
 def test_constant_load_settles(
     options: ThroughputLoadOptions, prefill: int, decode: int, queued: int, kv: int, rate: int
 ) -> None:
-    """A plant whose queue and KV are shared by its engines: after a while nothing moves any more."""
     drives = driver(options)
     history = []
     for _ in range(60):

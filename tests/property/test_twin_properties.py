@@ -104,7 +104,6 @@ def history(run: Run) -> tuple[Any, ...]:
 def test_passes_advanced_as_one_event_equal_pass_by_pass(
     trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]
 ) -> None:
-    """Same times, fleets, sightings and decisions, bit for bit."""
     twin, planner = world
     slow = history(simulate(trace, replace(twin, coalesce=False), planner))
     assert history(simulate(trace, twin, planner)) == slow
@@ -115,7 +114,6 @@ def test_passes_advanced_as_one_event_equal_pass_by_pass(
 def test_every_request_has_one_end_and_no_gpu_is_made_up(
     trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]
 ) -> None:
-    """requests = completed + dropped, nothing left; never more GPUs than there are; floor and budget are kept."""
     twin, planner = world
     run = simulate(trace, twin, planner)
     completed = [job for job in run.jobs if job.last_s is not None]
@@ -141,5 +139,4 @@ def test_every_request_has_one_end_and_no_gpu_is_made_up(
 def test_the_same_run_twice_is_the_same(
     trace: list[TraceRequest], world: tuple[TwinOptions, LoadOptions | None]
 ) -> None:
-    """No hidden state, no order of a set."""
     assert history(simulate(trace, *world)) == history(simulate(trace, *world))

@@ -58,7 +58,6 @@ def _spares(seed: int) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_nothing_breaks_and_all_comes_right_once_the_chaos_stops(chunk: int) -> None:
-    """Commands, crashes, hangs, outages, full disks and edits: the invariants hold, the wanted workers serve."""
     found = _failures([FIRST + n for n in range(SEEDS) if n % CHUNKS == chunk], spared=True)
 
     assert found == [], f"{len(found)} seeds; add them to seeds.txt:\n" + "\n\n".join(found[:SHOWN])
@@ -82,13 +81,11 @@ def test_spares_become_workers_and_are_missed_by_nobody() -> None:
 
 @pytest.mark.parametrize("seed", GENTLY_FAILED)
 def test_a_gentle_seed_that_once_failed(seed: int) -> None:
-    """In each of these a component could not be found for a moment."""
     assert _failures([seed], gentle=True, steps=30) == []
 
 
 @pytest.mark.parametrize("seed", ONCE_FAILED)
 def test_a_seed_that_once_failed(seed: int) -> None:
-    """Each of these found a defect."""
     assert _failures([seed]) == []
 
 

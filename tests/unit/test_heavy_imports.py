@@ -39,7 +39,6 @@ CLI = "dynamo_local.cli."
     ],
 )
 def test_a_process_imports_no_heavy_library_that_its_kind_does_not_need(modules: list[str], allowed: str) -> None:
-    """`allowed` is what it needs, or what a library that it needs brings along."""
     program = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert set(HEAVY.split()) & set(done.stdout.split()) - set(allowed.split()) == set()

@@ -53,7 +53,6 @@ def test_no_module_is_too_long(folders: tuple[str, ...]) -> None:
 
 @EVERYWHERE
 def test_no_function_is_too_long(folders: tuple[str, ...]) -> None:
-    """A function that needs scrolling does two things."""
     long = {}
     for path in _modules(folders):
         for node in ast.walk(_tree(path)):

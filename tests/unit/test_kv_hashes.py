@@ -13,19 +13,16 @@ TOKENS = [432, 265, 251, 234, 673, 654]
 
 
 def test_hashes_are_those_of_every_release() -> None:
-    """A golden value: workers and Routers of different versions meet in one namespace."""
     assert block_hashes(TOKENS, 2) == [10002850765395953458, 7512002790467179345, 11891079472256123291]
 
 
 def test_a_hash_chains_little_endian_tokens_to_the_hash_before() -> None:
-    """xxh3-64 of (8 bytes of the parent, 4 bytes per token); the adapter is the first block's parent."""
     first = xxh3_64_intdigest(struct.pack("<Q2I", 7, 432, 265))
 
     assert block_hashes(TOKENS[:4], 2, lora_id=7) == [first, xxh3_64_intdigest(struct.pack("<Q2I", first, 251, 234))]
 
 
 def test_only_full_blocks_count() -> None:
-    """What does not fill a block has no hash; nothing has none either."""
     assert block_hashes(TOKENS[:5], 2) == block_hashes(TOKENS[:4], 2)
     assert block_hashes(TOKENS[:1], 2) == block_hashes([], 2) == []
 
@@ -38,7 +35,6 @@ def test_a_chain_goes_on_from_a_parent() -> None:
 
 
 def test_same_tokens_behind_others_or_under_another_adapter_are_other_blocks() -> None:
-    """A hash stands for all before it."""
     hashes = block_hashes([1, 2, 1, 2], 2)
 
     assert hashes[0] != hashes[1]
@@ -46,6 +42,5 @@ def test_same_tokens_behind_others_or_under_another_adapter_are_other_blocks() -
 
 
 def test_what_is_no_token_id_is_refused() -> None:
-    """Never hashed as something else."""
     with pytest.raises(OverflowError):
         block_hashes([-1], 1)

@@ -12,7 +12,6 @@ from dynamo_local.clock import AsyncioClock, VirtualDeadlock, run_virtual, sleep
 
 
 def test_an_hour_of_sleeps_passes_in_no_time() -> None:
-    """In order, to the moment, with the ordinary asyncio calls."""
 
     async def main() -> list[tuple[str, float]]:
         clock, seen = AsyncioClock(), []
@@ -30,7 +29,6 @@ def test_an_hour_of_sleeps_passes_in_no_time() -> None:
 
 
 def test_timeouts_are_virtual_too() -> None:
-    """`asyncio.timeout` uses the loop's time."""
 
     async def main() -> float:
         with pytest.raises(TimeoutError):
@@ -42,7 +40,6 @@ def test_timeouts_are_virtual_too() -> None:
 
 
 def test_waiting_for_nothing_is_an_error_and_not_a_hang() -> None:
-    """No timer, nothing ready: virtual time cannot go on."""
 
     async def main() -> None:
         await asyncio.Event().wait()
@@ -53,7 +50,6 @@ def test_waiting_for_nothing_is_an_error_and_not_a_hang() -> None:
 
 @pytest.mark.parametrize("every_s", [1.0, 0.15])
 def test_regular_looks_of_one_period_are_taken_in_one_go(every_s: float) -> None:
-    """Whenever they began; and never twice at once, although 0.15 is no binary fraction."""
 
     async def main() -> list[list[float]]:
         clock = AsyncioClock()

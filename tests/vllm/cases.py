@@ -55,7 +55,6 @@ class Aggregated:
     async def test_requests_loads_disconnects_and_a_drain(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """The same text streamed and not; a client that leaves frees its blocks; SIGTERM lets long streams end."""
         with vllm_host.aggregated(tmp_path) as served:
             served.start()
             texts = await complete_all(served, asked(), ANSWER_TOKENS)
@@ -113,7 +112,6 @@ class Disaggregated:
     async def test_the_same_answers_as_aggregated(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """Token for token, over all prompts; every prompt token of the decode worker came by transfer."""
         expected = await reference(vllm_host, tmp_path, answers)
         with vllm_host.disaggregated(tmp_path) as served:
             served.start()
@@ -228,7 +226,6 @@ class Leaving:
         await auntil(lambda: served.states().get(f"{component}_1") == "ready", START_S, what=served.states)
 
     async def test_a_decode_worker_leaves_by_its_lease(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """Its long streams complete, its memory and processes go; the other one serves on."""
         with vllm_host.aggregated(tmp_path, **{"ServiceArgs": {"workers": 2}}) as served:
             served.start()
             async with long_streams(served, asked()[:4], LONG_TOKENS, LEAVE_S):

@@ -52,7 +52,6 @@ def request(**more: Any) -> EngineCoreRequest:
 
 
 def test_a_request_arrives_as_it_was_sent():
-    """Sampling, a grammar, a seed, priorities; what another version wrote is the client's error, not a traceback."""
     sent = request(
         temperature=0.5, seed=7, logprobs=2, structured_outputs=StructuredOutputsParams(regex="a+"), logit_bias={3: 1.0}
     )
@@ -64,7 +63,6 @@ def test_a_request_arrives_as_it_was_sent():
 
 
 def test_an_output_arrives_as_it_was_sent():
-    """Log-probabilities bit for bit; a stop is told although its number is 0."""
     values = np.array([[-0.5, -1.25]], dtype=np.float32)
     logprobs = LogprobsLists(np.array([[40, 41]]), values, np.array([1]))
     sent = EngineCoreOutput("r1", [40], new_logprobs=logprobs, finish_reason=FinishReason.STOP, stop_reason="x")
@@ -88,7 +86,6 @@ def test_an_output_arrives_as_it_was_sent():
     ],
 )
 def test_what_a_prefill_worker_can_compute_for_others(more: dict[str, Any], travels: bool):
-    """The first token is sampled where it is decoded: only what is about the prompt itself cannot travel."""
     asked = request(**more)
     assert (why_prefilled_here(asked) is None) == travels
     assert sampling_of(asked).max_tokens == 9
@@ -125,7 +122,6 @@ async def outputs_of(graph: Graph) -> list[EngineCoreOutput]:
 
 
 async def test_tokens_come_with_and_without_words_of_the_engine():
-    """A frame with ids alone is an output; that a worker took the request is none."""
     last = Wire().encode(EngineCoreOutput("theirs", [42], finish_reason=FinishReason.LENGTH))
     graph = Graph([{"token_ids": ()}], [{"token_ids": [40, 41]}], [{"token_ids": [42], "core": last}])
     first, second = await outputs_of(graph)
@@ -138,7 +134,6 @@ async def test_tokens_come_with_and_without_words_of_the_engine():
     ("script", "expected"), [([NoWorkers("none")], NoWorkers), ([[{"token_ids": [40]}]], WorkerLost)]
 )
 async def test_a_failure_is_told_for_its_request(script: list[Any], expected: type[Exception]):
-    """Also an answer that stops without a finish reason."""
     core = GraphCore(Graph(*script), ["generate"])
     told: asyncio.Future[tuple[str, Exception]] = asyncio.get_running_loop().create_future()
     core.failed = lambda name, error: told.set_result((name, error))
@@ -149,7 +144,6 @@ async def test_a_failure_is_told_for_its_request(script: list[Any], expected: ty
 
 
 async def test_an_aborted_request_is_cancelled_at_its_worker():
-    """A stop string, or a client that left."""
     graph = Graph([{"token_ids": [40]}], *([{"token_ids": [41]}] * 100000))
     core = GraphCore(graph, ["generate"])
     await core.add_request_async(request())
@@ -220,7 +214,6 @@ async def test_a_worker_gives_vllms_outputs_as_they_are():
 
 
 async def test_a_request_that_nobody_wants_any_more_is_aborted():
-    """And what still comes of it is dropped."""
     llm = Llm()
     running = CoreRequests(llm).run(asked(), "ours", {})
     first = asyncio.ensure_future(anext(running))
@@ -245,7 +238,6 @@ async def test_a_dead_engine_ends_its_requests():
 
 
 def test_options_of_the_api_are_vllms_own():
-    """What only workers need is left out; what its parser refuses is told as our option."""
     config = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     engine = ["--model", "m", "--tensor-parallel-size", "2", "--kv-transfer-config", config]
     args = serving._parsed([*engine, "--tool-call-parser=hermes", "--enable-auto-tool-choice"], 512)

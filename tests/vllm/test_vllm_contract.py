@@ -68,7 +68,6 @@ class TestVllmEngine(EngineContract):
     """vLLM on the CPU."""
 
     async def test_kv_of_an_engine_that_is_gone_is_an_error(self, engine: Engine) -> None:
-        """Within the deadline and before any token: the worker then prefills by itself, on this same engine."""
         gone = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -87,7 +86,6 @@ class TestVllmEngine(EngineContract):
         assert await collect(engine, request("orphan-local"))
 
     async def test_kv_for_another_engine_is_kept_until_its_lease_is_over(self, engine: Engine) -> None:
-        """Nobody pulls it; whoever waits for the hand-offs waits for that, and for no longer than it takes."""
         answer = await collect(engine, request("handed-over", 1, kv_transfer_params=dict(ASK_PREFILL)))
         params = answer[-1].kv_transfer_params
         assert params is not None
@@ -101,7 +99,6 @@ class TestVllmEngine(EngineContract):
         assert engine.load().gpu_cache_usage_perc == 0.0
 
     async def test_its_kv_events_are_ours(self, engine: Engine) -> None:
-        """What was computed is cached under our hashes, and the hit rate knows it."""
         await collect(engine, request("cached"))
         known = block_hashes(PROMPT, engine.info.block_size)
         async with asyncio.timeout(10.0):
@@ -114,5 +111,4 @@ class TestVllmEngine(EngineContract):
         assert set(known) <= stored
 
     async def test_closed_is_closed(self, engine: Engine) -> None:
-        """See `check_closed`; the last of the module."""
         await check_closed(engine)

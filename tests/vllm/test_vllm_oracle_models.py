@@ -38,7 +38,6 @@ def answered(outcomes: Sequence[Outcome], path: str) -> int:
 async def test_adapters_reasoning_and_priorities_are_as_with_vllm_serve(
     graph: str, vllm_host: VllmHost, tmp_path: Path
 ) -> None:
-    """By the adapter's name, its own answers; reasoning apart from what is said, streamed and not."""
     from tests.vllm.make_tiny_model import make_adapter
 
     host = host_of(vllm_host, tmp_path / "marked", marks=model_cases.MARKS)
@@ -100,7 +99,6 @@ async def test_pictures_are_seen_as_by_vllm_serve(graph: str, vllm_host: VllmHos
 
 
 async def test_vectors_and_their_scores_are_those_of_vllm_serve(vllm_host: VllmHost, tmp_path: Path) -> None:
-    """The tiny model's last hidden state: `/v1/embeddings`, `/pooling`, and what is made of two."""
     setup = Setup(worker={"runner": "pooling"}, api={})
     outcomes = await compared(vllm_host, setup, tmp_path, model_cases.numbered(model_cases.of_vectors()))
     write_if_asked("models", "a model that embeds", outcomes)
@@ -110,7 +108,6 @@ async def test_vectors_and_their_scores_are_those_of_vllm_serve(vllm_host: VllmH
 
 
 async def test_classes_are_those_of_vllm_serve(vllm_host: VllmHost, tmp_path: Path) -> None:
-    """Three of them."""
     host = host_of(vllm_host, tmp_path / "classifier", labels=3)
     setup = Setup(worker={"runner": "pooling"}, api={})
     outcomes = await compared(host, setup, tmp_path, model_cases.numbered(model_cases.of_classes()))
@@ -121,7 +118,6 @@ async def test_classes_are_those_of_vllm_serve(vllm_host: VllmHost, tmp_path: Pa
 
 
 async def test_scores_of_a_cross_encoder_are_those_of_vllm_serve(vllm_host: VllmHost, tmp_path: Path) -> None:
-    """A model with one class reads both texts at once."""
     host = host_of(vllm_host, tmp_path / "crossing", labels=1)
     setup = Setup(worker={"runner": "pooling"}, api={})
     outcomes = await compared(host, setup, tmp_path, model_cases.numbered(model_cases.of_scores()))

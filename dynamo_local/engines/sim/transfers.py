@@ -300,7 +300,7 @@ def kv_transfer_params(
 
 
 class KvTransfers:
-    """Both ends, for one engine (`transport.KvSource` is the giving one).
+    """Both ends, for one engine (`engines.sim.transfers.KvSource` is the giving one).
 
     `scheduler()` is None once the engine is closed or dead. `pump` advances its schedule to now, `kick` does so soon,
     `changed` reports that its load has changed.

@@ -71,7 +71,6 @@ async def test_a_patch_made_from_another_document_changes_nothing(world: World) 
 
 
 async def test_a_patch_of_a_component_that_moved_changes_nothing(world: World) -> None:
-    """The list is ordered as a person wrote it: the name at that place is tested."""
     api = await deployed(world)
     write = await patch_of(api, {DECODE: 5})
     named = [each for each in write.operations if "resourceVersion" not in each["path"]]
@@ -153,7 +152,6 @@ async def test_an_adapter_is_scaled_once_from_what_was_read(world: World) -> Non
 
 
 async def test_workers_that_registered_are_listed(world: World) -> None:
-    """Each has an object of its own; what is in it is kept as it was."""
     api = KubeApi(world.admin, "default", NAME)
     assert await api.worker_metadata() == ()
     for name, instance in (("decode-0", 7), ("decode-1", 8)):

@@ -66,7 +66,6 @@ def lost(sent: Any, kept: Any, where: str = "") -> list[str]:
 @pytest.mark.parametrize("wish", [WISH, PLANNED], ids=["alone", "planned"])
 @pytest.mark.parametrize("file", CARRIED)
 async def test_what_is_exported_is_taken_whole(file: str, wish: Wish, real_kube: RealKube, old_kube: RealKube) -> None:
-    """Both versions of the graph, each where it is the stored one, and the planner's rights beside it."""
     found = exported((EXAMPLES / file).read_text(), wish, target=CARRIED[file])
     for manifest in (document(found.graph), *found.beside):
         assert lost(manifest, await applied(real_kube, manifest)) == []
@@ -82,7 +81,6 @@ async def test_a_field_that_dynamo_does_not_have_is_noticed(real_kube: RealKube)
 
 
 async def test_a_planners_account_may_do_what_its_role_says(real_kube: RealKube) -> None:
-    """The rules of the export are those that the rights' tests take away one by one."""
     found = exported((EXAMPLES / "dynamo_1x/disagg.yaml").read_text(), PLANNED)
     _, role, _ = found.beside
     rules = frozenset((what, verb) for rule in role["rules"] for what in rule["resources"] for verb in rule["verbs"])

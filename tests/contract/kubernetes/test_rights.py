@@ -56,7 +56,6 @@ async def test_the_role_suffices(world: World) -> None:
 
 @pytest.mark.parametrize("missing", sorted(planner_rules()), ids=":".join)
 async def test_without_a_verb_something_is_refused(world: World, missing: Rule) -> None:
-    """So each of them is needed. What is refused is named."""
     await graph_with_one_adapter(world)
     with pytest.raises(DynamoError) as caught:
         await life(await world.somebody(planner_rules() - {missing}))

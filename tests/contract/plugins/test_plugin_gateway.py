@@ -77,7 +77,6 @@ async def test_what_is_no_registration_is_an_invalid_argument(side: PlannerSide)
 
 @pytest.mark.parametrize("method", ["Heartbeat", "Unregister"])
 async def test_only_who_registered_a_plugin_speaks_for_it(side: PlannerSide, method: str) -> None:
-    """A plugin that is not there is refused as one of somebody else: nothing is learned by asking."""
     await call(side.gateway, "Register", **GOOD)
     theirs, wrong = "token-of-team-b", "wrong-token"
     assert await refused(side, method, plugin_id="mine", auth_token=theirs) is grpc.StatusCode.PERMISSION_DENIED
@@ -93,7 +92,6 @@ async def test_the_list_is_not_for_plugins(side: PlannerSide) -> None:
 
 
 async def test_there_are_so_many_plugins_and_no_more(side: PlannerSide) -> None:
-    """Each costs labels, a connection and a call in each tick."""
     answers = [await call(side.gateway, "Register", **{**GOOD, "plugin_id": f"p{n}"}) for n in range(65)]
     assert [answer.accepted for answer in answers] == [True] * 64 + [False]
     assert answers[-1].reject_reason.startswith("too_many_plugins")
@@ -119,7 +117,6 @@ async def test_a_secret_that_cannot_be_read_is_a_configuration_error() -> None:
 
 
 async def test_a_socket_that_a_killed_planner_left_behind_is_no_obstacle() -> None:
-    """The next arbiter listens at the same place."""
     async with planner_side() as empty:
         left = empty.folder / "plugins.sock"
         with socket.socket(socket.AF_UNIX) as server:

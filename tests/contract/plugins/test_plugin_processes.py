@@ -37,7 +37,6 @@ async def test_our_example_registers_is_heard_and_leaves() -> None:
 
 
 async def test_a_plugin_that_the_configuration_names_may_come_later_than_the_planner(tmp_path: Path) -> None:
-    """And go, and come again: it is called wherever it listens."""
     socket = f"unix://{tmp_path}/p.sock"
     named = {"plugin_id": "office-hours", "plugin_type": "propose", "endpoint": socket}
     async with planner_side({"external_plugins": [named]}) as side:
@@ -77,7 +76,6 @@ async def test_on_a_port_only_who_shows_the_token_comes_in(token: str, taken: bo
 
 
 async def test_a_killed_plugin_says_nothing_and_its_successor_takes_its_place() -> None:
-    """Without waiting for the heartbeats that do not come."""
     async with planner_side(OPEN_GATEWAY) as side:
         words = (str(EXAMPLE), "--listen", f"unix://{side.folder}/p.sock", "--gateway", side.gateway, *ALL_DAY)
         async with process(*words) as plugin:
@@ -96,7 +94,6 @@ async def test_a_killed_plugin_says_nothing_and_its_successor_takes_its_place() 
 
 
 async def test_a_plugin_registers_again_where_the_planner_has_forgotten_it() -> None:
-    """As after a restart of the arbiter."""
     async with planner_side(OPEN_GATEWAY) as side:
         words = ("--listen", f"unix://{side.folder}/p.sock", "--gateway", side.gateway, *ALL_DAY)
         async with process(str(EXAMPLE), *words) as plugin:

@@ -65,7 +65,6 @@ async def served(plugin: object, tmp_path: Path, *stages: Stage) -> AsyncIterato
 
 
 async def test_all_stages_and_the_end(tmp_path: Path) -> None:
-    """What it is shown has come over the wire; when the planner stops, it is told."""
     plugin = Everything()
     async with served(plugin, tmp_path, *Stage) as listed, planner_side({"external_plugins": listed}) as side:
         busy = Traffic(0.0, 60.0, num_req=120.0, isl=3000.0, osl=150.0)
@@ -110,7 +109,6 @@ async def test_what_is_wrong_with_it_is_told_to_the_planner(tmp_path: Path) -> N
 
 
 async def test_a_plugin_that_is_not_taken_ends_with_the_reason(tmp_path: Path) -> None:
-    """As does one that cannot listen."""
     spec = PluginSpec("old", Stage.PROPOSE, protocol_version="0.1")
     async with planner_side({"gateway": {"enabled": True}}) as side:
         with pytest.raises(RegistrationRefused, match="protocol_version_unsupported"):

@@ -25,7 +25,6 @@ from tests.fakes.infra.prefill_queue import FakePrefillQueue
 
 
 async def test_an_entry_comes_out_as_it_went_in(make: MakeQueue) -> None:
-    """Payload, nested token ids and request id survive; the first delivery is attempt 1."""
     payload = {
         "request": {"prompt_token_ids": list(range(5)), "sampling": {"max_tokens": 1}},
         "reply": {"subject": "x"},
@@ -37,7 +36,6 @@ async def test_an_entry_comes_out_as_it_went_in(make: MakeQueue) -> None:
 
 
 async def test_a_prompt_of_128k_tokens_fits(make: MakeQueue) -> None:
-    """NATS's default max_payload is enough for 131,072 token ids of any value."""
     ids = [151_000 + i % 1000 for i in range(131_072)]
     await make().enqueue("r", {"prompt_token_ids": ids}, deadline_s=10)
     pulled = await make().pull(5)
@@ -54,7 +52,6 @@ async def test_an_entry_over_the_bound_is_refused(make: MakeQueue) -> None:
 
 
 async def test_entries_come_in_order_and_one_at_a_time(make: MakeQueue) -> None:
-    """A pull takes exactly one entry: the rest stays pending for other workers."""
     queue, other = make(), make()
     for name in ("r1", "r2", "r3"):
         await queue.enqueue(name, {}, deadline_s=10)
@@ -68,7 +65,6 @@ async def test_entries_come_in_order_and_one_at_a_time(make: MakeQueue) -> None:
 
 
 async def test_depth_counts_until_the_ack(make: MakeQueue) -> None:
-    """`outstanding` includes what is pulled and not acked; the ack takes it out."""
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)
     await depth_becomes(queue, QueueDepth(1, 1))
@@ -80,12 +76,10 @@ async def test_depth_counts_until_the_ack(make: MakeQueue) -> None:
 
 
 async def test_pull_of_nothing_is_none(make: MakeQueue) -> None:
-    """Past its timeout a pull returns None."""
     assert await make().pull(SOON_S) is None
 
 
 async def test_a_waiting_pull_gets_what_comes(make: MakeQueue) -> None:
-    """A pull that waits is woken by an enqueue, long before its timeout."""
     waiting = asyncio.create_task(make().pull(10))
     await asyncio.sleep(0)
     await make().enqueue("r", {}, deadline_s=10)
@@ -95,7 +89,6 @@ async def test_a_waiting_pull_gets_what_comes(make: MakeQueue) -> None:
 
 
 async def test_every_entry_goes_to_exactly_one_of_many_pullers(make: MakeQueue) -> None:
-    """Four workers, twenty entries: each is delivered once."""
     queue, got = make(), []
 
     async def work() -> None:
@@ -123,7 +116,6 @@ async def test_a_dead_workers_entry_is_delivered_again_after_ack_wait(make: Make
 
 
 async def test_in_progress_keeps_an_entry(make: MakeQueue) -> None:
-    """While its worker says so, work that takes longer than ack_wait is not given to another."""
     queue, other = make(), make()
     await queue.enqueue("r", {}, deadline_s=10)
     pulled = await queue.pull(5)
@@ -135,7 +127,6 @@ async def test_in_progress_keeps_an_entry(make: MakeQueue) -> None:
 
 
 async def test_nak_gives_the_entry_back_at_once(make: MakeQueue) -> None:
-    """Another worker need not wait for ack_wait."""
     queue = make(ack_wait_s=60.0)
     await queue.enqueue("r", {}, deadline_s=10)
     pulled = await queue.pull(5)
@@ -147,7 +138,6 @@ async def test_nak_gives_the_entry_back_at_once(make: MakeQueue) -> None:
 
 
 async def test_a_delayed_nak_waits(make: MakeQueue) -> None:
-    """`nak(delay_s)` hides the entry for that long."""
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)
     pulled = await queue.pull(5)
@@ -175,12 +165,10 @@ async def test_an_entry_that_nobody_finishes_becomes_a_dead_letter(make: MakeQue
 
 
 async def test_no_dead_letters_is_an_empty_list(make: MakeQueue) -> None:
-    """The usual case."""
     assert await make().dead_letters() == []
 
 
 async def test_a_cancelled_entry_is_never_pulled(make: MakeQueue) -> None:
-    """It leaves the count at once, and the next one is handed out instead; any client may cancel."""
     queue = make()
     await queue.enqueue("r1", {}, deadline_s=10)
     await queue.enqueue("r2", {}, deadline_s=10)
@@ -192,7 +180,6 @@ async def test_a_cancelled_entry_is_never_pulled(make: MakeQueue) -> None:
 
 
 async def test_cancelling_in_flight_stops_redelivery(make: MakeQueue) -> None:
-    """Its worker may still ack it, which is no error; after its death nobody gets it again."""
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)
     pulled = await queue.pull(5)
@@ -204,7 +191,6 @@ async def test_cancelling_in_flight_stops_redelivery(make: MakeQueue) -> None:
 
 
 async def test_cancelling_what_is_not_there_is_no_error(make: MakeQueue) -> None:
-    """A cancellation may come after the ack."""
     queue = make()
     await queue.cancel("never seen")
     await depth_becomes(queue, QueueDepth(0, 0))
@@ -225,7 +211,6 @@ async def test_an_expired_entry_is_dropped_unprefilled(make: MakeQueue) -> None:
 
 
 async def test_enqueuing_twice_adds_one_entry(make: MakeQueue) -> None:
-    """A retry after a lost answer does not prefill twice."""
     queue = make()
     await queue.enqueue("r", {}, deadline_s=10)
     await queue.enqueue("r", {}, deadline_s=10)
@@ -261,7 +246,6 @@ async def test_start_purges_other_runs_dead_letters(make: MakeQueue) -> None:
 
 
 async def test_start_without_purge_keeps_everything(make: MakeQueue) -> None:
-    """A worker's start is not the arbiter's."""
     queue = make()
     await queue.enqueue("r", {}, deadline_s=60)
     await make("b").start()
@@ -278,7 +262,6 @@ async def test_an_entry_of_another_run_is_dropped_by_the_consumer(make: MakeQueu
 
 
 async def test_one_request_id_in_two_runs_is_two_entries(make: MakeQueue) -> None:
-    """Deduplication and cancellation are per run."""
     old, new = make("old"), make("new")
     await old.enqueue("r", {}, deadline_s=60)
     await new.enqueue("r", {}, deadline_s=60)
@@ -290,7 +273,6 @@ async def test_one_request_id_in_two_runs_is_two_entries(make: MakeQueue) -> Non
 
 
 async def test_what_cannot_be_encoded_is_refused(make: MakeQueue) -> None:
-    """A token id beyond int32, or a foreign object, is an `InvalidRequest`, not a broken entry."""
     queue = make()
     with pytest.raises(InvalidRequest, match="cannot be encoded"):
         await queue.enqueue("r", {"prompt_token_ids": [2**40]}, deadline_s=10)
@@ -320,7 +302,6 @@ async def test_an_unreachable_server_is_never_an_empty_queue(make: MakeQueue, co
 
 
 async def test_an_entry_carries_the_clients_request_id(make: MakeQueue) -> None:
-    """The prefill worker logs it; an entry that was enqueued outside a request has none."""
     queue = make()
     with bound("order/4711:a%20b"):
         await queue.enqueue("r-1", {"n": 1}, deadline_s=60.0)

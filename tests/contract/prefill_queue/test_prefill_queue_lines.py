@@ -34,7 +34,6 @@ async def test_what_can_keep_its_target_comes_before_what_cannot(make: MakeQueue
 
 
 async def test_an_entry_becomes_late_while_it_waits(make: MakeQueue) -> None:
-    """What counts is whether it can keep its target when its turn comes."""
     clock = SkewedClock()
     queue = make(clock=clock)
     await queue.enqueue("r1", {}, deadline_s=60, start_within_s=5)
@@ -45,7 +44,6 @@ async def test_an_entry_becomes_late_while_it_waits(make: MakeQueue) -> None:
 
 
 async def test_a_late_entry_alone_is_pulled_at_once(make: MakeQueue) -> None:
-    """Nothing waits for something that is not there."""
     queue = make()
     await queue.enqueue("late", {}, deadline_s=60, start_within_s=-1)
     assert await take(queue) == "late"
@@ -86,7 +84,6 @@ async def test_a_late_entry_of_a_dead_worker_is_delivered_again(make: MakeQueue)
 
 
 async def test_a_late_entry_can_be_cancelled(make: MakeQueue) -> None:
-    """In whichever line it stands."""
     queue = make()
     await queue.enqueue("late", {}, deadline_s=60, start_within_s=-1)
     await queue.enqueue("r1", {}, deadline_s=60, start_within_s=30)
@@ -98,7 +95,6 @@ async def test_a_late_entry_can_be_cancelled(make: MakeQueue) -> None:
 
 
 async def test_late_and_other_entries_go_to_exactly_one_of_many_pullers(make: MakeQueue) -> None:
-    """Moving from line to line neither loses nor doubles anything."""
     queue, got = make(ack_wait_s=30.0), []
 
     async def work() -> None:

@@ -63,7 +63,6 @@ def bearer(key: str) -> dict[str, str]:
 def test_what_leaves_a_frontend_open_or_closed_to_all_is_refused_before_anything_starts(
     words: tuple[str, ...], why: str
 ) -> None:
-    """One line, exit code 2; a key given as an option by mistake is not repeated."""
     with Served(*words, target=("graphs:Frontend", "--gpus", "sim:1"), files=GRAPH) as served:
         (served.cwd / "open-keys").chmod(0o644)
         done = served.cli(*served.serve_words())
@@ -82,7 +81,6 @@ GRAPH = {
 
 
 def test_insecure_has_to_be_said_and_then_is_enough() -> None:
-    """On the command line, or in the section."""
     for word in ("--insecure", "--Frontend.insecure=true"):
         with Served(word, "--Frontend.host=0.0.0.0", target=AGG) as served:
             done = served.cli(*served.serve_words("--dry-run"))
@@ -100,7 +98,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
 
 
 def test_over_https_each_of_the_keys_is_served(guarded: tuple[Served, Path]) -> None:
-    """And without one there are only the health pages."""
     served, cert = guarded
     assert served.url.startswith("https://")
     with httpx.Client(base_url=served.url, verify=ssl.create_default_context(cafile=str(cert))) as client:
@@ -113,7 +110,6 @@ def test_over_https_each_of_the_keys_is_served(guarded: tuple[Served, Path]) -> 
 
 
 def test_keys_are_nowhere_but_in_the_frontends_own_environment(guarded: tuple[Served, Path]) -> None:
-    """Not on argv, in logs, statefile, options, status or registry, nor in another worker's environment."""
     served, _ = guarded
     shown = {f"argv of {pid}": line for pid, line in served.processes()}
     shown |= {path.name: path.read_text(errors="replace") for path in served.paths.logs.rglob("*") if path.is_file()}

@@ -76,7 +76,6 @@ async def graph(shared: Served) -> Served:
 
 
 async def test_options_counts_and_the_planner_change_under_load_and_nothing_is_dropped(graph: Served) -> None:
-    """Of 200 requests: the workers get new processes one by one, one more comes, the rest keep theirs."""
     before = graph.pids()
     planner = {"Planner": {"enabled": False, "max-gpu-budget": 4}}
     wanted = config(VllmWorker={"sim": {"speed": 2.0}, "ServiceArgs": {"workers": 3}}, **planner)
@@ -98,7 +97,6 @@ async def test_options_counts_and_the_planner_change_under_load_and_nothing_is_d
 
 
 async def test_a_dry_run_shows_the_same_and_changes_nothing(graph: Served) -> None:
-    """Nor does a second apply of what is so already."""
     pids, file = graph.pids(), graph.statefile()
     wanted = config(Processor={"router": "random"}, VllmWorker={"ServiceArgs": {"envs": {"MY_TOKEN": "s3cret"}}})
     said = await apply(graph, wanted, "--dry-run")
@@ -124,7 +122,6 @@ async def test_a_dry_run_shows_the_same_and_changes_nothing(graph: Served) -> No
     ],
 )
 def test_what_cannot_be_applied_is_refused_before_anything_happens(shared: Served, text: str, told: list[str]) -> None:
-    """All reasons at once, exit code 2, and nothing is touched."""
     until(lambda: set(shared.states().values()) <= {"ready", "exited"}, what=shared.states)
     pids, before = shared.pids(), shared.statefile()
     path = shared.folder / "wanted.yaml"
@@ -141,7 +138,6 @@ def test_what_cannot_be_applied_is_refused_before_anything_happens(shared: Serve
 async def test_a_configuration_that_does_not_start_stops_at_the_first_worker_and_the_old_file_undoes_it(
     graph: Served,
 ) -> None:
-    """Exit code 1; the sibling serves on under load with its old process, also through the way back."""
     before = graph.pids()
     broken = config(
         VllmWorker={"ServiceArgs": {"envs": {"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"}}},
@@ -192,7 +188,6 @@ async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
 
 @pytest.mark.full
 def test_commands_come_and_go_with_the_file() -> None:
-    """A graph of commands: one section more, one less; what stays keeps its process."""
 
     def commands(*names: str) -> dict[str, Any]:
         return {name: {"command": "sleep 1000"} for name in names}

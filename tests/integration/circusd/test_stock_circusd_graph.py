@@ -30,7 +30,6 @@ def under() -> Iterator[Guest]:
 
 
 async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None:
-    """Beside theirs, in their list, under the names that the statefile has."""
     names = ("etcd", "nats", "guardian", "Frontend", "VllmWorker", "PrefillWorker")
     assert under.watchers() == {f"dynamo_{name}": "active" for name in names}
     assert under.circusd.statuses()["other"] == "active"
@@ -116,7 +115,6 @@ def test_ctl_says_where_circus_commands_are_answered(under: Guest) -> None:
 
 @pytest.mark.full
 def test_serve_beside_it_is_refused(under: Guest) -> None:
-    """One supervisor per namespace, wherever it runs; the refusal names the plugin."""
     done = under.served.cli(*under.served.serve_words())
     assert done.returncode == 4
     assert "the circusd plugin plugin:dynamo" in done.stderr
@@ -166,7 +164,6 @@ async def test_a_killed_etcd_is_started_again(under: Guest) -> None:
 
 @pytest.mark.full
 async def test_circusctl_stop_of_a_server_is_a_restart_of_it(under: Guest) -> None:
-    """The graph cannot live without; its port and its data stay."""
     pid = under.circusd.pids("dynamo_nats")[0]
     await asyncio.to_thread(under.circusd.ask, "stop", name="dynamo_nats")
     await auntil(lambda: not is_alive(pid), 5.0, what=under.logs)
@@ -264,7 +261,6 @@ async def test_a_killed_plugin_comes_back_and_takes_the_graph_back() -> None:
 
 @pytest.mark.full
 async def test_a_killed_plugin_and_dead_workers_start_anew() -> None:
-    """Nothing is left to be taken back."""
     with guest() as under:
         pids = under.ready().served.pids()
         plugin = under.plugin_pid()
@@ -324,7 +320,6 @@ def test_a_deployment_that_cannot_run_is_said_once() -> None:
 
 @pytest.mark.full
 def test_the_shipped_circus_ini_runs() -> None:
-    """As its own comment says."""
     with Served() as served:
         endpoint = f"ipc://{served.env['XDG_RUNTIME_DIR']}/circus.sock"
         app = served.folder / "llm"

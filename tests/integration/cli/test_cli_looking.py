@@ -28,7 +28,6 @@ def _listed(served: Served) -> dict[str, dict[str, object]]:
 
 @pytest.mark.full
 def test_ls_lists_a_graph_that_runs_and_one_whose_arbiter_was_killed(agg: Served) -> None:
-    """With what a user asks first: in which state, how many workers, which GPUs, where to send requests."""
     with Served("--on-arbiter-death", "keep", target=AGG, namespace="other", beside=agg) as other:
         other.start()
         both = _listed(agg)
@@ -72,7 +71,6 @@ def test_logs_of_a_component_follow_workers_that_come_later(agg: Served) -> None
 
 @pytest.mark.full
 def test_a_second_run_begins_its_logs_anew_and_the_first_one_s_are_still_shown() -> None:
-    """The events say which arbiter began each run, how it ended, and which one was killed."""
     with Served(target=AGG) as served:
         served.start()
         first = served.status()

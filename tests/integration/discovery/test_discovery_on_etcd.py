@@ -69,7 +69,6 @@ async def view(etcd_server: RealEtcd, namespace: str) -> AsyncIterator[InstanceV
 @pytest.mark.alone
 @pytest.mark.timing
 async def test_workers_are_seen_and_avoided_within_50_ms(view: InstanceView, store: EtcdStore, namespace: str) -> None:
-    """Registered and deregistered ten times; the median of both is under the promise, the order by lease id."""
     loop = asyncio.get_running_loop()
     came_s, went_s = [], []
     for _ in range(10):
@@ -86,7 +85,6 @@ async def test_workers_are_seen_and_avoided_within_50_ms(view: InstanceView, sto
 
 
 async def test_a_view_lists_who_was_there_before_it(store: EtcdStore, namespace: str) -> None:
-    """In order of lease id, of this endpoint alone."""
     await put(store, namespace, "generate2")
     await put(store, namespace, "load_metrics")
     there = sorted([await put(store, namespace) for _ in range(3)], key=lambda instance: instance.lease_id)
@@ -107,7 +105,6 @@ async def test_waiting_for_an_instance(view: InstanceView, store: EtcdStore, nam
 
 
 async def test_etcdctl_reads_the_registry(store: EtcdStore, etcd_server: RealEtcd, namespace: str) -> None:
-    """`etcdctl get --prefix` shows the seed's keys and JSON: tools written for the predecessor can read them."""
     lease_id = await store.grant(60)
     for endpoint in ("generate", "chat/completions"):
         instance = make_instance(namespace, "Processor", endpoint, lease_id)
@@ -144,7 +141,6 @@ async def test_etcdctl_reads_the_registry(store: EtcdStore, etcd_server: RealEtc
 async def test_a_broken_value_is_logged_once_and_skipped(
     view: InstanceView, store: EtcdStore, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One program that writes nonsense does not blind us to the others."""
     caplog.set_level(logging.WARNING)
     key = f"{namespace}/components/VllmWorker/generate:1"
     await store.put(key, b"nonsense")
@@ -271,7 +267,6 @@ async def test_a_watch_whose_etcd_falls_silent_is_found_out(own_etcd: RealEtcd) 
 
 
 async def test_a_quiet_watch_stays_alive(view: InstanceView, store: EtcdStore, namespace: str) -> None:
-    """Nothing happens for several heartbeats: the same watch, not stale, sees the next change at once."""
     await asyncio.sleep(3.5)
     assert view.stale is False
     instance = await put(store, namespace)
@@ -279,7 +274,6 @@ async def test_a_quiet_watch_stays_alive(view: InstanceView, store: EtcdStore, n
 
 
 async def test_another_endpoint_takes_over(tmp_path: Path, etcd_server: RealEtcd, namespace: str) -> None:
-    """With several endpoints the calls go to one that answers."""
     other = RealEtcd(tmp_path)
     await other.start()
     store = await EtcdStore.connect(f"{other.endpoint},{etcd_server.endpoint}")

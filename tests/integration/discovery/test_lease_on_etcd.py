@@ -100,7 +100,6 @@ async def test_a_revoke_is_noticed_within_milliseconds(fleet: Fleet) -> None:
 
 
 async def test_the_lease_outlives_its_ttl(fleet: Fleet) -> None:
-    """It is kept alive: the shortest TTL passes twice and the lease is the same."""
     keeper = await fleet.add(ttl_s=1)
     first = keeper.lease_id
     await asyncio.sleep(2.5)
@@ -109,7 +108,6 @@ async def test_the_lease_outlives_its_ttl(fleet: Fleet) -> None:
 
 
 async def test_reinstating_on_etcd(fleet: Fleet) -> None:
-    """A drain taken back registers everything again under a new lease."""
     keeper = await fleet.add()
     first = keeper.lease_id
     await keeper.revoke()
@@ -119,7 +117,6 @@ async def test_reinstating_on_etcd(fleet: Fleet) -> None:
 
 
 async def test_a_restart_that_keeps_data_keeps_the_lease(own_fleet: Fleet, own_etcd: RealEtcd) -> None:
-    """etcd is killed and comes back with its data: same leases, no drain."""
     first = {(await own_fleet.add()).lease_id for _ in range(3)}
     await own_etcd.restart()
     await own_fleet.healed()
@@ -129,7 +126,6 @@ async def test_a_restart_that_keeps_data_keeps_the_lease(own_fleet: Fleet, own_e
 
 
 async def test_all_workers_come_back_after_etcd_lost_its_data(own_fleet: Fleet, own_etcd: RealEtcd) -> None:
-    """New leases, all keys, and none of them takes the loss for a revoke, whoever comes first."""
     first = {(await own_fleet.add()).lease_id for _ in range(8)}
     await own_etcd.restart(lose_data=True)
     await eventually(lambda: len(set(own_fleet.regrants)) >= 8)
@@ -139,7 +135,6 @@ async def test_all_workers_come_back_after_etcd_lost_its_data(own_fleet: Fleet, 
 
 
 async def test_a_revoke_right_after_a_restart_is_still_a_revoke(own_fleet: Fleet, own_etcd: RealEtcd) -> None:
-    """One is revoked while the other heals; each gets what is meant for it."""
     stays, leaves = await own_fleet.add(), await own_fleet.add()
     await own_etcd.restart()
     await own_fleet.healed()
@@ -160,7 +155,6 @@ async def test_an_outage_longer_than_the_ttl_heals(own_fleet: Fleet, own_etcd: R
 
 
 async def test_an_etcd_that_is_silent_does_not_stop_the_keeper(own_fleet: Fleet, own_etcd: RealEtcd) -> None:
-    """Connections stay open and nothing answers for longer than the TTL; then it heals."""
     keeper = await own_fleet.add(ttl_s=1)
     own_etcd.pause()
     await asyncio.sleep(1.5)

@@ -84,7 +84,6 @@ async def test_nothing_is_left_in_either_line_of_the_queue(graph: Served) -> Non
 
 @pytest.mark.full
 async def test_without_prefill_workers_all_is_local(graph: Served) -> None:
-    """The decision says why, and nothing waits for a queue that nobody pulls from."""
     await ascale(graph, "PrefillWorker", "=0", force=True)
     await auntil(lambda: names(graph, "PrefillWorker") == [], 60.0, what=graph.states)
     try:

@@ -121,7 +121,6 @@ def _without_a_worker(text: str) -> str:
 async def test_a_statefile_that_is_edited_while_it_runs_is_put_right(
     echo: Served, edit: Callable[[str], str], aside: bool
 ) -> None:
-    """What cannot be read is kept beside; what the arbiter knows is written; workers do not notice."""
     path, pids = echo.paths.statefile, echo.pids()
     kept = set(path.parent.glob("*.corrupt-*"))
     right = load(path).components
@@ -220,7 +219,6 @@ async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served
 
 
 def test_the_workers_are_known_by_their_marks(echo: Served) -> None:
-    """The guardian and the chaos test look from outside, without the statefile: each worker, and nothing else."""
     workers = {found.name: found.pid for found in marked(echo.paths) if found.is_worker}
     assert workers == {f"dynamo_{name}": pid for name, pid in echo.pids().items()}
 

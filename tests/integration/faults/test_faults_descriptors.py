@@ -27,7 +27,6 @@ PATIENCE_S = 40.0
 
 @pytest.mark.full
 def test_an_arbiter_without_descriptors_says_so_and_starts_workers_once_it_has_some() -> None:
-    """Whoever asks gets an answer; a worker that dies meanwhile comes back; no other notices anything."""
     words = ("--gpus", "sim:8", "--Echo.ServiceArgs.workers=3")
     with Served(*words, target=("echo:Echo",), files={"echo.py": ECHO}, frontend=False) as served:
         served.start()

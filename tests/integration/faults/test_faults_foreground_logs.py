@@ -30,7 +30,6 @@ class Talks:
 
 @pytest.mark.full
 def test_a_worker_that_is_added_is_shown_in_the_foreground() -> None:
-    """Its file was registered nowhere, and so neither shown nor rotated."""
     with Served(target=("talks:Talks",), files={"talks.py": TALKS}, frontend=False) as served:
         served.start_foreground()
         scale(served, "Talks", "=2")
@@ -58,7 +57,6 @@ def test_a_terminal_that_is_closed_ends_nothing() -> None:
 
 @pytest.mark.full
 def test_the_foreground_shows_workers_and_no_servers() -> None:
-    """etcd's warnings stood between the lines of the graph; its file has them."""
     with Served(target=("talks:Talks",), files={"talks.py": TALKS}, frontend=False) as served:
         process = served.start_foreground()
         until(lambda: "[dynamo_Talks] hello" in served.foreground_output(), 30.0, what=served.foreground_output)

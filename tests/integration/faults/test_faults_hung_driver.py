@@ -48,7 +48,6 @@ def test_with_a_hung_driver_scale_and_down_still_work_and_status_says_so() -> No
 @pytest.mark.timing
 @pytest.mark.full
 def test_with_a_hung_driver_down_now_takes_seconds() -> None:
-    """It is for emergencies, and this is one."""
     with _served() as served:
         served.start()
         arbiter = served.status()["arbiter_pid"]

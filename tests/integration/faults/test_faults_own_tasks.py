@@ -97,7 +97,6 @@ def test_sampling_that_dies_is_started_again_and_no_worker_is_held_to_be_silent(
 
 @pytest.mark.full
 def test_a_registry_watch_that_dies_is_started_again_and_sees_who_came_meanwhile(served: Served) -> None:
-    """What it did not see is in the snapshot with which it begins anew."""
     bug, pids = Path(served.cwd, "watching"), served.pids()
     bug.touch()
     command(served, "scale", component="Echo", target="+1")

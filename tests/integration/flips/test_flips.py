@@ -40,7 +40,6 @@ async def graph(shared_graph: Served) -> AsyncIterator[Served]:
 
 
 async def test_flips_both_ways_under_load_lose_nothing(graph: Served) -> None:
-    """Every answer is what an unflipped graph gives; processes and devices are the same; all pages agree."""
     before = facts(graph)
     async with load(graph, streams=8) as streams:
         for _ in range(3):
@@ -61,7 +60,6 @@ async def test_flips_both_ways_under_load_lose_nothing(graph: Served) -> None:
 
 
 async def test_streams_outlast_the_role_in_which_they_began(graph: Served) -> None:
-    """decode -> prefill: they run on to their end beside prefills; `drain` waits for them, too."""
     prompts = [f"Tell me something long, number {n}." for n in range(6)]
     async with streaming(graph, *prompts, tokens=LONGER_THAN_A_FLIP) as streams:
         became = await flip(graph, names(graph, "VllmWorker")[-1])
@@ -87,7 +85,6 @@ async def test_two_components_change_in_one_decision(graph: Served) -> None:
 
 
 async def test_requests_of_the_old_role_are_served_or_sent_on(graph: Served) -> None:
-    """A caller that has not heard of it yet is served at first, then told to go elsewhere."""
     ids = tokenizer().encode_chat(messages("Too late?"))
     request = {"request_id": "late", "token_ids": ids, "sampling": {"max_tokens": 4, "ignore_eos": True}}
     name = names(graph, "VllmWorker")[-1]
@@ -141,7 +138,6 @@ async def test_half_a_second_from_the_command_to_the_first_request(
 
 
 async def test_a_flip_whose_canary_dies_ends_in_the_old_role(graph: Served) -> None:
-    """The other prefill worker answers nothing: the command says so, and this one prefills on."""
     stays, other = names(graph, "PrefillWorker")[-1], names(graph, "PrefillWorker")[0]
     lease = graph.worker(stays)["lease"]
     os.kill(graph.worker(other)["pid"], signal.SIGSTOP)
@@ -161,7 +157,6 @@ async def test_a_flip_whose_canary_dies_ends_in_the_old_role(graph: Served) -> N
 
 
 async def test_a_flip_is_taken_back(graph: Served) -> None:
-    """While it waits for its canary; then the answer comes, and it pulls prefills as before."""
     stays, other = names(graph, "PrefillWorker")[-1], names(graph, "PrefillWorker")[0]
     os.kill(graph.worker(other)["pid"], signal.SIGSTOP)
     try:

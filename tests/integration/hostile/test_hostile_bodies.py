@@ -116,7 +116,6 @@ def _is_well(served: Served, tries: list[Watched], before_mib: dict[str, float])
 def test_a_body_costs_the_frontend_and_the_processor_no_more_than_its_size(
     agg: Served, before_mib: dict[str, float], hostile: Hostile
 ) -> None:
-    """It is answered, memory is as before, the loops go on, and so do the streams of others."""
     tries: list[Watched] = []
     while not tries or (_lags(tries[-1]) and len(tries) < TRIES):
         answer, seen = asyncio.run(_post(agg, hostile))

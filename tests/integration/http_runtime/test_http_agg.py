@@ -136,7 +136,6 @@ async def test_a_killed_server_cuts_only_what_it_had_begun_and_comes_back(graph:
 
 @pytest.mark.full
 async def test_requests_that_a_killed_server_had_not_answered_are_answered_by_another(graph: Served) -> None:
-    """Whole answers: nothing of them has reached the client."""
     async with graph.client() as client:
         begun = len(seen(graph, path="/v1/chat/completions"))
         asked = [asyncio.create_task(ask(client, 400)) for _ in range(6)]

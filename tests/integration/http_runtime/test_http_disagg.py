@@ -75,7 +75,6 @@ async def test_decode_servers_come_and_go_under_load_and_no_request_fails(graph:
 
 @pytest.mark.full
 async def test_kv_that_is_gone_when_it_is_fetched_costs_a_second_prefill() -> None:
-    """As when the prefill server dies between its answer and the decode server's fetching: the client sees nothing."""
     sections = {"Decode": section("decode", 1), "Prefill": section("prefill", 1, "--forgetful")}
     with http_graph(**sections) as served:
         served.start()

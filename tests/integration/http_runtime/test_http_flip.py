@@ -57,7 +57,6 @@ def wrong(served: Served) -> list[dict[str, Any]]:
 
 @pytest.mark.full
 async def test_servers_flip_both_ways_under_load_and_no_request_fails(graph: Served) -> None:
-    """Out of routing, idle, asked, in the other routing; the server and its worker are the same processes."""
     async with loaded(graph, 4) as found:
         for _ in range(2):
             became = await flipped(graph, names(graph, "Decode")[-1])

@@ -82,12 +82,10 @@ def test_etcd_refuses_him(graph: Served, stranger: Stranger, words: str) -> None
 
 
 def test_etcds_peer_port_refuses_him(graph: Served, stranger: Stranger) -> None:
-    """Who may speak to it as a member of its cluster can write anything."""
     assert stranger.etcdctl(endpoint(graph, peer=True), "member", "list").returncode != 0
 
 
 def test_its_user_can_do_all_of_it(graph: Served) -> None:
-    """With what lies in the run's own folder."""
     assert graph.etcdctl("put", "dynamo/test/a", "b") == "OK\n"
     assert graph.etcdctl("del", "dynamo/test/a").strip() == "1"
 
@@ -96,7 +94,6 @@ def test_its_user_can_do_all_of_it(graph: Served) -> None:
 
 
 def test_nats_refuses_him(graph: Served, stranger: Stranger) -> None:
-    """Publishing and subscribing, with TLS and without."""
     port = int(graph.status()["nats_server"].rpartition(":")[2])
     assert stranger.gets(nats=[port])["nats"] == []
 
@@ -105,7 +102,6 @@ def test_nats_refuses_him(graph: Served, stranger: Stranger) -> None:
 
 
 def test_he_reads_and_writes_none_of_its_files(graph: Served, stranger: Stranger) -> None:
-    """Statefile, logs, the certificates and tokens, sockets; not by walking, and not by their names either."""
     runtime = graph.paths.runtime
     secrets = [*runtime.rglob("*"), graph.paths.statefile, *graph.paths.logs.rglob("*")]
     assert {"key.pem", "token", "nats.conf", "ctl.sock", "dynamo.json"} <= {path.name for path in secrets}
@@ -114,7 +110,6 @@ def test_he_reads_and_writes_none_of_its_files(graph: Served, stranger: Stranger
 
 
 def test_he_reaches_none_of_its_sockets(graph: Served, stranger: Stranger) -> None:
-    """Control and events; sockets without a file, to which anybody can connect, turn him away."""
     paths = [str(path) for path in graph.paths.runtime.rglob("*.sock")]
     assert str(graph.paths.control_socket) in paths
     assert stranger.gets(sockets=paths)["sockets"] == []
@@ -142,12 +137,10 @@ def test_he_reads_no_shared_memory_of_ours(stranger: Stranger) -> None:
 
 
 def test_he_can_do_nothing_to_its_processes(graph: Served, stranger: Stranger) -> None:
-    """No signal, no environment, no memory."""
     assert stranger.gets(processes=pids(graph))["processes"] == []
 
 
 def test_what_anybody_can_read_of_its_processes_holds_no_secret(graph: Served) -> None:
-    """Command lines are for all to see."""
     folder = graph.paths.runtime
     key = (folder / "certificates" / "key.pem").read_text().splitlines()[1]
     token = (folder / "nats" / "token").read_text().strip()

@@ -67,7 +67,6 @@ def allowed(password: str = PASSWORD) -> EtcdAccess:
 
 
 async def test_the_runs_certificate_opens_etcd(etcd: RealEtcd) -> None:
-    """Keys, leases and watches, over the connection that all our processes use."""
     store = await EtcdStore.connect(etcd.endpoint, access=etcd.access)
     try:
         lease = await store.grant(30)
@@ -104,7 +103,6 @@ async def test_etcd_tells_a_stranger_nothing(etcd: RealEtcd, strangers: Certific
 
 
 async def test_an_impostor_is_told_nothing(etcd: RealEtcd, strangers: Certificates) -> None:
-    """Who took the port while etcd was away cannot show its certificate: we do not speak to him."""
     with pytest.raises(EtcdUnavailable, match=r"not trusted.*check ETCD_AUTH_CA"):
         await asyncio.wait_for(probe_etcd(etcd.endpoint, 60.0, EtcdAccess.of(strangers.etcd_env)), 10.0)
     with pytest.raises(EtcdUnavailable):
@@ -117,7 +115,6 @@ async def test_an_address_without_https_says_what_to_write(etcd: RealEtcd) -> No
 
 
 async def test_a_password_opens_etcd_again_after_it_was_restarted(with_password: RealEtcd) -> None:
-    """etcd forgets the tokens that it gave; a new one is fetched, for calls and for watches."""
     store = await EtcdStore.connect(with_password.endpoint, access=allowed())
     try:
         events = store.watch_prefix("a/")
@@ -147,7 +144,6 @@ async def _until_written(store: EtcdStore, lease: int) -> None:
 
 
 async def test_a_wrong_password_is_refused_at_once(with_password: RealEtcd) -> None:
-    """Not at the deadline of a start, and without showing it. No password at all is as wrong."""
     with pytest.raises(EtcdRefused, match="ETCD_AUTH_PASSWORD") as caught:
         await asyncio.wait_for(
             EtcdStore.connect_when_up(with_password.endpoint, 60.0, access=allowed("wrong-one")), 10.0
@@ -203,7 +199,6 @@ async def test_nats_is_found_again_after_it_was_killed(nats: RealNats) -> None:
 
 
 async def test_nats_takes_neither_half_alone(nats: RealNats, strangers: Certificates) -> None:
-    """The token without the certificate, another's certificate, the certificate without the token."""
     made, token = _made(nats), {"DYN_NATS_TOKEN_FILE": str(nats.token_file)}
     authority = {"NATS_TLS_CA_CERT_PATH": str(made.authority)}
     for env in ({**token, **authority}, {**token, **strangers.nats_env, **authority}, made.nats_env):
@@ -214,7 +209,6 @@ async def test_nats_takes_neither_half_alone(nats: RealNats, strangers: Certific
 
 
 async def test_the_token_is_not_told_to_an_impostor(nats: RealNats) -> None:
-    """Who took the port while NATS was away says that it needs no TLS, or has another's certificate."""
     heard: list[bytes] = []
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -256,7 +250,6 @@ def test_what_cannot_be_used_is_named(env: dict[str, str], named: str) -> None:
 
 
 def test_what_is_secret_is_not_shown(etcd: RealEtcd, nats: RealNats) -> None:
-    """A `repr` may end in any log."""
     key = _made(etcd).key.read_text().splitlines()[1]
     assert key in str(etcd.access.tls.key)
     assert key not in repr(etcd.access)

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.infra
 
 
 async def test_probe_etcd_returns_the_endpoint_that_answers(etcd_server: RealEtcd) -> None:
-    """Of a list, the first that is healthy; the form with commas is etcdctl's."""
     with PortLease() as nobody:
         endpoints = f"http://127.0.0.1:{nobody.port},{etcd_server.endpoint}"
         assert await probe_etcd(endpoints, 5.0) == etcd_server.endpoint
@@ -43,7 +42,6 @@ async def test_probe_of_nobody_ends_at_its_deadline_and_names_the_address() -> N
 
 
 async def test_probe_of_a_stopped_process_ends_at_its_deadline(own_etcd: RealEtcd, own_nats: RealNats) -> None:
-    """A server that accepts and is silent does not hold us."""
     own_etcd.pause()
     own_nats.pause()
     with pytest.raises(EtcdUnavailable, match="silent"):
@@ -65,7 +63,6 @@ async def test_nats_demands_the_token(nats_server: RealNats) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:2379", "http://", "http://127.0.0.1:notaport", ""])
 async def test_an_etcd_address_that_cannot_be_used_is_refused(url: str) -> None:
-    """Bad input is not waited for."""
     with pytest.raises(ConfigError, match="etcd"):
         await probe_etcd(url, 60.0)
 
@@ -77,7 +74,6 @@ async def test_the_token_is_not_on_the_servers_command_line(nats_server: RealNat
 
 
 async def test_servers_listen_on_loopback_only(etcd_server: RealEtcd, nats_server: RealNats) -> None:
-    """Whatever the process listens on, another host cannot reach it."""
     for server in (etcd_server, nats_server):
         connections = psutil.Process(server.pid).net_connections("inet")
         listening = {entry.laddr.ip for entry in connections if entry.status == psutil.CONN_LISTEN}
@@ -93,7 +89,6 @@ async def test_servers_come_back_on_the_same_port(own_etcd: RealEtcd, own_nats: 
 
 
 async def test_servers_end_quickly(tmp_path: Path) -> None:
-    """SIGTERM ends both well within a second: Ctrl-C must not wait for them."""
     for server in (RealEtcd(tmp_path / "e"), RealNats(tmp_path / "n")):
         server.folder.mkdir()
         await server.start()

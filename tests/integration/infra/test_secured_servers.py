@@ -31,7 +31,6 @@ def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
 async def test_a_graph_lives_on_servers_that_demand_certificates(
     with_certificates: tuple[RealEtcd, RealNats],
 ) -> None:
-    """It serves, scales, leaves nothing in their etcd, and writes none of what is secret into its statefile."""
     etcd, nats = with_certificates
     with Served(target=AGG, env={**etcd.env, **nats.env}) as served:
         served.start()
@@ -90,7 +89,6 @@ def _keys(etcd: RealEtcd) -> str:
 def test_certificates_of_somebody_else_end_the_start_at_once(
     with_certificates: tuple[RealEtcd, RealNats], tmp_path: Path
 ) -> None:
-    """Nothing is waited for: what is wrong is said, and what to look at."""
     etcd, nats = with_certificates
     env = {**etcd.env, **nats.env, **write(tmp_path / "other").etcd_env}
     with Served(target=AGG, env=env) as served:

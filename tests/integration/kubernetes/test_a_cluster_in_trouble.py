@@ -60,7 +60,6 @@ async def test_an_api_server_that_is_away_and_one_that_hangs_are_waited_for(
 
 
 async def test_during_a_rollout_and_after_a_failure_nothing_is_changed(real_kube: RealKube, tmp_path: Path) -> None:
-    """It goes on looking, and acts as soon as the operator says that all is well."""
     async with real_cluster(real_kube, tmp_path) as here:
         here.operator.rollout = "InProgress"
         async with here.planner(CONFIG) as planner:
@@ -76,7 +75,6 @@ async def test_during_a_rollout_and_after_a_failure_nothing_is_changed(real_kube
 
 
 async def test_writes_of_others_cost_a_try_and_nothing_else(real_kube: RealKube, tmp_path: Path) -> None:
-    """Somebody writes an annotation as fast as the server takes it: every patch may meet another version."""
     async with real_cluster(real_kube, tmp_path) as here:
         numbers = itertools.count(1)
 
@@ -113,7 +111,6 @@ async def test_a_graph_that_is_deleted_is_planned_again_when_it_is_back(real_kub
 
 
 async def test_a_planner_that_is_killed_is_followed_by_the_other_one(real_kube: RealKube, tmp_path: Path) -> None:
-    """Its lease expires. The one that is started in its place waits for its turn, and changes nothing."""
     async with real_cluster(real_kube, tmp_path) as here, here.planner(CONFIG, "b") as first:
         await here.until_asked(3, 4)
         async with here.planner(CONFIG, "c") as second:

@@ -96,7 +96,6 @@ async def test_a_graph_of_a_host_is_deployed_and_scaled(run: Run, folder: Path, 
 
 
 async def test_what_kubectl_applies_and_gets_is_imported(run: Run, folder: Path, real_kube: RealKube) -> None:
-    """With all that the server adds: status, managed fields, versions."""
     async with real_kube.lent():
         await run(commands()[0].replace("TAG", "1.2.0"))
         await run(f"kubectl apply -f {NAME}.yaml")
@@ -109,7 +108,6 @@ async def test_what_kubectl_applies_and_gets_is_imported(run: Run, folder: Path,
 
 
 async def test_the_manifest_of_a_planner_is_taken_as_it_is(run: Run) -> None:
-    """Account, Role, binding, options and the Deployment of its pod: no field of it is unknown or wrong."""
     try:
         made = await run(f"kubectl apply -f {MANIFEST}")
         assert len([line for line in made.splitlines() if line.endswith(" created")]) == 5

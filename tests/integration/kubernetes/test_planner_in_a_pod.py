@@ -64,7 +64,6 @@ async def up_and_down(here: Cluster, config: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(600)
 async def test_a_planner_in_a_pod_follows_a_load_up_and_down(tmp_path: Path) -> None:
-    """On the fake API server."""
     with fake(tmp_path) as (admin, config):
         async with cluster(admin, config, tmp_path) as here:
             await up_and_down(here, POLICIES["throughput-load"])
@@ -84,7 +83,6 @@ async def test_each_policy_does_on_a_real_api_server(policy: str, tmp_path: Path
 @pytest.mark.full
 @pytest.mark.timeout(900)
 async def test_the_requests_may_be_counted_by_prometheus(tmp_path: Path, real_kube: RealKube) -> None:
-    """Which scrapes the frontend; the planner itself does not reach it."""
     async with real_cluster(real_kube, tmp_path) as here:
         (tmp_path / "prometheus").mkdir()
         server = RealPrometheus(tmp_path / "prometheus", here.url.removeprefix("http://"))
@@ -99,7 +97,6 @@ async def test_the_requests_may_be_counted_by_prometheus(tmp_path: Path, real_ku
 @pytest.mark.full
 @pytest.mark.timeout(900)
 async def test_a_cluster_that_has_only_the_older_version_is_planned_too(tmp_path: Path, old_kube: RealKube) -> None:
-    """v1alpha1: services, and no adapters."""
     async with real_cluster(old_kube, tmp_path, alpha()) as here:
         await up_and_down(here, POLICIES["throughput-load"])
 
@@ -107,7 +104,6 @@ async def test_a_cluster_that_has_only_the_older_version_is_planned_too(tmp_path
 @pytest.mark.full
 @pytest.mark.timeout(900)
 async def test_adapters_are_scaled_and_nothing_is_written_past_them(tmp_path: Path, real_kube: RealKube) -> None:
-    """Under load, up and down; each adapter asks for what its component has in the end."""
     graph = beta(adapters=True)
     async with real_cluster(real_kube, tmp_path, graph) as here:
         await up_and_down(here, POLICIES["throughput-load"])

@@ -93,7 +93,6 @@ async def test_every_engines_passes_arrive(served: Served) -> None:
 
 
 async def test_a_stopped_engine_is_missing_not_idle(served: Served) -> None:
-    """The others are idle meanwhile, and say so."""
     async with observing(served) as (observed, fleet):
         await all_seen(observed, 4)
         pid = served.pids()["VllmWorker_1"]
@@ -116,7 +115,6 @@ async def test_a_stopped_engine_is_missing_not_idle(served: Served) -> None:
 
 
 async def test_planners_of_dynamos_can_hear_each_pass(served: Served) -> None:
-    """On the event plane's subject, in its envelope: `fpm-events` of the decode workers."""
     env = served.environment()
     nats = await connect_nats(env["NATS_SERVER"], NatsAccess.of(env), name="Dynamo's planner")
     heard: list[ForwardPass] = []

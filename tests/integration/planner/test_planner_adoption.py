@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 @pytest.mark.full
 def test_the_planner_of_an_adopted_run_goes_on_as_it_was() -> None:
-    """Paused with another interval; then running; then as the command line says."""
     with alone("--on-arbiter-death", "keep") as served:
         served.start()
         assert planner(served, "status")["state"] == "stopped"

@@ -33,7 +33,6 @@ def plugins(served: Served) -> dict[str, Any]:
 
 @pytest.mark.full
 async def test_a_plugin_has_a_say_while_it_is_there() -> None:
-    """Three decode workers at least in office hours; afterwards the idle graph shrinks again."""
     with Served(*WORDS) as served:
         served.start()
         gateway = plugins(served)["gateway"]

@@ -116,7 +116,6 @@ async def test_tensorboard_tells_what_the_decision_log_tells(graph: Served) -> N
 
 @pytest.mark.full
 async def test_gpus_move_from_one_role_to_the_other(graph: Served) -> None:
-    """Long prompts and short answers, then short prompts and long answers, on four GPUs."""
     planner(graph, "set", options={"max_gpu_budget": 4, "decode_kv_scale_up_threshold": 0.35})
     async with audited(graph) as audit:
         answers = await open_loop(graph, steady(rate=9, seconds=11, prompt_words=450, tokens=2))

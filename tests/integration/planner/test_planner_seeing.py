@@ -150,7 +150,6 @@ def _steps(decisions: list[dict[str, Any]], component: str) -> list[float]:
 
 @pytest.mark.full
 async def test_a_planner_s_actions_are_the_same_in_its_log_in_tensorboard_and_in_metrics(graph: Served) -> None:
-    """Idle, with two decode workers, it takes one: at first under --no-operation, where only the records say so."""
     await ascale(graph, "VllmWorker", "=2")
     await settled(graph)
     watched, acted = graph.folder / "tb-watched", graph.folder / "tb-acted"

@@ -73,7 +73,6 @@ async def queue(nats: Client, namespace: str) -> AsyncIterator[JetStreamPrefillQ
 
 
 async def test_a_server_restart_changes_nothing(own_nats: RealNats) -> None:
-    """Waiting, in flight, dead letters: all survive; what was pulled before can be acked after."""
     async with queue_on(own_nats, ack_wait_s=60.0, max_deliver=1) as queue:
         await queue.enqueue("dead", {}, deadline_s=120)
         dying = await queue.pull(5)
@@ -125,7 +124,6 @@ async def test_a_killed_server_loses_no_entry(own_nats: RealNats) -> None:
 
 
 async def test_a_waiting_pull_survives_a_restart(own_nats: RealNats) -> None:
-    """The pull request that died with the server is asked again: what is enqueued later is delivered."""
 
     async def pull() -> str:
         while True:
@@ -146,7 +144,6 @@ async def test_a_waiting_pull_survives_a_restart(own_nats: RealNats) -> None:
 
 
 async def test_streams_are_made_again_when_the_server_lost_its_data(own_nats: RealNats) -> None:
-    """Entries are gone then (their decode sides prefill locally), but the queue works again by itself."""
     async with queue_on(own_nats) as queue:
         await queue.start()
         await own_nats.restart(lose_data=True)
@@ -185,7 +182,6 @@ async def test_calls_fail_within_their_deadline_while_the_server_hangs(own_nats:
 async def test_an_entry_for_a_cancelled_pull_goes_to_another_worker_at_once(
     queue: JetStreamPrefillQueue, nats: Client, namespace: str
 ) -> None:
-    """A draining worker cancels its pull; what answers the request that is still open is given back."""
     other = JetStreamPrefillQueue(nats, namespace, "run", ack_wait_s=60.0)
     await other.start()
     pulling = asyncio.create_task(queue.pull(30))
@@ -200,7 +196,6 @@ async def test_an_entry_for_a_cancelled_pull_goes_to_another_worker_at_once(
 
 
 async def test_a_closed_worker_attracts_no_entries(queue: JetStreamPrefillQueue, nats: Client, namespace: str) -> None:
-    """After `close` the server forgets the open request: the entry goes to another worker, on its first attempt."""
     other = JetStreamPrefillQueue(nats, namespace, "run", ack_wait_s=60.0)
     await other.start()
     pulling = asyncio.create_task(queue.pull(30))
@@ -240,7 +235,6 @@ async def test_what_is_no_entry_becomes_a_dead_letter(
 
 
 async def test_a_full_queue_refuses(nats: Client, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry is refused with a retryable error; none that waits is pushed out."""
     monkeypatch.setattr(prefill_queue, "MAX_ENTRIES", 2)
     queue = JetStreamPrefillQueue(nats, namespace, "run")
     await queue.enqueue("r1", {}, deadline_s=60)
@@ -251,7 +245,6 @@ async def test_a_full_queue_refuses(nats: Client, namespace: str, monkeypatch: p
 
 
 async def test_dead_letters_are_bounded(nats: Client, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest are kept."""
     monkeypatch.setattr(prefill_queue, "MAX_DEAD_LETTERS", 3)
     queue = JetStreamPrefillQueue(nats, namespace, "run", max_deliver=0)
     for i in range(5):
@@ -271,7 +264,6 @@ async def test_purging_touches_no_other_namespace(nats: Client, namespace: str) 
 
 
 async def test_a_changed_configuration_is_applied_to_what_exists(nats: Client, namespace: str) -> None:
-    """A namespace used earlier with another ack_wait (external NATS) starts with the new one."""
     await JetStreamPrefillQueue(nats, namespace, "old", ack_wait_s=5.0).start()
     await JetStreamPrefillQueue(nats, namespace, "new", ack_wait_s=7.0).start(purge_stale=True)
     info = await nats.jetstream().consumer_info(f"{namespace}_prefill_queue", prefill_queue.CONSUMER)

@@ -52,7 +52,6 @@ def prefill(nats: Client, namespace: str) -> PrefillReplies:
 
 
 async def test_a_result_reaches_who_expects_it(decode: PrefillReplies, prefill: PrefillReplies) -> None:
-    """Sending returns when the decode side has taken it."""
     with decode.expect("r1") as one, decode.expect("r2") as two:
         await prefill.send_reply(decode.reply_subject, "r2", {"n": 2})
         await prefill.send_reply(decode.reply_subject, "r1", RESULT)
@@ -75,7 +74,6 @@ async def test_waiting_has_a_deadline(decode: PrefillReplies) -> None:
 
 
 async def test_a_late_reply_is_refused(decode: PrefillReplies, prefill: PrefillReplies) -> None:
-    """The prefill worker learns that nobody wants its KV, and can free it."""
     with decode.expect("r") as reply, pytest.raises(DeadlineExceeded):
         await reply.wait(0.0)
     with pytest.raises(RequestCancelled, match="free its KV"):
@@ -83,7 +81,6 @@ async def test_a_late_reply_is_refused(decode: PrefillReplies, prefill: PrefillR
 
 
 async def test_a_cancelled_wait_refuses_the_reply(decode: PrefillReplies, prefill: PrefillReplies) -> None:
-    """The client went away: leaving the block is enough."""
 
     async def wait() -> None:
         with decode.expect("r") as reply:
@@ -109,7 +106,6 @@ async def test_the_second_workers_reply_is_refused(decode: PrefillReplies, prefi
 
 
 async def test_the_same_reply_again_is_confirmed_again(decode: PrefillReplies, nats: Client) -> None:
-    """The confirmation was lost and the sender repeats itself: its KV is wanted."""
     message = msgspec.msgpack.encode({"request_id": "r", "reply_id": "one", "result": RESULT})
     with decode.expect("r") as reply:
         answers = [(await nats.request(decode.reply_subject, message, timeout=5)).data for _ in range(2)]
@@ -118,7 +114,6 @@ async def test_the_same_reply_again_is_confirmed_again(decode: PrefillReplies, n
 
 
 async def test_a_decode_worker_that_is_gone_is_told_apart(prefill: PrefillReplies, decode: PrefillReplies) -> None:
-    """Nobody listens: the KV can be freed at once, without any timeout."""
     await decode.close()
     async with asyncio.timeout(1.0):
         with pytest.raises(WorkerLost, match="free its KV"):
@@ -128,7 +123,6 @@ async def test_a_decode_worker_that_is_gone_is_told_apart(prefill: PrefillReplie
 async def test_a_decode_worker_that_dies_before_confirming_is_lost(
     prefill: PrefillReplies, nats: Client, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the message and was killed: the first attempt times out, the next one finds nobody."""
     monkeypatch.setattr("dynamo_local.transport.prefill_replies.SEND_TIMEOUT_S", 0.1)
     subscription = await nats.subscribe(f"{namespace}.prefill_replies.x")  # listens, and never answers
     sending = asyncio.create_task(prefill.send_reply(f"{namespace}.prefill_replies.x", "r", RESULT))
@@ -139,7 +133,6 @@ async def test_a_decode_worker_that_dies_before_confirming_is_lost(
 
 
 async def test_garbage_does_not_end_the_listener(decode: PrefillReplies, prefill: PrefillReplies, nats: Client) -> None:
-    """What is no reply is logged and left alone."""
     for garbage in (b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"request_id": "r"})):
         await nats.publish(decode.reply_subject, garbage)
     with decode.expect("r") as reply:
@@ -151,7 +144,6 @@ async def test_garbage_does_not_end_the_listener(decode: PrefillReplies, prefill
 async def test_expecting_needs_a_listener_and_one_waiter_per_id(
     decode: PrefillReplies, prefill: PrefillReplies
 ) -> None:
-    """Both are bugs of the caller."""
     with pytest.raises(RuntimeError, match="before start"):
         prefill.expect("r")
     with decode.expect("r"), pytest.raises(RuntimeError, match="awaited already"):
@@ -159,7 +151,6 @@ async def test_expecting_needs_a_listener_and_one_waiter_per_id(
 
 
 async def test_a_reply_outlives_a_restart_of_nats(own_nats: RealNats) -> None:
-    """The work behind a reply is expensive: sending waits out an outage of a few seconds."""
     connections = [await connect_nats(own_nats.url, own_nats.access, name=name) for name in ("d", "p")]
     decode, prefill = (PrefillReplies(connection, "ns") for connection in connections)
     try:

@@ -35,7 +35,6 @@ def told(noticed: list[str], words: str) -> str:
 
 
 def test_a_slow_gpu_is_found_and_named(tmp_path: Path) -> None:
-    """Two engines that ought to be equal, side by side."""
     slower = ("--Common.sim.slow_gpu=1", "--Common.sim.slow_factor=1.3", "--VllmWorker.ServiceArgs.workers=2")
     noticed, said, report = profiled(tmp_path / "out", *slower)
     text = told(noticed, "times what its equals take")
@@ -45,7 +44,6 @@ def test_a_slow_gpu_is_found_and_named(tmp_path: Path) -> None:
 
 
 def test_a_neighbour_that_comes_now_and_then_is_noticed(tmp_path: Path) -> None:
-    """A fifth of the time passes take twice as long."""
     neighbour = ("--Common.sim.neighbour_every_s=1", "--Common.sim.neighbour_for_s=0.2")
     noticed, said, report = profiled(tmp_path / "out", *neighbour)
     told(noticed, "something else uses the GPU")
@@ -54,7 +52,6 @@ def test_a_neighbour_that_comes_now_and_then_is_noticed(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_becomes_slower_is_noticed(tmp_path: Path) -> None:
-    """A GPU that heats up: one percent each second."""
     noticed, said, report = profiled(tmp_path / "out", "--Common.sim.drift_per_s=0.01")
     told(noticed, "slower while it was measured")
     assert "slower while it was measured" in said

@@ -65,7 +65,6 @@ def test_a_small_profile_of_an_aggregated_graph(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_whole_profile_is_right_everywhere_in_three_minutes(tmp_path):
-    """All points of a disaggregated graph, at speed 10; then its own actions, and a plan from it."""
     with Served(target=DISAGG, namespace=NAMESPACE) as served:
         folder = tmp_path / "out"
         done = served.cli(*words(DISAGG, folder, "--budget", "4m", "--json"), timeout_s=800.0)

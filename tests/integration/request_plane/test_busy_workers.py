@@ -51,7 +51,6 @@ async def slow(nats_server: RealNats, namespace: str, silence_s: float) -> Async
 
 @pytest.mark.timing
 async def test_a_busy_worker_is_waited_for(nats_server: RealNats, namespace: str) -> None:
-    """The last of twelve waits three times as long as a silent worker may."""
     async with slow(nats_server, namespace, SILENCE_S) as bench:
         start = time.monotonic()
         assert await asyncio.gather(*(asked(bench, n, instance_id=1) for n in range(REQUESTS))) == [

@@ -19,7 +19,6 @@ SLOW = "--Common.sim.speed=0.02"
 @pytest.mark.full
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.full)])
 async def test_streams_go_half_and_half_to_two_workers(count: int) -> None:
-    """Each has a slot: none waits in a worker while its sibling has a free one."""
     with Served("--VllmWorker.ServiceArgs.workers=2", SLOW, target=AGG) as served:
         served.start()
         unlimited = httpx.Limits(max_connections=None)

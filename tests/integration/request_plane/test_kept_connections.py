@@ -52,7 +52,6 @@ async def test_the_next_request_needs_neither_nats_nor_a_connection(bench: Bench
 
 
 async def test_a_leaving_worker_serves_what_comes_in_time_there_and_refuses_the_rest(bench: Bench) -> None:
-    """As over NATS: the linger window, then `WorkerDraining`; and a drain that is taken back."""
     server = await bench.serve(count)
     await asked(bench)
     before = sent_by_nats(bench)
@@ -69,7 +68,6 @@ async def test_a_leaving_worker_serves_what_comes_in_time_there_and_refuses_the_
 
 
 async def test_a_full_worker_refuses_there_too(bench: Bench) -> None:
-    """`max_inflight` counts requests, whichever way they came."""
     gate = asyncio.Event()
 
     async def gated(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -88,7 +86,6 @@ async def test_a_full_worker_refuses_there_too(bench: Bench) -> None:
 
 
 async def test_a_closed_endpoint_is_asked_by_nats_which_knows(bench: Bench) -> None:
-    """The connection breaks while the request is on its way: that alone says nothing about the worker."""
     server = await bench.serve(count)
     await bench.serve(count, 2)
     for instance_id in (1, 2):
@@ -122,7 +119,6 @@ async def test_a_new_lease_ends_the_connections_of_the_old(bench: Bench) -> None
 
 
 async def test_a_request_that_is_given_up_ends_its_connection(bench: Bench) -> None:
-    """On a kept connection, too: closing it is how a handler hears of it."""
     ended = asyncio.Event()
 
     async def endless(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -149,7 +145,6 @@ async def test_a_request_that_is_given_up_ends_its_connection(bench: Bench) -> N
 
 
 async def test_neither_errors_nor_large_answers_leave_a_connection(bench: Bench) -> None:
-    """Of a large one it is known only from its reader's close that he has it all."""
 
     async def answer(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         yield "x" * payload
@@ -169,7 +164,6 @@ async def test_neither_errors_nor_large_answers_leave_a_connection(bench: Bench)
 
 
 async def test_a_worker_that_hung_does_not_begin_what_was_given_up(bench: Bench) -> None:
-    """Its caller has asked another one by then."""
     begun: list[Any] = []
 
     async def noting(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -203,7 +197,6 @@ async def test_only_requests_may_come_on_it(bench: Bench) -> None:
 
 
 async def test_what_nobody_uses_is_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both sides; and no more are kept than `IDLE_MAX`."""
     monkeypatch.setattr(asking, "IDLE_S", 0.05)
     monkeypatch.setattr(asking, "IDLE_MAX", 3)
     await bench.serve(count)
@@ -232,7 +225,6 @@ async def test_a_worker_without_items_yet_says_that_it_has_taken_the_request(ben
 
 
 async def test_the_first_items_say_it_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One message less for each request that is answered at once; also for an answer without any."""
 
     async def numbers(payload: int, context: RequestContext) -> AsyncIterator[Any]:
         for number in range(payload):

@@ -50,7 +50,6 @@ async def start_worker(nats: Client, namespace: str) -> AsyncIterator[StartWorke
 
 
 async def test_a_sample_has_every_workers_load(nats: Client, namespace: str, start_worker: StartWorker) -> None:
-    """One request; each answers for itself, whatever its component; it returns as soon as all have."""
     for n in range(3):
         await start_worker(n)
     await start_worker(3, component="PrefillWorker")
@@ -65,7 +64,6 @@ async def test_a_sample_has_every_workers_load(nats: Client, namespace: str, sta
 async def test_what_a_worker_does_not_know_arrives_as_missing(
     nats: Client, namespace: str, start_worker: StartWorker
 ) -> None:
-    """It is null on the wire, as other programs read it; and never 0."""
     unknown = Load(request_active_slots=3, gpu_cache_usage_perc=Missing("its metrics have no KV use"))
     assert unknown.numbers()["gpu_cache_usage_perc"] is None
     await start_worker(0, lambda: unknown)
@@ -76,7 +74,6 @@ async def test_what_a_worker_does_not_know_arrives_as_missing(
 
 
 async def test_a_silent_worker_is_absent(nats: Client, namespace: str, start_worker: StartWorker) -> None:
-    """Its load is missing, not zero; the others' are there after the timeout."""
 
     def broken() -> Load:
         raise RuntimeError("no load yet")
@@ -88,7 +85,6 @@ async def test_a_silent_worker_is_absent(nats: Client, namespace: str, start_wor
 
 
 async def test_without_workers_a_sample_is_empty_at_once(nats: Client, namespace: str) -> None:
-    """The server says that nobody listens; with nobody expected it is not even asked."""
     async with asyncio.timeout(5):
         assert await LoadSampler(nats, namespace).sample(timeout_s=60, expected=3) == {}
         assert await LoadSampler(nats, namespace).sample(timeout_s=60, expected=0) == {}
@@ -97,7 +93,6 @@ async def test_without_workers_a_sample_is_empty_at_once(nats: Client, namespace
 async def test_garbage_among_the_answers_is_left_out(
     nats: Client, namespace: str, start_worker: StartWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Something foreign answers too: logged once, the rest counts."""
 
     async def foreign(msg: object) -> None:
         for _ in range(3):
@@ -113,7 +108,6 @@ async def test_garbage_among_the_answers_is_left_out(
 
 
 async def test_other_namespaces_do_not_answer(nats: Client, namespace: str, start_worker: StartWorker) -> None:
-    """Two graphs may share one NATS."""
     await start_worker(0)
     assert await LoadSampler(nats, f"{namespace}x").sample(timeout_s=0.25, expected=1) == {}
 
@@ -126,7 +120,6 @@ async def test_a_sample_without_nats_is_an_error(nats: Client, namespace: str) -
 
 
 async def test_a_view_follows_what_is_published(nats: Client, namespace: str, start_worker: StartWorker) -> None:
-    """By instance id, for the picker; other components are not in it."""
     view = LoadView(nats, namespace, "VllmWorker")
     await view.start()
     try:
@@ -145,7 +138,6 @@ async def test_a_view_follows_what_is_published(nats: Client, namespace: str, st
 
 
 async def test_publishing_goes_on_after_a_restart_of_nats(own_nats: RealNats) -> None:
-    """Worker and view reconnect by themselves: what was missing in between is fresh again."""
     clients = [await connect_nats(own_nats.url, own_nats.access, name=name) for name in ("w", "v")]
     publisher = LoadPublisher(clients[0], "ns", "W", "ns_W", lambda: 7, lambda: LOAD, never_changes)
     view = LoadView(clients[1], "ns", "W")

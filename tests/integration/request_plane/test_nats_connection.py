@@ -33,7 +33,6 @@ async def echo_roundtrip(client: Client) -> bytes:
 
 
 async def test_connects_with_the_token_file(nats_server: RealNats) -> None:
-    """The token comes from the 0600 file; closing twice is no error."""
     client = await connect_nats(nats_server.url, nats_server.access, name="test")
     assert await echo_roundtrip(client) == b"back"
     await close_quietly(client)
@@ -42,7 +41,6 @@ async def test_connects_with_the_token_file(nats_server: RealNats) -> None:
 
 
 async def test_connects_with_the_token_in_the_url(nats_server: RealNats) -> None:
-    """NATS_SERVER may carry the credentials itself."""
     host = nats_server.url.removeprefix("nats://")
     client = await connect_nats(f"nats://{nats_server.token}@{host}")
     assert await echo_roundtrip(client) == b"back"
@@ -57,14 +55,12 @@ async def test_the_first_connect_has_a_deadline() -> None:
 
 
 async def test_a_silent_server_is_given_up_at_the_deadline(own_nats: RealNats) -> None:
-    """It accepts the connection and says nothing."""
     own_nats.pause()
     with pytest.raises(NatsUnavailable, match=r"0\.2 s"):
         await connect_nats(own_nats.url, own_nats.access, timeout_s=0.2)
 
 
 async def test_refused_credentials_fail_at_once(nats_server: RealNats, caplog: pytest.LogCaptureFixture) -> None:
-    """A wrong token is not tried until the deadline, and is shown nowhere."""
     caplog.set_level(logging.DEBUG)
     host = nats_server.url.removeprefix("nats://")
     async with asyncio.timeout(5):
@@ -76,7 +72,6 @@ async def test_refused_credentials_fail_at_once(nats_server: RealNats, caplog: p
 
 
 def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Missing or empty: the message has the path."""
     (tmp_path / "empty").touch()
     for name in ("missing", "empty"):
         with pytest.raises(ConfigError, match=str(tmp_path / name)):
@@ -86,7 +81,6 @@ def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_reconnects_after_a_restart(own_nats: RealNats, how: str) -> None:
-    """The server ends politely or not, and the same client works again within a second of its return."""
     client = await connect_nats(own_nats.url, own_nats.access)
     try:
         await (own_nats.stop() if how == "stop" else own_nats.kill())
@@ -104,7 +98,6 @@ async def test_reconnects_after_a_restart(own_nats: RealNats, how: str) -> None:
 
 
 async def test_closing_while_the_server_is_away_is_quick(own_nats: RealNats) -> None:
-    """Leaving does not wait for a server that is gone; the owner is told that it ended."""
     ended = asyncio.Event()
 
     async def on_closed() -> None:
@@ -118,7 +111,6 @@ async def test_closing_while_the_server_is_away_is_quick(own_nats: RealNats) -> 
 
 
 async def test_a_close_ends_a_flush(own_nats: RealNats) -> None:
-    """Nobody waits for an answer that cannot come, and no task of it is left."""
     before = asyncio.all_tasks()
     client = await connect_nats(own_nats.url, own_nats.access)
     own_nats.pause()

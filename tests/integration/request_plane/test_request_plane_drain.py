@@ -38,7 +38,6 @@ def gated(gate: asyncio.Event) -> Any:
 
 
 async def test_late_requests_are_served_within_the_linger_window(bench: Bench) -> None:
-    """And refused after it, as draining; what was taken is finished and counted."""
     gate = asyncio.Event()
     server = await bench.serve(gated(gate))
     early = await bench.client.call(None)
@@ -67,7 +66,6 @@ async def test_idle_means_that_the_linger_window_is_over_too(bench: Bench) -> No
 
 
 async def test_a_drain_can_be_taken_back(bench: Bench) -> None:
-    """`resume_accepting` serves as before."""
     server = await bench.serve(count)
     server.stop_accepting(linger_s=0)
     with pytest.raises(errors.WorkerDraining):
@@ -78,7 +76,6 @@ async def test_a_drain_can_be_taken_back(bench: Bench) -> None:
 
 
 async def test_an_instance_that_is_leaving_is_not_chosen_again(bench: Bench) -> None:
-    """One refusal is news enough, however late etcd is; by its name it can still be asked."""
     draining = await bench.serve(count, 1)
     await bench.serve(count, 2)
     draining.stop_accepting(linger_s=0)
@@ -94,7 +91,6 @@ async def test_an_instance_that_is_leaving_is_not_chosen_again(bench: Bench) -> 
 
 
 async def test_a_stream_is_in_flight_until_its_reader_has_the_end(bench: Bench) -> None:
-    """The handler is done long before a slow reader; the worker must not exit yet."""
     produced = asyncio.Event()
 
     async def quick(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -112,7 +108,6 @@ async def test_a_stream_is_in_flight_until_its_reader_has_the_end(bench: Bench) 
 
 
 async def test_draining_one_of_two_fails_no_call(bench: Bench) -> None:
-    """Callers hammer while servers take turns to drain, close and come back: zero failures, every answer right."""
     for instance_id in (1, 2):
         await bench.serve(count, instance_id)
     stop, done = asyncio.Event(), 0
@@ -141,7 +136,6 @@ async def test_draining_one_of_two_fails_no_call(bench: Bench) -> None:
 
 
 async def test_a_new_lease_moves_the_endpoint_and_keeps_its_streams(bench: Bench) -> None:
-    """`rebind`: the new subject is served, the old one is not, what streamed goes on."""
     gate = asyncio.Event()
     server = await bench.serve(gated(gate), 1)
     stream = await bench.client.call(None)
@@ -245,5 +239,4 @@ async def scenario(nats_server: RealNats, namespace: str) -> None:
 
 
 def test_everything_holds_under_uvloop(nats_server: RealNats, namespace: str) -> None:
-    """200 streams, back-pressure, cancellation, deadline and a lost worker on the loop that workers run on."""
     uvloop.run(scenario(nats_server, namespace))

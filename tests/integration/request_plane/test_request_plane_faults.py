@@ -69,7 +69,6 @@ async def wait_for_ever(payload: Any, context: RequestContext) -> AsyncIterator[
 async def test_a_killed_worker_ends_its_streams_at_once(
     bench: Bench, nats_server: RealNats, processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    """kill -9 in mid-stream: `WorkerLost` within half a second, and no item out of order."""
     worker = await start_worker(bench, nats_server, 1, processes)
     stream = await bench.client.call({})
     items = aiter(stream)
@@ -110,7 +109,6 @@ async def test_a_dead_worker_is_found_out_and_passed_over(
 async def test_a_hanging_worker_is_given_up_and_then_avoided(
     nats_server: RealNats, namespace: str, processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    """SIGSTOP: its subject is served and nothing happens. One accept timeout, not one per request."""
     async with request_bench(nats_server, namespace, accept_timeout_s=0.6) as bench:
         worker = await start_worker(bench, nats_server, 1, processes)
         await bench.serve(count, 2)
@@ -157,7 +155,6 @@ async def test_a_worker_that_dies_holding_a_request_is_noticed(bench: Bench) -> 
 
 
 async def test_a_closing_endpoint_tells_its_callers(bench: Bench) -> None:
-    """`close` aborts what is left with `WorkerLost`; handlers' `finally` has run; nothing is in flight."""
     ended = asyncio.Event()
 
     async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -180,7 +177,6 @@ async def test_a_closing_endpoint_tells_its_callers(bench: Bench) -> None:
 
 @pytest.mark.timing
 async def test_a_handler_that_ignores_its_cancellation_cannot_hold_the_caller(bench: Bench) -> None:
-    """The caller hears of the deadline at once; the handler ends when it next yields."""
     stubborn_done = asyncio.Event()
 
     async def stubborn(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -205,7 +201,6 @@ async def test_a_handler_that_ignores_its_cancellation_cannot_hold_the_caller(be
 
 
 async def test_a_caller_that_vanishes_cancels_the_handler(bench: Bench) -> None:
-    """Its connection breaks: `finally` runs within 100 ms although nobody said goodbye."""
     ended = asyncio.Event()
 
     async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -224,7 +219,6 @@ async def test_a_caller_that_vanishes_cancels_the_handler(bench: Bench) -> None:
 
 
 async def test_the_worker_enforces_the_deadline_by_itself(bench: Bench) -> None:
-    """A caller that only reads: the worker's ERROR frame says `deadline_exceeded`."""
     await bench.serve(wait_for_ever)
     connection = await bench.connect()
     received = asyncio.get_running_loop().create_future()
@@ -270,7 +264,6 @@ async def test_a_slow_reader_loses_nothing_and_grows_nothing(bench: Bench) -> No
 
 @pytest.mark.parametrize("tokens", [1000, 100_000, 2_000_000])
 async def test_prompts_of_any_length_arrive(bench: Bench, tokens: int) -> None:
-    """Small ones by NATS, long ones over the return connection: beyond any `max_payload` of NATS."""
 
     async def measure(payload: Any, context: RequestContext) -> list[int]:
         return [len(payload), sum(payload)]
@@ -282,21 +275,18 @@ async def test_prompts_of_any_length_arrive(bench: Bench, tokens: int) -> None:
 
 
 async def test_a_payload_beyond_the_limit_is_refused_before_it_is_sent(bench: Bench) -> None:
-    """64 MiB; the message says how much it was."""
     await bench.serve(count)
     with pytest.raises(errors.InvalidRequest, match="exceeds the frame limit"):
         await bench.client.call(bytes(65 * MIB))
 
 
 async def test_a_payload_that_cannot_travel_is_refused(bench: Bench) -> None:
-    """Before anything is sent, naming the type."""
     await bench.serve(count)
     with pytest.raises(errors.InvalidRequest, match="object"):
         await bench.client.call(object())
 
 
 async def test_a_full_endpoint_is_busy_and_the_next_one_is_asked(bench: Bench) -> None:
-    """`max_inflight` counts running handlers; all full: `WorkerBusy` with a hint when to come back."""
     server = await bench.serve(wait_for_ever, 1, max_inflight=2)
     first, second = await bench.client.call(None), await bench.client.call(None)
     with pytest.raises(errors.WorkerBusy) as raised:
@@ -319,7 +309,6 @@ async def test_a_full_endpoint_is_busy_and_the_next_one_is_asked(bench: Bench) -
 
 @pytest.mark.timing
 async def test_nats_away_fails_fast_and_back_works_again(own_nats: RealNats, namespace: str) -> None:
-    """Streams go on without NATS (they are TCP); new requests fail at once; after the restart they work."""
 
     async def paced(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         for n in range(payload):

@@ -40,7 +40,6 @@ async def hello(port: int, token: bytes, *frames: bytes) -> bytes:
 
 
 async def test_unknown_and_used_tokens_are_dropped(bench: Bench) -> None:
-    """A connection to the response port gets nothing without a token that is good, once."""
     listener = bench.dispatcher.listener
     assert await hello(listener.port, b"x" * 16) == b""
     offer = listener.offer("a worker", b"secret payload")
@@ -53,7 +52,6 @@ async def test_unknown_and_used_tokens_are_dropped(bench: Bench) -> None:
 
 
 async def test_noise_on_the_response_port_is_dropped(bench: Bench) -> None:
-    """Neither a long announcement nor something that is no HELLO reaches anybody."""
     listener = bench.dispatcher.listener
     for noise in (b"GET / HTTP/1.1\r\n\r\n", frame(FrameKind.DATA, 0, b"x"), frame(FrameKind.HELLO, 0, b"x" * 100)):
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
@@ -89,7 +87,6 @@ async def test_an_injected_gap_in_a_real_stream_is_typed(bench: Bench) -> None:
 
 
 async def test_nonsense_on_a_subject_is_refused(bench: Bench) -> None:
-    """The endpoint answers `invalid_request` and goes on."""
     await bench.serve(count)
     connection = await bench.connect()
     reply = await connection.request(bench.subject(1), b"hello", timeout=2)
@@ -101,7 +98,6 @@ async def test_nonsense_on_a_subject_is_refused(bench: Bench) -> None:
 async def test_an_answer_goes_nowhere_but_to_loopback(
     bench: Bench, caplog: pytest.LogCaptureFixture, host: str
 ) -> None:
-    """A header that names another host makes the worker connect to nobody."""
     server = await bench.serve(count)
     connection = await bench.connect()
     header = RequestHeader(1, "r-far", None, host, 9, b"t" * 16, encode_value(1))

@@ -40,7 +40,6 @@ async def test_the_only_workers_are_replaced_under_load_and_no_request_is_lost()
 
 @pytest.mark.full
 async def test_without_a_spare_gpu_it_is_refused_with_the_reason() -> None:
-    """Nothing has changed; `--force` takes the gap."""
     with Served("--gpus", "sim:1", target=AGG) as served:
         served.start()
         before = served.pids()

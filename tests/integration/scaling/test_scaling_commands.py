@@ -56,7 +56,6 @@ async def test_new_workers_get_the_lowest_free_names_and_their_own_devices(graph
 
 @pytest.mark.timing
 async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Served) -> None:
-    """The same process serves on within a second, its streams go on, and there is no second process."""
     before, seen, took_s = graph.pids(), len(events(graph)), []
     prompts = [f"Long story {n}." for n in range(4)]
     async with streaming(graph, *prompts, tokens=400) as streams:
@@ -82,7 +81,6 @@ async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Serv
 
 @pytest.mark.full
 async def test_a_drain_can_be_taken_back_in_the_moment_that_it_begins(graph: Served) -> None:
-    """The call back travels by NATS, the revoked lease by etcd: whichever comes first, the worker serves on."""
     before = graph.pids()
     async with load(graph, streams=4) as streams:
         for _ in range(10):
@@ -123,7 +121,6 @@ async def test_drain_and_cancel_by_name(graph: Served) -> None:
 
 
 async def test_the_last_ready_worker_needs_force_and_its_name_comes_back(graph: Served) -> None:
-    """Refused with the reason; forced, the bare entry stays as a template, and `+1` starts that name again."""
     with pytest.raises(ArbiterRefused, match=r"dynamo_VllmWorker would go, the last ready worker .* --force"):
         await ascale(graph, "VllmWorker", "=0")
     with pytest.raises(ArbiterRefused, match="Processor runs in Frontend's processes and has no workers of its own"):
@@ -157,7 +154,6 @@ def _template(served: Served) -> dict[str, Any] | None:
 
 @pytest.mark.full
 async def test_a_worker_that_still_starts_is_taken_back_first(graph: Served) -> None:
-    """It serves nothing yet: it goes at once, counts as no failure, and the ready ones stay."""
     before = graph.pids()
     coming = await ascale(graph, "VllmWorker", "+1")
     going = await ascale(graph, "VllmWorker", "-1")
@@ -182,7 +178,6 @@ async def test_more_than_there_are_gpus_for_is_refused_as_a_whole(graph: Served)
 
 @pytest.mark.full
 def test_what_cannot_be_understood_is_refused_before_anything_happens(graph: Served) -> None:
-    """Exit code 2 with the word that is wrong: a component, a number, a policy, a worker."""
     for words, what in (
         (("scale", "VllmWroker", "+1"), "VllmWroker"),
         (("scale", "VllmWorker", "many"), "many"),
@@ -201,7 +196,6 @@ def test_what_cannot_be_understood_is_refused_before_anything_happens(graph: Ser
 
 @pytest.mark.full
 async def test_the_victim_policy_chooses(graph: Served) -> None:
-    """`least-loaded` takes the idle worker, whatever its name; the other one streams on."""
     async with streaming(graph, "Keep me busy.", tokens=200) as [stream]:
         busy = await auntil(lambda: _busy(graph), what=graph.status)
         idle = next(name for name in BOTH if name != busy)

@@ -111,7 +111,6 @@ def _without_gpu(served: Served, name: str) -> dict[str, Any] | None:
 
 @pytest.mark.full
 async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
-    """One command, all processes made at once; each its own GPU."""
     seen = len(events(flaky))
     await ascale(flaky, "Flaky", "=4")
     await settled(flaky)
@@ -183,7 +182,6 @@ async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(f
 
 @pytest.mark.full
 async def test_exit_code_0_unasked_is_a_crash(flaky: Served) -> None:
-    """Nobody asked it to leave, so it comes back; the reason says how it went."""
     seen, pid = len(events(flaky)), flaky.pids()["Flaky_1"]
     os.kill(pid, signal.SIGUSR1)
     await auntil(lambda: "Registered" in _times(flaky, "Flaky_1", seen), what=flaky.states)

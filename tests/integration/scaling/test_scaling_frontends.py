@@ -90,7 +90,6 @@ def holds_connections(pid: int, url: str) -> bool:
 
 
 async def test_a_killed_frontend_ends_its_own_streams_and_no_other() -> None:
-    """Its siblings go on and take what is new; it comes back on the same port."""
     with Served("--gpus", "sim:1", TWO, target=AGG) as served:
         served.start()
         url, before = served.url, served.pids()
@@ -119,7 +118,6 @@ async def test_a_killed_frontend_ends_its_own_streams_and_no_other() -> None:
 
 @pytest.mark.full
 async def test_frontends_outlive_their_arbiter_and_are_scaled_by_the_next() -> None:
-    """Nobody but they hold the port, so an adoption changes nothing about it."""
     with Served("--gpus", "sim:1", TWO, "--on-arbiter-death=keep", target=AGG) as served:
         served.start()
         url = served.url

@@ -70,7 +70,6 @@ def _left(served: Served, namespace: str) -> list[str]:
     ],
 )
 def test_bad_input_costs_one_line_and_exit_code_2(case: str, served: Served, tmp_path: Path) -> None:
-    """The line that the table expects, no traceback, nothing left running and no statefile."""
     bad, words = CASES[case]
     namespace = f"bad-{list(CASES).index(case)}"
     bad.write(tmp_path)
@@ -95,7 +94,6 @@ def test_bad_input_costs_one_line_and_exit_code_2(case: str, served: Served, tmp
 
 
 def test_without_a_driver_the_error_names_the_simulation(tmp_path: Path) -> None:
-    """No NVIDIA driver and no `sim:`: refused, saying what to do (skipped where there is a driver)."""
     if Path("/proc/driver/nvidia").exists():
         pytest.skip("this host has an NVIDIA driver")
     bad = BadInput("no_driver", "")

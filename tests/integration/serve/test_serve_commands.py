@@ -49,7 +49,6 @@ def test_status_as_json(disagg: Served) -> None:
 
 
 def test_status_as_a_table(disagg: Served) -> None:
-    """One line per worker, and the frontend's URL to copy."""
     done = disagg.cli("status")
 
     assert done.returncode == 0
@@ -61,7 +60,6 @@ def test_status_as_a_table(disagg: Served) -> None:
 @pytest.mark.alone
 @pytest.mark.timing
 def test_status_is_quick(disagg: Served) -> None:
-    """Under 400 ms as a process (the best of three: others share the machine)."""
     took_s = []
     for _ in range(3):
         began_s = time.perf_counter()
@@ -139,7 +137,6 @@ def test_logs_of_all_and_of_one(disagg: Served) -> None:
 
 
 def test_following_commands_end_quietly_at_ctrl_c(disagg: Served) -> None:
-    """`logs -f` shows what is written from now on, `status --watch` repeats; Ctrl-C is no error of either."""
     logs = disagg.paths.logs
     for words, change in (
         (("logs", "-f", "--lines", "1"), lambda: _append(logs / "dynamo_VllmWorker.log", "a new line\n")),
@@ -161,7 +158,6 @@ def _append(path: Path, text: str) -> None:
 
 
 def test_a_second_serve_says_who_runs_the_namespace(disagg: Served) -> None:
-    """Exit 4, naming the pid and what to do; the first graph does not notice."""
     before = disagg.pids()
 
     foreground = disagg.cli(*disagg.serve_words())
@@ -215,7 +211,6 @@ async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
 
 
 def test_commands_without_a_graph_say_so(disagg: Served) -> None:
-    """Each takes `--namespace` and, where nothing runs, exits 3 with one line."""
     for words in (("status",), ("down",), ("ctl", "list"), ("logs",)):
         done = disagg.cli(words[0], "--namespace", "nobody", *words[1:])
         assert done.returncode == EXIT_NOT_RUNNING, (words, done)

@@ -111,7 +111,6 @@ def test_a_failing_worker_fails_the_start_with_its_reason() -> None:
 
 @pytest.mark.full
 def test_a_worker_that_is_killed_while_it_starts_fails_the_start() -> None:
-    """By a signal, with nothing in its log: that is said, too."""
     with _app(DYING) as served:
         done = served.cli(*served.serve_words("--detach"))
 
@@ -171,7 +170,6 @@ def test_a_killed_arbiter_ends_the_wait_for_it() -> None:
 
 @pytest.mark.full
 def test_ctrl_c_while_waiting_for_a_detached_start_takes_the_start_back() -> None:
-    """SIGINT to `serve --detach` before it is ready: the arbiter leaves, and nothing is left."""
     with _app(WAITING) as served:
         process = served.popen(*served.serve_words("--detach"))
         until(lambda: served.paths.control_socket.exists() and "Backend" in served.pids())

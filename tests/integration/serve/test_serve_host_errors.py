@@ -43,7 +43,6 @@ TRIED = (("DYN_LOCAL_LOG_DIR", False), ("XDG_RUNTIME_DIR", True))
     ],
 )
 def test_a_folder_that_cannot_be_made(variable: str, detached: bool) -> None:
-    """Runtime, state and log folder: named, with what to set instead."""
     with _echo(env={variable: REFUSING}) as served:
         words = served.serve_words("--detach") if detached else served.serve_words()
         line = _refused(served, *words)
@@ -110,7 +109,6 @@ def test_a_folder_without_room(variable: str, detached: bool, tiny: Path) -> Non
 
 
 def test_a_read_only_state_folder_is_named_by_all_who_write_there(tiny: Path) -> None:
-    """`serve`, and a `down` that finds what somebody left."""
     (tiny / "dynamo.json").write_text("{}")
     subprocess.run(["mount", "-o", "remount,ro", str(tiny)], check=True)
     with _echo(env={"DYN_LOCAL_STATE_DIR": str(tiny)}) as served:

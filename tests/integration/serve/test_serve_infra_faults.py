@@ -68,7 +68,6 @@ def _keys_or_none(served: Served) -> list[str] | None:
 
 @pytest.mark.full
 async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    """A lease that was lost with etcd is granted anew and everything registered again; requests work throughout."""
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(nats_server), "DYN_LEASE_TTL_S": "3"}
     with Served(namespace="lost", env=env) as served:
         served.start()
@@ -104,7 +103,6 @@ def _with_token(nats: RealNats) -> str:
 
 
 async def test_a_killed_nats_is_restarted_and_the_graph_heals() -> None:
-    """A stream in flight does not notice (its tokens go directly); later requests work, with remote prefills."""
     with Served() as served:
         served.start()
         pids, old = served.pids(), served.server_pid("nats")

@@ -122,7 +122,6 @@ def notify_socket(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
 
 
 def test_ctrl_c_during_the_start_leaves_nothing() -> None:
-    """A worker whose start hook never ends: SIGINT ends the start with 130."""
     with Served(target=("app:Slow",), files={"app.py": SLOW_START}, frontend=False) as served:
         process = served.popen(*served.serve_words())
         until(lambda: served.paths.control_socket.exists() and "Slow" in served.pids(), what=served.foreground_output)
@@ -162,7 +161,6 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
 @pytest.mark.timing
 @pytest.mark.full
 async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
-    """`--timeout` gives up waiting (exit 5) and cuts nothing; nor does asking again; `--now` ends at once."""
     with Served() as served:
         served.start()
         async with streaming(served, "Go on and on.", tokens=50_000) as (stream,):

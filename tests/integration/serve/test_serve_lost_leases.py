@@ -26,7 +26,6 @@ async def _ask(served: Served, prompt: str, tokens: int = 8) -> str | None:
 
 
 async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back() -> None:
-    """`etcdctl lease revoke`, as the predecessor's tools drain: draining, its stream completes, exit, no new key."""
     with Served("--VllmWorker.ServiceArgs.workers=2") as served:
         served.start()
         async with streaming(served, "Let me finish.", tokens=1500) as (stream,):
@@ -49,7 +48,6 @@ async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back()
 
 @pytest.mark.full
 async def test_all_leases_revoked_by_somebody_else_make_the_graph_degraded_never_ready() -> None:
-    """Every worker leaves, none comes back: status, its table and the metrics say so, and what is missing."""
     with Served(target=AGG) as served:
         served.start()
         assert (served.status()["state"], served.status()["missing"]) == ("ready", [])
@@ -72,7 +70,6 @@ async def test_all_leases_revoked_by_somebody_else_make_the_graph_degraded_never
 
 @pytest.mark.full
 async def test_with_restart_a_worker_that_was_revoked_comes_back_and_cuts_nothing() -> None:
-    """`on-foreign-revoke: restart`: what it streams ends first; the graph is degraded until it serves again."""
     with Served("--Host.on-foreign-revoke=restart", target=AGG) as served:
         served.start()
         before = served.pids()["VllmWorker"]

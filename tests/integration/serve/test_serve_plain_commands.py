@@ -55,7 +55,6 @@ def test_processes_are_served_scaled_and_started_again() -> None:
 
 @pytest.mark.full
 def test_processes_outlive_a_killed_arbiter_and_are_taken_back() -> None:
-    """As for any worker: the same runners, the same commands, and then they leave in order."""
     with Served(
         "--on-arbiter-death", "keep", target=("-f", "graph.yaml"), files={"graph.yaml": FILE}, frontend=False
     ) as (served):

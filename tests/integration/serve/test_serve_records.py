@@ -83,7 +83,6 @@ def test_each_key_hangs_on_its_workers_lease(served: Served) -> None:
 
 
 def test_the_statefile_says_what_runs(served: Served) -> None:
-    """Keys of `statefile.md`: watchers, GPUs, pids with their start times, leases, endpoints, how to start one."""
     state = served.statefile()
     status = served.status()
 
@@ -99,7 +98,6 @@ def test_the_statefile_says_what_runs(served: Served) -> None:
 
 
 def test_the_statefile_says_who_holds_which_gpu(served: Served) -> None:
-    """Decode and prefill hold one device each, the others none; eight are known."""
     state = served.statefile()
 
     resources = {name: entry["resources"] for name, entry in state["components"].items()}
@@ -110,14 +108,12 @@ def test_the_statefile_says_who_holds_which_gpu(served: Served) -> None:
 
 
 def test_the_product_reads_its_own_statefile(served: Served) -> None:
-    """The store's schema accepts it as it lies on disk."""
     state = StateStore(served.paths.statefile).read()
 
     assert {entry.state for entry in state.components.values()} == {"ready"}
 
 
 def test_files_are_the_users_alone(served: Served) -> None:
-    """Folders 0700; statefile, NATS token and logs 0600; sockets lie in a 0700 folder."""
     paths = served.paths
     folders = (paths.runtime.parent, paths.runtime, paths.statefile.parent, paths.logs)
     files = (paths.statefile, paths.runtime / "nats" / "token", *paths.logs.glob("*.log"))
@@ -158,7 +154,6 @@ def test_all_workers_are_spawned_at_once(served: Served) -> None:
 
 
 def test_a_worker_sees_its_own_device_only(served: Served) -> None:
-    """CUDA_VISIBLE_DEVICES is the device of the ledger, and empty where none was asked for."""
     held = served.statefile()["components"]
     for name, pid in served.pids().items():
         uuids = held[f"dynamo_{name}"]["resources"].get("gpu_uuids", [])
@@ -209,7 +204,6 @@ def circusctl(served: Served, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_embedded_servers_listen_on_loopback_only(served: Served) -> None:
-    """etcd and NATS, like the frontend, cannot be reached from the network."""
     pids = [pid for name in ("etcd", "nats") if (pid := served.server_pid(name))] + [served.pids()["Frontend"]]
 
     listening = {address for pid in pids for address in _listening(pid)}
@@ -238,7 +232,6 @@ def _listening(pid: int) -> Iterator[str]:
 
 @pytest.mark.full
 def test_external_servers_are_used_and_left_without_a_key(etcd_server: RealEtcd, nats_server: RealNats) -> None:
-    """With ETCD_ENDPOINTS and NATS_SERVER nothing is embedded, credentials stay hidden, and no key is left."""
     where = nats_server.url.removeprefix("nats://")
     env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": f"nats://{nats_server.token}@{where}"}
     with Served(namespace="external", env=env) as served:

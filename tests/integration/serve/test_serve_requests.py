@@ -19,7 +19,6 @@ LOGGING = ("Frontend", "VllmWorker", "PrefillWorker")
 
 
 async def test_chat_of_the_disaggregated_graph(disagg: Served) -> None:
-    """The `openai` client, not streaming: the right text, reason and usage."""
     async with disagg.client() as client:
         answer = await client.chat.completions.create(**asking("Tell me of the sea.", 32))
 
@@ -30,14 +29,12 @@ async def test_chat_of_the_disaggregated_graph(disagg: Served) -> None:
 
 
 async def test_streamed_chat_of_the_disaggregated_graph(disagg: Served) -> None:
-    """The `openai` client, streaming: the pieces make up the right text."""
     async with disagg.client() as client:
         assert await stream_chat(client, "Sing me a song.", 48) == expected("Sing me a song.", 48)
 
 
 @pytest.mark.full
 async def test_chat_of_the_aggregated_graph(agg: Served) -> None:
-    """Without prefill workers, streaming and not."""
     async with agg.client() as client:
         answer = await client.chat.completions.create(**asking("Alone at last.", 32))
         streamed = await stream_chat(client, "Alone at last, aloud.", 32)
@@ -47,7 +44,6 @@ async def test_chat_of_the_aggregated_graph(agg: Served) -> None:
 
 
 async def test_completion_and_models(disagg: Served) -> None:
-    """`/v1/completions` and `/v1/models` answer in OpenAI's format."""
     async with disagg.client() as client:
         answer = await client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=8)
         models = [model.id async for model in client.models.list()]
@@ -57,7 +53,6 @@ async def test_completion_and_models(disagg: Served) -> None:
 
 
 async def test_prefill_really_happens_elsewhere(disagg: Served) -> None:
-    """A prompt above the threshold is computed by the prefill worker; the decode worker says why."""
     prompt = "a prompt that is certainly longer than ten tokens, and that nobody has asked before this test"
     before = await _prefills(disagg)
     async with disagg.client() as client:
@@ -85,7 +80,6 @@ async def test_200_concurrent_streams_are_all_right(disagg: Served) -> None:
 
 @pytest.mark.full
 async def test_200_concurrent_streams_over_two_prefill_and_two_decode_workers(two_by_two: Served) -> None:
-    """The same with four engines: identities of handed-over KV are not mixed up, and all workers take part."""
     await _many_streams(two_by_two)
 
     for name in ("VllmWorker", "VllmWorker_1"):
@@ -102,7 +96,6 @@ async def _many_streams(served: Served) -> None:
 
 
 async def test_an_unknown_model_and_an_over_long_prompt_are_the_clients_errors(disagg: Served) -> None:
-    """404 and 400 in OpenAI's format through the whole graph, naming the parameter."""
     async with httpx.AsyncClient(base_url=disagg.url) as http:
         unknown = await http.post("/v1/chat/completions", json={**asking("hello", 4), "model": "gpt-7"})
         too_long = await http.post("/v1/completions", json={"model": MODEL, "prompt": [300] * 200_000})
@@ -112,7 +105,6 @@ async def test_an_unknown_model_and_an_over_long_prompt_are_the_clients_errors(d
 
 
 async def test_a_client_that_goes_away_frees_its_slot(disagg: Served) -> None:
-    """Closing a stream early cancels the work in the engine: nothing is left in flight."""
     async with disagg.client() as client:
         stream = await client.chat.completions.create(
             **asking("I shall not wait for this.", 5000, ignore_eos=True), stream=True

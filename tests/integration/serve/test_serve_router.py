@@ -107,7 +107,6 @@ async def test_disagg_router_feeds_the_prefill_rule_and_forgets_a_drained_worker
 
 @pytest.mark.full
 async def test_two_routers_share_the_work_and_one_can_be_drained() -> None:
-    """Each knows of all workers; a drained one is asked no more, and no request notices."""
     with Served(*SMALL, "--Router.ServiceArgs.workers=2", target=AGG_ROUTER) as served:
         served.start()
         async with served.client() as client:

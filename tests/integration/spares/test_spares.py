@@ -49,7 +49,6 @@ def served() -> Iterator[Served]:
 
 
 async def test_a_spare_becomes_the_worker_under_its_pid_and_another_one_follows(served: Served) -> None:
-    """Right session, right name, right devices, the right marks for whoever looks for what a run left behind."""
     spare = warm(served)
     assert served.statefile()["spares"][spare["watcher_name"]]["pid"] == spare["pid"]
     scaled_up(served)
@@ -73,7 +72,6 @@ async def test_a_spare_becomes_the_worker_under_its_pid_and_another_one_follows(
 
 
 async def test_its_answers_are_those_of_any_worker(served: Served) -> None:
-    """Requests that run while a spare becomes a worker, and those that it gets."""
     warm(served)
     prompts = [f"Say number {n}." for n in range(24)]
     async with streaming(served, *prompts, tokens=200) as streams:
@@ -89,7 +87,6 @@ async def test_a_restart_takes_a_spare(served: Served) -> None:
 
 
 async def test_a_worker_that_was_a_spare_and_dies_is_a_crash_of_that_worker(served: Served) -> None:
-    """Its exit code is told under the worker's name, and it is started again."""
     warm(served)
     before = served.worker("VllmWorker")
     os.kill(before["pid"], signal.SIGKILL)
@@ -112,7 +109,6 @@ async def test_a_spare_that_dies_is_replaced_after_a_delay_and_said(served: Serv
 
 @pytest.mark.full
 async def test_no_spare_outlives_a_killed_arbiter() -> None:
-    """The guardian ends spares as it ends workers, those that were spares among them."""
     with Served(*SPARES, target=AGG) as own:
         own.start()
         warm(own)

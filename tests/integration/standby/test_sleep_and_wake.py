@@ -43,7 +43,6 @@ async def test_cycles_under_load_lose_nothing(graph: Served) -> None:
 
 
 async def test_a_long_stream_is_finished_before_its_worker_sleeps(graph: Served) -> None:
-    """It is out of routing at once, asleep only after the last token."""
     async with streaming(graph, "tell me", "tell me more", tokens=1500) as tasks:
         victim = next(name for name in ("VllmWorker", "VllmWorker_1") if graph.worker(name)["load"] is not None)
         sleep(graph, victim)
@@ -53,7 +52,6 @@ async def test_a_long_stream_is_finished_before_its_worker_sleeps(graph: Served)
 
 
 async def test_woken_while_its_streams_end_it_goes_on_serving(graph: Served) -> None:
-    """Nothing was given up; the engine never slept."""
     async with streaming(graph, "a", "b", "c", "d", tokens=1200) as tasks:
         sleep(graph, "VllmWorker_1")
         assert graph.states()["VllmWorker_1"] == "falling_asleep"
@@ -67,7 +65,6 @@ async def test_woken_while_its_streams_end_it_goes_on_serving(graph: Served) -> 
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_wake_takes_what_is_configured_and_at_most_fifty_milliseconds(graph: Served) -> None:
-    """From the command to the worker's registration, by the event log's own times; the median of five."""
     took_s = []
     for _ in range(5):
         await asleep(graph, "VllmWorker_1")
@@ -79,7 +76,6 @@ async def test_a_wake_takes_what_is_configured_and_at_most_fifty_milliseconds(gr
 
 
 async def test_a_sleepers_gpu_is_given_to_somebody_else_and_it_is_told_who_has_it(graph: Served) -> None:
-    """Three of four devices are held; with two asleep, two more workers start, and one sleeper cannot wake."""
     await asleep(graph, "VllmWorker_1")
     made = await ascale(graph, "PrefillWorker", "+2")
     assert [kind for kind, _ in made] == ["spawn", "spawn"]
@@ -95,7 +91,6 @@ async def test_a_sleepers_gpu_is_given_to_somebody_else_and_it_is_told_who_has_i
 
 
 async def test_scale_wakes_before_it_starts(graph: Served) -> None:
-    """+1 costs half a second instead of a start; --no-wake starts one."""
     await asleep(graph, "VllmWorker_1")
     assert await ascale(graph, "VllmWorker", "+1") == [("wake", "VllmWorker_1")]
     await until_state(graph, "VllmWorker_1", "ready")
@@ -108,7 +103,6 @@ async def test_scale_wakes_before_it_starts(graph: Served) -> None:
 
 
 async def test_the_last_ready_worker_is_not_put_to_sleep(graph: Served) -> None:
-    """Unless forced."""
     await asleep(graph, "VllmWorker_1")
     with pytest.raises(ArbiterRefused, match="the last ready worker of VllmWorker"):
         sleep(graph, "VllmWorker")
@@ -116,7 +110,6 @@ async def test_the_last_ready_worker_is_not_put_to_sleep(graph: Served) -> None:
 
 
 async def test_a_component_without_standby_says_how_to_have_it(graph: Served) -> None:
-    """Its engine was not made for it."""
     with pytest.raises(ArbiterRefused, match=r"set `ServiceArgs.standby` of Frontend"):
         sleep(graph, "Frontend", force=True)
 
@@ -139,7 +132,6 @@ async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> 
 
 @pytest.mark.full
 async def test_a_sleeper_that_is_drained_leaves_and_one_that_dies_sleeps_again(graph: Served) -> None:
-    """A drain has nothing to finish; a crash is restarted, and put to sleep as it was."""
     await ascale(graph, "VllmWorker", "+1")
     await until_state(graph, "VllmWorker_2", "ready")
     await asleep(graph, "VllmWorker_2")

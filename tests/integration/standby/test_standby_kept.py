@@ -22,7 +22,6 @@ GOES_WRONG = (*WORDS, "--VllmWorker.ServiceArgs.standby=0", "--VllmWorker.Servic
 
 @pytest.mark.full
 async def test_so_many_are_kept_asleep() -> None:
-    """Started and put to sleep; woken ones are replaced while there are GPUs; a dry run says so."""
     with Served(*WORDS, "--VllmWorker.ServiceArgs.standby=1", target=AGG) as served:
         served.start()
         await until_state(served, "VllmWorker_1", "sleeping")
@@ -44,7 +43,6 @@ async def test_so_many_are_kept_asleep() -> None:
 
 @pytest.mark.full
 async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> None:
-    """Its process ends before it is in routing again, with the reason shown, and another one serves."""
     with Served(*GOES_WRONG, "--VllmWorker.sim.corrupt_after_wakes=2", target=AGG) as served:
         served.start()
         pid = served.pids()["VllmWorker_1"]
@@ -61,7 +59,6 @@ async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> 
 
 @pytest.mark.full
 async def test_a_process_whose_memory_grows_is_replaced() -> None:
-    """Asleep it is started anew, and sleeps again."""
     with Served(*GOES_WRONG, "--VllmWorker.sim.sleep_growth_bytes=700000000", target=AGG) as served:
         served.start()
         pid = served.pids()["VllmWorker_1"]

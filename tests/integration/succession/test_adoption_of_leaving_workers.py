@@ -19,7 +19,6 @@ TOKENS = 2500
 
 @pytest.mark.full
 async def test_a_drain_goes_on_after_the_adoption() -> None:
-    """Committed by the old arbiter, finished under the new one: the stream is whole, the worker is removed."""
     with Served(*KEEP) as served:
         served.start()
         assert served.cli("scale", "VllmWorker", "+1", "--wait").returncode == 0
@@ -82,7 +81,6 @@ async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
 
 @pytest.mark.full
 async def test_down_without_an_arbiter_lets_streams_finish() -> None:
-    """The same three stages, by the command itself; then nothing is left."""
     with Served(*KEEP) as served:
         served.start()
         async with streaming(served, "A last one.", tokens=TOKENS) as (stream,):

@@ -41,7 +41,6 @@ def test_an_adoption_that_fails_leaves_everything_serving() -> None:
 
 @pytest.mark.full
 def test_the_policy_stays_unless_said_otherwise() -> None:
-    """An adopted run keeps `keep`; `--adopt --on-arbiter-death end` changes it, and then the guardian ends it."""
     with alone(*KEEP, name="Alone") as served:
         served.start()
         served.kill_arbiter()

@@ -93,7 +93,6 @@ def test_a_killed_arbiter_leaves_nothing_within_two_seconds() -> None:
 
 @pytest.mark.full
 async def test_the_leases_are_revoked_in_an_etcd_that_stays(own_etcd: RealEtcd) -> None:
-    """Nobody is routed to the dead: their keys go at once, not with the lease's 60 seconds."""
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "DYN_LEASE_TTL_S": "60"}
     with Served(target=("app:Parent",), files={"app.py": STUBBORN}, frontend=False, env=env) as served:
         served.start()
@@ -111,7 +110,6 @@ async def test_the_leases_are_revoked_in_an_etcd_that_stays(own_etcd: RealEtcd) 
 
 @pytest.mark.full
 def test_a_guardian_that_dies_is_started_again_and_does_its_work() -> None:
-    """The arbiter notices; the new one knows the same arbiter and policy."""
     with parent() as served:
         served.start()
         first = served.status()["guardian_pid"]
@@ -146,7 +144,6 @@ def test_in_an_orderly_down_the_guardian_does_nothing() -> None:
 
 @pytest.mark.full
 def test_killed_in_the_middle_of_its_start_it_leaves_nothing_either() -> None:
-    """The guardian comes first: even while it starts itself, it will find the arbiter gone."""
     with parent() as served:
         process = served.popen(*served.serve_words())
         until(lambda: served.pids_of("serve_dynamo"), what=served.foreground_output)
@@ -174,7 +171,6 @@ def test_a_new_serve_right_after_the_kill_starts_anew() -> None:
 
 
 def test_arbiter_and_guardian_killed_the_next_serve_sweeps_and_says_so() -> None:
-    """Workers go with the arbiter by their death signal; what is left is found by its marks."""
     with parent() as served:
         served.start()
         old = children(served)

@@ -85,7 +85,6 @@ def running() -> Iterator[Served]:
 
 @pytest.mark.parametrize("shell", EACH_SHELL)
 def test_the_run_is_found_and_nothing_of_it_is_ended(running: Served, shell: str) -> None:
-    """8 of 8 streams were cut by a `serve` of cron's, which took the workers for leftovers."""
     env, before = SHELLS[shell](running), running.status()
     assert _status(running, env)["run_id"] == before["run_id"]
     for words in ((), ("--adopt",), ("--replace",)):
@@ -98,7 +97,6 @@ def test_the_run_is_found_and_nothing_of_it_is_ended(running: Served, shell: str
 
 
 def test_an_arbiter_without_its_lock_and_statefile_is_still_alive(running: Served) -> None:
-    """Somebody has cleared the folder: its guardian tells whose the workers are, and the statefile comes back."""
     before = running.status()
     shutil.rmtree(running.paths.statefile.parent)
     done = running.cli(*running.serve_words())
@@ -108,7 +106,6 @@ def test_an_arbiter_without_its_lock_and_statefile_is_still_alive(running: Serve
 
 
 def test_a_stranger_to_the_state_folder_is_told_where_it_is(running: Served) -> None:
-    """Nothing of a run in another state folder is touched: it is another run's place."""
     env = {**_other_runtime(running), "DYN_LOCAL_STATE_DIR": str(running.folder / "elsewhere")}
     for command in ("status", "down"):
         done = running.cli(command, "--namespace", "dynamo", env=env)
@@ -128,7 +125,6 @@ def test_two_runs_never_share_a_runtime_folder(running: Served) -> None:
 
 @pytest.mark.parametrize("lost", ["runtime folder", pytest.param("control socket", marks=pytest.mark.full)])
 def test_what_is_removed_under_a_live_run_is_made_again(running: Served, lost: str) -> None:
-    """`status` said that nothing runs, and a new worker could not read NATS's token."""
     before = running.status()
     if lost == "control socket":
         running.paths.control_socket.unlink()
@@ -144,7 +140,6 @@ def test_what_is_removed_under_a_live_run_is_made_again(running: Served, lost: s
 
 @pytest.mark.full
 def test_servers_that_die_after_their_folder_was_removed_come_back(running: Served) -> None:
-    """With the same ports and token, and without their data: workers register again."""
     shutil.rmtree(running.paths.runtime)
     until(running.paths.control_socket.exists)
     for name in ("nats", "etcd"):
@@ -159,7 +154,6 @@ def test_servers_that_die_after_their_folder_was_removed_come_back(running: Serv
 
 @pytest.mark.parametrize("shell", ["cron", pytest.param("DYN_LOCAL_STATE_DIR", marks=pytest.mark.full)])
 def test_down_of_another_shell_leaves_nothing(shell: str) -> None:
-    """It ended a live graph as a dead one, or returned 0 and left it."""
     with _echo() as served:
         served.start()
         arbiter = served.status()["arbiter_pid"]
@@ -173,7 +167,6 @@ def test_down_of_another_shell_leaves_nothing(shell: str) -> None:
 
 @pytest.mark.full
 def test_down_reaches_an_arbiter_that_cannot_have_a_socket_any_more() -> None:
-    """Where no folder can be made: by a signal. `status` says what is wrong."""
     with _echo() as served:
         served.start()
         shutil.rmtree(served.paths.runtime.parent)
@@ -187,7 +180,6 @@ def test_down_reaches_an_arbiter_that_cannot_have_a_socket_any_more() -> None:
 
 @pytest.mark.parametrize("shell", EACH_SHELL)
 def test_a_killed_arbiters_run_is_adopted_by_another_shell(shell: str) -> None:
-    """Its sockets stay where the first one had put them, and either shell finds them."""
     with _echo(*KEEP) as served:
         served.start()
         before = served.status()
@@ -205,7 +197,6 @@ def test_a_killed_arbiters_run_is_adopted_by_another_shell(shell: str) -> None:
 
 @pytest.mark.full
 def test_a_run_whose_runtime_folder_went_with_its_arbiter_is_adopted() -> None:
-    """The certificates and the token were in it alone; its guardian, which outlives the arbiter, knows them too."""
     with _echo(*KEEP) as served:
         served.start()
         pids = served.pids()
@@ -221,7 +212,6 @@ def test_a_run_whose_runtime_folder_went_with_its_arbiter_is_adopted() -> None:
 
 @pytest.mark.full
 def test_a_run_whose_runtime_folder_and_guardian_are_gone_is_not_adopted_and_not_ended() -> None:
-    """Nobody knows any more by what its servers are reached: that is said, with what can be done."""
     with _echo(*KEEP) as served:
         served.start()
         pids = served.pids()
@@ -237,7 +227,6 @@ def test_a_run_whose_runtime_folder_and_guardian_are_gone_is_not_adopted_and_not
 
 
 def test_a_run_of_an_earlier_release_is_adopted() -> None:
-    """Its statefile names no log folder, and its lock was in the runtime folder."""
     with _echo(*KEEP) as served:
         served.start()
         pids = served.pids()
@@ -255,7 +244,6 @@ def test_a_run_of_an_earlier_release_is_adopted() -> None:
 
 @pytest.mark.full
 async def test_streams_go_on_while_the_runtime_folder_is_removed() -> None:
-    """Of a whole graph: those under way, and new ones, with remote prefills over NATS."""
     with Served() as served:
         served.start()
         async with served.client() as client:
@@ -273,7 +261,6 @@ async def test_streams_go_on_while_the_runtime_folder_is_removed() -> None:
 
 
 def test_two_runs_never_hold_one_gpu_because_their_shells_differ() -> None:
-    """One host with four GPUs: neither of two shells that share no folder gets what the other has."""
     with _echo("--gpus", "0,1", files={"pynvml.py": NVML}) as one:
         one.start()
         other = {**one.env, "HOME": str(one.folder / "home2"), "XDG_RUNTIME_DIR": str(one.folder / "run2")}
@@ -291,7 +278,6 @@ def test_two_runs_never_hold_one_gpu_because_their_shells_differ() -> None:
 
 @pytest.mark.parametrize("name", ["gpus", *(pytest.param(name, marks=pytest.mark.full) for name in ("-x", "v1"))])
 def test_a_name_that_cannot_be_a_namespace_is_refused(running: Served, name: str) -> None:
-    """The `down` of a namespace `gpus` removed the locks of every namespace's GPUs."""
     for words in (("down",), ("status",), running.serve_words()):
         done = running.cli(*words, f"--namespace={name}")
         assert done.returncode == EXIT_BAD_INPUT, done.stdout + done.stderr

@@ -184,7 +184,6 @@ async def test_a_graph_without_prefill_takes_the_decode_number_under_the_old_lay
 
 @pytest.mark.full
 async def test_an_adopted_run_goes_on_following() -> None:
-    """What was decided while nobody was there included, without saying --follow again; --planner ends it."""
     with alone("--on-arbiter-death", "keep") as served:
         done = served.cli(*served.serve_words("--follow", "virtual", "--detach"), timeout_s=90.0)
         assert done.returncode == 0, done.stderr

@@ -70,7 +70,6 @@ def outcomes(served: Served) -> list[tuple[int, str, str]]:
 
 
 async def test_without_an_environment_it_holds_then_gives_up_and_says_so(graph: Served) -> None:
-    """And what it decides then stands there already."""
     planner(graph, "set", options={"virtual_max_wait": 4.0})
     answers = await open_loop(graph, steady(rate=4, seconds=16, prompt_words=8, tokens=150))
     assert answers.wrong == []
@@ -86,7 +85,6 @@ async def test_without_an_environment_it_holds_then_gives_up_and_says_so(graph: 
 
 
 async def test_its_decisions_are_carried_out_by_the_environment_up_and_down(graph: Served, tmp_path: Path) -> None:
-    """What stands there unacknowledged is the first thing that the environment does."""
     planner(graph, "set", options={"virtual_max_wait": 1800.0})
     output = tmp_path / "environment.txt"
     with environment(graph, output):

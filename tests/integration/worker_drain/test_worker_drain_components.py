@@ -97,7 +97,6 @@ async def test_a_frontend_keeps_its_socket_while_it_drains_and_comes_back(graph:
 
 
 async def test_a_prefill_worker_pulls_again_when_its_drain_is_taken_back(graph: Graph) -> None:
-    """What it has in hand goes on and is answered; entries that came meanwhile are its own again."""
     config = {**CONFIG, "PrefillWorker": {"sim": {"speed": 0.02}}}
     await graph.start("Frontend", "Processor", "VllmWorker", "PrefillWorker", config=config)
     prefill = graph.workers["PrefillWorker"]
@@ -152,7 +151,6 @@ async def drained_and_back(worker: WorkerUnderTest, *, by_signal: bool, wait_s: 
 
 @pytest.mark.timeout(150)
 async def test_no_request_is_lost_while_every_role_drains_and_comes_back(graph: Graph) -> None:
-    """Nine drains in turn of a decode worker, a Processor and the prefill worker, taken back, under load."""
     await graph.start("Frontend", "Processor", "Processor_1", "VllmWorker", "VllmWorker_1", "PrefillWorker")
     answers: list[tuple[str, tuple[str, str | None]]] = []
     going, taken_back = True, 0
@@ -185,7 +183,6 @@ async def test_no_request_is_lost_while_every_role_drains_and_comes_back(graph: 
 
 @pytest.mark.full
 async def test_the_example_that_revokes_a_lease_drains_a_worker_of_a_served_graph() -> None:
-    """`examples/llm/revoke_lease.py`: draining at once, the stream completes, the worker is gone and stays gone."""
     with Served("--VllmWorker.ServiceArgs.workers=2") as served:
         served.start()
 

@@ -63,7 +63,6 @@ async def ask_to_leave(worker: WorkerUnderTest, way: str) -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("way", each_time("SIGTERM"))
 async def test_a_worker_that_still_starts_leaves_at_once(host: WorkerHost, way: str) -> None:
-    """Its start hook is cancelled, its engine closed, its lease revoked; exit 0, long before any deadline."""
     worker = await host.spawn("Sleeper")
     status = await worker.reaches(waiting_for="Sleeper's start hooks")
     assert (status["state"], status["pid"], status["in_flight"]) == ("starting", worker.pid, 0)
@@ -90,7 +89,6 @@ async def test_a_start_past_its_deadline_says_what_it_waited_for(host: WorkerHos
 
 
 async def test_the_status_says_what_is_in_flight(host: WorkerHost) -> None:
-    """By request ids; what is not known is None, not 0."""
     worker = await host.start("Counter")
     counting = await host.counting(worker, 50)
     status = await worker.status()
@@ -101,7 +99,6 @@ async def test_the_status_says_what_is_in_flight(host: WorkerHost) -> None:
 
 
 async def test_control_errors_are_typed(host: WorkerHost) -> None:
-    """Nobody there, an operation that there is not, arguments that are none, a process that hangs."""
     with pytest.raises(NoWorkers, match="nobody"):
         await host.control.call("nobody", "status")
     worker = await host.start("Counter")
@@ -115,7 +112,6 @@ async def test_control_errors_are_typed(host: WorkerHost) -> None:
 
 
 async def test_a_long_operation_holds_up_no_other(nats_server: RealNats, namespace: str) -> None:
-    """`status` answers while `cancel_drain` waits for etcd; a defect is told to its caller, and ends nothing."""
     gate = asyncio.Event()
 
     async def slow(_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,7 +145,6 @@ async def test_a_long_operation_holds_up_no_other(nats_server: RealNats, namespa
 
 
 async def test_a_component_without_a_load_source_answers_the_probe_also_while_draining(host: WorkerHost) -> None:
-    """The arbiter's health probe: a worker that drains for minutes must not look hung."""
     worker = await host.start("Counter")
     assert await host.loads() == {worker.name: Load()}
     counting = await host.counting(worker, 100)
@@ -195,7 +190,6 @@ async def test_a_drain_finishes_its_streams_and_takes_nothing_new(host: WorkerHo
 @pytest.mark.timing
 @pytest.mark.parametrize("way", each_time("message"))
 async def test_a_drain_is_taken_back_within_a_second(host: WorkerHost, way: str) -> None:
-    """Same process, new lease, used again; its stream never noticed."""
     worker = await host.start("Counter")
     old = await worker.registered()
     counting = await host.counting(worker, 150)
@@ -222,7 +216,6 @@ async def test_a_drain_is_taken_back_within_a_second(host: WorkerHost, way: str)
 
 @pytest.mark.full
 async def test_a_second_request_to_drain_changes_nothing(host: WorkerHost) -> None:
-    """Whoever sends SIGTERM twice means it, but not more than a drain; the first reason stays."""
     worker = await host.start("Counter")
     counting = await host.counting(worker, 60)
     await worker.call("drain", reason="the first")
@@ -235,7 +228,6 @@ async def test_a_second_request_to_drain_changes_nothing(host: WorkerHost) -> No
 
 
 async def test_a_drain_that_is_over_cannot_be_taken_back(host: WorkerHost) -> None:
-    """Past the point of no return the answer is typed; the worker goes on going."""
     worker = await host.start("Counter", SHUTDOWN_S="1")
     await worker.call("drain")
     await worker.reaches(state="leaving")
@@ -245,7 +237,6 @@ async def test_a_drain_that_is_over_cannot_be_taken_back(host: WorkerHost) -> No
 
 
 async def test_taking_back_what_does_not_drain_is_no_error(host: WorkerHost) -> None:
-    """The answer is its state, under the same lease."""
     worker = await host.start("Counter")
     lease = await worker.registered()
     status = await worker.call("cancel_drain")

@@ -48,7 +48,6 @@ async def refused(worker: WorkerUnderTest, lease: int) -> None:
 
 
 async def test_a_drain_without_etcd_sends_requests_on_and_finishes(host: WorkerHost, own_etcd: RealEtcd) -> None:
-    """The keys cannot be deleted, so callers still come: they are refused, retryably. The streams complete; exit 0."""
     worker = await host.start("Counter")
     lease = int(await worker.registered(), 16)
     counting = await host.counting(worker, 200)
@@ -67,7 +66,6 @@ async def test_a_drain_without_etcd_sends_requests_on_and_finishes(host: WorkerH
 async def test_a_drain_that_began_without_etcd_deregisters_when_it_is_back(
     host: WorkerHost, own_etcd: RealEtcd
 ) -> None:
-    """It keeps trying, and can be taken back then; without etcd it cannot, and goes on."""
     worker = await host.start("Counter")
     lease = int(await worker.registered(), 16)
     counting = await host.counting(worker, 1500)
@@ -128,7 +126,6 @@ async def test_a_worker_survives_a_long_outage_of_etcd(host: WorkerHost, own_etc
 
 
 async def test_a_worker_survives_an_outage_of_nats(host: WorkerHost, own_nats: RealNats) -> None:
-    """Answers go over connections of their own: what runs completes meanwhile. Then it is asked again by itself."""
     worker = await host.start("Counter")
     counting = await host.counting(worker, 100)
     await own_nats.kill()
@@ -177,7 +174,6 @@ async def test_a_dead_engine_ends_its_worker_at_once(host: WorkerHost) -> None:
 
 
 async def test_an_engine_that_dies_during_a_drain_ends_it(host: WorkerHost) -> None:
-    """The same: there is nothing left to finish."""
     config = {"VllmWorker": {"sim": {"fail_after_requests": 2}}}
     worker = await host.start("VllmWorker", target=DISAGG, config=config)
     lease = await worker.registered()

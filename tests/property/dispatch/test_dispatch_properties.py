@@ -65,7 +65,6 @@ def test_every_entry_is_pulled_once_and_none_starves(steps: list[tuple[bool, flo
 def test_an_answer_ends_within_more_the_more_probably(
     seen: list[int], generated: int, more: float, further: float
 ) -> None:
-    """A probability, that never falls with the number of tokens it is asked about."""
     lengths = lengths_of(seen)
     now, later = lengths.ends_within(generated, more), lengths.ends_within(generated, more + further)
     assert 0.0 <= now <= later <= 1.0
@@ -83,7 +82,6 @@ def test_an_answer_ends_within_more_the_more_probably(
 def test_a_longer_pause_never_makes_a_miss_less_probable(
     seen: list[int], stream: Stream, now_s: float, pause_s: float, more_s: float, itl_s: float, target_s: float
 ) -> None:
-    """Nor does it leave the bounds of a probability."""
     lengths = lengths_of(seen)
     short = misses_gap(stream, now_s, pause_s, itl_s, target_s, lengths)
     long = misses_gap(stream, now_s, pause_s + more_s, itl_s, target_s, lengths)
@@ -92,7 +90,6 @@ def test_a_longer_pause_never_makes_a_miss_less_probable(
 
 @given(SECONDS, SECONDS, st.floats(0.001, 100))
 def test_a_later_first_token_is_never_a_smaller_risk(estimated_s: float, more_s: float, left_s: float) -> None:
-    """Monotone, within 0 and 1."""
     assert 0.0 <= likely_above(estimated_s, left_s) <= likely_above(estimated_s + more_s, left_s) <= 1.0
 
 
@@ -113,7 +110,6 @@ def test_corrections_stay_within_their_bound(seen: list[tuple[float, float]]) ->
 def test_whatever_was_seen_a_nearer_estimate_is_never_a_smaller_risk(
     seen: list[tuple[float, bool]], share: float, more: float
 ) -> None:
-    """A probability that never falls: more before a prompt must not make a way look safer."""
     risk = Risk(lambda each: likely_above(each, 1.0))
     for each, missed in seen:
         risk.seen(each, missed=missed)
@@ -212,7 +208,6 @@ def test_a_busier_worker_never_costs_less(
 def test_a_pick_is_a_candidate_and_never_one_of_unknown_load_before_an_idle_one(
     workers: list[tuple[bool, int, float]], targets: Targets
 ) -> None:
-    """Missing is not zero."""
     loads = {
         number: Sample(Load(active, 512, 0, 1000, 0, usage) if known else Missing("none"), 1.0)
         for number, (known, active, usage) in enumerate(workers, start=1)

@@ -13,7 +13,6 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "statefile"
 
 
 def test_what_is_left_to_do_is_read_back() -> None:
-    """Who takes whose place, and who comes after that."""
     (entry,) = load(GOLDEN / "v1-apply.json").restarts or ()
     plan = restart_of_entry(entry)
     assert plan.todo == (("dynamo_VllmWorker", 1), ("dynamo_Processor", 1))
@@ -21,7 +20,6 @@ def test_what_is_left_to_do_is_read_back() -> None:
 
 
 def test_a_component_that_was_removed_is_known_until_its_last_worker_has_left() -> None:
-    """The new file does not name it; its deadline is the one that it had."""
     gone = ServiceSpec("Exporter", Role.OTHER, 0, Resources(0), start_deadline_s=120.0, drain_deadline_s=30.0)
     assert retired(load(GOLDEN / "v1-apply.json")) == (gone,)
     assert retired(load(GOLDEN / "v1-disagg.json")) == ()

@@ -99,7 +99,6 @@ class Run:
 
 
 async def test_the_new_deployment_is_what_runs_from_then_on() -> None:
-    """For starts, for the statefile, for the planner, and for the next apply."""
     run, other = Run(), replace(DECODE, config={"speed": 2})
     said = await run.apply(FRONTEND, other, sections={"VllmWorker": {"speed": 2, "api_key": "s3cret"}})
 
@@ -116,7 +115,6 @@ async def test_the_new_deployment_is_what_runs_from_then_on() -> None:
 
 
 async def test_a_dry_run_says_the_same_and_does_nothing() -> None:
-    """Not to the fleet, not to anybody."""
     run, wanted = Run(), (FRONTEND, replace(DECODE, config={"speed": 2}, workers=3))
     factory, workers = run.launcher.factory, run.fleet.workers
     said = await run.apply(*wanted, dry_run=True)
@@ -127,7 +125,6 @@ async def test_a_dry_run_says_the_same_and_does_nothing() -> None:
 
 
 async def test_every_reason_against_it_is_said_at_once() -> None:
-    """The comparison's, the host's, the machine's; and nothing has changed."""
     run = Run()
     run.refused = ["the ini names another file"]
     factory, workers = run.launcher.factory, run.fleet.workers
@@ -147,7 +144,6 @@ async def test_every_reason_against_it_is_said_at_once() -> None:
 
 
 async def test_what_the_arbiter_itself_goes_by_changes_at_once() -> None:
-    """No worker is touched."""
     run = Run()
     said = await run.apply(host={"health_bound_s": 5.0, "restart": {"first_s": 0.5}})
     assert (run.fleet.health_bound_s, run.fleet.policy.first_s) == (5.0, 0.5)
@@ -156,7 +152,6 @@ async def test_what_the_arbiter_itself_goes_by_changes_at_once() -> None:
 
 
 async def test_the_planner_starts_and_stops_with_its_section() -> None:
-    """With the options that stand there; where it follows another planner it is refused."""
     run = Run()
     await run.apply(planner={"max_gpu_budget": 4}, planner_starts=True)
     assert (run.planning.state, run.planning.options.max_gpu_budget) == (PlannerState.RUNNING, 4)
@@ -168,7 +163,6 @@ async def test_the_planner_starts_and_stops_with_its_section() -> None:
 
 
 async def test_a_planner_that_plans_keeps_its_components() -> None:
-    """It looks at those with which it was started."""
     run = Run()
     run.planning.state = PlannerState.RUNNING
     prefill = ServiceSpec("Prefill", Role.PREFILL, runtime="http")
@@ -177,7 +171,6 @@ async def test_a_planner_that_plans_keeps_its_components() -> None:
 
 
 async def test_what_an_apply_that_had_stopped_left_is_gone_on_with() -> None:
-    """The same file again: nothing differs, but somebody still has an old configuration."""
     run, other = Run(), replace(DECODE, config={"speed": 2})
     await run.apply(FRONTEND, other)
     run.shell.fleet = replace(run.fleet, restarts=())
@@ -187,6 +180,5 @@ async def test_what_an_apply_that_had_stopped_left_is_gone_on_with() -> None:
 
 
 async def test_what_is_no_deployment_is_refused() -> None:
-    """Whoever sends it."""
     with pytest.raises(BadInput, match="this is no deployment"):
         await Run().applying.apply({"graph": 3}, dry_run=False, force=False, stimulus_id="apply:1")

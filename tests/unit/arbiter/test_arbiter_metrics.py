@@ -217,7 +217,6 @@ async def test_a_queue_that_cannot_be_seen_has_no_sample(house: House) -> None:
 
 
 async def test_tasks_of_the_arbiter_that_died_are_counted(house: House) -> None:
-    """Also those that never did: an increase from nothing is none to Prometheus."""
     died = asyncio.Event()
 
     async def broken() -> None:
@@ -249,7 +248,6 @@ async def test_it_is_served_on_loopback_and_only_read(house: House) -> None:
 
 
 async def test_on_a_socket_it_is_this_users_alone(tmp_path: Path) -> None:
-    """Also where a killed arbiter has left one; none is left afterwards that answers."""
     path = tmp_path / "metrics.sock"
     path.touch()
     house = House(place=Place(socket=path))

@@ -33,14 +33,12 @@ def nats_spec(folder: Path, made: Certificates | None) -> NatsSpec:
 
 
 def test_they_are_their_owners_alone(made: Certificates) -> None:
-    """And there is no key of the authority: nobody can sign another one later."""
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made.folder.iterdir()}
     assert modes == {"ca.pem": 0o600, "cert.pem": 0o600, "key.pem": 0o600}
     assert stat.S_IMODE(made.folder.stat().st_mode) == 0o700
 
 
 def test_they_pass_the_strictest_check_there_is(made: Certificates) -> None:
-    """That of Python 3.13, which it makes by default."""
     context = ssl.create_default_context(cafile=str(made.authority))
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -56,7 +54,6 @@ def test_they_pass_the_strictest_check_there_is(made: Certificates) -> None:
 
 
 def test_no_two_runs_have_the_same(made: Certificates, tmp_path: Path) -> None:
-    """A certificate of another run fits neither this one's key nor its authority."""
     other = write(tmp_path)
     assert other.key.read_text() != made.key.read_text()
     assert other.authority.read_text() != made.authority.read_text()
@@ -66,14 +63,12 @@ def test_no_two_runs_have_the_same(made: Certificates, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """Whatever the reason is, it is what a person is told."""
     (tmp_path / "file").touch()
     with pytest.raises(InfraUnavailable, match=r"certificates .* cannot be made: .*Not a directory"):
         make(tmp_path / "file" / "certificates")
 
 
 def test_servers_with_certificates_ask_everybody_for_one(made: Certificates, tmp_path: Path) -> None:
-    """etcd on both of its ports; and no secret is on a command line."""
     etcd, nats = etcd_spec(tmp_path, made), nats_spec(tmp_path, made)
     assert {"--client-cert-auth", "--peer-client-cert-auth"} <= set(etcd.argv)
     assert not any(word.startswith("--") and "=http:" in word for word in etcd.argv)
@@ -85,7 +80,6 @@ def test_servers_with_certificates_ask_everybody_for_one(made: Certificates, tmp
 
 
 def test_the_file_for_a_shell_sets_what_etcdctl_and_dynamo_read(made: Certificates, tmp_path: Path) -> None:
-    """It is the owner's alone, too."""
     spec = etcd_spec(tmp_path, made)
     prepare(spec)
     text = made.etcd_shell_file.read_text()
@@ -97,7 +91,6 @@ def test_the_file_for_a_shell_sets_what_etcdctl_and_dynamo_read(made: Certificat
 
 @pytest.mark.parametrize("embedded", ["etcd", "nats"])
 def test_a_runs_variables_are_those_of_its_embedded_servers(made: Certificates, embedded: str) -> None:
-    """What is the user's own is reached with what the user says."""
     server = ServerEntry(kind=embedded, binary="/opt/x", ports=[1])  # type: ignore[arg-type]
     state = State(
         namespace="dynamo",

@@ -80,7 +80,6 @@ def test_what_an_adopted_worker_has_run_does_not_follow_the_time_of_day(monkeypa
 
 
 def test_failures_of_before_a_reboot_are_not_taken_for_ones_to_come() -> None:
-    """The monotonic clock begins anew with the host."""
     entry = ComponentEntry(
         watcher_name="dynamo_Echo",
         component="Echo",

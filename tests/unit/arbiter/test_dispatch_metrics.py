@@ -20,7 +20,6 @@ def scraped(*told: Told) -> Samples:
 
 
 def test_all_that_a_decode_worker_tells_has_a_family() -> None:
-    """Each of its counters becomes one sample: none is counted and never shown."""
     counts = DispatchCounts(side=DecodeSide(Timing(FixedModel(0.1, 10.0, 100_000)), Targets(2.0, 0.05)))
     counts.decided(remote=True, why=Why.FEWER_MISSES)
     counts.decided(remote=False, why=Why.QUEUE_UNKNOWN, fallback=True)
@@ -37,7 +36,6 @@ def test_all_that_a_decode_worker_tells_has_a_family() -> None:
 
 
 def test_what_a_prefill_worker_tells_is_shown_beside_it() -> None:
-    """Overload shows where it is met: in the workers that pull."""
     counters = {"deferred": 3.0, "late_prefills": 2.0}
     found = scraped(Told("PrefillWorker", "dynamo_PrefillWorker", counters))
     assert by_label(found, "dynamo_dispatch_deferred_total") == {("PrefillWorker", "dynamo_PrefillWorker"): 3}
@@ -45,5 +43,4 @@ def test_what_a_prefill_worker_tells_is_shown_beside_it() -> None:
 
 
 def test_counters_of_another_version_are_left_out() -> None:
-    """A name that is not known, or has another number of labels, must not break the page."""
     assert scraped(Told("W", "w", {"novel": 1.0, "prefills": 2.0, "refused.more": 3.0})) == {}

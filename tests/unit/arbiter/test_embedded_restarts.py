@@ -143,7 +143,6 @@ def test_its_deaths_and_starts_are_events(tmp_path: Path) -> None:
 
 
 def test_one_that_ran_well_begins_with_the_shortest_delay(tmp_path: Path) -> None:
-    """The other failures are history."""
 
     async def main(bench: Bench) -> None:
         bench.host.refuses = 4
@@ -156,7 +155,6 @@ def test_one_that_ran_well_begins_with_the_shortest_delay(tmp_path: Path) -> Non
 
 
 def test_one_that_exits_while_its_start_is_recorded_is_started_again(tmp_path: Path) -> None:
-    """The commit of its pid takes a moment, in which it may die."""
 
     async def main(bench: Bench) -> None:
         async def dies() -> None:
@@ -191,7 +189,6 @@ def test_one_whose_pid_could_not_be_recorded_runs_all_the_same(tmp_path: Path) -
 
 @pytest.mark.parametrize(("unit", "share"), [(0.0, 0.5), (1.0, 1.0)])
 def test_the_delay_is_drawn_from_the_upper_half(unit: float, share: float, tmp_path: Path) -> None:
-    """Servers that died together do not start together."""
 
     async def main(bench: Bench) -> None:
         bench.servers.exited(NAME, 1)
@@ -201,7 +198,6 @@ def test_the_delay_is_drawn_from_the_upper_half(unit: float, share: float, tmp_p
 
 
 def test_who_leaves_starts_nothing_again(tmp_path: Path) -> None:
-    """The exit is then what was asked for."""
 
     async def main(bench: Bench) -> None:
         bench.host.refuses = 100

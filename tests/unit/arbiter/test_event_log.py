@@ -62,7 +62,6 @@ def numbers(records: list[Record]) -> list[int]:
 
 
 def test_a_record_has_the_cause_both_states_and_the_events_own_fields() -> None:
-    """Everything that a person or a program asks of an event."""
     assert record(7) == {
         "time": 7.0,
         "watcher_name": NAME,
@@ -76,7 +75,6 @@ def test_a_record_has_the_cause_both_states_and_the_events_own_fields() -> None:
 
 
 def test_no_event_has_a_field_that_hides_one_of_the_records_own() -> None:
-    """`record_of` lays an event's fields beside the common ones: for every event there is."""
     common = {"time", "seq", "watcher_name", "component", "event", "from", "to"}
     kinds = [kind for kind in vars(lifecycle).values() if isinstance(kind, type) and issubclass(kind, Event)]
     assert len(kinds) > 10
@@ -85,7 +83,6 @@ def test_no_event_has_a_field_that_hides_one_of_the_records_own() -> None:
 
 
 def test_records_are_numbered_and_come_back_in_order(path: Path) -> None:
-    """One line each, in a file of our own."""
     log = EventLog(path)
     log.append([record(1), record(2)])
     log.append([record(3)])
@@ -95,7 +92,6 @@ def test_records_are_numbered_and_come_back_in_order(path: Path) -> None:
 
 
 def test_nothing_written_is_nothing_read(path: Path) -> None:
-    """No file is no error, and no append makes none."""
     EventLog(path).append([])
     assert read(path) == []
     assert not path.exists()
@@ -120,7 +116,6 @@ def test_reading_can_be_narrowed(path: Path) -> None:
 
 
 def test_the_file_is_rotated_by_size_and_no_event_is_lost_before_its_time(path: Path) -> None:
-    """Three old files are kept; reading crosses them."""
     log = EventLog(path, max_bytes=1000, kept=3)
     for n in range(1, 41):
         log.append([record(n)])
@@ -133,7 +128,6 @@ def test_the_file_is_rotated_by_size_and_no_event_is_lost_before_its_time(path: 
 
 
 def test_a_half_written_last_line_is_left_out_and_stays_alone(path: Path) -> None:
-    """An arbiter killed in mid-write: the next one does not glue its first event to the half line."""
     EventLog(path).append([record(1)])
     with path.open("a") as file:
         file.write('{"seq": 2, "time": 2.0, "watch')
@@ -144,7 +138,6 @@ def test_a_half_written_last_line_is_left_out_and_stays_alone(path: Path) -> Non
 
 @pytest.mark.parametrize("line", ["", "null", "[]", "{}", "not json", '{"seq": "1"}', "\x00\xff", '{"seq": 1}'])
 def test_lines_that_are_no_records_are_left_out(path: Path, line: str) -> None:
-    """Somebody edited the file; what is left is still told."""
     EventLog(path).append([record(1)])
     with path.open("a") as file:
         file.write(line + "\n")
@@ -153,7 +146,6 @@ def test_lines_that_are_no_records_are_left_out(path: Path, line: str) -> None:
 
 
 def test_a_full_disk_keeps_the_events_for_later(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing half written, nothing lost, the order kept; and the error says what to do."""
     log = EventLog(path)
     log.append([record(1)])
     real = os.write
@@ -185,7 +177,6 @@ def test_a_link_in_its_place_is_not_followed(path: Path, tmp_path: Path) -> None
 
 
 def test_appends_from_several_threads_are_whole_and_numbered_once(path: Path) -> None:
-    """The supervisor appends in threads."""
     log = EventLog(path, max_bytes=20_000, kept=3)
     threads = [threading.Thread(target=lambda: [log.append([record(), record()]) for _ in range(20)]) for _ in range(5)]
     for thread in threads:
@@ -196,7 +187,6 @@ def test_appends_from_several_threads_are_whole_and_numbered_once(path: Path) ->
 
 
 def test_an_event_with_a_lone_surrogate_is_written(path: Path) -> None:
-    """A reason may hold what a process wrote; bytes that were no UTF-8 must not cost the event."""
     event = DrainRequested(stimulus_id="x", reason="bad \udcff byte")
     states = {"before": WorkerState.READY, "after": WorkerState.DRAINING}
     EventLog(path).append([record_of(event, watcher_name=NAME, component="C", time_s=0.0, **states)])
@@ -207,7 +197,6 @@ def test_an_event_with_a_lone_surrogate_is_written(path: Path) -> None:
 
 
 def test_a_tail_gives_each_event_once_as_it_comes(path: Path) -> None:
-    """From before the file is there; a half-written line waits for its end."""
     tail = EventTail(path, 0)
     assert tail.poll() == []
     log = EventLog(path)
@@ -233,7 +222,6 @@ def test_a_tail_begins_after_what_was_shown_already(path: Path) -> None:
 
 
 def test_a_tail_survives_rotations_between_two_polls(path: Path) -> None:
-    """One and several: no event is missed or told twice."""
     log = EventLog(path, max_bytes=600, kept=3)
     tail = EventTail(path, 0)
     found: list[int] = []
@@ -245,7 +233,6 @@ def test_a_tail_survives_rotations_between_two_polls(path: Path) -> None:
 
 
 def test_a_tail_survives_a_deleted_log(path: Path) -> None:
-    """An arbiter that finds no log counts from one again; that is news, not history."""
     EventLog(path).append([record() for _ in range(5)])
     tail = EventTail(path, 0)
     assert len(tail.poll()) == 5
@@ -256,7 +243,6 @@ def test_a_tail_survives_a_deleted_log(path: Path) -> None:
 
 
 def test_a_tail_survives_a_truncated_log(path: Path) -> None:
-    """The arbiter's numbers go on, so what is new is known."""
     log = EventLog(path)
     log.append([record() for _ in range(5)])
     tail = EventTail(path, 0)
@@ -267,7 +253,6 @@ def test_a_tail_survives_a_truncated_log(path: Path) -> None:
 
 
 def test_null_fields_of_an_event_are_kept_as_null(path: Path) -> None:
-    """Missing is not zero: an exit code that nobody could collect is null."""
     states = {"before": WorkerState.READY, "after": WorkerState.CRASHED}
     event = ProcessExited(stimulus_id="exit:1", exit_code=None)
     EventLog(path).append([record_of(event, watcher_name=NAME, component="C", time_s=0.0, **states)])
@@ -295,7 +280,6 @@ class Recorded:
 
 
 async def test_a_step_is_logged_with_what_is_done_about_each_worker(path: Path) -> None:
-    """The story of a worker is the machine's own: event, cause, instructions."""
     order = Scale(stimulus_id="scale:ab12", component="VllmWorker", change=Change(1, relative=False))
     await Recorded(path).step(fleet("ready", "ready", "ready"), order)
     records = read(path)
@@ -319,7 +303,6 @@ async def test_what_is_ordered_without_an_event_is_logged_beside_the_events(path
 
 
 async def test_two_events_of_one_step_have_the_instructions_once(path: Path) -> None:
-    """With the first of them: what is done is done once."""
     both = Commit((name(1),), tuple(_transition(event) for event in ("first", "second")))
     await Recorded(path).recorder.append(both, [both, Spawn(name(1), "first")])
     told = [(each["event"], each["instructions"]) for each in read(path)]
@@ -332,7 +315,6 @@ def _transition(cause: str) -> Transition:
 
 
 async def test_steps_and_other_records_are_written_in_the_order_in_which_they_came(path: Path) -> None:
-    """Several of the arbiter's tasks write; a thread does it."""
     recorded = Recorded(path)
     commit = Commit((name(1),), (_transition("first"),))
     await asyncio.gather(
@@ -347,7 +329,6 @@ async def test_steps_and_other_records_are_written_in_the_order_in_which_they_ca
 
 
 async def test_events_that_cannot_be_written_are_told_and_come_later(tmp_path: Path) -> None:
-    """The run goes on: what it does does not depend on this log."""
     path = tmp_path / "logs" / "events.jsonl"
     recorded = Recorded(path)
     (tmp_path / "logs").write_text("a file, where the folder should be")

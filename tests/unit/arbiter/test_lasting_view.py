@@ -33,7 +33,6 @@ class Full(io.StringIO):
 
 
 def test_a_view_that_fails_is_not_tried_again() -> None:
-    """The caller, an event loop, hears nothing of it."""
     silenced: list[str] = []
     view = LastingView(PlainView(Full()), lambda: silenced.append("once"))
     assert view.wants_logs
@@ -46,7 +45,6 @@ def test_a_view_that_fails_is_not_tried_again() -> None:
 
 
 def test_a_process_whose_output_nobody_reads_goes_on_and_ends_as_it_means_to(tmp_path: Path) -> None:
-    """Neither its prints nor the interpreter's last flush change its exit code."""
     told = tmp_path / "told"
     words = [sys.executable, "-c", SCRIPT, str(told)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

@@ -33,7 +33,6 @@ def test_each_rung_that_was_measured_has_its_statistics_and_no_other_a_sample() 
 
 
 def test_the_families_are_there_before_anything_was_measured() -> None:
-    """A scrape of a new graph names them; a second collector of them is refused."""
     registry = CollectorRegistry()
     LeadMetrics(registry)
     assert b"# TYPE dynamo_arbiter_lead_seconds gauge" in generate_latest(registry)

@@ -81,7 +81,6 @@ def ends(life: Life, *, lives: bool) -> Life:
 @pytest.mark.parametrize("lives", [True, False])
 @pytest.mark.parametrize("seen", [True, False])
 async def test_one_that_somebody_else_revoked_leaves_and_is_missed(lives: bool, seen: bool) -> None:
-    """As under an arbiter that lives: it drains to its end, stays away, and the graph is degraded."""
     run = Run("ready", "ready", restart_revoked=LEAVE)
     await run.revoked(seen=seen)
     life = ends(run.successor(lives=lives), lives=lives)
@@ -104,7 +103,6 @@ async def test_one_that_comes_back_does_so_by_the_restart_policy(lives: bool, se
 
 
 async def test_one_that_had_left_before_is_counted_too() -> None:
-    """The arbiter was killed between the end of the process and the back-off."""
     run = Run("ready", "ready", restart_revoked=RESTART)
     await run.revoked()
     run.life.gone(1)
@@ -114,7 +112,6 @@ async def test_one_that_had_left_before_is_counted_too() -> None:
 
 
 async def test_one_that_is_restarted_by_command_is_not_counted() -> None:
-    """Its course is the same; that it was asked tells the two apart."""
     run = Run("ready", "ready", restart_revoked=RESTART)
     run.life.feed(st.Restart(stimulus_id="command:1", target=name(1)))
     run.life.gone(1)
@@ -127,7 +124,6 @@ async def test_one_that_is_restarted_by_command_is_not_counted() -> None:
 @pytest.mark.parametrize("lives", [True, False])
 @pytest.mark.parametrize("restart_revoked", [LEAVE, RESTART])
 async def test_a_drain_that_was_ordered_goes_on(lives: bool, restart_revoked: bool) -> None:
-    """Its deadline counts from when it was asked, it is asked again, and nobody misses it."""
     run = Run("ready", "ready", restart_revoked=restart_revoked)
     run.life.now_s = 90.0
     run.life.feed(st.Drain(stimulus_id="command:1", name=name(1)))
@@ -145,7 +141,6 @@ async def test_a_drain_that_was_ordered_goes_on(lives: bool, restart_revoked: bo
 
 @pytest.mark.parametrize("written_by_itself", [True, False])
 async def test_one_that_was_revoked_and_then_taken_away_does_not_come_back(written_by_itself: bool) -> None:
-    """The later order is written down as ours, whether the worker has said that it drains or not."""
     run = Run("ready", "ready", restart_revoked=RESTART)
     await run.written()
     run.life.key_gone(1)
@@ -162,7 +157,6 @@ async def test_one_that_was_revoked_and_then_taken_away_does_not_come_back(writt
 
 
 async def test_one_that_was_to_leave_before_its_process_was_there_is_asked() -> None:
-    """The arbiter was killed between the start of the process and the commit of its pid."""
     run = Run("ready", "pending", restart_revoked=RESTART)
     run.life.feed(st.GpusSeen(stimulus_id="gpus", devices=run.life.fleet.gpus.devices))
     run.life.begun(1)
@@ -174,7 +168,6 @@ async def test_one_that_was_to_leave_before_its_process_was_there_is_asked() -> 
 
 
 async def test_one_that_was_stopped_past_its_lease_has_registered_again() -> None:
-    """That it left was a guess, which is nobody's intent."""
     run = Run("ready", "ready", restart_revoked=RESTART)
     await run.written()
     run.life.key_gone(1)

@@ -86,7 +86,6 @@ def write_statefile(paths: Paths, process: subprocess.Popen[str] | None = None, 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
 def test_a_broken_statefile_is_an_empty_record(paths: Paths, text: str) -> None:
-    """The guardian must cope with whatever is there; then the marks alone count."""
     paths.statefile.write_text(text)
     assert recorded(paths.statefile) == leftovers.Recorded()
 
@@ -101,20 +100,17 @@ def test_a_broken_statefile_is_an_empty_record(paths: Paths, text: str) -> None:
     ],
 )
 def test_what_makes_no_sense_in_it_is_left_out(paths: Paths, more: dict[str, Any]) -> None:
-    """Types of somebody's editor: neither a pid nor a lease, and no exception."""
     write_statefile(paths, **more)
     run = recorded(paths.statefile)
     assert (run.run_id, run.workers, run.servers, dict(run.leases)) == (RUN, (), (), {})
 
 
 def test_the_leases_of_what_runs_behind_a_worker_are_its_too(paths: Paths) -> None:
-    """A command that registers itself: whoever cleans up after the worker revokes both."""
     write_statefile(paths, components={"test_W": {"lease": "7a", "other_leases": ["8b", "9c"]}})
     assert recorded(paths.statefile).leases == {"test_W": ("7a", "8b", "9c")}
 
 
 def test_a_missing_statefile_is_an_empty_record(paths: Paths) -> None:
-    """Nobody knows anything."""
     assert recorded(paths.statefile) == leftovers.Recorded()
 
 
@@ -122,7 +118,6 @@ def test_a_missing_statefile_is_an_empty_record(paths: Paths) -> None:
 
 
 def test_marks_find_what_a_run_started_and_nothing_else(paths: Paths, spawn: Spawn) -> None:
-    """Namespace and statefile both: the same namespace of another folder is a stranger's."""
     ours = spawn()
     spawn(env=marks("test", Path("/elsewhere/test.json"), RUN, "test_W"))
     spawn(env=marks("tess", paths.statefile, RUN, "test_W"))
@@ -142,14 +137,12 @@ def test_a_worker_is_known_whatever_its_command_line_says(paths: Paths, spawn: S
 
 @pytest.mark.parametrize("name", ["test_etcd", "test_nats", "test_guardian"])
 def test_the_servers_and_the_guardian_are_no_workers(paths: Paths, spawn: Spawn, name: str) -> None:
-    """They carry the marks, too."""
     spawn(env=marks("test", paths.statefile, RUN, name))
     assert [found.is_worker for found in marked(paths)] == [False]
 
 
 @pytest.mark.parametrize("code", [APART, FORKED])
 def test_what_a_worker_starts_is_no_worker(paths: Paths, spawn: Spawn, code: str) -> None:
-    """It inherits the marks; forked, the command line; an engine may even begin a session of its own."""
     worker = spawn(code)
     until(lambda: len(marked(paths)) == 2, 10.0)
     assert [found.pid for found in marked(paths) if found.is_worker] == [worker.pid]
@@ -158,7 +151,6 @@ def test_what_a_worker_starts_is_no_worker(paths: Paths, spawn: Spawn, code: str
 
 
 def test_two_processes_of_one_worker_are_a_fault_to_the_chaos_test(paths: Paths, spawn: Spawn) -> None:
-    """Also where they are runners of commands, which it did not see."""
     pids = {spawn(SLEEP, "serve_command.py").pid for _ in range(2)}
     (fault,) = process_faults(paths)
     assert fault.startswith("test_W has the processes [")
@@ -194,7 +186,6 @@ def test_a_session_holds_a_child_without_marks_also_when_its_leader_is_dead(spaw
 
 
 def test_a_pid_that_was_given_to_somebody_else_is_left_alone(spawn: Spawn) -> None:
-    """A pid alone proves nothing: the start time differs, so neither it nor its session is touched."""
     stranger = spawn(env={})
     for off_s in (-100.0, 100.0):
         reused = Known("test_W", stranger.pid, (start_time_s(stranger.pid) or 0.0) + off_s)
@@ -207,14 +198,12 @@ def test_a_pid_that_was_given_to_somebody_else_is_left_alone(spawn: Spawn) -> No
 
 
 def test_ended_means_gone(spawn: Spawn) -> None:
-    """It ignores SIGTERM; when `end` returns it is no more, and `end` says what it was."""
     process = spawn(DEAF)
     assert end(lambda: {process.pid: "test_W"} if is_alive(process.pid) else {}) == [f"test_W (pid {process.pid})"]
     assert not is_alive(process.pid)
 
 
 def test_what_does_not_die_is_told_by_name(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process below a stuck driver: a bounded wait, and an error that says which."""
     process = spawn()
     monkeypatch.setattr(leftovers.os, "kill", lambda pid, signum: None)
     with pytest.raises(Unkillable, match=rf"test_W \(pid {process.pid}\)"):
@@ -223,7 +212,6 @@ def test_what_does_not_die_is_told_by_name(spawn: Spawn, monkeypatch: pytest.Mon
 
 @pytest.mark.timing
 def test_an_etcd_that_does_not_answer_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
-    """The leases expire by themselves; the log says so."""
     began_s = time.monotonic()
     revoke("http://127.0.0.1:1", None, ["694d967da694ea1a"])
     assert time.monotonic() - began_s < 2.0
@@ -241,7 +229,6 @@ def test_the_whole_run_is_ended_and_its_files_are_gone(paths: Paths, spawn: Spaw
 
 
 def test_a_broken_statefile_is_set_aside_not_lost(paths: Paths, spawn: Spawn) -> None:
-    """The processes are found without it."""
     worker = spawn()
     paths.statefile.write_text("{")
     assert end_run(paths) == [f"test_W (pid {worker.pid})"]
@@ -252,14 +239,12 @@ def test_a_broken_statefile_is_set_aside_not_lost(paths: Paths, spawn: Spawn) ->
 
 
 def test_an_empty_namespace_is_taken_in_silence(paths: Paths) -> None:
-    """The usual case."""
     told: list[str] = []
     assert settle(paths, adopt=False, replace=False, tell=told.append) is None
     assert told == []
 
 
 def test_live_workers_that_were_to_be_kept_are_not_touched(paths: Paths, spawn: Spawn) -> None:
-    """Refused, with the three ways out."""
     worker = spawn()
     write_statefile(paths, worker, on_arbiter_death="keep")
     with pytest.raises(NamespaceBusy, match=r"--adopt.*dynamo down.*--replace"):
@@ -270,7 +255,6 @@ def test_live_workers_that_were_to_be_kept_are_not_touched(paths: Paths, spawn: 
 
 @pytest.mark.parametrize(("policy", "replace"), [("end", False), ("keep", True)])
 def test_others_are_swept_and_named(paths: Paths, spawn: Spawn, policy: str, replace: bool) -> None:
-    """Workers of a run that was to end with its arbiter, or that the user wants replaced."""
     worker, told = spawn(), list[str]()
     write_statefile(paths, worker, on_arbiter_death=policy)
     assert settle(paths, adopt=False, replace=replace, tell=told.append) is None
@@ -279,7 +263,6 @@ def test_others_are_swept_and_named(paths: Paths, spawn: Spawn, policy: str, rep
 
 
 def test_a_worker_nobody_knows_of_is_not_swept_by_accident(paths: Paths, spawn: Spawn) -> None:
-    """The statefile is gone: its marks say that it is ours, nothing says that it may be ended."""
     worker = spawn(SLEEP, "dynamo_local.worker.serve_dynamo")
     with pytest.raises(NamespaceBusy, match="1 live workers"):
         settle(paths, adopt=False, replace=False, tell=print)
@@ -287,7 +270,6 @@ def test_a_worker_nobody_knows_of_is_not_swept_by_accident(paths: Paths, spawn: 
 
 
 def test_only_what_lives_can_be_adopted(paths: Paths, spawn: Spawn) -> None:
-    """A statefile alone is no run."""
     with pytest.raises(NotRunning):
         settle(paths, adopt=True, replace=False, tell=print)
     write_statefile(paths)
@@ -297,7 +279,6 @@ def test_only_what_lives_can_be_adopted(paths: Paths, spawn: Spawn) -> None:
 
 
 def test_adoption_finds_the_living_by_pid_and_start_time_and_ends_orphans(paths: Paths, spawn: Spawn) -> None:
-    """What a dead worker left behind is ended; the live worker, and its child, are not."""
     worker = spawn(WITH_CHILD)
     orphan = spawn(env=marks("test", paths.statefile, RUN, "test_W_1"))
     write_statefile(paths, worker, on_arbiter_death="keep")
@@ -310,7 +291,6 @@ def test_adoption_finds_the_living_by_pid_and_start_time_and_ends_orphans(paths:
 
 @pytest.mark.parametrize("state", ["starting", "ready"])
 def test_a_worker_without_a_start_time_is_known_by_its_environment(paths: Paths, spawn: Spawn, state: str) -> None:
-    """The arbiter was killed between its start and its commit."""
     worker = spawn(SLEEP, "dynamo_local.worker.serve_dynamo")
     write_statefile(paths, components={"test_W": {"watcher_name": "test_W", "component": "W", "state": state}})
     found = settle(paths, adopt=True, replace=False, tell=print)
@@ -332,7 +312,6 @@ def test_a_guardian_tells_whose_it_is(paths: Paths, spawn: Spawn) -> None:
 
 
 def test_a_run_elsewhere_is_named_by_its_statefile(paths: Paths, spawn: Spawn, tmp_path: Path) -> None:
-    """A shell with another state folder is told what to say."""
     elsewhere = tmp_path / "elsewhere" / "test.json"
     spawn(env=marks("test", elsewhere, RUN, "test_W"))
     spawn(env=marks("test", paths.statefile, RUN, "test_W"))

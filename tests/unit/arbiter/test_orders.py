@@ -88,7 +88,6 @@ async def test_a_lock_that_somebody_only_asked_about_costs_one_more_look() -> No
 
 
 async def test_a_device_that_somebody_took_meanwhile_is_a_refusal_that_says_who() -> None:
-    """The second look shows them: it is no instant."""
     house = House(one_ready(), Looks(seen(), seen({FREE: "namespace other (watcher other_W, arbiter pid 9)"})))
     house.effects.refuse_locks = [GpuLocked(FREE, "namespace other")]
     with pytest.raises(NotEnoughGpus, match="namespace other \\(watcher other_W, arbiter pid 9\\)"):
@@ -125,7 +124,6 @@ async def test_another_free_device_is_taken_instead_of_the_refused_one() -> None
 
 
 async def test_a_look_that_failed_takes_no_device_away() -> None:
-    """A driver that hangs shows nothing, which is not a host without GPUs: the last inventory counts."""
     house = House(one_ready(), Looks(GpuSample(stale="the GPU driver did not answer within 5 s")))
     await house.one_more()
     assert spawned(house.effects) == [name(1)]
@@ -142,7 +140,6 @@ async def test_a_restart_that_needs_a_device_for_the_substitute_looks_for_one_fi
 
 
 async def test_a_device_whose_quarantine_may_have_ended_is_looked_at_before_a_refusal() -> None:
-    """Somebody has ended what was on it: the next command has it."""
     view = one_ready()
     house = House(replace(view, gpus=view.gpus.quarantine(FREE, "pid 7 still holds it")))
     await house.one_more()
@@ -166,7 +163,6 @@ async def test_a_decision_about_two_components_is_answered_for_each() -> None:
 
 
 async def test_a_lock_that_is_refused_takes_the_whole_decision_back() -> None:
-    """The worker of the other component, too, whose device was free."""
     view = on_ledger([worker(0, "ready", PREFILL), worker(0, "ready")], 4)
     first = view.gpus.free[0].uuid
     house = House(view, Looks(GpuSample(tuple(SimInventory(4).sample()))))
@@ -202,7 +198,6 @@ async def test_a_cancel_is_answered_when_the_worker_has_registered_again() -> No
 
 
 async def test_what_the_worker_says_against_it_is_the_refusal() -> None:
-    """And it leaves, as the person is told."""
     house = House(leaving(), answers={CallBack: answering("it is past the point of no return")})
     with pytest.raises(DrainNotCancellable, match=f"the drain of {name(1)} could not be taken back: it is past"):
         await house.orders.drain(name(1), cancel=True, stimulus_id="drain:1")
@@ -223,7 +218,6 @@ async def test_the_answer_to_another_command_is_not_this_ones() -> None:
 
 
 def test_a_worker_that_does_not_answer_is_a_refusal_after_a_bounded_time() -> None:
-    """Nobody waits for ever; an answer that comes too late is nobody's."""
 
     async def scenario() -> float:
         house = House(leaving(), answers={CallBack: None})
@@ -239,7 +233,6 @@ def test_a_worker_that_does_not_answer_is_a_refusal_after_a_bounded_time() -> No
 
 
 async def test_a_worker_that_serves_is_not_called_back() -> None:
-    """There is nothing to take back: as it was wished, it is."""
     house = House(fleet("ready", gpus=GPUS))
     answer = await house.orders.drain(name(), cancel=True, stimulus_id="drain:1")
     assert (answer["state"], answer["instructions"], house.effects.asked) == ("ready", [], [])

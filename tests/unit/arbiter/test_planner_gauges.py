@@ -90,7 +90,6 @@ def test_every_gauge_has_its_value(scraped: Scraped) -> None:
 
 
 def test_how_far_engines_are_off_their_profile_is_told_by_component_kind_and_quantile() -> None:
-    """Nothing where nothing is known: a gap, not a 0."""
     fresh = Scraped()
     name = "dynamo_planner_profile_drift_ratio"
     assert not any(key == name for key, _ in fresh.samples())

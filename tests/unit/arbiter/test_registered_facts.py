@@ -42,7 +42,6 @@ async def test_what_is_no_list_names_no_endpoint(registry: Registry) -> None:
 
 @pytest.mark.parametrize("value", [b"not json", b"[]", b"{}", b'{"pid": "7"}'])
 async def test_a_key_that_says_nothing_makes_nobody_ready(registry: Registry, value: bytes) -> None:
-    """Somebody wrote it by hand: the next one is read all the same."""
     await registry.etcd.put(registry.key, value)
     await registry.put(endpoints=[OWN])
     await registry.until(lambda worker: worker.ready)

@@ -28,7 +28,6 @@ def written(folder: Path) -> list[tuple[str, int | None]]:
 
 
 async def test_a_run_says_who_runs_it_and_how_it_ended(records: RunRecords, tmp_path: Path) -> None:
-    """The end of a worker's log, which an error quotes, belongs elsewhere."""
     await records.began(adopted=False)
     await records.ended("W died; the end of its log:\n  | boom", 1, ours=True)
     began, ended = read(event_log_path(tmp_path))
@@ -37,7 +36,6 @@ async def test_a_run_says_who_runs_it_and_how_it_ended(records: RunRecords, tmp_
 
 
 async def test_an_arbiter_that_wrote_no_end_is_named_by_the_next(records: RunRecords, tmp_path: Path) -> None:
-    """It was killed. One whose adoption failed was not."""
     await records.began(adopted=False)
     await records.began(adopted=True)
     await records.ended("no etcd", 1, ours=False)

@@ -44,7 +44,6 @@ def running_engine() -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 def test_shared_memory_of_a_killed_session_is_removed() -> None:
-    """Everything in the session is killed at once, and the memory goes with the last that shared it."""
     with running_engine() as (engine, memory):
         assert engine.pid in kill_session(engine.pid)
         engine.wait()
@@ -53,7 +52,6 @@ def test_shared_memory_of_a_killed_session_is_removed() -> None:
 
 
 def test_the_helper_has_its_moment_from_when_the_others_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of many GB takes seconds to die, and until then the helper waits for it."""
     monkeypatch.setattr(leftovers, "TRACKER_GRACE_S", 0.5)
     with running_engine() as (engine, memory), subprocess.Popen(["sleep", "60"]) as late:
         began_s = time.monotonic()

@@ -63,7 +63,6 @@ class Bench:
 
 
 def test_locks_then_the_commit_then_the_acts() -> None:
-    """Nothing is begun before its intent is written."""
     bench = Bench(fleet("ready"))
     bench.scale(1)
     assert bench.journal == ["lock VllmWorker_1", "commit VllmWorker_1"]
@@ -72,7 +71,6 @@ def test_locks_then_the_commit_then_the_acts() -> None:
 
 
 def test_decisions_do_not_wait_for_the_disk() -> None:
-    """The next one is made from the fleet as it is meant to be."""
     bench = Bench(fleet("ready", "ready", "ready"))
     bench.scale(-1)
     bench.scale(-1)
@@ -106,7 +104,6 @@ def test_acts_on_one_worker_wait_for_each_other_and_for_their_own_commit() -> No
 
 
 def test_acts_on_different_workers_go_side_by_side() -> None:
-    """Nobody waits for another worker's start."""
     bench = Bench(fleet("ready"), quick=True)
     bench.scale(3)
     assert len(bench.effects.acts(ins.Spawn)) == 3
@@ -139,7 +136,6 @@ def test_a_start_that_has_begun_cannot_be_called_off() -> None:
 
 
 def test_the_end_of_a_session_overtakes_an_act_that_hangs() -> None:
-    """Whoever hangs in an act is ended all the same; but not before that is written."""
     bench = Bench(fleet("ready", "ready"), quick=True)
     bench.drain()
     bench.effects.quick = False
@@ -151,7 +147,6 @@ def test_the_end_of_a_session_overtakes_an_act_that_hangs() -> None:
 
 
 def test_what_an_act_observed_is_the_next_stimulus() -> None:
-    """And what follows from that is carried out, too."""
     bench = Bench(fleet("ready"), quick=True)
     bench.scale(1)
     made = st.ProcessMade(stimulus_id="spawn", name=name(1), pid=77, start_time=1.0, started_at=1.0)
@@ -164,7 +159,6 @@ def test_what_an_act_observed_is_the_next_stimulus() -> None:
 
 
 def test_a_defect_in_what_follows_does_not_hold_up_the_next_act() -> None:
-    """It is raised to whoever observed it; the worker's line of acts goes on."""
     bench = Bench(fleet("ready", "ready"), quick=True)
     bench.drain()
     bench.shell.feed(st.CancelDrain(stimulus_id="cancel", name=name(1)))
@@ -179,7 +173,6 @@ def test_a_defect_in_what_follows_does_not_hold_up_the_next_act() -> None:
 
 
 def test_a_refused_lock_undoes_the_step_and_another_device_is_chosen() -> None:
-    """Nothing of the first choice is committed; the machine knows who has the device."""
     bench = Bench(fleet("ready"))
     first, second = [device.uuid for device in bench.shell.fleet.gpus.free[:2]]
     bench.effects.elsewhere[first] = OTHER
@@ -191,7 +184,6 @@ def test_a_refused_lock_undoes_the_step_and_another_device_is_chosen() -> None:
 
 
 def test_all_devices_of_a_step_or_none() -> None:
-    """Those that were locked before the refusal are let go of."""
     bench = Bench(fleet("ready", gpus=3))
     first, second = [device.uuid for device in bench.shell.fleet.gpus.free]
     bench.effects.elsewhere[second] = OTHER
@@ -203,7 +195,6 @@ def test_all_devices_of_a_step_or_none() -> None:
 
 
 def test_a_host_that_refuses_everything_is_an_error_in_the_end() -> None:
-    """And not an endless loop."""
     bench = Bench(fleet("pending", gpus=LOCK_TRIES + 4))
     bench.effects.elsewhere = {device.uuid: OTHER for device in bench.shell.fleet.gpus.devices}
     with pytest.raises(GpuLocked):
@@ -222,7 +213,6 @@ def drained(bench: Bench) -> None:
 
 
 def test_a_device_that_somebody_else_of_ours_was_given_since_stays_locked() -> None:
-    """The entry that gives it back is written late."""
     bench = Bench(fleet("ready", "ready", gpus=2), quick=True)
     drained(bench)
     uuid = bench.shell.fleet.workers[name(1)].gpus[0]
@@ -236,7 +226,6 @@ def test_a_device_that_somebody_else_of_ours_was_given_since_stays_locked() -> N
 
 
 def test_a_device_that_nobody_holds_is_unlocked_when_that_is_written() -> None:
-    """Not before: a successor must find what is locked in the statefile."""
     bench = Bench(fleet("ready", "ready", gpus=2), quick=True)
     drained(bench)
     seen = st.GpusSeen(stimulus_id="gpus", devices=bench.shell.fleet.gpus.devices)
@@ -250,7 +239,6 @@ def test_a_device_that_nobody_holds_is_unlocked_when_that_is_written() -> None:
 
 
 def test_a_refused_command_changes_nothing() -> None:
-    """It is the caller's answer."""
     bench = Bench(fleet("ready"))
     before = bench.shell.fleet
     with pytest.raises(LastReadyWorker):
@@ -260,7 +248,6 @@ def test_a_refused_command_changes_nothing() -> None:
 
 
 def test_it_asks_to_be_woken_and_lets_happen_what_is_due() -> None:
-    """A tick that comes too early asks again."""
     bench = Bench(fleet("ready", "ready"), quick=True)
     bench.drain()
     due_s = bench.clock.at_s + 600.0
@@ -275,7 +262,6 @@ def test_it_asks_to_be_woken_and_lets_happen_what_is_due() -> None:
 
 
 def test_an_arbiter_that_stood_still_notices_before_anything_is_due() -> None:
-    """SIGSTOP, a suspended host: the deadline that passed meanwhile is put off by as much."""
     bench = Bench(fleet("ready", "ready"), quick=True)
     bench.drain()
     bench.shell.pulse()
@@ -288,7 +274,6 @@ def test_an_arbiter_that_stood_still_notices_before_anything_is_due() -> None:
 
 
 def test_a_pulse_that_comes_in_time_is_no_stall() -> None:
-    """Nor is one that is a little late."""
     bench = Bench(fleet("ready"))
     for late_s in (1.0, 1.5, STALL_S):
         bench.shell.pulse()
@@ -298,7 +283,6 @@ def test_a_pulse_that_comes_in_time_is_no_stall() -> None:
 
 
 def test_observers_hear_the_stimulus_then_what_it_changed() -> None:
-    """Of the fleet as it is after the step."""
     bench = Bench(fleet("ready", "starting"))
     lease = f"{pid_of(1):x}"
     bench.shell.feed(st.KeyPut(stimulus_id="etcd", name=name(1), pid=pid_of(1), lease=lease))
@@ -306,7 +290,6 @@ def test_observers_hear_the_stimulus_then_what_it_changed() -> None:
 
 
 def test_a_person_is_told_when_it_is_true() -> None:
-    """After the commit."""
     bench = Bench(fleet("ready"))
     bench.shell.feed(st.Restart(stimulus_id="restart", target="VllmWorker", force=True))
     assert bench.effects.told == []
@@ -315,7 +298,6 @@ def test_a_person_is_told_when_it_is_true() -> None:
 
 
 def test_a_shell_that_let_go_of_its_fleet_begins_nothing() -> None:
-    """What was committed meanwhile is its successor's to do."""
     bench = Bench(fleet("ready", "ready"))
     bench.drain()
     bench.shell.stopped = True

@@ -86,7 +86,6 @@ def house(tmp_path: Path) -> House:
 
 
 async def test_lines_of_a_worker_that_was_added_later_are_shown(house: House) -> None:
-    """The list of files is asked for at every look: nobody has to register a worker."""
     async with house.runs():
         house.write("dynamo_A", "one\n")
         await house.until(lambda: house.screen.lines == [("dynamo_A", "one")])
@@ -100,7 +99,6 @@ async def test_lines_of_a_worker_that_was_added_later_are_shown(house: House) ->
 
 
 async def test_what_was_logged_before_an_adoption_is_not_shown(house: House) -> None:
-    """Hours of it may be there."""
     house.write("dynamo_A", "of before\n")
     house.shown.skip_to_end()
     async with house.runs():
@@ -110,7 +108,6 @@ async def test_what_was_logged_before_an_adoption_is_not_shown(house: House) -> 
 
 
 async def test_who_wants_no_logs_is_not_read_to_but_files_are_rotated_all_the_same(house: House) -> None:
-    """A detached run fills the disk as well; a worker that was added later, too."""
     house.screen.wants_logs = False
     async with house.runs():
         await house.until(lambda: house.clock.at_s > 1.0)
@@ -125,7 +122,6 @@ async def test_who_wants_no_logs_is_not_read_to_but_files_are_rotated_all_the_sa
 
 
 async def test_a_servers_lines_are_not_shown_but_its_file_is_rotated(house: House) -> None:
-    """Nobody who serves a model wants etcd's warnings between his own lines."""
     async with house.runs():
         await house.until(lambda: house.clock.at_s > 1.0)
         house.write("dynamo_etcd", "a line of etcd's\n")
@@ -169,7 +165,6 @@ async def test_a_file_that_is_not_there_or_not_ours_to_read_stops_nobody(house: 
 
 
 async def test_logs_of_workers_that_left_long_ago_go_and_those_of_the_run_stay(house: House) -> None:
-    """However quiet they are: the arbiter's own is not among the names of what it runs."""
     for name in ("dynamo_A", "dynamo_A_1", "dynamo_arbiter", "dynamo_guardian"):
         house.write(name, "long ago\n")
         os.utime(house.file(name), (0.0, 0.0))

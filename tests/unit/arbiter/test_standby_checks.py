@@ -32,7 +32,6 @@ def plan(tmp_path: Path, target: str, **worker: object) -> None:
     ],
 )
 def test_what_keeps_vllm_awake_is_named(tmp_path: Path, target: str, worker: dict[str, object], why: str) -> None:
-    """The section, the key, the reason, and what to do."""
     with pytest.raises(ConfigError, match=why) as refused:
         plan(tmp_path, target, **worker)
     assert "VllmWorker" in str(refused.value)

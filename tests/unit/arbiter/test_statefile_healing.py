@@ -62,7 +62,6 @@ async def test_a_lease_that_is_not_there_is_put_right_at_once(kept: KeptFleet) -
 
 
 async def test_an_entry_that_somebody_removed_comes_back_whole(kept: KeptFleet) -> None:
-    """And so does a file that somebody removed, or that nobody can read: told, and kept aside."""
     whole = kept.store.read().components[NAME]
     await kept.store.aupdate(lambda state: state.components.clear())
     await kept.statefile.heal(kept.now)
@@ -76,7 +75,6 @@ async def test_an_entry_that_somebody_removed_comes_back_whole(kept: KeptFleet) 
 
 
 async def test_a_file_that_nobody_touched_is_not_written(kept: KeptFleet) -> None:
-    """It is looked at every two seconds."""
     await kept.statefile.heal(kept.now)
     before = kept.file.version
     await kept.statefile.heal(kept.now)

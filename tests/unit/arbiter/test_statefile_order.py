@@ -57,7 +57,6 @@ async def test_a_write_that_is_under_way_does_not_undo_what_came_later(
 
 
 async def test_only_one_write_is_at_the_disk(kept: KeptFleet) -> None:
-    """The second waits for the first, and not for a thread."""
     before = kept.file.version
     kept.fleet = put(kept.fleet, name(), reason="first")
     kept.reached.clear()

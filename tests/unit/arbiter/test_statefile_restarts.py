@@ -10,7 +10,6 @@ A, B, C = "dynamo_A", "dynamo_A_1", "dynamo_B"
 
 
 def test_a_plan_comes_back_as_it_was_written() -> None:
-    """Through JSON."""
     plan = RestartPlan(
         "apply:1",
         ((A, 3), (C, 1)),
@@ -26,6 +25,5 @@ def test_a_plan_comes_back_as_it_was_written() -> None:
 
 
 def test_a_forced_restart_of_an_older_arbiter_goes_on_in_place() -> None:
-    """It wrote `force` for all of its workers."""
     entry = RestartEntry.model_validate({"stimulus_id": "restart:1", "todo": {A: 1, C: 1}, "force": True})
     assert restart_of_entry(entry).in_place == {A, C}

@@ -54,7 +54,6 @@ def test_a_sample_that_was_under_way_when_the_arbiter_was_stopped_is_held_agains
 
 
 def test_a_worker_that_stays_silent_after_the_stop_is_hung_once_the_bound_has_passed(clock: HandClock) -> None:
-    """The stop must not excuse it for ever."""
     shell = _shell(clock)
     clock.at_s += STOPPED_S
     shell.pulse()

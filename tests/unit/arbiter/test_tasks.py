@@ -53,7 +53,6 @@ async def runs() -> AsyncIterator[Runs]:
 
 
 def test_one_that_dies_is_started_again_later_and_later() -> None:
-    """A loop that cannot live must not burn a core; nor may it wait for hours."""
 
     async def scenario(runs: Runs) -> None:
         began_s: list[float] = []
@@ -127,7 +126,6 @@ def test_the_status_names_it_while_it_is_down_and_remembers_how_often_it_died() 
 
 
 async def test_one_that_ends_by_itself_has_died_too(runs: Runs) -> None:
-    """It was to run for ever: that it ended without an error is one."""
     again = asyncio.Event()
     starts: list[int] = []
 
@@ -143,7 +141,6 @@ async def test_one_that_ends_by_itself_has_died_too(runs: Runs) -> None:
 
 
 async def test_what_depends_on_it_is_made_safe_at_each_death(runs: Runs) -> None:
-    """Before it is started again: without the registry's watch nobody knows who serves."""
     order: list[str] = []
     twice = asyncio.Event()
 
@@ -186,7 +183,6 @@ async def broken() -> None:
 async def test_nothing_ends_the_restarts_in_silence(
     runs: Runs, work: Callable[[], Coroutine[Any, Any, None]], on_death: Callable[[], None], why: str
 ) -> None:
-    """A cancelled future raises in whoever waits for it, though nobody cancelled the task."""
     again = asyncio.Event()
     starts: list[int] = []
 
@@ -205,7 +201,6 @@ async def test_nothing_ends_the_restarts_in_silence(
 async def test_a_task_that_is_wanted_once_is_told_of_when_it_fails(
     runs: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And is nobody's to start again."""
     failed = asyncio.Event()
 
     async def fails() -> None:
@@ -243,7 +238,6 @@ async def test_closing_ends_all_also_one_that_waits_to_be_started_again(runs: Ru
 
 
 async def test_whoever_closes_may_be_one_of_them(runs: Runs) -> None:
-    """A run that ends itself from one of its tasks is not cancelled by that."""
     closed = asyncio.Event()
 
     async def closes() -> None:

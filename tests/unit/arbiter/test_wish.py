@@ -26,7 +26,6 @@ WISH = Wish(
 
 
 def test_it_arrives_as_it_was_sent() -> None:
-    """Roles, tuples and all, through JSON."""
     assert Wish.from_json(json.loads(json.dumps(WISH.as_json()))) == WISH
 
 
@@ -47,13 +46,11 @@ def test_what_is_no_deployment_is_refused(given: Any, told: str) -> None:
 
 
 def test_secrets_are_for_workers_and_not_for_the_statefile() -> None:
-    """In the clear where they are read, masked where they are kept."""
     assert json.loads(WISH.sections_json) == {"VllmWorker": {"api_key": "s3cret"}}
     assert json.loads(WISH.masked_json) == {"VllmWorker": {"api_key": "****"}}
 
 
 def test_its_host_and_planner_sections_are_checked() -> None:
-    """Whoever sends it need not have."""
     assert (WISH.policy.first_s, WISH.host_config.health_bound_s) == (0.5, 5.0)
     assert WISH.described.planner["max_gpu_budget"] == 4
     wrong = Wish(WISH.graph, {"restart": {"first_s": -1}}, {}, {"max_gpu_budget": 0}, False)

@@ -14,7 +14,6 @@ ROWS = [TraceRequest(0.0, 600, 3, (1, 2)), TraceRequest(1.5, 700, 4, (1, 3))]
 
 
 def test_a_recorded_hour_is_taken_from_the_folder_that_is_named(tmp_path: Path) -> None:
-    """$DYN_TRACES comes before the folder beside the checkout."""
     write_trace(tmp_path / CONVERSATION, ROWS)
     found = conversation(env={FOLDER: str(tmp_path)})
     assert (found.rows, found.recorded) == (ROWS, True)
@@ -23,7 +22,6 @@ def test_a_recorded_hour_is_taken_from_the_folder_that_is_named(tmp_path: Path) 
 
 
 def test_without_one_the_requests_are_made_and_one_line_says_where_it_can_be_had(tmp_path: Path) -> None:
-    """Whoever reads the figures must see whose requests they are from."""
     found = conversation(20, env={FOLDER: str(tmp_path)})
     assert found.rows == generated("chat", 20).rows
     assert not found.recorded
@@ -34,12 +32,10 @@ def test_without_one_the_requests_are_made_and_one_line_says_where_it_can_be_had
 
 
 def test_a_folder_that_was_named_and_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Somebody who names recorded requests does not want others in silence."""
     with pytest.raises(BadInput, match="is no folder"):
         conversation(env={FOLDER: str(tmp_path / "nowhere")})
 
 
 def test_unset_it_is_the_folder_beside_the_checkout() -> None:
-    """An empty variable is an unset one."""
     assert folder({}) == folder({FOLDER: ""}) == BESIDE
     assert BESIDE.parts[-3:] == ("shared", "data", "traces")

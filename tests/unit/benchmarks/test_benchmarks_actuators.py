@@ -53,7 +53,6 @@ def test_the_page_has_each_way_its_share_of_a_cold_start_and_the_stages(facts: F
 
 
 def test_flips_are_judged_by_the_slowest_of_a_hundred(facts: Facts) -> None:
-    """A median below half a second shows nothing of the bound."""
     verdicts = {figure.name: figure.verdict for figure in report(facts).figures if figure.target}
     assert verdicts == {
         "sim, flip_to_decode: p99 of 3": "missed",
@@ -64,7 +63,6 @@ def test_flips_are_judged_by_the_slowest_of_a_hundred(facts: Facts) -> None:
 
 
 def test_the_page_has_a_place_for_it(facts: Facts, tmp_path: Path) -> None:
-    """`--page` replaces what stands there, and nothing else."""
     page = tmp_path / "actuators.md"
     page.write_text(PAGE.read_text())
     write(page, facts)

@@ -76,7 +76,6 @@ def test_planners_begin_with_the_profile_of_slower_engines(tmp_path: Path) -> No
 
 
 def test_some_traces_are_made_on_every_machine() -> None:
-    """A clone without recorded traces runs them as they were run for the page."""
     made = [trial for trial in TRIALS if not trial.file]
     assert len(made) == 3
     for trial in made:

@@ -59,7 +59,6 @@ def test_a_drain_that_finishes_everything_is_ok():
 
 
 def test_a_request_that_breaks_on_a_drained_worker_is_ours():
-    """However it broke: cut, refused or wrong."""
     for outcome in ("cut", "refused", "wrong"):
         facts = _facts()
         facts.records[0] = replace(facts.records[0], outcome=outcome)
@@ -70,7 +69,6 @@ def test_a_request_that_breaks_on_a_drained_worker_is_ours():
 
 
 def test_a_request_that_breaks_on_a_killed_worker_is_its_policys():
-    """By the worker that had it last: a request that was sent on is not the first one's."""
     facts = _facts()
     facts.downs.append(_down(2, "5 s", killed_s=10.5))
     facts.records += [_record("a", 10.5, "cut"), _record("b", 10.5, "cut"), _record("c", 12.0)]
@@ -83,7 +81,6 @@ def test_a_request_that_breaks_on_a_killed_worker_is_its_policys():
 
 
 def test_an_answer_that_is_wrong_is_nobodys_but_ours():
-    """A killed worker may cut an answer; nothing may change one."""
     facts = _facts(downs=[_down(1, "5 s", killed_s=10.5)])
     facts.records[0] = replace(facts.records[0], outcome="wrong")
 
@@ -91,7 +88,6 @@ def test_an_answer_that_is_wrong_is_nobodys_but_ours():
 
 
 def test_what_is_sent_after_the_deregistration_is_counted_by_its_window():
-    """Within 50 ms: served there or sent on; later: a failure."""
     facts = _facts()
     facts.sent += [
         _sent(10.03, "r1", 1),
@@ -108,7 +104,6 @@ def test_what_is_sent_after_the_deregistration_is_counted_by_its_window():
 
 
 def test_the_report_refuses_what_is_no_matter_of_degree():
-    """A dropped request, or a process that nobody asked for, is an error and no figure."""
     good = _facts(ups=[Up(DECODE, "w1", False, 1.0, 2.0, "drain")], over_s=[0.01])
     good.asked = [Asked(command, 0.01, 2) for command in ("status", "scale")]
     figures = {figure.name: figure for figure in report(good).figures}
@@ -122,7 +117,6 @@ def test_the_report_refuses_what_is_no_matter_of_degree():
 
 
 def test_facts_are_kept_and_read_again(tmp_path):
-    """A run of half an hour can be judged again."""
     facts = _facts(asked=[Asked("status", 0.01, 2)], over_s=[0.01], unasked=["x"])
     facts.save(tmp_path / "facts.json")
 
@@ -130,7 +124,6 @@ def test_facts_are_kept_and_read_again(tmp_path):
 
 
 def test_the_page_has_one_line_for_each_policy(tmp_path):
-    """Ours first; a policy that was not tried has no share."""
     text = page.section(judge(_facts(ups=[], asked=[])), _facts())
 
     assert "| **never: drain** | 1 | 5 | 0 | 0.0 |  |" in text
@@ -141,7 +134,6 @@ def test_the_page_has_one_line_for_each_policy(tmp_path):
 
 
 def test_the_trace_is_the_same_every_time_and_begins_anew():
-    """Times ascend beyond its end; every prompt is its own; some answers may end by themselves."""
     trace = generated(CHAT).rows
     again = [asks(trace[:40], thinning=4, speed=10.0, answer_max=600) for _ in range(2)]
     first, second = ([*islice(source, 25)] for source in again)
@@ -159,7 +151,6 @@ def asks_of(trace):
 
 
 def test_an_answer_is_read_as_far_as_it_came():
-    """Text, reason and the end; half an event is none; an error is named by its code."""
     whole = b'data: {"id":"chatcmpl-7","choices":[{"delta":{"content":"ab"},"finish_reason":null}]}\n\n'
     end = b'data: {"id":"chatcmpl-7","choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
     error = b'data: {"error":{"code":"worker_lost","message":"gone"}}\n\n'

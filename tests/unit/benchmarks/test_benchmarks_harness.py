@@ -30,14 +30,12 @@ def outcome_of(*figures: Figure) -> Outcome:
 
 
 def test_a_figure_shows_minimum_median_and_maximum() -> None:
-    """The three that are quoted, and the samples behind them."""
     shown = Figure("commit", "ms", (3.0, 1.0, 2.0), at_most(5.0)).to_dict()
     assert (shown["min"], shown["median"], shown["max"], shown["samples"]) == (1.0, 2.0, 3.0, [3.0, 1.0, 2.0])
     assert (shown["target"], shown["verdict"]) == ({"at_most": 5.0}, "met")
 
 
 def test_a_figure_without_samples_is_refused() -> None:
-    """Missing is not zero."""
     with pytest.raises(ValueError, match="'commit' has no sample"):
         Figure("commit", "ms", ())
 
@@ -57,22 +55,18 @@ def test_a_figure_without_samples_is_refused() -> None:
     ],
 )
 def test_the_median_is_held_against_the_target(target: object, median: float, verdict: str) -> None:
-    """Within, worse, and worse by more than noise explains; in both directions."""
     assert Figure("x", "", (median,), target).verdict == verdict  # type: ignore[arg-type]
 
 
 def test_a_figure_without_a_target_has_no_verdict() -> None:
-    """Most figures are there to be read."""
     assert Figure("x", "", (1.0,)).verdict is None
 
 
 def test_one_slow_sample_does_not_miss_a_target() -> None:
-    """The median is judged: shared machines have outliers."""
     assert Figure("x", "ms", (1.0, 1.0, 900.0), at_most(5.0)).verdict == "met"
 
 
 def test_a_missed_target_fails_nothing_and_a_gross_one_does(capsys: pytest.CaptureFixture[str]) -> None:
-    """CI goes red for what noise cannot explain, and says what it was."""
     missed = outcome_of(Figure("x", "ms", (6.0,), at_most(5.0)))
     gross = outcome_of(Figure("x", "ms", (60.0,), at_most(5.0)))
     assert (program.verdict([missed]), program.verdict([missed, gross])) == (0, 1)
@@ -80,7 +74,6 @@ def test_a_missed_target_fails_nothing_and_a_gross_one_does(capsys: pytest.Captu
 
 
 def test_a_benchmark_that_cannot_run_is_an_outcome() -> None:
-    """Its error is kept in words, and the others still run."""
 
     def broken(short: bool) -> Report:
         raise RuntimeError("line 0\n" * 50 + "no etcd found")
@@ -95,7 +88,6 @@ def test_a_benchmark_that_cannot_run_is_an_outcome() -> None:
 
 
 def test_the_table_has_targets_and_verdicts() -> None:
-    """What a person looks for: the numbers, the bound, whether it holds; and the notes."""
     report = Report("example")
     report.add("fast", "ms", [1.0, 2.0, 3.0], at_most(5.0))
     report.add("slow", "1/s", [1234.0], at_least(5000.0))
@@ -112,12 +104,10 @@ def test_the_table_has_targets_and_verdicts() -> None:
     ("value", "text"), [(0.0, "0"), (0.0123, "0.012"), (1.5, "1.50"), (99.99, "99.99"), (1234567.8, "1,234,568")]
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    """Enough digits for a table."""
     assert number(value) == text
 
 
 def test_a_percentile_is_one_of_the_values() -> None:
-    """Nearest rank; of nothing there is none."""
     values = [float(n) for n in range(100)]
     assert (percentile(values, 0.5), percentile(values, 0.99), percentile([7.0], 0.99)) == (50.0, 99.0, 7.0)
     with pytest.raises(ValueError, match="no values"):
@@ -125,7 +115,6 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
 
 def test_the_machine_is_described() -> None:
-    """A figure without its machine says nothing."""
     facts = machine()
     assert facts["cores_usable"] >= 1
     assert facts["packages"]["circus"].startswith("0.19")
@@ -133,7 +122,6 @@ def test_the_machine_is_described() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, before anything runs."""
     with pytest.raises(SystemExit) as left:
         program.main(["frontendd"])
     assert left.value.code == 2
@@ -142,14 +130,12 @@ def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", program.NAMES)
 def test_every_benchmark_has_a_run(name: str) -> None:
-    """What the program can be asked for exists."""
     assert callable(importlib.import_module(f"benchmarks.{name}").run)
 
 
 def test_json_is_one_object_with_machine_and_reports(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For machines: nothing but JSON on standard output, and only what was asked for."""
     asked: list[bool] = []
 
     def benchmark(short: bool) -> Report:

@@ -53,14 +53,12 @@ async def feed(*blocks: bytes) -> tuple[load.Stream, Sent, asyncio.Future[None]]
 
 
 async def test_a_stream_counts_characters_however_they_were_put_together() -> None:
-    """The engine writes one character a token, and a frame may carry several."""
     stream, transport, done = await feed(events("a", "aaa"))
     await done
     assert (transport.data, transport.closed, stream.id, stream.tokens) == (b"request", True, "0a1b-9f3c", 4)
 
 
 async def test_a_stream_that_is_cut_anywhere_counts_the_same() -> None:
-    """TCP keeps no boundaries."""
     whole = events("a", "aa", "a")
     for at in range(1, len(whole)):
         stream, _, done = await feed(whole[:at], whole[at:])
@@ -69,7 +67,6 @@ async def test_a_stream_that_is_cut_anywhere_counts_the_same() -> None:
 
 
 async def test_a_stream_without_its_end_is_an_error() -> None:
-    """A benchmark must not count an answer that broke off."""
     stream, _, done = await feed(events("a").removesuffix(b"data: [DONE]\n\n"))
     stream.connection_lost(None)
     with pytest.raises(RuntimeError, match="broke after 1 tokens"):
@@ -77,12 +74,10 @@ async def test_a_stream_without_its_end_is_an_error() -> None:
 
 
 def test_yield_times_give_each_token_of_an_output_its_time() -> None:
-    """The worker notes (time, number of tokens) per output."""
     assert frontend.yield_times(array("d", [1.0, 1, 2.0, 0, 3.0, 2]).tobytes()) == [1.0, 3.0, 3.0]
 
 
 def test_a_tokens_way_is_from_its_yield_to_its_read() -> None:
-    """Tokens that arrive together have different ways."""
     assert frontend.ways([1.0, 2.0, 3.0], [(1.5, 1), (4.0, 3)]) == [0.5, 2.0, 1.0]
 
 
@@ -93,12 +88,10 @@ def test_other_tokens_than_were_made_are_an_error() -> None:
 
 
 def test_a_rate_is_between_the_first_and_the_last_point() -> None:
-    """What came with the first read took longer than the stream's pace."""
     assert frontend.rate([(1.0, 5), (2.0, 7), (3.0, 15)]) == 5.0
 
 
 def test_two_cores_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only while the block lasts, and never more than the process may use."""
     before = os.sched_getaffinity(0)
     with frontend.two_cores() as chosen:
         assert os.sched_getaffinity(0) == set(chosen)
@@ -107,7 +100,6 @@ def test_two_cores_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_remote_prefill_configuration_sends_every_prompt_away() -> None:
-    """Without `conditional-disagg` always; both engines have the same options."""
     sections = frontend.config(frontend.FAST, {}, prefill=True)
     assert sections["VllmWorker"]["remote-prefill"] is True
     assert sections["PrefillWorker"]["sim"] == sections["VllmWorker"]["sim"]
@@ -115,7 +107,6 @@ def test_the_remote_prefill_configuration_sends_every_prompt_away() -> None:
 
 
 def test_the_cpu_clock_of_another_process_is_finer_than_a_tick() -> None:
-    """The clock id is made by hand: it must be the kernel's own figure for that process."""
     program = "import sys, time\nwhile time.process_time() < 0.1: pass\nprint(time.process_time(), flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -126,7 +117,6 @@ def test_the_cpu_clock_of_another_process_is_finer_than_a_tick() -> None:
 
 
 def test_the_cpu_clock_of_nobody_is_an_error() -> None:
-    """A process that has gone is not one that used nothing."""
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         child.wait()
     with pytest.raises(ProcessLookupError, match=f"no process {child.pid}"):
@@ -134,7 +124,6 @@ def test_the_cpu_clock_of_nobody_is_an_error() -> None:
 
 
 def test_a_deployment_sees_nothing_of_the_callers_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers and folders of the user's own must neither be used nor disturbed."""
     monkeypatch.setenv("ETCD_ENDPOINTS", "http://127.0.0.1:2379")
     monkeypatch.setenv("DYN_LOCAL_STATE_DIR", "/somewhere")
     monkeypatch.setenv("DYNAMO_SERVICE_CONFIG", "{}")
@@ -166,7 +155,6 @@ def answering() -> Iterator[list[bytes]]:
 
 
 def test_the_first_token_is_the_first_with_text(answering: list[bytes]) -> None:
-    """The event with the role has empty content, and comes before a token does."""
     role, rest = events("a").split(b"\n\n", 1)
     answering += [role + b"\n\n", rest]
     before_s = time.perf_counter()
@@ -174,19 +162,16 @@ def test_the_first_token_is_the_first_with_text(answering: list[bytes]) -> None:
 
 
 def test_a_stream_without_text_has_no_first_token(answering: list[bytes]) -> None:
-    """An answer that ends empty is an error, with its words."""
     answering.append(b'HTTP/1.1 503 Service Unavailable\r\n\r\n{"error": "no worker"}')
     with pytest.raises(RuntimeError, match=r"without a token.*no worker"):
         deployment.first_token(int(answering[0]), "sim-tiny")
 
 
 def test_latencies_are_in_milliseconds() -> None:
-    """Seconds in, named percentiles out."""
     assert latencies("request", [0.001, 0.002, 0.003]) == {"request p50": 2.0, "request p99": 3.0}
 
 
 def test_statefile_rounds_alternate_and_the_warm_up_is_not_counted(tmp_path: Path) -> None:
-    """As many samples of one as of the other, for a state of the size asked for."""
     commits_ms, writes_ms, size_bytes = statefile.measure(8, 3, tmp_path)
     assert len(commits_ms) == len(writes_ms) == 3
     assert size_bytes == (tmp_path / "bare8.json").stat().st_size

@@ -83,7 +83,6 @@ def test_runs_are_kept_and_sleepers_at_the_beginning_are_paid_for(
 def test_with_flips_and_standby_a_third_fewer_are_missed_at_equal_gpu_hours(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While sleepers stood in for workers that were given up or not ordered it was more, not fewer."""
     monkeypatch.setattr(rungs, "LOADS", (load,))
     monkeypatch.setattr(rungs, "RUNGS", (RUNGS[0], RUNGS[3]))
     facts = Facts()
@@ -92,7 +91,6 @@ def test_with_flips_and_standby_a_third_fewer_are_missed_at_equal_gpu_hours(
 
 
 def test_a_page_may_have_several_measured_parts(tmp_path: Path) -> None:
-    """The first one was replaced up to the end of the last one."""
     page = tmp_path / "page.md"
     parts = [f"<!-- measured: {name} -->\nold\n<!-- end of what was measured -->\n" for name in ("a", "b")]
     page.write_text("\n".join(["top", parts[0], "between", parts[1], "end"]))

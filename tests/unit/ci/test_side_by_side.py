@@ -33,7 +33,6 @@ def test_lanes_run_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_a_lane_goes_on_after_a_failure_and_the_failure_is_the_exit_code(tmp_path: Path) -> None:
-    """One run shows all that is wrong."""
     after = python(f"import pathlib; pathlib.Path({str(tmp_path / 'after')!r}).touch()")
     assert main(["--lane", *python("pass"), "--lane", *python("raise SystemExit(7)"), "--then", *after]) == 7
     assert (tmp_path / "after").exists()
@@ -59,7 +58,6 @@ def test_what_a_later_lane_wrote_is_shown_whole_and_each_command_has_its_time(
 
 
 def test_later_lanes_give_way(capsys: pytest.CaptureFixture[str]) -> None:
-    """What runs beside real graphs may not make them late."""
     says = python("import os; print('nice', os.nice(0))")
     assert main(["--lane", *python("pass"), "--lane", *says]) == 0
     assert f"nice {min(19, os.nice(0) + NICER)}\n" in capsys.readouterr().out

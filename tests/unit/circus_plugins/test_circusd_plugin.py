@@ -22,7 +22,6 @@ def _file(folder: Path, text: str) -> Path:
 
 
 def test_the_yaml_says_what_the_command_line_would(tmp_path: Path) -> None:
-    """Both spellings of keys, as everywhere in the file."""
     (tmp_path / "llm").mkdir()
     more = "    working-dir: llm\n    namespace: prod\n    drain_deadline_s: 30\n"
     options, folder = deployment_options(_file(tmp_path, YAML + more), {})
@@ -48,7 +47,6 @@ def test_the_folder_is_the_yamls_own_by_default(tmp_path: Path) -> None:
     ],
 )
 def test_a_deployment_that_cannot_be_used_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    """One line that names the key; nothing is started."""
     with pytest.raises((BadInput, ConfigError), match=said):
         deployment_options(_file(tmp_path, text), {})
 
@@ -58,7 +56,6 @@ def test_a_deployment_that_cannot_be_used_is_refused(tmp_path: Path, text: str, 
     [(None, {}, "needs `deployment = "), ("host", {"deployment": "x.yaml"}, "another host")],
 )
 def test_a_section_that_cannot_be_used_is_refused(ssh: str | None, config: dict[str, str], said: str) -> None:
-    """The message names the section as its user wrote it."""
 
     def serve() -> None:
         DynamoPlugin("ipc://c", "ipc://p", 1.0, ssh, name="plugin:llm", **config)._serve()

@@ -31,7 +31,6 @@ def test_the_end_of_a_run_is_an_event_though_its_arbiter_could_not_write_it(guar
 def test_a_log_that_cannot_be_written_ends_the_run_all_the_same(
     guarded: GuardedRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is all that was asked of the guardian."""
     event_log_path(guarded.paths.logs).mkdir()
     end_run(guarded)
     assert not guarded.paths.runtime.exists()

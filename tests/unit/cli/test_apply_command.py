@@ -74,7 +74,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_each_worker_is_told_of_until_all_is_done(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The substitute with whose place it takes; the old one with its end."""
     arbiter = Arbiter(
         SAID,
         graph(worker(outdated=True), worker(f"{NAME}_1", "starting"), changes=(UNDER_WAY,)),
@@ -100,7 +99,6 @@ def test_each_worker_is_told_of_until_all_is_done(run: Any, capsys: pytest.Captu
 
 
 def test_a_dry_run_is_not_waited_for(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Added, taken away, and what is noted."""
     changes = [{"what": "A", "before": None, "after": "1 worker"}, {"what": "B.x", "before": [1], "after": None}]
     said = {**SAID, "dry_run": True, "changes": changes, "workers": {"start": ["dynamo_A"], "leave": [], "renew": []}}
     assert run(Arbiter({**said, "notes": ["the planner decides that"]}, None), "--dry-run") == EXIT_OK
@@ -113,14 +111,12 @@ def test_a_dry_run_is_not_waited_for(run: Any, capsys: pytest.CaptureFixture[str
 
 
 def test_nothing_that_differs_is_said(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """And nobody is waited for."""
     nobody = {"start": [], "leave": [], "renew": []}
     assert run(Arbiter({**SAID, "changes": [], "workers": nobody}, None)) == EXIT_OK
     assert capsys.readouterr().out == "nothing differs: nothing to do\n"
 
 
 def test_what_an_earlier_apply_left_is_gone_on_with(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing differs, and yet a worker has an old configuration."""
     assert run(Arbiter({**SAID, "changes": []}, graph(worker()))) == EXIT_OK
     assert capsys.readouterr().out.splitlines() == [f"{NAME} gets a new process", f"{NAME}: ready"]
 
@@ -135,25 +131,21 @@ def test_what_an_earlier_apply_left_is_gone_on_with(run: Any, capsys: pytest.Cap
 def test_a_configuration_that_does_not_start_is_a_failure(
     run: Any, capsys: pytest.CaptureFixture[str], last: dict[str, Any], told: str
 ) -> None:
-    """Exit code 1, and who keeps what."""
     assert run(Arbiter(SAID, last)) == EXIT_FAILED
     assert f"dynamo: {NAME} {told}" in capsys.readouterr().err
 
 
 def test_fewer_ready_workers_than_asked_for_are_a_failure(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Somebody took one away meanwhile."""
     assert run(Arbiter({**SAID, "components": {"VllmWorker": 2}}, graph(worker()))) == EXIT_FAILED
     assert "VllmWorker has 1 ready workers, not 2" in capsys.readouterr().err
 
 
 def test_past_its_time_it_goes_on(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 5."""
     assert run(Arbiter(SAID, graph(worker(), changes=(UNDER_WAY,))), "--timeout", "0.01") == EXIT_TIMED_OUT
     assert "the arbiter goes on with it" in capsys.readouterr().err
 
 
 def test_a_killed_arbiter_is_told_with_what_to_do(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its successor goes on."""
     assert run(Arbiter(SAID, graph(worker(), changes=(UNDER_WAY,)), None)) == EXIT_NOT_RUNNING
     assert "`dynamo serve … --adopt` with this file goes on with it" in capsys.readouterr().err
 
@@ -161,7 +153,6 @@ def test_a_killed_arbiter_is_told_with_what_to_do(run: Any, capsys: pytest.Captu
 def test_a_file_that_is_not_there_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing runs, so nothing is read."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert dynamo(monkeypatch, "apply", "-f", "none.yaml") == EXIT_NOT_RUNNING
     assert "nothing runs in namespace" in capsys.readouterr().err

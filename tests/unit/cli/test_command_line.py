@@ -42,7 +42,6 @@ def test_a_group_without_a_command_shows_its_help(
 def test_every_command_has_help_and_needs_no_graph_for_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """Also `ctl`, which passes on what it is given."""
     assert dynamo(monkeypatch, name, "--help") == EXIT_OK
     assert capsys.readouterr().out.startswith(f"Usage: dynamo {name}")
 
@@ -51,7 +50,6 @@ def test_every_command_has_help_and_needs_no_graph_for_it(
 def test_no_line_of_a_list_of_commands_is_cut(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], group: str
 ) -> None:
-    """Click ends a long one in dots."""
     assert dynamo(monkeypatch, group, "--help") == EXIT_OK
     assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
 
@@ -61,7 +59,6 @@ def test_no_line_of_a_list_of_commands_is_cut(
     [name for name in COMMANDS if name not in ("ls", "config", "simulate", "plan", "planner", "export", "import")],
 )
 def test_n_is_the_namespace_of_every_command_that_has_one(name: str) -> None:
-    """It was the number of lines in one of them."""
     import click
 
     command = cli.get_command(click.Context(cli), name)

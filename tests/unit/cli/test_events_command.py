@@ -111,14 +111,12 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EventLog:
     ],
 )
 def test_an_event_is_told_in_words(event: Event, before: S, after: S, words: str) -> None:
-    """State, event, cause and what belongs to it; nothing where nothing is known."""
     assert in_words(record(event, before, after)) == f"{NAME} {words}"
 
 
 def test_events_are_shown_when_the_arbiter_is_gone(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That is when people look. Each says its day: who follows them past midnight must not guess."""
     log.append([record(DRAIN, S.READY, S.DRAINING)])
     assert dynamo(monkeypatch, "events") == EXIT_OK
     told = r"dynamo_VllmWorker ready -> draining \(DrainRequested by scale:ab12: scale -1\)"
@@ -128,7 +126,6 @@ def test_events_are_shown_when_the_arbiter_is_gone(
 def test_the_last_lines_of_one_worker(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its full name or without the namespace; `-l` counts that worker's events."""
     log.append([record(DRAIN, S.READY, S.DRAINING, name=f"{NAME}_{n % 2}") for n in range(10)])
     for word in (f"{NAME}_1", "VllmWorker_1"):
         assert dynamo(monkeypatch, "events", "--worker", word, "-l", "3", "--json") == EXIT_OK
@@ -155,7 +152,6 @@ def test_n_is_the_namespace_as_everywhere(
 def test_a_namespace_without_events_says_where_it_looked(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 3, as for everything that never ran."""
     assert dynamo(monkeypatch, "events", "--namespace", "other") == EXIT_NOT_RUNNING
     assert "no events of namespace 'other' in " in capsys.readouterr().err
 
@@ -199,7 +195,6 @@ def test_a_server_s_death_is_an_event_like_a_worker_s() -> None:
 def test_one_worker_s_events_say_where_its_runs_end(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are not counted among its events; other workers' are left out."""
     began, other = run("RunStarted", 9), record(DRAIN, S.READY, S.DRAINING, name="dynamo_Other")
     log.append([began, record(*DRAINED), other, run("RunEnded", 9), began, record(*DRAINED)])
     assert dynamo(monkeypatch, "events", "--worker", "VllmWorker", "-l", "2", "--json") == EXIT_OK
@@ -223,7 +218,6 @@ def told(event: Event, before: S, after: S, instructions: list[str], name: str =
 def test_a_story_is_each_event_with_its_cause_and_what_was_done_about_it(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one worker, in order; what was done stands below the event that it followed from."""
     log.append([told(*STORY[0]), told(*STORY[0], name=f"{NAME}_1"), told(*STORY[1])])
     for word in (NAME, "VllmWorker"):
         assert dynamo(monkeypatch, "events", "--story", word) == EXIT_OK
@@ -242,7 +236,6 @@ def test_a_story_is_each_event_with_its_cause_and_what_was_done_about_it(
 def test_a_story_has_what_was_done_while_the_state_stayed_the_same(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All events without a name are changes only."""
     aside = aside_record(Aside(NAME, "VllmWorker", S.DRAINING, "RevokeFailed", "etcd:1f"), time_s=time.time())
     log.append([told(*STORY[0]), {**aside, "instructions": ["SIGTERM 7"]}])
     assert dynamo(monkeypatch, "events", "--story", NAME, "-l", "1") == EXIT_OK
@@ -264,7 +257,6 @@ def test_a_line_of_all_events_has_no_room_for_what_was_done(
 def test_a_story_from_before_instructions_were_recorded_is_its_events(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The log outlives the release that wrote it."""
     log.append([record(*STORY[0][:3]), told(*STORY[1][:3], instructions=[])])
     assert dynamo(monkeypatch, "events", "--story", NAME) == EXIT_OK
     assert len(capsys.readouterr().out.splitlines()) == 2
@@ -282,7 +274,6 @@ def test_a_story_as_json_is_the_records(
 def test_the_last_events_of_a_story(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`-l` counts events, not the lines below them."""
     log.append([told(*each) for each in STORY])
     assert dynamo(monkeypatch, "events", "--story", NAME, "-l", "1") == EXIT_OK
     assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == ["-> sweep", "-> forget"]
@@ -326,7 +317,6 @@ def following(log: EventLog) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_story_goes_on_as_events_come(log: EventLog) -> None:
-    """What is done about other workers is left out."""
     log.append([told(*STORY[0])])
     with followed("--story", NAME) as process:
         assert process.stdout is not None
@@ -338,7 +328,6 @@ def test_a_story_goes_on_as_events_come(log: EventLog) -> None:
 
 
 def test_follow_goes_on_until_ctrl_c(log: EventLog, following: subprocess.Popen[str]) -> None:
-    """History once, then what comes, of that worker; Ctrl-C is no failure."""
     assert following.stdout is not None
     assert json.loads(following.stdout.readline())["seq"] == 3
     log.append([record(DRAIN, S.READY, S.DRAINING, name="dynamo_Other"), record(DRAIN, S.READY, S.DRAINING)])

@@ -61,7 +61,6 @@ def test_all_processes_by_time(shown: Callable[..., list[tuple[str, int]]]) -> N
 def test_a_component_is_all_of_its_workers_and_a_worker_is_one(
     shown: Callable[..., list[tuple[str, int]]], names: tuple[str, ...], minutes: list[int]
 ) -> None:
-    """By time; the watcher's whole name means that one alone."""
     assert [minute for _, minute in shown(*names)] == minutes
 
 
@@ -73,7 +72,6 @@ def test_so_many_lines_of_each_process(shown: Callable[..., list[tuple[str, int]
 def test_since_some_time_and_from_the_files_of_earlier_starts(
     logs: Path, shown: Callable[..., list[tuple[str, int]]]
 ) -> None:
-    """All that was written from then on, or the last so many of it."""
     (logs / "ns_1_etcd.log.1").write_text("2026-03-01 11:59:00 ERROR minute 59\n2026-03-01 12:00:30 INFO minute 0\n")
     assert shown("etcd", "--since", "2026-03-01 12:00") == [("etcd", 0), ("etcd", 6)]
     assert shown("--since", "2026-03-01 12:04") == [("VllmWorker", 4), ("VllmWorker_1", 5), ("etcd", 6)]
@@ -92,7 +90,6 @@ def test_since_some_time_and_from_the_files_of_earlier_starts(
 def test_what_cannot_be_shown_is_one_line(
     logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
-    """And exit code 2."""
     assert dynamo(monkeypatch, "logs", *words) == EXIT_BAD_INPUT
     assert said in capsys.readouterr().err
 
@@ -100,6 +97,5 @@ def test_what_cannot_be_shown_is_one_line(
 def test_a_namespace_without_logs_names_those_that_have_some(
     logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 3, as for everything that never ran."""
     assert dynamo(monkeypatch, "logs", "-n", "other") == EXIT_NOT_RUNNING
     assert capsys.readouterr().err.rstrip().endswith("there are some of: ns_1")

@@ -65,7 +65,6 @@ def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 def test_each_namespace_is_listed_with_what_became_of_it(
     host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Alive, silent, killed with and without living workers; a stranger's file is none of ours."""
     monkeypatch.setattr(ls, "ask_arbiter", lambda asked, *_, **__: _answer(asked))
     left("dead", pid=2**22 + 1, pid_start_time=1.0)
     left("kept", pid=os.getpid(), pid_start_time=start_time_s(os.getpid()))
@@ -113,7 +112,6 @@ def _answer(asked: Paths) -> dict[str, Any]:
 def test_the_table_says_what_is_known(
     host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """How many workers of a dead graph are ready is no question."""
     table = ls.render([ls.of_status(ANSWER), ls.of_statefile("old", {"components": {"W": {}}}, "dead", "a note")])
     head, alive, old = [line.split() for line in table.splitlines()]
     assert head == list(ls.COLUMNS)
@@ -124,7 +122,6 @@ def test_the_table_says_what_is_known(
 def test_where_there_is_nothing_it_says_where_it_looked(
     host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That nothing runs is an answer, and no failure."""
     assert dynamo(monkeypatch, "ls") == EXIT_OK
     out, err = capsys.readouterr()
     assert (out, str(host / "state") in err) == ("", True)

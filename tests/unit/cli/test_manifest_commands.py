@@ -28,7 +28,6 @@ def export(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_stdout_is_the_manifest_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It may go on to `kubectl apply -f -`; the list is on stderr."""
     assert export(monkeypatch, "-f", "vllm_disagg.yaml", *IMAGE, "-n", "my_graph") == EXIT_OK
     out, err = capsys.readouterr()
     graph = yaml.safe_load(out)
@@ -103,7 +102,6 @@ def test_what_cannot_be_exported_is_one_line(
 def test_what_was_exported_is_imported_to_a_file_that_serve_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also from stdin; and the plan of it is the plan of what was exported."""
     assert export(monkeypatch, "-f", "agg.yaml", *IMAGE) == EXIT_OK
     manifest = capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(manifest.encode())))

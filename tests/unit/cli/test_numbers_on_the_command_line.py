@@ -25,7 +25,6 @@ ABSURD = ["nan", "-nan", "inf", "-inf", "-1", "1e300", "31536001", "ten", ""]
 @pytest.mark.parametrize("value", ABSURD)
 @pytest.mark.parametrize(("command", "option"), OPTIONS)
 def test_an_absurd_duration_is_refused_by_name(command: str, option: str, value: str) -> None:
-    """`nan` waited for ever, a negative deadline failed every start."""
     done = CliRunner().invoke(cli, [command, f"{option}={value}"])
     assert done.exit_code == EXIT_BAD_INPUT
     assert f"Invalid value for '{option}'" in done.output
@@ -34,6 +33,5 @@ def test_an_absurd_duration_is_refused_by_name(command: str, option: str, value:
 @pytest.mark.parametrize("value", [-1, 0, 31536001, float("inf"), float("nan")])
 @pytest.mark.parametrize("key", ["start_deadline_s", "drain_deadline_s"])
 def test_so_is_one_in_a_configuration(key: str, value: float) -> None:
-    """The error names the key."""
     with pytest.raises(ValueError, match=key):
         ServiceArgs.model_validate({key: value})

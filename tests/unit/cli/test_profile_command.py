@@ -22,13 +22,11 @@ def run(*words: str) -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("15m", 900.0), ("1.5h", 5400.0)])
 def test_a_budget_is_a_time(text, seconds):
-    """In the units that people write."""
     assert Budget().convert(text, None, None) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5s", "soon", "nan", "1d", "9999999h"])
 def test_what_is_no_time_is_refused(text):
-    """And so is more than a year."""
     with pytest.raises(click.UsageError, match="is no time"):
         Budget().convert(text, None, None)
 
@@ -43,7 +41,6 @@ def test_what_is_no_time_is_refused(text):
     ],
 )
 def test_what_cannot_be_measured_is_refused(words, said, tmp_path, monkeypatch):
-    """Nothing is started for it, and no folder is made."""
     monkeypatch.chdir(ROOT / "examples" / "llm")
     with pytest.raises(BadInput, match=said):
         run("graphs.disagg:Frontend", "-f", "configs/disagg.yaml", "-o", str(tmp_path / "out"), *words)
@@ -51,7 +48,6 @@ def test_what_cannot_be_measured_is_refused(words, said, tmp_path, monkeypatch):
 
 
 def test_ctrl_c_while_the_graph_starts_says_so_and_exits_as_a_stopped_command_does(monkeypatch, tmp_path, capsys):
-    """Engines take minutes to start, and there is nothing to go on with yet."""
 
     async def measure(*_: object) -> None:
         raise KeyboardInterrupt
@@ -85,7 +81,6 @@ def test_real_engines_get_a_quarter_of_an_hour_and_no_cached_prompts_where_they_
 
 
 def test_commands_that_nobody_knows_how_to_ask_are_refused_by_name(tmp_path):
-    """Of the runtime `none`: they need not be servers at all."""
     file = tmp_path / "commands.yaml"
     file.write_text("Mine: {command: sleep 60, runtime: none, role: decode, ServiceArgs: {resources: {gpu: 1}}}\n")
     with pytest.raises(BadInput, match="Mine is a command of the runtime none, and nobody knows"):

@@ -61,7 +61,6 @@ GRAPH = {
 
 
 def test_what_is_missing_stands_below_the_state() -> None:
-    """And how a shell reaches an etcd that answers nobody else."""
     missing = "VllmWorker: no worker serves (dynamo_VllmWorker is crashed)"
     graph = {**GRAPH, "state": "degraded", "missing": [missing], "etcd_shell_file": "/run/etcd.env"}
     lines = render(graph).splitlines()
@@ -71,7 +70,6 @@ def test_what_is_missing_stands_below_the_state() -> None:
 
 
 def test_a_worker_without_load_shows_a_dash_and_not_zero() -> None:
-    """Missing is not zero."""
     lines = render(GRAPH).splitlines()
     ready, crashed = lines[-2].split(), lines[-1]
     assert " ".join(ready) == "dynamo_VllmWorker VllmWorker ready 4711 0,1 694d967da694ea1a 3m07s 3/16 2 42%"
@@ -83,7 +81,6 @@ def test_a_worker_without_load_shows_a_dash_and_not_zero() -> None:
     [(1, "2026-03-01 23:59:59"), (3, "3 times, 2026-03-01 23:59:00 to 2026-03-01 23:59:59")],
 )
 def test_a_note_is_one_line_with_its_times(count: int, times: str) -> None:
-    """The date is said where it is not today's."""
     lines = render({**GRAPH, "notes": [note(count)]}).splitlines()
     assert f"note      dynamo_VllmWorker was killed by SIGKILL ({times})" in lines
 
@@ -96,7 +93,6 @@ def test_a_note_of_an_arbiter_from_before_an_upgrade_is_its_text() -> None:
     ("seconds", "text"), [(None, "-"), (0, "0s"), (59.9, "59s"), (187, "3m07s"), (18_120, "5h02m"), (187_200, "2d04h")]
 )
 def test_durations_are_short_and_unambiguous(seconds: float | None, text: str) -> None:
-    """Two units at most."""
     assert duration(seconds) == text
 
 
@@ -120,12 +116,10 @@ def test_durations_are_short_and_unambiguous(seconds: float | None, text: str) -
     ],
 )
 def test_a_draining_worker_says_what_is_left(drain: dict[str, Any] | None, text: str) -> None:
-    """Missing is not zero: unknown is said, an estimate that cannot be had is left out."""
     assert drain_note(drain) == text
 
 
 def test_the_note_joins_reason_drain_and_restarts() -> None:
-    """All that one wants to know of a worker in trouble, in one column."""
     left = {"left_requests": 2, "left_tokens": None, "eta_s": None, "deadline_s": None}
     worker = {**GRAPH["workers"][0], "state": "draining", "reason": "scale -1", "drain": left, "restarts": 1}
     line = render({**GRAPH, "workers": [worker]}).splitlines()[-1]
@@ -165,17 +159,14 @@ SERVER = {
     ],
 )
 def test_an_embedded_server_that_failed_has_a_line(more: dict[str, Any], line: str) -> None:
-    """Without it no worker is found: a person must see that it is being started again, and when."""
     assert line in render({**GRAPH, "servers": [{**SERVER, **more}]}).splitlines()
 
 
 def test_an_embedded_server_that_runs_well_has_none() -> None:
-    """What is as it should be takes no room."""
     assert render({**GRAPH, "servers": [{**SERVER, "reason": None}]}) == render(GRAPH)
 
 
 def test_a_stale_gpu_inventory_is_said() -> None:
-    """Scaling goes by an old look at the devices, as long as the driver does not answer."""
     stale = {"age_s": 187.0, "stale": "the GPU driver has not returned within 5 s"}
     line = "GPUs      last seen 3m07s ago, decisions go by that: the GPU driver has not returned within 5 s"
     assert line in render({**GRAPH, "gpu_inventory": stale}).splitlines()
@@ -203,18 +194,15 @@ TASK = {"task": "load sampling", "running": False, "deaths": 3, "why": "RuntimeE
     ],
 )
 def test_a_task_of_the_arbiter_that_does_not_run_has_a_line(more: dict[str, Any], line: str) -> None:
-    """What the table shows may be old then: a person must see why, and when it goes on."""
     assert line in render({**GRAPH, "tasks": [{**TASK, **more}]}).splitlines()
 
 
 def test_a_task_of_the_arbiter_that_runs_has_none() -> None:
-    """Also one that died before: /metrics counts that."""
     runs = {**TASK, "running": True, "why": None, "again_s": None}
     assert render({**GRAPH, "tasks": [runs]}) == render(GRAPH)
 
 
 def test_what_an_apply_has_still_to_come_to_is_shown() -> None:
-    """And who runs with what was there before."""
     change = {"stimulus_id": "apply:1", "left": ["dynamo_VllmWorker"], "done": [], "substitutes": {}}
     worker = {**GRAPH["workers"][0], "outdated": True}
     lines = render({**GRAPH, "workers": [worker], "changes": [change]}).splitlines()
@@ -223,7 +211,6 @@ def test_what_an_apply_has_still_to_come_to_is_shown() -> None:
 
 
 def test_dispatch_is_one_line_over_all_workers() -> None:
-    """Where prompts went, how well estimates held, what overload did; nothing where nothing was decided."""
     decode = {
         "prefills.local.sooner": 10,
         "prefills.local.came_back": 2,

@@ -56,7 +56,6 @@ def one(name: str, *states: str, **more: Any) -> list[Sequence[dict[str, Any]]]:
     ],
 )
 def test_targets_parse_without_a_double_dash(monkeypatch: pytest.MonkeyPatch, target: str, words: list[str]) -> None:
-    """Wherever options stand."""
     arbiter = ScriptedArbiter(SPAWNED).install(monkeypatch)
     assert dynamo(monkeypatch, *(word.format(target) for word in words)) == EXIT_OK
     ((command, asked),) = arbiter.asked
@@ -88,7 +87,6 @@ def test_targets_parse_without_a_double_dash(monkeypatch: pytest.MonkeyPatch, ta
 def test_what_is_no_target_is_told_and_nothing_is_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], told: str
 ) -> None:
-    """`-1` is let through as an unknown option; another unknown option must not be taken for a target."""
     arbiter = ScriptedArbiter(SPAWNED).install(monkeypatch)
     assert dynamo(monkeypatch, "scale", *words) == EXIT_BAD_INPUT
     assert told in capsys.readouterr().err
@@ -96,7 +94,6 @@ def test_what_is_no_target_is_told_and_nothing_is_asked(
 
 
 def test_drain_and_restart_send_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of each flag."""
     arbiter = ScriptedArbiter({"watcher_name": NAME, "state": "draining", "workers": [NAME]}).install(monkeypatch)
     for words in (["drain", NAME], ["drain", NAME, "--cancel", "--force"]):
         assert dynamo(monkeypatch, *words) == EXIT_OK
@@ -132,7 +129,6 @@ def test_scale_says_what_happens_to_whom(monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_scale_that_changes_nothing_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And has nothing to wait for."""
     ScriptedArbiter({**SPAWNED, "instructions": [], "ready": 2}).install(monkeypatch)
     assert dynamo(monkeypatch, "scale", "VllmWorker", "2", "--wait") == EXIT_OK
     assert capsys.readouterr().out == "VllmWorker: 2 ready, 2 wanted; nothing to do\n"
@@ -141,7 +137,6 @@ def test_a_scale_that_changes_nothing_says_so(
 def test_restart_names_its_workers_in_order(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether the arbiter tells names or objects."""
     ScriptedArbiter({"workers": ["b", {"watcher_name": "a", "state": "draining"}]}).install(monkeypatch)
     dynamo(monkeypatch, "restart", "VllmWorker")
     assert capsys.readouterr().out == "to be restarted: b, a\n"
@@ -150,7 +145,6 @@ def test_restart_names_its_workers_in_order(
 def test_json_is_the_reply_without_circuss_envelope(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One object, for programs."""
     ScriptedArbiter(SPAWNED).install(monkeypatch)
     dynamo(monkeypatch, "scale", "VllmWorker", "+1", "--json")
     assert json.loads(capsys.readouterr().out) == SPAWNED
@@ -160,7 +154,6 @@ def test_json_is_the_reply_without_circuss_envelope(
 def test_a_refusal_has_the_arbiters_words_and_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], exit_code: int
 ) -> None:
-    """With --wait as well: nothing is waited for."""
     reply = {"status": "error", "reason": "dynamo_VllmWorker is the last; --force", "exit_code": exit_code}
     ScriptedArbiter(reply).install(monkeypatch)
     assert dynamo(monkeypatch, "drain", NAME, "--wait") == exit_code
@@ -172,7 +165,6 @@ def test_a_refusal_has_the_arbiters_words_and_exit_code(
 def test_where_nothing_runs_the_exit_code_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The real client, without a socket."""
     assert dynamo(monkeypatch, "scale", "VllmWorker", "+1") == EXIT_NOT_RUNNING
     assert "nothing runs in namespace 'dynamo'" in capsys.readouterr().err
 
@@ -183,7 +175,6 @@ def test_where_nothing_runs_the_exit_code_says_so(
 def test_wait_follows_a_new_worker_until_it_is_ready(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line for each new state."""
     new = f"{NAME}_1"
     looks = [[], *one(new, "pending", "starting", "starting", pid=None), *one(new, "ready", pid=7)]
     ScriptedArbiter(SPAWNED, looks).install(monkeypatch)
@@ -194,7 +185,6 @@ def test_wait_follows_a_new_worker_until_it_is_ready(
 def test_wait_follows_a_drain_until_the_worker_is_gone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what is left of it; a drain past its deadline is waited for, too."""
     left = {"left_requests": 3, "left_tokens": 4120, "eta_s": 12.3, "deadline_s": 588.0}
     gone = f"{NAME}_1"
     looks = [*one(gone, "ready"), *one(gone, "draining", drain=left), *one(gone, "drain_timed_out"), []]
@@ -211,7 +201,6 @@ def test_wait_follows_a_drain_until_the_worker_is_gone(
 def test_a_worker_that_fails_ends_the_wait_with_the_tail_of_its_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, state: str
 ) -> None:
-    """Exit code 1, and what a person needs in order to act."""
     log = tmp_path / "worker.log"
     log.write_text("loading\nCUDA error: out of memory\n")
     failed = one(f"{NAME}_1", state, reason="exited with code 1 unasked", pid=None, log_file=str(log))
@@ -226,7 +215,6 @@ def test_a_worker_that_fails_ends_the_wait_with_the_tail_of_its_log(
 def test_one_that_fails_does_not_end_the_wait_for_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All are told of; the failed one at the end."""
     names = [f"{NAME}_1", f"{NAME}_2"]
     reply = {**SPAWNED, "instructions": [{"kind": "spawn", "watcher_name": name} for name in names]}
     looks = [
@@ -256,21 +244,18 @@ def test_somebody_elses_change_of_mind_is_a_failure_in_words(
     look: list[dict[str, Any]],
     told: str,
 ) -> None:
-    """What was asked for did not come about."""
     ScriptedArbiter(reply, [[status_row(f"{NAME}_1")], look]).install(monkeypatch)
     assert dynamo(monkeypatch, "scale", "VllmWorker", "1", "--wait") == EXIT_FAILED
     assert told in capsys.readouterr().err
 
 
 def test_a_name_that_is_taken_again_at_once_was_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another pid under the name: the drain did end."""
     looks = [*one(f"{NAME}_1", "ready", pid=1), *one(f"{NAME}_1", "starting", pid=2)]
     ScriptedArbiter(DRAINED, looks).install(monkeypatch)
     assert dynamo(monkeypatch, "scale", "VllmWorker", "-1", "--wait") == EXIT_OK
 
 
 def test_a_cancelled_drain_is_waited_for_until_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same process, so the pid stays."""
     looks = one(NAME, "draining", "draining", "ready")
     ScriptedArbiter({"watcher_name": NAME, "state": "draining"}, looks).install(monkeypatch)
     assert dynamo(monkeypatch, "drain", NAME, "--cancel", "--wait") == EXIT_OK
@@ -279,7 +264,6 @@ def test_a_cancelled_drain_is_waited_for_until_it_is_ready(monkeypatch: pytest.M
 def test_a_rolling_restart_is_waited_for_through_every_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second is ready, and faulted before that, with its old process until its turn comes."""
     a, b = NAME, f"{NAME}_1"
 
     def both(first: tuple[str, int | None], second: tuple[str, int | None]) -> list[dict[str, Any]]:
@@ -316,7 +300,6 @@ def test_the_only_worker_goes_when_its_substitute_is_ready(
     code: int,
     told: str,
 ) -> None:
-    """Until then it serves, which is no failure; where the substitute fails it stays."""
     old, new = status_row(NAME, "ready", pid=1), status_row(f"{NAME}_1", "starting", pid=2)
     leaving = [status_row(NAME, "draining", pid=1), status_row(f"{NAME}_1", "ready", pid=2)]
     looks = [[old], [old, new], *([leaving] if code == EXIT_OK else []), last]
@@ -340,7 +323,6 @@ def test_a_restart_that_fails_is_told(
     states: list[tuple[str, int | None]],
     told: str,
 ) -> None:
-    """A new process that dies, or the old one that stays."""
     looks = [[status_row(NAME, state, pid=pid)] for state, pid in [("ready", 1), *states]]
     ScriptedArbiter({"workers": [NAME]}, looks).install(monkeypatch)
     assert dynamo(monkeypatch, "restart", NAME, "--wait") == EXIT_FAILED
@@ -364,7 +346,6 @@ def test_a_restart_that_stops_is_not_waited_for(
 def test_past_its_time_the_wait_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 5; the drain goes on."""
     left = {"left_requests": 1, "left_tokens": None, "eta_s": None, "deadline_s": None}
     looks = [*one(f"{NAME}_1", "ready"), *one(f"{NAME}_1", "draining", drain=left)]
     ScriptedArbiter(DRAINED, looks).install(monkeypatch)
@@ -384,7 +365,6 @@ def test_an_arbiter_that_leaves_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -
 def test_json_and_wait_keep_stdout_to_one_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Progress is on stderr; the object holds how each worker ended, failures too."""
     ScriptedArbiter(SPAWNED, [[], *one(f"{NAME}_1", "starting", "crashed")]).install(monkeypatch)
     assert dynamo(monkeypatch, "scale", "VllmWorker", "+1", "--wait", "--json") == EXIT_FAILED
     captured = capsys.readouterr()

@@ -33,7 +33,6 @@ class SlowEngine:
 
 
 async def test_an_engine_that_is_cancelled_while_it_loads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its port, its processes and its GPU memory go with it."""
     engine = SlowEngine()
     monkeypatch.setattr(engine_options, "make_engine", lambda *_words, **_more: engine)
     starting = asyncio.create_task(start_engine(VllmWorkerConfig(), 0))
@@ -46,7 +45,6 @@ async def test_an_engine_that_is_cancelled_while_it_loads_is_closed(monkeypatch:
 
 @pytest.mark.parametrize("service", [Frontend, Processor, VllmWorker, PrefillWorker], ids=lambda s: s.name)
 async def test_a_component_that_has_not_started_can_be_stopped(service: DynamoService[Any]) -> None:
-    """Its shutdown hooks find nothing to close."""
     before = asyncio.all_tasks()
     instance = service.create({attribute: SimpleNamespace(component="X") for attribute in service.depends})
     assert service.on_shutdown

@@ -64,7 +64,6 @@ async def test_kv_that_cannot_be_meant_is_refused(card: dict[str, Any], changes:
 
 
 async def test_without_etcd_the_kv_is_pulled_unchecked() -> None:
-    """Within half a second, and a card that nobody can read is no reason either."""
     kv = FakeEtcd()
     kv.available = False
     directory = EngineDirectory(kv, "ns", INFO)

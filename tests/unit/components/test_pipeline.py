@@ -86,7 +86,6 @@ async def ask_many(cluster: FakeCluster, count: int, prompt_tokens: int = 40, ma
 
 
 async def test_chat_streams_the_expected_text(cluster: FakeCluster) -> None:
-    """The template's prompt goes in, the engine's tokens come out as text, with the usage at the end."""
     await start_decode(cluster)
     await start_processor(cluster)
     messages = [{"role": "user", "content": "hello"}]
@@ -105,7 +104,6 @@ async def test_chat_streams_the_expected_text(cluster: FakeCluster) -> None:
 
 
 async def test_200_concurrent_aggregated_requests_are_all_right(cluster: FakeCluster) -> None:
-    """Two aggregated workers, 200 streams at once, every text exact."""
     for _ in range(2):
         await start_decode(cluster)
     await start_processor(cluster)
@@ -115,7 +113,6 @@ async def test_200_concurrent_aggregated_requests_are_all_right(cluster: FakeClu
 
 
 async def test_200_concurrent_disaggregated_requests_are_all_right(cluster: FakeCluster) -> None:
-    """All prefills remote, one prefill and one decode worker, every text exact, nothing left in the queue."""
     prefill = await start_prefill(cluster)
     await start_decode(cluster, remote=True)
     await start_processor(cluster)
@@ -126,7 +123,6 @@ async def test_200_concurrent_disaggregated_requests_are_all_right(cluster: Fake
 
 
 async def test_conditional_disagg_sends_only_long_prompts_away(cluster: FakeCluster) -> None:
-    """Strictly above the threshold goes remote; the threshold can be changed in etcd while running."""
     prefill = await start_prefill(cluster)
     await start_decode(cluster, remote=True, conditional_disagg=True, max_local_prefill_length=50)
     await start_processor(cluster)
@@ -169,7 +165,6 @@ async def test_past_its_deadline_a_prefill_is_local(cluster: FakeCluster, caplog
 
 
 async def test_without_a_prefill_worker_everything_is_local(cluster: FakeCluster) -> None:
-    """remote_prefill with nobody there costs nothing and enqueues nothing."""
     await start_decode(cluster, remote=True)
     await start_processor(cluster)
     await ask_many(cluster, 20)
@@ -179,7 +174,6 @@ async def test_without_a_prefill_worker_everything_is_local(cluster: FakeCluster
 async def test_remote_prefill_in_an_aggregated_graph_is_said_and_does_nothing(
     cluster: FakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A graph without the optional PrefillWorker serves, and its log says that the option has no effect."""
     await start_decode(cluster, remote=True, without=("PrefillWorker",))
     await start_processor(cluster)
     await ask_many(cluster, 3)
@@ -187,7 +181,6 @@ async def test_remote_prefill_in_an_aggregated_graph_is_said_and_does_nothing(
 
 
 async def test_without_nats_the_prefill_is_local(cluster: FakeCluster) -> None:
-    """An outage of the queue is a local prefill, not the client's error."""
     prefill = await start_prefill(cluster)
     await start_decode(cluster, remote=True)
     await start_processor(cluster)
@@ -200,7 +193,6 @@ async def test_without_nats_the_prefill_is_local(cluster: FakeCluster) -> None:
 async def test_kv_that_cannot_be_pulled_is_computed_locally(
     cluster: FakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefill worker that dies between reply and pull: the decode side computes the prompt itself."""
     prefill = await start_prefill(cluster)
     await start_decode(cluster, remote=True)
     await start_processor(cluster)
@@ -216,7 +208,6 @@ async def test_kv_that_cannot_be_pulled_is_computed_locally(
 
 
 async def test_client_that_leaves_cancels_its_entry_and_its_request(cluster: FakeCluster) -> None:
-    """A cancelled request leaves neither an entry in the queue nor a sequence in the engine."""
     prefill = await start_prefill(cluster, speed=0.001)
     decode = await start_decode(cluster, remote=True)
     await start_processor(cluster)
@@ -234,7 +225,6 @@ async def test_client_that_leaves_cancels_its_entry_and_its_request(cluster: Fak
 
 
 async def test_closing_a_decoding_stream_frees_the_engine(cluster: FakeCluster) -> None:
-    """The engine's sequence ends with the client's stream."""
     worker = await start_decode(cluster, sim={"speed": 1.0})
     await start_processor(cluster)
     stream = await cluster.client("Processor", "completions").call(
@@ -265,7 +255,6 @@ async def test_a_drain_lets_everything_finish(cluster: FakeCluster) -> None:
 
 
 async def test_full_workers_are_busy_with_a_hint(cluster: FakeCluster) -> None:
-    """Above max_num_waiting a worker refuses; when all do, the client is told when to come back."""
     await start_decode(cluster, max_num_waiting=1, sim={"speed": 0.01, "max_num_seqs": 1})
     await start_processor(cluster)
     client = cluster.client("Processor", "completions")
@@ -288,7 +277,6 @@ async def test_full_workers_are_busy_with_a_hint(cluster: FakeCluster) -> None:
 
 
 async def test_lost_worker_before_the_first_token_is_not_the_clients_matter(cluster: FakeCluster) -> None:
-    """kill -9 of the chosen worker while it prefills: another one answers."""
     doomed = await start_decode(cluster, sim={"speed": 0.001})
     await start_processor(cluster)
     prompt = list(range(300, 400))
@@ -301,7 +289,6 @@ async def test_lost_worker_before_the_first_token_is_not_the_clients_matter(clus
 
 
 async def test_lost_worker_amid_tokens_is_a_clear_error(cluster: FakeCluster) -> None:
-    """Text that was sent cannot be taken back: the stream ends with WorkerLost."""
     worker = await start_decode(cluster, sim={"speed": 1.0})
     await start_processor(cluster)
     stream = await cluster.client("Processor", "completions").call(
@@ -316,7 +303,6 @@ async def test_lost_worker_amid_tokens_is_a_clear_error(cluster: FakeCluster) ->
 
 
 async def test_stop_string_ends_the_request_in_the_engine(cluster: FakeCluster) -> None:
-    """The text ends before the stop string, finish_reason is stop, and the engine is free."""
     worker = await start_decode(cluster)
     await start_processor(cluster)
     prompt = list(range(300, 320))
@@ -330,7 +316,6 @@ async def test_stop_string_ends_the_request_in_the_engine(cluster: FakeCluster) 
 
 
 async def test_repeated_prompt_reports_cached_tokens(cluster: FakeCluster) -> None:
-    """Usage says how many prompt tokens came from the prefix cache."""
     await start_decode(cluster)
     await start_processor(cluster)
     prompt = list(range(300, 400))
@@ -340,7 +325,6 @@ async def test_repeated_prompt_reports_cached_tokens(cluster: FakeCluster) -> No
 
 
 async def test_over_long_prompts_ask_no_worker(cluster: FakeCluster) -> None:
-    """The shortest context among the model's workers decides, before any of them is asked."""
     await start_decode(cluster, max_model_len=64)
     await start_processor(cluster)
     with pytest.raises(InvalidRequest) as caught:
@@ -350,7 +334,6 @@ async def test_over_long_prompts_ask_no_worker(cluster: FakeCluster) -> None:
 
 
 async def test_no_worker_or_another_model_is_named(cluster: FakeCluster) -> None:
-    """Without a card of the model the error says which are served."""
     await start_processor(cluster)
     await start_decode(cluster, served_model_name="other")
     with pytest.raises(NoWorkers, match="served now: other"):
@@ -358,7 +341,6 @@ async def test_no_worker_or_another_model_is_named(cluster: FakeCluster) -> None
 
 
 async def test_model_card_comes_with_the_worker_and_goes_with_it(cluster: FakeCluster) -> None:
-    """The key is under the worker's lease and names what the Frontend shows."""
     worker = await start_decode(cluster, served_model_name="tiny", max_model_len=512)
     found, _ = await cluster.kv.get_prefix("dynamo/models/")
     assert [kv.key for kv in found] == ["dynamo/models/tiny:1"]
@@ -368,7 +350,6 @@ async def test_model_card_comes_with_the_worker_and_goes_with_it(cluster: FakeCl
 
 
 async def test_prefill_worker_shows_its_state(cluster: FakeCluster) -> None:
-    """The status endpoint makes a prefill worker visible and says what it does."""
     worker = await start_prefill(cluster)
     stream = await cluster.client("PrefillWorker", "status").call({})
     (status,) = [item async for item in stream]

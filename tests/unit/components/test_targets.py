@@ -29,7 +29,6 @@ def notes(tmp_path: Path, *overrides: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("config", [ProcessorConfig, RouterConfig])
 def test_a_target_makes_slo_the_default_router(config: type[ProcessorConfig | RouterConfig]) -> None:
-    """What is said wins in any case."""
     assert config().policy == "least-loaded"
     assert config(ttft=2000).policy == config(itl=50).policy == "slo"
     assert config(ttft=2000, router="least-loaded").policy == "least-loaded"
@@ -37,7 +36,6 @@ def test_a_target_makes_slo_the_default_router(config: type[ProcessorConfig | Ro
 
 
 def test_a_target_makes_slo_the_default_of_prefills() -> None:
-    """Where prefills go away at all."""
     assert not VllmWorkerConfig(remote_prefill=True).wants_slo
     assert VllmWorkerConfig(remote_prefill=True, itl=50).wants_slo
     assert not VllmWorkerConfig(remote_prefill=True, itl=50, disagg_policy="threshold").wants_slo
@@ -46,7 +44,6 @@ def test_a_target_makes_slo_the_default_of_prefills() -> None:
 
 
 def test_the_sim_engines_profile_and_speed_are_taken() -> None:
-    """An engine at a tenth of its speed takes ten times as long."""
     fast, slow = VllmWorkerConfig().timing(), VllmWorkerConfig(sim={"speed": 0.1}).timing()
     assert isinstance(fast, Timing)
     assert isinstance(slow, Timing)
@@ -54,7 +51,6 @@ def test_the_sim_engines_profile_and_speed_are_taken() -> None:
 
 
 def test_another_engine_has_no_profile_until_one_is_named() -> None:
-    """Missing, with its reason; not that of some other engine."""
     assert isinstance(VllmWorkerConfig(model="/m", remote_prefill=True, itl=50).timing(), Missing)
     assert NO_PROFILE in (VllmWorkerConfig(model="/m", remote_prefill=True, itl=50).what_slo_lacks() or "")
     assert NO_PROFILE in (ProcessorConfig(model="/m", itl=50).what_slo_lacks() or "")
@@ -64,7 +60,6 @@ def test_another_engine_has_no_profile_until_one_is_named() -> None:
 
 
 def test_dry_run_says_who_cannot_decide_by_targets(tmp_path: Path) -> None:
-    """The seed's rule is used then; with a profile nothing is said."""
     real = ("--Common.model=/m", "--VllmWorker.engine=sim", "--PrefillWorker.engine=sim", "--Processor.ttft=2000")
     assert any(note.startswith("Processor: router slo picks as least-loaded") for note in notes(tmp_path, *real))
     assert notes(tmp_path, *real, "--Processor.profile-results-dir=dynamo_H200_TP1P_TP1D") == ()
@@ -72,6 +67,5 @@ def test_dry_run_says_who_cannot_decide_by_targets(tmp_path: Path) -> None:
 
 
 def test_a_profile_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    """Before anything starts, with the section's name."""
     with pytest.raises(ConfigError, match=r"VllmWorker: .*nowhere"):
         notes(tmp_path, "--VllmWorker.ttft=2000", "--VllmWorker.profile-results-dir=/nowhere")

@@ -40,7 +40,6 @@ def test_the_table_is_large_enough_and_each_has_its_own_id() -> None:
 
 
 def test_the_good_graph_under_the_table_is_accepted(tmp_path: Path) -> None:
-    """What is refused is refused for its fault, not for the graph below it."""
     good = BadInput("good", "")
     good.write(tmp_path)
 

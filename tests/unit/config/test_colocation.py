@@ -63,7 +63,6 @@ def shape(spec: GraphSpec) -> dict[str, tuple[str, ...]]:
 
 
 def test_a_link_proposes_and_a_guests_guest_runs_with_the_host() -> None:
-    """Without a word in the file."""
     spec = run()
     assert shape(spec) == {"Frontend": ("Processor", "Router"), "VllmWorker": ()}
     assert [each.name for each in spec.components] == ["Frontend", "Processor", "Router", "VllmWorker"]
@@ -85,7 +84,6 @@ def test_the_configuration_takes_them_apart(text: str, expected: dict[str, tuple
 
 
 def test_the_configuration_puts_together_what_no_link_does() -> None:
-    """As a list, or as words on the command line."""
     expected = {"Frontend": ("Processor", "Router"), "VllmWorker": ()}
     assert shape(run("Frontend: {ServiceArgs: {colocate: [Processor, Router]}}", colocate=False)) == expected
     words = ["--Frontend.ServiceArgs.colocate=Processor,Router"]
@@ -114,14 +112,12 @@ def test_the_configuration_puts_together_what_no_link_does() -> None:
     ],
 )
 def test_what_cannot_run_together_is_refused_with_the_reason(text: str, why: str) -> None:
-    """Before anything starts, on one line."""
     with pytest.raises(ConfigError, match=why) as raised:
         run(text, colocate=False)
     assert "\n" not in str(raised.value)
 
 
 def test_a_worker_is_told_of_its_guests_and_renewed_when_their_options_change() -> None:
-    """Their variables are its own, its own win; its fingerprint covers what they read."""
     spec = run("Frontend: {ServiceArgs: {envs: {B: mine}}}")
     env = _factory(spec).plan(spec.service("Frontend"), "tests_Frontend", ()).env
     assert (env["DYN_COLOCATED"], env["A"], env["B"]) == ("Processor,Router", "router", "mine")

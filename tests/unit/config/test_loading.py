@@ -21,7 +21,6 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_nothing_given_is_an_empty_configuration() -> None:
-    """Decorators and defaults are enough to run."""
     config = load_config(None, env={}, overrides=[])
 
     assert (dict(config.sections), config.host) == ({}, HostConfig())
@@ -29,7 +28,6 @@ def test_nothing_given_is_an_empty_configuration() -> None:
 
 
 def test_common_reaches_those_that_list_it_and_gives_way_to_their_own(tmp_path: Path) -> None:
-    """Values of `Common`, either spelling in the list."""
     path = write(
         tmp_path,
         "Common: {model: big, block-size: 64}\n"
@@ -65,7 +63,6 @@ def test_the_variable_replaces_the_file_and_the_command_line_overrides_either(tm
 
 
 def test_a_missing_file_does_not_matter_where_the_variable_replaces_it(tmp_path: Path) -> None:
-    """It is not read."""
     assert load_config(tmp_path / "no.yaml", env={"DYN_DEPLOYMENT_CONFIG": "A: {}"}).sections == {"A": {}}
 
 
@@ -74,7 +71,6 @@ def test_a_missing_file_does_not_matter_where_the_variable_replaces_it(tmp_path:
     [("sim:8", "sim:8"), ("[1, 2]", "1,2"), ("3", "3"), ("1,2,3", "1,2,3"), ("[GPU-a, GPU-b]", "GPU-a,GPU-b")],
 )
 def test_host_gpus_are_the_text_of_the_option(gpus: str, text: str, tmp_path: Path) -> None:
-    """As `--gpus` takes them."""
     assert (
         load_config(
             write(tmp_path, f"Host: {{gpus: '{gpus}'}}" if "[" not in gpus else f"Host: {{gpus: {gpus}}}"), env={}
@@ -84,7 +80,6 @@ def test_host_gpus_are_the_text_of_the_option(gpus: str, text: str, tmp_path: Pa
 
 
 def test_host_section_and_its_override(tmp_path: Path) -> None:
-    """What belongs to the machine."""
     path = write(
         tmp_path, "Host:\n  etcd-endpoints: [http://10.0.0.1:2379, 10.0.0.2:2379]\n  pass-env: [MY_VAR, 'X_*']\n"
     )
@@ -135,7 +130,6 @@ def test_what_is_shown_has_no_secrets(tmp_path: Path) -> None:
 
 
 def test_a_refused_address_does_not_show_its_password(tmp_path: Path) -> None:
-    """Errors are printed and logged."""
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, "Host: {nats_server: 'nats://user:s3cret@a b'}"), env={})
 
@@ -176,7 +170,6 @@ def test_yaml_without_its_surprises(text: str, value: Any) -> None:
 
 
 def test_merge_keys_work_and_are_no_duplicates() -> None:
-    """`<<: *base` with an override is ordinary YAML."""
     assert parse_yaml("A: &a {x: 1, y: 1}\nB: {<<: *a, y: 2}\n", "c")["B"] == {"x": 1, "y": 2}
 
 
@@ -184,7 +177,6 @@ def test_merge_keys_work_and_are_no_duplicates() -> None:
     "text", ["A: !!binary aGk=", "A:\n  - x: 1\n    x: 2", "a: b: c", "A: {x: !!set {a}}", "\x00", "--- 1\n--- 2"]
 )
 def test_other_broken_texts_are_one_line(text: str) -> None:
-    """Whatever YAML says about it."""
     with pytest.raises(ConfigError, match=r"^c\.yaml: ") as caught:
         parse_yaml(text, "c.yaml")
     assert "\n" not in str(caught.value)
@@ -192,7 +184,6 @@ def test_other_broken_texts_are_one_line(text: str) -> None:
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "Is a directory"), (b"A: \xff", "not UTF-8")])
 def test_unreadable_files_are_named(content: bytes | None, reason: str, tmp_path: Path) -> None:
-    """The path and the reason, in one line."""
     path = tmp_path / "c.yaml"
     path.mkdir() if content is None else path.write_bytes(content)
 

@@ -42,7 +42,6 @@ def test_three_ways_to_write_a_value(words: list[str]) -> None:
     ],
 )
 def test_values_are_json_where_they_parse_and_text_otherwise(text: str, value: Any) -> None:
-    """No infinity and no NaN: workers get the configuration as JSON."""
     assert parse_overrides([f"--A.key={text}"]) == {"A": {"key": value}}
 
 
@@ -54,7 +53,6 @@ def test_negative_numbers_are_values_in_either_form(text: str, value: Any) -> No
 
 
 def test_flag_alone_is_true_also_before_another_option() -> None:
-    """`--Svc.flag --Svc.other 1`."""
     assert parse_overrides(["--A.flag", "--A.other", "1", "--B.last"]) == {
         "A": {"flag": True, "other": 1},
         "B": {"last": True},
@@ -62,14 +60,12 @@ def test_flag_alone_is_true_also_before_another_option() -> None:
 
 
 def test_environment_variables_stay_text() -> None:
-    """`CUDA_VISIBLE_DEVICES=0` is not the number 0."""
     assert parse_overrides(["--A.ServiceArgs.envs.N=1", "--A.ServiceArgs.envs.T=true", "--A.ServiceArgs.envs.E="]) == {
         "A": {"ServiceArgs": {"envs": {"N": "1", "T": "true", "E": ""}}}
     }
 
 
 def test_later_words_win_and_mappings_merge() -> None:
-    """As with every command line."""
     words = ["--A.x=1", '--A.opts={"a": 1, "b": 1}', "--A.opts.b=2", "--A.x=3"]
 
     assert parse_overrides(words) == {"A": {"x": 3, "opts": {"a": 1, "b": 2}}}
@@ -95,7 +91,6 @@ def test_a_wrong_word_is_named_and_never_loops(words: list[str], named: str) -> 
 
 @given(st.lists(st.text(alphabet='-=.Aab1 {}"', max_size=12), max_size=6))
 def test_any_words_end_in_sections_or_in_a_config_error(words: list[str]) -> None:
-    """No other exception, no loop."""
     with contextlib.suppress(ConfigError):
         assert all(isinstance(section, dict) for section in parse_overrides(words).values())
 
@@ -111,7 +106,6 @@ def test_an_override_of_workers_keeps_resources() -> None:
 
 
 def test_the_other_spelling_is_the_same_key_at_any_depth() -> None:
-    """`engine-options.block-size` in the file, `engine_options.block_size` on the command line."""
     base = normalise({"A": {"engine-options": {"block-size": 1}}}, "file")
     over = normalise(parse_overrides(["--A.engine_options.block_size=2"]), "words")
 
@@ -119,12 +113,10 @@ def test_the_other_spelling_is_the_same_key_at_any_depth() -> None:
 
 
 def test_lists_and_plain_values_are_replaced() -> None:
-    """Only mappings merge."""
     assert deep_merge({"a": [1, 2], "b": {"c": 1}}, {"a": [3], "b": 0}) == {"a": [3], "b": 0}
 
 
 def test_normalise_changes_our_keys_and_nobody_elses() -> None:
-    """Deadlines may be written without their unit; names of variables and deeper keys stay as written."""
     section = {
         "kv-transfer-config": {"kv-connector": "x"},
         "ServiceArgs": {"drain-deadline": 5, "start_deadline_s": 6, "envs": {"A_B": "c"}, "resources": {"gpu": 1}},

@@ -88,7 +88,6 @@ def test_a_secret_in_a_configuration_is_refused_without_being_shown(given: dict[
 
 
 def test_what_the_statefile_keeps_is_read_again() -> None:
-    """By an arbiter that adopts the run."""
     here = {"module": "m", "class": "C", "plugin_id": "a", "plugin_type": "predict", "kwargs": {"n": 1}}
     registration = {**SECRET, "in_process_plugins": [here]}
     given = {"scheduling": {"external_plugins": [PLUGIN]}, "plugin_registration": registration}

@@ -36,7 +36,6 @@ def test_what_cannot_be_is_refused_by_name(values: dict[str, object], told: str)
 
 
 def test_the_names_of_the_seeds_and_of_dynamo_are_the_same_options() -> None:
-    """`adjustment_interval` is the load planner's own, and the SLA planner's name for the other one."""
     by_seed = planner_section("", {"policy": "sla", "ttft": 300, "itl": 20, "adjustment-interval": 60})
     by_dynamo = {"policy": "sla", "ttft_ms": 300, "itl_ms": 20, "throughput_adjustment_interval": 60}
     assert by_seed == planner_section("", by_dynamo)

@@ -75,7 +75,6 @@ def run(text: str = "", words: Sequence[str] = (), namespace: str | None = None)
 
 
 def test_decorators_alone_make_a_graph() -> None:
-    """No configuration is needed."""
     spec = run().service("VllmWorker")
 
     assert (spec.role, spec.workers, spec.resources) == (Role.DECODE, 1, Resources(gpu=1, memory="20Gi"))
@@ -117,20 +116,17 @@ def test_namespace_of_the_command_line_replaces_the_graphs(given: str | None, ex
 
 
 def test_namespace_is_dynamo_by_default() -> None:
-    """Neither the command line nor the graph names one."""
     loaded = build_graph(VllmWorker, (), "tests:VllmWorker")
 
     assert resolve(loaded, load_config(None, env={}), namespace=None).namespace == "dynamo"
 
 
 def test_several_errors_are_one_line_that_says_how_many() -> None:
-    """The first, and the number of others."""
     with pytest.raises(ConfigError, match=r"VllmWorker: .*\(and 1 more\)$"):
         run("VllmWorker: {model: 1, ratio: x}")
 
 
 def test_nested_unknown_key_names_its_path_and_the_nearest() -> None:
-    """`engine.blocksize`."""
     with pytest.raises(
         ConfigError, match=r"unknown key 'engine\.blocksize'; allowed: block_size; did you mean 'block_size'"
     ):
@@ -138,7 +134,6 @@ def test_nested_unknown_key_names_its_path_and_the_nearest() -> None:
 
 
 def test_a_models_own_failure_is_one_line() -> None:
-    """A validator may raise anything."""
 
     class Broken(BaseModel):
         port: int = 1
@@ -152,7 +147,6 @@ def test_a_models_own_failure_is_one_line() -> None:
 
 
 def test_missing_required_key_is_named() -> None:
-    """Also where the section is not there at all."""
 
     class Needs(BaseModel):
         model: str
@@ -174,7 +168,6 @@ def test_section_of_an_optional_service_that_does_not_run_says_so(tmp_path: Path
 
 
 def test_planner_defaults_are_those_of_the_rules() -> None:
-    """planner-rules, options and defaults."""
     planner = PlannerConfig()
 
     assert (planner.adjustment_interval, planner.metric_pulling_interval) == (30.0, 1.0)
@@ -199,13 +192,11 @@ def test_planner_defaults_are_those_of_the_rules() -> None:
     ],
 )
 def test_planner_options_are_checked_and_named(option: str, reason: str) -> None:
-    """Thresholds are checked at the edge; the error names the option."""
     with pytest.raises(ConfigError, match=rf"Planner.*{reason}"):
         run(f"Planner:\n  {option}\n")
 
 
 def test_planner_budget_counts_what_the_graph_starts_with() -> None:
-    """8 GPUs by default; without a Planner section nothing limits the graph."""
     words = ["--VllmWorker.ServiceArgs.workers=9"]
     with pytest.raises(ConfigError, match="max_gpu_budget is 8, but the graph starts with 9 GPUs"):
         run("Planner: {}", words)
@@ -214,7 +205,6 @@ def test_planner_budget_counts_what_the_graph_starts_with() -> None:
 
 
 def test_planner_config_reads_either_spelling() -> None:
-    """For part C."""
     config = load_config(None, env={}, overrides=["--Planner.no-operation", "--Planner.adjustment_interval=5"])
 
     planner = planner_config(graph(), config)
@@ -239,7 +229,6 @@ def test_schema_of_a_graph_knows_its_sections_and_both_spellings() -> None:
 
 
 def test_every_reference_of_the_schema_resolves() -> None:
-    """A schema with a dangling `$ref` is useless to an editor."""
     schema = config_json_schema(graph())
     text = json.dumps(schema)
 
@@ -250,7 +239,6 @@ def test_every_reference_of_the_schema_resolves() -> None:
 
 
 def test_schema_without_a_graph_takes_any_service() -> None:
-    """Host and Planner are known all the same."""
     schema = config_json_schema(None)
 
     assert "gpus" in schema["properties"]["Host"]["properties"]
@@ -259,7 +247,6 @@ def test_schema_without_a_graph_takes_any_service() -> None:
 
 
 def test_router_kv_needs_a_router_service() -> None:
-    """Without one nothing knows what is cached: refused, with what to do."""
     with pytest.raises(ConfigError, match="Frontend: router is kv, but the graph has no Router service"):
         run("Frontend: {router: kv}")
 
@@ -278,7 +265,6 @@ def test_router_kv_needs_a_router_service() -> None:
 def test_a_planner_section_starts_it_unless_it_says_otherwise(
     words: list[str], flag: bool | None, starts: bool
 ) -> None:
-    """The command line's flag has the last word."""
     config = load_config(None, env={}, overrides=words)
     assert planner_starts(graph(), config, flag=flag) is starts
 

@@ -117,7 +117,6 @@ def sla(**values: object) -> PlannerConfig:
     ],
 )
 def test_floors_of_sla_are_held_against_the_budget(values: dict[str, Any], served: GraphSpec, told: str) -> None:
-    """Each role holds `min_gpu_budget`, as its policy counts it."""
     with pytest.raises(ConfigError, match=told):
         check_planner(sla(**values), served)
 

@@ -35,7 +35,6 @@ def shown(wanted: Described, live: Live = LIVE, running: Described = RUNNING) ->
 
 
 def test_the_same_deployment_differs_in_nothing() -> None:
-    """And nobody is touched."""
     found = differences(RUNNING, RUNNING, LIVE)
     assert (found.lines, found.touched, found.refused) == ((), (), ())
 
@@ -48,7 +47,6 @@ def test_options_are_compared_in_depth() -> None:
 
 
 def test_secrets_are_masked_and_their_change_is_told() -> None:
-    """In options and in environments."""
     changed = replace(WORKER, config={**WORKER.config, "api_key": "new"}, envs={"HF_TOKEN": "two", "MODE": "x"})
     assert shown(graph(FRONTEND, changed)) == [
         ("VllmWorker.api_key", "****", "****"),
@@ -58,7 +56,6 @@ def test_secrets_are_masked_and_their_change_is_told() -> None:
 
 
 def test_more_gpus_a_worker_need_new_processes_and_deadlines_do_not() -> None:
-    """A deadline is the arbiter's to keep."""
     wider = graph(FRONTEND, replace(WORKER, resources=Resources(gpu=2)))
     assert differences(RUNNING, wider, LIVE).renewed == {"VllmWorker"}
     later = graph(FRONTEND, replace(WORKER, drain_deadline_s=5.0))
@@ -83,7 +80,6 @@ def test_what_runs_in_a_process_is_renewed_with_it_and_moves_only_at_a_start() -
 
 
 def test_workers_are_counted_as_they_are_now() -> None:
-    """What runs, not what the last file said."""
     found = differences(RUNNING, RUNNING, Live({"Frontend": 1, "VllmWorker": 3}))
     assert [line.shown() for line in found.lines] == [
         {"what": "VllmWorker.ServiceArgs.workers", "before": 3, "after": 2}
@@ -101,7 +97,6 @@ def test_a_planners_number_of_workers_stands_until_somebody_writes_another() -> 
 
 
 def test_commands_come_and_go() -> None:
-    """They are sections of the file and nothing else."""
     both = graph(FRONTEND, WORKER, COMMAND)
     assert shown(both) == [("Sidecar", None, "1 worker")]
     assert differences(RUNNING, both, LIVE).added == ("Sidecar",)
@@ -111,7 +106,6 @@ def test_commands_come_and_go() -> None:
 
 
 def test_everything_that_cannot_be_applied_is_said_at_once() -> None:
-    """Each with its reason."""
     other = Described(
         GraphSpec("prod", "graphs.agg:Frontend", (replace(FRONTEND, depends=("Processor",)), COMMAND)),
         host={"nats_server": "nats://elsewhere:4222", "health_bound_s": 5},
@@ -151,7 +145,6 @@ def test_the_planners_options_are_compared_with_those_of_now() -> None:
 def test_the_planner_starts_where_the_file_says_so_anew(
     before: bool, after: bool, state: str, by_flag: bool, goal: str | None
 ) -> None:
-    """What a person did to it stands, and so does what the command line of `serve` said."""
     live = Live({}, planner_state=state, planner_by_flag=by_flag)
     running, wanted = replace(RUNNING, planner_starts=before), replace(RUNNING, planner_starts=after)
     assert planner_goal(running, wanted, live) == goal

@@ -33,13 +33,11 @@ def decide(
 
 @pytest.mark.parametrize(("prompt_length", "remote"), [(0, False), (99, False), (100, False), (101, True)])
 def test_the_length_threshold_is_strict(prompt_length: int, remote: bool) -> None:
-    """A prefill of exactly `max_local_prefill_length` stays here."""
     assert decide(prompt_length=prompt_length).remote is remote
 
 
 @pytest.mark.parametrize(("queue_size", "remote"), [(0, True), (1, True), (2, False), (3, False)])
 def test_the_queue_threshold_is_strict(queue_size: int, remote: bool) -> None:
-    """A queue of exactly `max_prefill_queue_size` takes no more."""
     assert decide(queue_size=queue_size).remote is remote
 
 
@@ -60,7 +58,6 @@ def test_cached_tokens_do_not_count(prompt_length: int, hit_rate: float, prefill
 
 
 def test_the_reason_is_worded_as_dynamo_words_it() -> None:
-    """Length/prompt and queue/max, in one line."""
     settings = DisaggSettings(max_local_prefill_length=10, max_prefill_queue_size=2)
     decision = decide(prompt_length=1000, prefix_hit_rate=0.1, settings=settings)
     assert decision.reason == "Remote prefill: True (prefill length: 900/1000, prefill queue size: 0/2)"
@@ -76,7 +73,6 @@ def test_an_unknown_queue_is_not_an_empty_one() -> None:
 
 
 def test_without_conditional_disagg_every_prefill_goes_remote() -> None:
-    """Short, with a full queue, or with one that cannot be read."""
     for queue_size in (0, 99, Missing("nats timeout")):
         decision = decide(prompt_length=1, queue_size=queue_size, conditional=False)
         assert decision.remote
@@ -101,7 +97,6 @@ def test_without_prefill_workers_everything_stays_here(conditional: bool) -> Non
 def test_the_rule_as_the_issue_states_it(
     prompt_length: int, prefix_hit_rate: float, queue_size: int, max_length: int, max_queue: int
 ) -> None:
-    """Remote iff both strict comparisons hold, for any input."""
     settings = DisaggSettings(max_length, max_queue)
     expected = int(prompt_length * (1 - prefix_hit_rate)) > max_length and queue_size < max_queue
     assert decide(prompt_length, prefix_hit_rate, queue_size, settings=settings).remote is expected
@@ -109,6 +104,5 @@ def test_the_rule_as_the_issue_states_it(
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "5", None])
 def test_settings_refuse_what_is_no_count(value: object) -> None:
-    """The message names the field."""
     with pytest.raises(ValueError, match="max_prefill_queue_size must be"):
         DisaggSettings(max_prefill_queue_size=value)  # type: ignore[arg-type]

@@ -46,7 +46,6 @@ def given(ledger: GpuLedger, name: str, count: int) -> tuple[GpuLedger, list[int
 
 
 def test_a_tensor_parallel_worker_gets_connected_devices() -> None:
-    """Four of eight are the four of one NUMA node, also when the first device is gone."""
     assert given(ledger_of().allocate("a", 1), "b", 4)[1] == [4, 5, 6, 7]
 
 
@@ -60,7 +59,6 @@ def test_single_devices_do_not_break_up_a_connected_set() -> None:
 
 
 def test_the_strongest_pair_wins_over_the_lowest_index() -> None:
-    """A pair with NVLink is preferred to a lower pair across the system bus."""
     links = {(2, 3): 1004, (0, 1): 10}
 
     def score(a: int, b: int) -> int:
@@ -70,7 +68,6 @@ def test_the_strongest_pair_wins_over_the_lowest_index() -> None:
 
 
 def test_the_weakest_link_counts_before_the_sum() -> None:
-    """Three evenly linked devices beat three with one slow link and a higher sum."""
     strong = {(0, 1): 5000, (0, 2): 5000, (1, 2): 10}
 
     def score(a: int, b: int) -> int:
@@ -80,7 +77,6 @@ def test_the_weakest_link_counts_before_the_sum() -> None:
 
 
 def test_above_the_exact_limit_a_connected_set_is_still_found() -> None:
-    """24 devices in nodes of four: the grown set is one node."""
     total = EXACT_SEARCH_MAX + 8
 
     def score(a: int, b: int) -> int:
@@ -92,13 +88,11 @@ def test_above_the_exact_limit_a_connected_set_is_still_found() -> None:
 
 @pytest.mark.parametrize(("total", "count"), [(2, 3), (2, -1)])
 def test_a_set_that_cannot_exist_is_a_programming_error(total: int, count: int) -> None:
-    """More than there are, or fewer than none."""
     with pytest.raises(ValueError, match="cannot choose"):
         best_set(total, count, lambda a, b: 0)
 
 
 def test_a_released_device_can_be_had_again() -> None:
-    """Release gives back what was held; releasing one who holds nothing changes nothing."""
     empty = ledger_of(2)
     full = empty.allocate("a", 2)
     assert (full.held, full.free) == ({"a": devices(2)}, ())
@@ -107,7 +101,6 @@ def test_a_released_device_can_be_had_again() -> None:
 
 
 def test_a_ledger_is_a_value() -> None:
-    """Every change is another ledger: a decision is made from one, whatever happens meanwhile."""
     ledger = ledger_of(3).allocate("a", 1)
     before = (ledger.held, ledger.free, ledger.quarantined, ledger.taken)
     first, second, _ = devices(3)
@@ -139,7 +132,6 @@ def test_a_strangers_device_is_not_handed_out() -> None:
 
 
 def test_a_little_memory_or_a_desktop_is_no_stranger() -> None:
-    """Up to the bound memory is the driver's own, and a graphics process counts by its memory only."""
     desktop = GpuProcess(12, "Xorg", 40 * 1024**2, "graphics")
     (device,) = devices(1)
     assert occupant(replace(device, memory_used_bytes=512 * 1024**2, processes=(desktop,))) is None
@@ -147,7 +139,6 @@ def test_a_little_memory_or_a_desktop_is_no_stranger() -> None:
 
 
 def test_a_device_that_cannot_be_seen_into_is_not_handed_out() -> None:
-    """Missing is not zero: with neither memory nor processes known, nobody can say that it is free."""
     (device,) = devices(1)
     unknown = Missing("not supported")
     assert occupant(replace(device, processes=unknown)) is None
@@ -156,7 +147,6 @@ def test_a_device_that_cannot_be_seen_into_is_not_handed_out() -> None:
 
 
 def test_a_held_device_may_be_busy() -> None:
-    """Our own worker's memory does not make it a stranger, nor does it leave the holder."""
     first, second = devices(2)
     ledger = ledger_of(2).allocate("a", 1).observe([replace(first, memory_used_bytes=70 * GIB), second])
     assert indices(ledger.held["a"]) == [0]
@@ -164,7 +154,6 @@ def test_a_held_device_may_be_busy() -> None:
 
 
 def test_another_namespaces_device_is_not_handed_out() -> None:
-    """A reservation elsewhere keeps it back, and is named."""
     first, _ = devices(2)
     ledger = GpuLedger.of(devices(2), elsewhere={first.uuid: "namespace other (watcher other_W, arbiter pid 9)"})
     ledger, chosen = given(ledger, "a", 1)
@@ -175,7 +164,6 @@ def test_another_namespaces_device_is_not_handed_out() -> None:
 
 
 def test_a_device_that_another_namespace_was_quicker_with_is_not_handed_out() -> None:
-    """Its lock was refused, though the last sample did not say so."""
     first, _ = devices(2)
     ledger = ledger_of(2).reserved_elsewhere(first.uuid, "namespace other")
     assert ledger.taken == {first.uuid: "namespace other"}
@@ -183,7 +171,6 @@ def test_a_device_that_another_namespace_was_quicker_with_is_not_handed_out() ->
 
 
 def test_a_quarantined_device_is_not_handed_out_until_restored() -> None:
-    """Quarantine takes it from its holder too; ending it brings it back."""
     first, _ = devices(2)
     ledger = ledger_of(2).allocate("a", 1).quarantine(first.uuid, "memory did not come back")
     assert ledger.held == {}
@@ -202,7 +189,6 @@ def test_a_vanished_device_is_not_handed_out() -> None:
 
 
 def test_adoption_assigns_exact_devices_even_if_busy() -> None:
-    """A worker taken back from the statefile keeps its devices although its memory is on them."""
     busy = [replace(device, memory_used_bytes=GIB) for device in devices(2)]
     ledger = GpuLedger.of(busy).assign("a", [busy[1].uuid])
     assert indices(ledger.held["a"]) == [1]
@@ -228,7 +214,6 @@ def test_adoption_assigns_exact_devices_even_if_busy() -> None:
     ],
 )
 def test_a_refusal_changes_nothing(act: Callable[[GpuLedger], object], message: str) -> None:
-    """Each refused act leaves holders, quarantine and free devices as they were."""
     ledger = ledger_of(3).allocate("holder", 1).quarantine(devices(3)[2].uuid, "test")
     before = (ledger.held, ledger.quarantined, ledger.free)
     with pytest.raises(GpuError, match=message):

@@ -34,14 +34,12 @@ def test_what_is_told_again_is_counted_and_comes_last() -> None:
 
 
 def test_of_a_trouble_there_is_one_note_with_the_latest_words() -> None:
-    """How many events wait to be written changes with each try."""
     disk = Trouble("disk")
     (note,) = told(("3 events wait", disk), ("5 events wait", disk))
     assert (note.text, note.count) == ("5 events wait", 2)
 
 
 def test_a_trouble_is_noted_until_it_is_over() -> None:
-    """However long that takes, and no other goes with it."""
     notes = told(("no disk", Trouble("disk")), ("no driver", Trouble("driver")))
     assert still_due(notes, {}, 1e9) == notes
     notes = noted(notes, "there is a disk again", Over("disk"), 2.0)
@@ -58,7 +56,6 @@ def test_a_note_of_a_worker_goes_when_it_is_ready_or_has_left(state: WorkerState
 
 
 def test_news_go_some_time_after_they_were_told_last() -> None:
-    """A cut request has no cause that could end; the event log has it for good."""
     notes = told(("3 requests were cut", None), ("3 requests were cut", None))
     assert still_due(notes, {}, 1.0 + NEWS_KEPT_S - 0.1) == notes
     assert still_due(notes, {}, 1.0 + NEWS_KEPT_S) == ()

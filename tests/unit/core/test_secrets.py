@@ -22,7 +22,6 @@ def test_only_allow_listed_variables_reach_a_worker() -> None:
 
 
 def test_pass_env_adds_names_and_globs() -> None:
-    """`--pass-env AWS_REGION --pass-env 'MY_*'`."""
     environ = {"AWS_REGION": "a", "MY_A": "b", "MINE": "c", "PATH": "d"}
 
     assert allowed_env(environ, ["AWS_REGION", "MY_*"]) == {"AWS_REGION": "a", "MY_A": "b", "PATH": "d"}
@@ -62,7 +61,6 @@ def test_credentials_inside_urls_and_json_are_masked() -> None:
 
 
 def test_words_that_merely_contain_a_secrets_name_are_shown() -> None:
-    """A configuration without its token counts could not be read."""
     plain = {
         "tokenizer": "tiny",
         "max_num_batched_tokens": 8192,

@@ -51,7 +51,6 @@ def test_a_number_that_was_never_decided_is_not_set() -> None:
 
 
 def test_numbers_younger_than_the_id_are_half_a_decision() -> None:
-    """The id is written last: what stands there now belongs to the next one."""
     whole = stored(num_prefill_workers="1", num_decode_workers="3", decision_id="0")
     assert not read(whole).half_written
     assert read({**whole, NUM_DECODE_WORKERS: Stored(b"5", 9)}).half_written
@@ -63,7 +62,6 @@ def test_numbers_younger_than_the_id_are_half_a_decision() -> None:
     "value", [b"", b"two", b"3.0", b"-2", b"+3", b" 3", b"3\n", b"10000", b"\xff\xfe", "\uff13".encode()]
 )
 def test_what_is_no_number_is_named_and_counts_as_not_set(value: bytes) -> None:
-    """And whole Unicode digits are none, either."""
     told = read({**stored(num_prefill_workers="1", decision_id="0"), NUM_DECODE_WORKERS: Stored(value, 2)})
     assert told.decision == PlannerDecision(1, -1, 0)
     (fault,) = told.faults

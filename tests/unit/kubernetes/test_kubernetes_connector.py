@@ -23,13 +23,11 @@ def patches(requests: list[tuple[str, str, Any]]) -> list[Any]:
 
 @on_virtual_time
 async def test_both_roles_are_one_write_which_the_operator_carries_out() -> None:
-    """The write holds for the document that it was made from alone."""
     await both_are_one_write(beta())
 
 
 @on_virtual_time
 async def test_both_roles_are_one_write_in_v1alpha1_too() -> None:
-    """A misspelt service is no new one: the number that is there is tested."""
     await both_are_one_write(alpha())
 
 
@@ -83,7 +81,6 @@ async def test_pending_pods_hold_up_no_scale_down() -> None:
 
 @on_virtual_time
 async def test_a_component_that_does_not_get_ready_lets_the_other_one_shrink() -> None:
-    """Its pods fail one after the other. Nothing is added meanwhile."""
     async with planned(beta(1, 3)) as world:
         world.operator.broken.add(PREFILL)
         await world.until(lambda: world.graph["status"]["state"] == "pending")
@@ -150,7 +147,6 @@ async def test_nothing_is_asked_for_beyond_the_budget() -> None:
 
 @on_virtual_time
 async def test_a_persons_number_is_kept_and_planned_from() -> None:
-    """Between decision and write: the decision was made from another number. Afterwards it counts."""
     async with planned(beta()) as world:
         manual: list[bool] = []
         world.connector.on_manual = lambda: manual.append(True)
@@ -185,7 +181,6 @@ async def test_a_workload_that_somebody_scaled_under_the_operator_is_told() -> N
 
 @on_virtual_time
 async def test_a_write_that_meets_another_one_is_made_again_on_what_is_there() -> None:
-    """Each change of the status raises the version: that alone is no reason to give up."""
     async with planned(beta()) as world:
         met: list[str] = []
 
@@ -203,7 +198,6 @@ async def test_a_write_that_meets_another_one_is_made_again_on_what_is_there() -
 
 @on_virtual_time
 async def test_a_write_whose_answer_was_lost_is_ours_all_the_same() -> None:
-    """It is refused as not known, and what is found afterwards is no person's change."""
     async with planned(beta()) as world:
         manual: list[bool] = []
         world.connector.on_manual = lambda: manual.append(True)
@@ -220,7 +214,6 @@ async def test_a_write_whose_answer_was_lost_is_ours_all_the_same() -> None:
 
 @on_virtual_time
 async def test_while_the_api_server_is_away_it_holds_says_so_and_goes_on() -> None:
-    """The graph is not known any more, so nothing is decided; no exception reaches the loop."""
     async with planned(beta()) as world:
         world.kube.away = world.operator.stopped = True
         await world.clock.sleep_until(world.clock.now_s() + 15.0)

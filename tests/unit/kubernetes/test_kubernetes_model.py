@@ -33,7 +33,6 @@ BETA: dict[str, Any] = {
 
 
 def test_a_document_comes_back_as_it_was() -> None:
-    """Also what this project has no name for: nothing of a person's is lost on the way."""
     assert document(read_graph(BETA)) == BETA
 
 
@@ -58,7 +57,6 @@ def test_dynamos_own_examples_come_back_as_they_were(name: str) -> None:
 
 
 def test_names_that_differ_by_case_only_are_refused() -> None:
-    """The API server has this as a CEL rule; older servers drop those."""
     twice = {**BETA, "spec": {"components": [{"name": "Decode"}, {"name": "decode"}]}}
     with pytest.raises(ValidationError, match="Decode, decode"):
         read_graph(twice)
@@ -66,11 +64,9 @@ def test_names_that_differ_by_case_only_are_refused() -> None:
 
 @pytest.mark.parametrize("raw", [{}, {**BETA, "kind": "Deployment"}, {**BETA, "apiVersion": "nvidia.com/v2"}])
 def test_what_is_no_graph_is_refused(raw: dict[str, Any]) -> None:
-    """By kind and version, before any field is looked at."""
     with pytest.raises(WrongKind):
         read_graph(raw)
 
 
 def test_an_adapters_name_is_in_lower_case() -> None:
-    """As the operator creates it."""
     assert adapter_name("vllm-disagg", "VllmDecodeWorker") == "vllm-disagg-vllmdecodeworker"

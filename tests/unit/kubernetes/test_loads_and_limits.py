@@ -100,7 +100,6 @@ async def test_without_a_card_the_kv_use_is_not_known() -> None:
 
 @on_virtual_time
 async def test_limits_are_those_of_the_graphs_own_workers() -> None:
-    """Other graphs of the namespace have cards there, too."""
     mine = worker_metadata("mine", 1)
     others = [worker_metadata("a", 2, namespace="default-other", blocks=5), {"spec": {"data": None}}, {}, "text"]
     passes, _ = await heard(registered([*others, mine], NAMESPACE))
@@ -115,14 +114,12 @@ async def test_limits_are_those_of_the_graphs_own_workers() -> None:
 def test_a_rolling_updates_workers_are_the_graphs_and_a_graph_with_a_longer_name_is_not(
     namespace: str, is_ours: bool
 ) -> None:
-    """The operator puts a hash behind the namespace of workers."""
     found = registered([worker_metadata("d", 1, namespace=NAMESPACE + namespace)], NAMESPACE)
     assert found.namespaces == ({NAMESPACE + namespace} if is_ours else set())
 
 
 @on_virtual_time
 async def test_workers_of_a_rolling_update_are_heard_while_they_are_there() -> None:
-    """Also after a look that failed."""
     clock, nats = AsyncioClock(), Nats()
     passes = HeardPasses(clock, lambda: POOLS)
     there: list[Any] = [[worker_metadata("old", 1, namespace=f"{NAMESPACE}-00000001")]]
@@ -149,5 +146,4 @@ async def test_workers_of_a_rolling_update_are_heard_while_they_are_there() -> N
 
 
 def test_cards_can_be_read_as_they_come_from_the_server() -> None:
-    """JSON there and back."""
     assert registered(json.loads(json.dumps([worker_metadata("d", 1)])), NAMESPACE).limits["backend"].dp_size == 1

@@ -69,7 +69,6 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_in_a_pod_it_is_the_service_accounts(pod: Path) -> None:
-    """The namespace, too, where nothing names another one."""
     transport = connected(None)
     assert transport.namespace == "team-b"
     assert parent({}.get, NAME, None, transport.namespace) == (NAME, "team-b")
@@ -95,7 +94,6 @@ def test_a_graph_that_nobody_names_is_refused() -> None:
 
 
 async def test_requests_run_beside_the_loop_and_errors_are_answers(tmp_path: Path) -> None:
-    """A refusal is a status; a server that is not there is `ApiAway`."""
     with serving(api_over_http(Kube(("v1beta1",)))) as url:
         api = KubeApi(connected(kubeconfig(url, tmp_path / "config")), "default", NAME)
         with pytest.raises(NotThere):

@@ -110,7 +110,6 @@ async def passes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HeardPasses]:
 
 
 async def test_workers_are_heard_on_their_own_sockets_while_they_are_registered(passes: HeardPasses) -> None:
-    """Without NATS. A look that fails changes nothing; a worker that goes is heard no more."""
     async with workers("7", "8") as (decode, prefill):
         there = [worker_metadata("d", 7, channels=channel(decode.address))]
         failing = list[bool]()
@@ -139,7 +138,6 @@ async def test_workers_are_heard_on_their_own_sockets_while_they_are_registered(
 
 
 async def test_nobody_waits_for_a_worker_that_cannot_be_reached(passes: HeardPasses) -> None:
-    """ZeroMQ tries it again and again; its engine is missing meanwhile."""
     async with workers("7") as (decode,):
         there = [
             worker_metadata("p", 8, "prefill", channels=channel("tcp://127.0.0.1:1", "prefill")),

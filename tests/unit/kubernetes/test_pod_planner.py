@@ -130,13 +130,11 @@ async def follows_the_load(options: dict[str, Any], high: float, osl: float) -> 
 
 @on_virtual_time
 async def test_slo_takes_a_graph_from_1p1d_to_3p4d_and_back() -> None:
-    """Step by step: nothing is added before the graph is ready again."""
     await follows_the_load(SLO, 50.0, 400.0)
 
 
 @on_virtual_time
 async def test_throughput_load_takes_a_graph_from_1p1d_to_3p4d_and_back() -> None:
-    """In one write each."""
     await follows_the_load(THROUGHPUT_LOAD, 50.0, 400.0)
 
 
@@ -176,7 +174,6 @@ async def test_of_two_planners_one_acts_and_the_other_goes_on_where_it_ends() ->
 
 @on_virtual_time
 async def test_a_planner_that_cannot_renew_stops_acting_before_another_one_may_begin() -> None:
-    """No moment with two."""
     async with AsyncExitStack() as stack:
         here = await rig(stack, lambda at_s: 1.0)
         kube, clock = here.world.kube, here.world.clock
@@ -197,7 +194,6 @@ async def test_a_planner_that_cannot_renew_stops_acting_before_another_one_may_b
 
 @on_virtual_time
 async def test_a_planner_that_ends_while_it_renews_gives_its_lease_back() -> None:
-    """The renewal arrives, and its answer does not come any more."""
     async with AsyncExitStack() as stack:
         here = await rig(stack, lambda at_s: 1.0)
         api, clock = KubeApi(here.world.kube.client(), "default", NAME), here.world.clock
@@ -294,7 +290,6 @@ async def test_a_planner_is_healthy_from_its_start_to_its_end() -> None:
 
 @on_virtual_time
 async def test_a_planner_that_is_started_again_goes_on_from_what_is_there() -> None:
-    """It has no memory but the graph's own numbers, which are no person's change."""
     async with AsyncExitStack() as stack:
         here = await rig(stack, lambda at_s: 50.0, osl=400.0)
         first = await here.planner(THROUGHPUT_LOAD, "a")

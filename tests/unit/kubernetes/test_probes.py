@@ -32,7 +32,6 @@ async def asked(path: str, why: str | None, method: str = "GET") -> tuple[int, A
     ],
 )
 async def test_live_answers_always_and_health_while_it_plans(path: str, why: str | None, status: int) -> None:
-    """The operator's startup and liveness probes ask /live: a restart helps nobody who waits."""
     assert (await asked(path, why))[0] == status
 
 

@@ -59,7 +59,6 @@ def planned(*profiles: str) -> dict[str, Any]:
 
 
 def test_of_two_settings_the_one_that_keeps_the_targets_is_named_and_written(tmp_path):
-    """Whatever the order; what both have in common is not written."""
     quick = folder(tmp_path / "quick", 1.0, max_num_seqs=64.0, block_size=16.0)
     slow = folder(tmp_path / "slow", 2.0, max_num_seqs=256.0, block_size=16.0)
     for order in ((quick, slow), (slow, quick)):
@@ -85,7 +84,6 @@ def found(gpus: int, *, attained: bool, attainment: float, lowest: float = 0.9) 
 
 
 def test_fewer_gpus_win_among_those_that_keep_the_targets_and_the_most_kept_among_those_that_do_not():
-    """With as many GPUs it is the one whose attainment is the highest at its worst."""
     order = [
         found(2, attained=True, attainment=0.96),
         found(3, attained=True, attainment=0.97, lowest=0.96),
@@ -98,7 +96,6 @@ def test_fewer_gpus_win_among_those_that_keep_the_targets_and_the_most_kept_amon
 
 
 def test_gpus_of_a_worker_are_written_where_profiles_differ_in_them(tmp_path):
-    """The other tensor parallelism does not fit on two GPUs."""
     one, two = folder(tmp_path / "tp1", 1.0, gpus=1), folder(tmp_path / "tp2", 0.5, gpus=2)
     with pytest.raises(BadInput, match="no fleet fits on 2 GPUs"):
         planned(two)
@@ -110,7 +107,6 @@ def test_gpus_of_a_worker_are_written_where_profiles_differ_in_them(tmp_path):
 
 
 def test_only_what_differs_among_those_that_say_it_is_told(tmp_path):
-    """A profile without a document says nothing, and engines of another role are not compared with these."""
     agg = document(engines={"agg": engine()})
     assert differing([None, measured(a=1.0, b=2.0), measured(a=1.0, b=3.0), agg]) == [
         {},
@@ -129,5 +125,4 @@ def test_only_what_differs_among_those_that_say_it_is_told(tmp_path):
     ],
 )
 def test_sections_are_merged_whole(section, more, both):
-    """Nothing of either is lost but what the second says otherwise."""
     assert merged(section, more) == both

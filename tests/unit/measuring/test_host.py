@@ -69,7 +69,6 @@ def device(index: int, *processes: GpuProcess) -> GpuDevice:
 
 
 def test_a_process_is_one_family_with_its_children_and_their_time_is_seen():
-    """Also when the child is in another process group; others are not in it."""
     with spinning() as pid:
         family = family_of(pid)
         assert pid in family
@@ -80,7 +79,6 @@ def test_a_process_is_one_family_with_its_children_and_their_time_is_seen():
 
 
 async def test_only_what_others_use_counts_as_a_busy_host(monkeypatch):
-    """A process that spins: as one of the graph it is none, as another's it is."""
     monkeypatch.setattr(host, "EVERY_S", 0.3)
     shares = {}
     with spinning() as pid, idling() as idle:
@@ -116,7 +114,6 @@ async def test_a_stranger_beside_a_worker_is_noticed_and_a_neighbour_elsewhere_i
     ("memory", "told"), [((2**30, 2**29), 2**30 + 2**29), ((2**30, Missing("not reported")), None), ((), None)]
 )
 def test_gpu_memory_of_a_worker_is_that_of_its_processes_or_not_known(memory, told):
-    """One device for each of them."""
     pid = os.getpid()
     devices = tuple(device(n, GpuProcess(pid, "python", used)) for n, used in enumerate(memory))
     assert gpu_bytes(pid, devices) == told

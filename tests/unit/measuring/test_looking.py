@@ -23,13 +23,11 @@ class Arbiter:
 
 
 async def test_an_arbiter_that_does_not_answer_at_once_is_asked_again():
-    """A profile of minutes is not lost for it."""
     arbiter = Arbiter(silent=2)
     assert await patiently(arbiter.status, tries=3) == "{}"
     assert arbiter.asked == 3
 
 
 async def test_one_that_never_answers_is_given_up_with_what_it_said_last():
-    """There is an end to it."""
     with pytest.raises(GraphFailed, match="look 3"):
         await patiently(Arbiter(silent=9).status, tries=3)

@@ -58,7 +58,6 @@ async def test_every_point_is_within_three_per_cent_of_what_the_engine_plays(tmp
 
 
 async def test_passes_that_prefill_and_decode_at_once_are_the_sum_that_this_engine_plays(tmp_path):
-    """At a speed at which the next prompt comes while the others still decode."""
     points = tuple(sweep(LIMITS, (Kind.MIXED,), (5, 3)))
     async with in_process(w=MIXED_SPEED) as graph:
         progress = await session(graph, tmp_path).run(Progress(points, Rules(budget_s=60.0)))
@@ -71,7 +70,6 @@ async def test_passes_that_prefill_and_decode_at_once_are_the_sum_that_this_engi
 
 
 async def test_a_slow_worker_among_equals_is_noticed(tmp_path):
-    """Three engines, one of which takes a fifth longer."""
     points = tuple(sweep(LIMITS, (Kind.PREFILL, Kind.DECODE), (3, 2)))
     async with in_process(a=SPEED, b=SPEED / 1.2, c=SPEED) as graph:
         progress = await session(graph, tmp_path).run(Progress(points, Rules(budget_s=20.0)))
@@ -93,7 +91,6 @@ async def test_an_engine_that_drifts_while_it_is_measured_is_noticed(tmp_path):
 
 
 async def test_a_noisy_neighbour_of_the_engine_is_noticed(tmp_path):
-    """Each fifth repetition's passes take half as long again."""
     points = tuple(sweep(LIMITS, (Kind.PREFILL, Kind.DECODE), (5, 3)))
     graphs: list[InProcessGraph] = []
     async with in_process(lambda: 1.5 if graphs[0].asked % 5 == 0 else 1.0, w=SPEED) as graph:
@@ -129,7 +126,6 @@ async def test_a_measurement_that_is_stopped_goes_on_where_it_was(tmp_path):
 
 
 async def test_what_the_engine_refuses_gives_its_point_up_and_nothing_else(tmp_path):
-    """Longer than the model's context."""
     good, bad = Point(Kind.PREFILL, 300), Point(Kind.PREFILL, 300_000)
     async with in_process(w=SPEED) as graph:
         progress = await session(graph, tmp_path).run(Progress((good, bad), Rules(budget_s=30.0)))

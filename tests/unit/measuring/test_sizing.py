@@ -37,7 +37,6 @@ def found(engines, rate: float, **wanted):
 
 
 def test_a_small_load_needs_one_worker_of_each_role(engines):
-    """Nothing smaller can serve."""
     planned = found(engines, 2.0)
     assert planned.attained
     assert planned.best.shape == FleetShape(1, 1)
@@ -71,7 +70,6 @@ def test_aggregated_engines_are_heard_later_by_what_was_measured(engines):
 
 
 def test_more_load_needs_more_prefill_workers_and_the_split_is_named(engines):
-    """Forty prompts of 60 ms a second are 2.4 busy prefill workers: two can never do it."""
     planned = found(engines, 40.0)
     assert planned.attained
     assert planned.best.shape.prefill >= 3
@@ -80,20 +78,17 @@ def test_more_load_needs_more_prefill_workers_and_the_split_is_named(engines):
 
 
 def test_what_no_fleet_keeps_is_said_with_the_best_one(engines):
-    """Two GPUs for what needs four."""
     planned = found(engines, 40.0, gpus=2)
     assert not planned.attained
     assert planned.best.metrics.attainment < 0.95
 
 
 def test_no_gpu_for_each_role_is_refused(engines):
-    """One GPU cannot be a prefill and a decode worker."""
     with pytest.raises(BadInput, match="no fleet fits on 1 GPUs"):
         found(engines, 2.0, gpus=1)
 
 
 def test_sizes_go_from_the_smallest_to_the_largest_and_have_every_split(engines):
-    """All splits of up to four GPUs."""
     by_size = dict(sizes(engines, 4, aggregated=False))
     assert [*by_size] == [2, 3, 4]
     assert set(by_size[4]) == {FleetShape(1, 3), FleetShape(2, 2), FleetShape(3, 1)}
@@ -101,7 +96,6 @@ def test_sizes_go_from_the_smallest_to_the_largest_and_have_every_split(engines)
 
 
 def test_what_is_written_is_a_planners_section(engines):
-    """It is read back by what reads configurations."""
     written = yaml.safe_load(yaml.safe_dump(section(engines, found(engines, 2.0), Wanted(SLO), {})))
     assert written["VllmWorker"]["ServiceArgs"]["workers"] == 1
     config = planner_section("Planner", written["Planner"])
@@ -109,7 +103,6 @@ def test_what_is_written_is_a_planners_section(engines):
 
 
 def test_an_aggregated_fleet_has_a_planner_that_plans_such_graphs(engines):
-    """The policy slo refuses them."""
     wanted = Wanted(SLO, aggregated=True)
     planned = plan(engines, wanted, lambda seed: load(2.0), lambda text: None, jobs=1)
     assert planned.best.shape == FleetShape(0, 1)
@@ -120,7 +113,6 @@ def test_an_aggregated_fleet_has_a_planner_that_plans_such_graphs(engines):
 
 
 def test_a_made_load_is_another_one_for_another_seed_and_has_its_rate():
-    """For the uncertainty."""
     traces = made(5.0, 1000, 100, 0.5)
     assert traces(1) == traces(1) != traces(2)
     assert len(traces(0)) / traces(0)[-1].at_s == pytest.approx(5.0, rel=0.1)
@@ -137,7 +129,6 @@ def test_a_made_load_is_another_one_for_another_seed_and_has_its_rate():
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_line(words, said):
-    """Without a traceback."""
     with pytest.raises(Exception, match=said) as refused:
         CliRunner().invoke(
             command,

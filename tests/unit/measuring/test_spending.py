@@ -17,14 +17,12 @@ def test_a_quarter_of_an_hour_is_not_exceeded_by_engines_that_take_long_to_start
 
 
 def test_without_actions_two_thirds_are_for_the_points():
-    """And the trace takes five minutes at most."""
     assert spending(240.0, 0.0, ()).points_s == pytest.approx(160.0)
     assert spending(3600.0, 0.0, ()).trace_s == 300.0
 
 
 @pytest.mark.parametrize("started_s", [16.0, 30.0, 500.0])
 def test_a_start_longer_than_half_of_the_budget_leaves_the_other_half(started_s: float) -> None:
-    """There is something to write all the same."""
     spent = spending(30.0, started_s, [500.0])
     assert spent.points_s + spent.trace_s + spent.actions_s == pytest.approx(max(15.0, 30.0 - started_s))
     assert spent.points_s > spent.trace_s > 0.0

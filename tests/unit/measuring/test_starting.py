@@ -25,14 +25,12 @@ ENTRIES = {
 
 
 def test_who_is_late_is_named_by_its_short_name():
-    """And with its state; those that are ready are not."""
     state = State(namespace="profile", run_id="run", components=dict(ENTRIES))
     assert waiting_for(state) == "VllmWorker is starting"
     assert waiting_for(None) == "no worker runs yet"
 
 
 async def test_a_long_start_is_told_of_until_it_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the start returns comes back; nothing is told after it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     paths = Paths.found("profile", os.environ)
     told: list[str] = []
@@ -57,7 +55,6 @@ async def test_a_long_start_is_told_of_until_it_is_over(monkeypatch: pytest.Monk
 
 
 async def test_a_start_that_fails_raises_what_it_raised() -> None:
-    """At once, whatever was to be told next."""
 
     async def start() -> None:
         raise BadInput("no such model")
@@ -67,7 +64,6 @@ async def test_a_start_that_fails_raises_what_it_raised() -> None:
 
 
 async def test_ctrl_c_ends_the_start_before_it_goes_on() -> None:
-    """The command that starts the graph is ended in order, too."""
     ended = asyncio.Event()
 
     async def start() -> None:

@@ -49,6 +49,5 @@ def test_of_dynamos_workers_there_is_one_of_each_role_behind_its_own_frontend(tm
 
 
 def test_a_command_that_nobody_knows_how_to_ask_is_refused(tmp_path):
-    """With the runtime that it may have instead."""
     with pytest.raises(BadInput, match=r"Thing is a command of the runtime none.*give it the runtime http"):
         target(tmp_path, Thing={"command": "python -c pass", "role": "decode"})

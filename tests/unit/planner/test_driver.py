@@ -107,7 +107,6 @@ def test_a_pull_of_before_a_persons_change_decides_nothing() -> None:
 
 
 def test_a_change_while_a_forecast_is_waited_for_takes_the_decision_back() -> None:
-    """It was made for other options, or for the workers of before."""
 
     async def run() -> None:
         for change in ("manual", "options"):
@@ -166,7 +165,6 @@ def test_plugins_are_asked_where_something_is_decided() -> None:
 
 
 def test_the_same_pulls_give_the_same_decisions() -> None:
-    """A replay: states and values decide, nothing else."""
     pulls = [pull(5.0 * n, 0.1 * (n % 11)) for n in range(1, 60)]
 
     def decisions() -> list[Decision | None]:

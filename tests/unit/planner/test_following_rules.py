@@ -24,7 +24,6 @@ def test_without_a_decision_it_waits() -> None:
 
 
 def test_each_component_goes_to_its_number_and_downs_come_before_ups() -> None:
-    """A GPU may change hands."""
     step = next_step(told(1, 3), BOTH)
     assert (step.phase, step.steps, step.acknowledge) == (Phase.UNDER_WAY, (("Decode", 3),), False)
     assert step.reason == "Decode: 1 of 3 ready"
@@ -53,7 +52,6 @@ def test_it_is_acknowledged_when_exactly_so_many_are_ready() -> None:
 
 
 def test_one_that_only_finishes_its_streams_holds_nothing_up() -> None:
-    """It is out of routing; its GPU is its own affair."""
     draining = replace(D, ready=1, leaving=2, gpus_held=3, gpus_leaving=2)
     assert next_step(told(1, 1), WorkerPools(P, draining)).acknowledge
     assert not next_step(told(1, 1), WorkerPools(P, replace(draining, routed=1))).acknowledge

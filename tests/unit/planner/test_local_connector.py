@@ -49,7 +49,6 @@ async def test_a_refusal_is_a_value_and_says_whether_to_try_again() -> None:
 
 
 async def test_each_change_has_its_own_cause() -> None:
-    """The event log tells a planner's changes apart."""
     scaler = FakeScaler({"instructions": []})
     connector = LocalConnector(scaler)
     await connector.add_component("A")

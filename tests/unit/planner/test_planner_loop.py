@@ -29,7 +29,6 @@ async def test_pulls_and_decisions_fall_on_their_grid() -> None:
 
 @on_virtual_time
 async def test_work_between_pulls_makes_nothing_drift() -> None:
-    """Sources take 0.2 s each time, and each decision half a second to carry out."""
     rig = Rig()
     rig.before_loads, rig.before_depth, rig.before_act = taking(0.2), taking(0.15), taking(0.5)
     rig.kv = 0.95
@@ -43,7 +42,6 @@ async def test_work_between_pulls_makes_nothing_drift() -> None:
 
 @on_virtual_time
 async def test_ticks_do_not_overlap_and_pulls_that_were_slept_over_are_left_out() -> None:
-    """Carrying out takes 3.5 s (the rig fails where anything is asked meanwhile)."""
     rig = Rig()
     rig.before_act, rig.kv = taking(3.5), 0.95
     rig.start()
@@ -87,7 +85,6 @@ async def test_a_source_that_hangs_is_missing_and_is_asked_anew_in_the_end() -> 
 
 @pytest.mark.parametrize("error", [NatsUnavailable("NATS is away"), ZeroDivisionError("a bug")])
 def test_a_source_that_fails_is_missing_with_its_reason(error: Exception) -> None:
-    """An error of ours, or a bug: the other source's samples are there all the same."""
 
     @on_virtual_time
     async def run() -> None:
@@ -153,7 +150,6 @@ async def test_an_observer_that_fails_costs_nobody_anything() -> None:
 
 @on_virtual_time
 async def test_a_decision_is_carried_out_under_its_own_number() -> None:
-    """The event log names the cause `planner:8`; numbers go on from the last that was logged."""
     rig = Rig(last_number=7)
     rig.kv = 0.95
     rig.start()
@@ -272,7 +268,6 @@ async def test_while_etcd_or_nats_is_away_it_holds_says_so_once_and_goes_on() ->
 
 @on_virtual_time
 async def test_an_up_that_waited_for_a_gpu_is_not_carried_out_while_etcd_is_away() -> None:
-    """It is decided again when there is something to decide it from."""
     rig = Rig(prefill=2, decode=1)
     rig.kv = 0.95
     rig.start(replace(OPTIONS, max_gpu_budget=3))
@@ -307,7 +302,6 @@ async def test_a_source_that_fails_for_long_is_told_of_once() -> None:
 
 @on_virtual_time
 async def test_a_loop_that_fails_is_stopped_at_once() -> None:
-    """Also where pulls are minutes apart."""
     rig = Rig()
     rig.start(replace(OPTIONS, adjustment_interval_s=600.0, metric_pulling_interval_s=300.0))
     rig.pools_fail = [ValueError("no fleet")]

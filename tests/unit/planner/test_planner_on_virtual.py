@@ -34,7 +34,6 @@ class Whole:
 
 @on_virtual_time
 async def test_both_roles_go_as_one_decision_with_the_numbers_of_both() -> None:
-    """The one that holds keeps the number that it has."""
     for depth, wanted in ((0, {PREFILL: 1, DECODE: 3}), (9, {PREFILL: 2, DECODE: 3})):
         rig, whole = Rig(prefill=1, decode=2), Whole(Written(7))
         rig.loop.act_through(whole)

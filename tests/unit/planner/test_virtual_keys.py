@@ -66,7 +66,6 @@ async def test_what_somebody_writes_is_seen(etcd: FakeEtcd, keys: VirtualKeys) -
 
 
 async def test_etcd_going_away_and_coming_back_is_noticed(etcd: FakeEtcd, keys: VirtualKeys) -> None:
-    """What is known stays; it is not current."""
     await ForeignPlanner(etcd).decide(decode=2)
     async with asyncio.timeout(5.0):
         await keys.until(lambda told: told.decision.decision_id == 0)
@@ -82,7 +81,6 @@ async def test_etcd_going_away_and_coming_back_is_noticed(etcd: FakeEtcd, keys: 
 
 
 async def test_an_old_list_does_not_take_back_what_was_heard_since(etcd: FakeEtcd, keys: VirtualKeys) -> None:
-    """`refresh` asks; before its answer is here the watch has told of more."""
     planner = ForeignPlanner(etcd)
     await planner.decide(decode=1)
     kvs, revision = await etcd.get_prefix(keys.root)

@@ -50,7 +50,6 @@ def test_a_trace_of_one_window_is_that_window(tmp_path: Path) -> None:
 
 
 def test_only_the_last_windows_are_taken(tmp_path: Path) -> None:
-    """A gap of centuries costs nothing; the lengths are carried through it."""
     file = written(tmp_path / "t.jsonl", mooncake(0, 70, 7), mooncake(1e13), mooncake(1e13 + 25_000))
     assert read_warmup(str(file), 10.0, windows_max=4) == (
         Window(0, 70, 7),

@@ -21,7 +21,6 @@ from tests.fakes.profile_documents import document, engine
     ],
 )
 def test_more_lengths_are_asked_over_http_where_a_hand_off_is_on_the_way(context, apart, lengths):
-    """And none that leaves no room for its answer."""
     assert path_lengths(context, apart=apart) == lengths
 
 
@@ -37,7 +36,6 @@ def test_more_lengths_are_asked_over_http_where_a_hand_off_is_on_the_way(context
     ],
 )
 def test_what_comes_on_top_is_a_fixed_part_and_one_per_token(points, fixed_ms, per_token_ms):
-    """Neither is negative, and of one length nothing is said about others."""
     found = beyond(points)
     assert found[1] == pytest.approx(per_token_ms, abs=1e-9)
     if fixed_ms is None:
@@ -47,7 +45,6 @@ def test_what_comes_on_top_is_a_fixed_part_and_one_per_token(points, fixed_ms, p
 
 
 def test_it_is_kept_and_told_with_the_hand_off_where_there_is_one(tmp_path):
-    """An older document has none."""
     way = {"overhead_ms": 3.0, "per_token_ms": 0.002}
     write_document(tmp_path, document(beyond_engine=way, engines={"prefill": engine(), "decode": engine()}))
     kept = read_document(tmp_path)

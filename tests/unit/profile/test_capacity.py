@@ -23,7 +23,6 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Both:
 
 
 def test_dynamos_values_are_met_within_two_per_cent(h200: Both) -> None:
-    """Where its own grid has points near: prompts of 3000 tokens, and contexts of 3150 within 10 ms."""
     prefill, decode = h200
     assert prefill.interpolate_thpt_per_gpu(3000).value == pytest.approx(49_481, rel=0.02)
     assert decode.find_best_throughput_per_gpu(10, 3150).value == pytest.approx(4_556, rel=0.02)
@@ -37,7 +36,6 @@ def test_between_one_request_and_many_throughput_follows_from_latency(h200: Both
 
 
 def test_measured_points_come_back(h200: Both) -> None:
-    """Two from the file."""
     prefill, decode = h200
     assert prefill.interpolate_ttft(6202).value == pytest.approx(123.23749)
     assert decode.interpolate_itl(0.30762 * 945_029 / 2997, 2997).value == pytest.approx(15.479, rel=1e-3)
@@ -45,7 +43,6 @@ def test_measured_points_come_back(h200: Both) -> None:
 
 
 def test_a_known_engine_comes_back_between_its_points(linear: Both) -> None:
-    """Latency within 1 %, throughput per GPU of an engine of two."""
     prefill, decode = linear
     assert prefill.interpolate_ttft(2500).value == pytest.approx(60)
     assert prefill.interpolate_thpt_per_gpu(2500).value == pytest.approx(2500 / 60 * 1000 / GPUS)
@@ -66,7 +63,6 @@ def test_the_best_load_is_where_the_target_is_just_met(linear: Both) -> None:
 
 @pytest.mark.parametrize("profile", shipped_profiles())
 def test_longer_prompts_take_longer_and_more_requests_never_less(profile: str) -> None:
-    """Far outside of the profile, too."""
     prefill, decode = interpolators(profile)
     ttfts = [prefill.interpolate_ttft(isl).value for isl in range(1, 60_000, 97)]
     assert ttfts == sorted(ttfts)
@@ -78,7 +74,6 @@ def test_longer_prompts_take_longer_and_more_requests_never_less(profile: str) -
 
 @pytest.mark.parametrize("profile", shipped_profiles())
 def test_a_stricter_target_never_gives_more(profile: str) -> None:
-    """Nor does one that nobody can meet: upstream then takes the best of what is not eligible."""
     decode = interpolators(profile)[1]
     for context in (50, 350, 1500, 3150, 9000, 40_000):
         found = [decode.find_best_throughput_per_gpu(0.25 * n, context) for n in range(1, 250)]
@@ -91,7 +86,6 @@ def test_a_stricter_target_never_gives_more(profile: str) -> None:
 
 
 def test_what_was_not_measured_is_marked(h200: Both) -> None:
-    """Prompts and contexts that are longer or shorter, and loads above both neighbours'."""
     prefill, decode = h200
     assert not prefill.interpolate_ttft(100).extrapolated
     assert not prefill.interpolate_ttft(16_372).extrapolated
@@ -119,7 +113,6 @@ def test_beyond_the_longest_prompt_the_curve_goes_on(h200: Both) -> None:
 
 
 def test_more_requests_than_the_cache_holds_are_as_slow_as_a_full_one(h200: Both) -> None:
-    """The others wait."""
     decode = h200[1]
     full = decode.max_kv_tokens / 3000
     assert decode.interpolate_itl(10 * full, 3000).value == pytest.approx(decode.interpolate_itl(full, 3000).value)

@@ -35,7 +35,6 @@ def test_the_fit_finds_what_the_engine_is_made_of():
 
 
 def test_a_fit_has_no_negative_coefficient():
-    """A curve that bends down must not say that tokens cost less than nothing."""
     fit = prefill_fit([(100.0, 10.0), (1000.0, 20.0), (10_000.0, 25.0)])
     assert min(fit.overhead_ms, fit.per_token_ms, fit.per_token_squared_ms) >= 0.0
     assert prefill_fit([(100.0, 1.0), (100.0, 1.1), (200.0, 2.0)]) is None
@@ -56,7 +55,6 @@ def test_what_was_measured_is_read_back_as_a_profile(tmp_path):
 
 
 def test_held_out_points_of_a_smooth_engine_are_predicted():
-    """A fifth of those that stand between others, and the engine is certified by them."""
     found = known(KnownEngine(noise=0.01))
     held = held_out(found, LIMITS.max_kv_tokens)
     inner = len([p for p in found if p.kind is not Kind.CACHED])
@@ -67,7 +65,6 @@ def test_held_out_points_of_a_smooth_engine_are_predicted():
 
 
 def test_an_engine_that_jumps_between_its_points_is_not_certified():
-    """Half of the loads take three times as long: no curve through the others can know."""
     found = known(KnownEngine(noise=0.0))
     jumping = {
         p: Measured(tuple(type(s)(s.worker, s.at_s, s.value_ms * (3 if hash((p.tokens, p.requests)) % 2 else 1),
@@ -80,7 +77,6 @@ def test_an_engine_that_jumps_between_its_points_is_not_certified():
 
 
 def test_a_twin_that_is_off_is_told_where():
-    """p90 of TTFT is a third too low; the rest is right."""
     real = [(float(n), 10.0) for n in range(1, 101)]
     twin = [(float(n) if n <= 70 else 70.0, 10.5) for n in range(1, 101)]
     found = compared(real, twin)
@@ -92,13 +88,11 @@ def test_a_twin_that_is_off_is_told_where():
 
 
 def test_what_could_not_be_tried_is_no_certificate():
-    """A profile whose trace did not run says so."""
     told = certificate(HeldOut({}, "no measured point stands between others"), "the budget was spent")
     assert told.state == "uncertified"
     assert told.where == ("held-out points: no measured point stands between others", "trace: the budget was spent")
 
 
 def test_too_few_points_make_no_curves():
-    """Said before anything is written."""
     few = {Point(Kind.PREFILL, 100): known(KnownEngine())[Point(Kind.PREFILL, 100)]}
     assert "1 prompt lengths were measured" in (usable(prefill_points(few, 1), decode_points(few, 1000, 1)) or "")

@@ -36,7 +36,6 @@ def test_it_is_read_back_as_it_was_written(tmp_path):
     [(b"{", "measure it again"), (b"{}", "missing required field"), (b"\xff\xfe", "measure it again")],
 )
 def test_what_is_none_is_refused_with_the_file(tmp_path, content, said):
-    """Half a file, or another one."""
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(ConfigError, match=said) as refused:
         read_document(tmp_path)
@@ -44,14 +43,12 @@ def test_what_is_none_is_refused_with_the_file(tmp_path, content, said):
 
 
 def test_another_format_is_refused(tmp_path):
-    """Of a later version."""
     write_document(tmp_path, document(format=2))
     with pytest.raises(ConfigError, match="format 2"):
         read_document(tmp_path)
 
 
 def test_the_same_engines_fit():
-    """Whatever the GPUs are called, as long as they are the same."""
     assert differences(document(), {"agg": described(engine())}, frozenset({"H200"}), {"sim": "1"}) == []
 
 
@@ -72,21 +69,18 @@ def test_everything_that_differs_is_named():
 
 
 def test_the_hash_is_of_what_is_configured():
-    """The same for the same engines, in any order."""
     one, two = described(engine()), described(engine(**{"sim.speed": 1.0}))
     assert configuration_hash({"a": one, "b": two}) == configuration_hash({"b": two, "a": one})
     assert configuration_hash({"a": one}) != configuration_hash({"a": two})
 
 
 def test_the_summary_tells_rates_spread_actions_and_what_is_wrong():
-    """What a person reads in the terminal."""
     text = "\n".join(summary_lines(document()))
     for part in ("100.00 prompts/s of 100 tokens", "±1.0%", "cold 2.00 s", "noticed: something", "uncertified"):
         assert part in text
 
 
 def test_what_was_kept_of_other_engines_is_not_gone_on_with(tmp_path):
-    """Nor what is no file of ours, nor nothing."""
     rules = Rules()
     with pytest.raises(ConfigError, match="nothing to go on with"):
         resumed(tmp_path, rules, "h")

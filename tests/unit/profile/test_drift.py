@@ -39,12 +39,10 @@ def passes(scheduled: Requests, factor: float, count: int = PASSES_MIN, at_s: fl
     ],
 )
 def test_a_pass_is_expected_to_take_what_the_profile_says_of_its_tokens(scheduled, ms):
-    """Prompts, decodes and both: as the twin reckons."""
     assert expected_s(MODEL, scheduled) * 1000 == pytest.approx(ms)
 
 
 def test_figures_are_by_component_and_kind_of_the_last_minutes_and_of_enough_passes():
-    """A few passes say nothing, old ones nothing of now, and heartbeats nothing at all."""
     drift = Drift(MODEL)
     drift.seen("VllmWorker", [*passes(DECODES, 1.2), *passes(DECODES, 0.0)])
     drift.seen("PrefillWorker", passes(PROMPT, 0.9))
@@ -59,7 +57,6 @@ def test_figures_are_by_component_and_kind_of_the_last_minutes_and_of_enough_pas
 
 
 def test_a_drift_is_news_once_past_fifteen_per_cent_and_again_when_it_is_over():
-    """Between the bounds nothing is said either way; a component that serves nothing has not come back."""
     drift = Drift(MODEL)
 
     def news(factor: float, at_s: float) -> tuple[int, int]:
@@ -80,7 +77,6 @@ def test_a_drift_is_news_once_past_fifteen_per_cent_and_again_when_it_is_over():
 
 
 def test_a_simulated_engine_does_not_drift_from_the_profile_that_it_plays():
-    """Its own passes under a mixed load, on a virtual clock: within a per cent, of each kind."""
     recorder = PassRecorder()
     drift = Drift(ProfileModel.load(SimOptions().profile))
     recorder.listeners.append(lambda passed: drift.seen("VllmWorker", [passed]))

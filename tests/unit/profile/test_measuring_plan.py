@@ -45,7 +45,6 @@ def test_the_sweep_has_dynamos_sixteen_prompts_and_six_contexts_of_six_loads():
 
 @pytest.mark.parametrize("limits", [Limits(600, 600, 1), Limits(4096, 2048, 4), Limits(10**7, 10**6, 1024)])
 def test_a_sweep_fits_any_engine(limits):
-    """Also one whose cache holds a few hundred tokens."""
     for point in sweep(limits, ALL):
         assert 0 < point.tokens < limits.context_length
         assert point.requests <= limits.max_num_seqs
@@ -63,7 +62,6 @@ def test_the_mean_of_repetitions_is_the_truth_and_the_interval_says_how_sure_it_
 
 
 def test_a_quiet_engine_is_measured_three_times_a_point():
-    """Nothing is gained by more."""
     known = measured(measure(begun(), KnownEngine(noise=0.0)))
     assert {len(each.samples) for each in known.values()} == {3}
 
@@ -80,14 +78,12 @@ def test_the_budget_is_kept_and_every_point_has_its_share():
 
 
 def test_a_budget_that_is_too_small_measures_what_it_can_once():
-    """Rounds: no point a second time before every point was visited once."""
     progress = measure(begun(budget_s=20.0), KnownEngine())
     assert sorted({len(each.samples) for each in measured(progress).values()}) == [1]
     assert len(measured(progress)) == 20
 
 
 def test_the_order_is_random_differs_by_round_and_is_the_same_for_a_seed():
-    """A slow change of the host must not look like a property of long prompts."""
 
     def order(seed: int) -> list[Point]:
         progress, found, engine = begun(seed=seed), [], KnownEngine()
@@ -106,7 +102,6 @@ def test_the_order_is_random_differs_by_round_and_is_the_same_for_a_seed():
 
 
 def test_a_point_that_fails_again_and_again_is_given_up():
-    """A prompt that the engine refuses must not hold up the rest."""
     bad, good = Point(Kind.PREFILL, 500), Point(Kind.PREFILL, 100)
     progress, engine = Progress((bad, good), Rules()), KnownEngine(noise=0.0)
     while (point := progress.next_point()) is not None:
@@ -120,7 +115,6 @@ def test_a_point_that_fails_again_and_again_is_given_up():
 
 
 def test_what_is_left_shrinks_to_nothing_and_is_right_for_a_quiet_engine():
-    """The ETA that a person sees."""
     progress, engine = begun(), KnownEngine(noise=0.0)
     total = 3 * len(progress.points)
     for done in range(1, total + 1):
@@ -133,7 +127,6 @@ def test_what_is_left_shrinks_to_nothing_and_is_right_for_a_quiet_engine():
 
 
 def test_intervals_are_students():
-    """Three values 1, 2, 3: mean 2, and 4.303 · 1 / √3."""
     found = interval([1.0, 2.0, 3.0])
     assert found.mean == 2.0
     assert found.half_width == pytest.approx(4.303 / math.sqrt(3))
@@ -141,7 +134,6 @@ def test_intervals_are_students():
 
 
 def test_one_pass_that_was_held_up_does_not_count():
-    """The scheduler of the host held up one of sixty."""
     assert robust_mean([10.0, 10.1, 9.9, 10.05] * 15 + [95.0]) == pytest.approx(10.0, rel=0.01)
     assert robust_mean([10.0] * 5) == 10.0
     assert Sample("w", 0.0, 1.0).requests == 1.0

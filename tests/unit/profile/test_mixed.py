@@ -20,7 +20,6 @@ def progress_of(engine: KnownEngine) -> Progress:
 
 @pytest.mark.parametrize("factor", [1.0, 0.8, 1.25])
 def test_the_error_of_the_sum_is_what_the_engine_saves_or_loses(factor):
-    """An engine whose mixed passes take four fifths of the sum: the sum is a quarter too long."""
     known = measured(progress_of(KnownEngine(noise=0.001, mixed=factor)))
     model = model_of(prefill_points(known, 1), decode_points(known, LIMITS.max_kv_tokens, 1))
     found = sum_error(known, model)
@@ -30,13 +29,11 @@ def test_the_error_of_the_sum_is_what_the_engine_saves_or_loses(factor):
 
 
 def test_without_such_passes_nothing_is_said_of_the_sum():
-    """A graph whose prefills run elsewhere."""
     known = {point: each for point, each in measured(progress_of(KnownEngine())).items() if point.kind != Kind.MIXED}
     assert sum_error(known, model_of(prefill_points(known, 1), decode_points(known, 400_000, 1))) is None
 
 
 def test_a_prompt_beside_a_load_fits_into_one_pass():
-    """With the tokens of those that decode; and a short one as well."""
     points = [point for point in sweep(LIMITS, (Kind.MIXED,)) if point.kind is Kind.MIXED]
     assert len(points) == 4
     for point in points:
@@ -46,7 +43,6 @@ def test_a_prompt_beside_a_load_fits_into_one_pass():
 
 
 def test_what_was_kept_of_them_is_taken_up_again(tmp_path):
-    """Each with its own prompt."""
     progress = progress_of(KnownEngine())
     keep(tmp_path, progress, "hash")
     assert measured(resumed(tmp_path, progress.rules, "hash")) == measured(progress)

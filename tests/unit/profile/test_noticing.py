@@ -21,33 +21,28 @@ def seen(engine: KnownEngine) -> list[tuple[str, str | None, float]]:
 
 @pytest.mark.parametrize("noise", [0.0, 0.005, 0.02, 0.03])
 def test_a_quiet_host_gives_no_alarm(noise):
-    """Noise of a few per cent is an engine's."""
     for seed in range(2):
         assert seen(KnownEngine(("a", "b", "c"), noise=noise, random=Random(seed))) == []
 
 
 def test_a_slow_gpu_is_named_with_how_slow_it_is():
-    """One of four that takes 1.2 times as long."""
     [(kind, worker, size)] = seen(KnownEngine(("a", "b", "c", "d"), slower={"c": 1.2}))
     assert (kind, worker) == ("slow_worker", "c")
     assert size == pytest.approx(0.2, abs=0.02)
 
 
 def test_of_two_workers_the_slower_one_is_named():
-    """The quicker one is not called slow, and the difference is not called a neighbour."""
     [(kind, worker, _)] = seen(KnownEngine(("a", "b"), slower={"a": 1.3}))
     assert (kind, worker) == ("slow_worker", "a")
 
 
 def test_a_noisy_neighbour_is_noticed():
-    """Every sixth repetition takes half as long again."""
     [(kind, worker, size)] = seen(KnownEngine(noise=0.01, held_up=0.17))
     assert (kind, worker) == ("noisy_neighbour", "w")
     assert size == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_drifting_engine_is_noticed_with_its_direction():
-    """A GPU that heats up: a tenth slower at the end. It is no neighbour."""
     span_s = 3.0 * len(POINTS)
     [(kind, _, size)] = seen(KnownEngine(at=lambda at_s: 1 + 0.2 * min(1.0, at_s / span_s)))
     assert kind == "drift"
@@ -58,7 +53,6 @@ def test_a_drifting_engine_is_noticed_with_its_direction():
 
 
 def test_a_host_whose_processors_others_use_is_told_of_from_a_quarter_on():
-    """A few per cent are everybody's."""
     assert list(busy_processors(0.2)) == []
     [found] = busy_processors(0.87)
     assert (found.kind, found.size) == ("busy_host", 0.87)

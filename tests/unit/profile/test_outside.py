@@ -22,7 +22,6 @@ VLLM = 'vllm:cache_config_info{{block_size="{size}",num_gpu_blocks="{blocks}",en
     ],
 )
 def test_the_kv_cache_is_read_from_the_servers_metrics(text, tokens):
-    """Blocks without their size say nothing."""
     assert kv_tokens_of(Metrics(text)) == tokens
 
 
@@ -37,7 +36,6 @@ def test_the_kv_cache_is_read_from_the_servers_metrics(text, tokens):
     ],
 )
 def test_an_option_of_the_command_is_found_in_its_words(words, number):
-    """Both ways of writing it."""
     assert number_of(words, ("--max-num-seqs",)) == number
 
 
@@ -51,7 +49,6 @@ def test_what_is_given_goes_before_what_the_server_and_its_command_say():
 
 
 def test_what_nobody_says_is_named_with_its_option():
-    """All of it at once."""
     found = limits_of({"context_length": 4096}, (), NOTHING)
     assert found == Unknown(("--kv-tokens", "--max-num-seqs"))
     assert str(found) == (
@@ -62,7 +59,6 @@ def test_what_nobody_says_is_named_with_its_option():
 
 
 def test_the_gap_is_that_of_the_time_in_which_all_streams_decode():
-    """The first stream is quick while it is alone, and that does not count."""
     alone = [0.0, 0.1, 0.2, 0.3]
     first = [*alone, 1.0, 2.0, 3.0, 4.0]
     second = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 6.1, 6.2]
@@ -72,7 +68,6 @@ def test_the_gap_is_that_of_the_time_in_which_all_streams_decode():
 
 
 def test_a_frame_of_several_tokens_counts_as_all_of_them():
-    """Four frames after the first hold eight tokens."""
     assert gap_of([[0.0, 1.0, 2.0, 3.0, 4.0]], 9).itl_s == pytest.approx(0.5)
 
 

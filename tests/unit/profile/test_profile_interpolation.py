@@ -30,14 +30,12 @@ def test_a_prompt_alone_takes_the_profiles_ttft(h200: ProfileModel) -> None:
 
 
 def test_chunks_of_a_prompt_add_up_to_the_whole(h200: ProfileModel) -> None:
-    """Chunked prefill costs what the prompt costs; later chunks are dearer, for they attend to more."""
     chunks = [h200.prefill_s(start, 2000) for start in range(0, 16_000, 2000)]
     assert sum(chunks) == pytest.approx(h200.prefill_s(0, 16_000))
     assert sum(chunks[4:]) > sum(chunks[:4])
 
 
 def test_decode_takes_the_profiles_itl(h200: ProfileModel) -> None:
-    """On the grid's own points."""
     grid = np.load(PROFILES / DEFAULT_PROFILE / "mocker_exact.npz")
     for i, j in ((0, 0), (10, 40), (50, 99), (99, 7)):
         kv, context = grid["decode_active_kv_tokens"][i], grid["decode_context_length"][j]
@@ -46,7 +44,6 @@ def test_decode_takes_the_profiles_itl(h200: ProfileModel) -> None:
 
 @pytest.mark.parametrize("profile", [DEFAULT_PROFILE, QWEN])
 def test_more_work_never_takes_less_time(profile: str) -> None:
-    """Prefill over length and decode over active KV are monotone, far outside the profile too."""
     model = ProfileModel.load(profile)
     prefill = [model.prefill_s(0, tokens) for tokens in range(0, 200_000, 997)]
     assert prefill == sorted(prefill)
@@ -59,13 +56,11 @@ def test_more_work_never_takes_less_time(profile: str) -> None:
 
 
 def test_outside_the_profile_decode_is_the_value_at_its_edge(h200: ProfileModel) -> None:
-    """Contexts above 14,000 tokens, and more KV than the cache holds."""
     assert h200.decode_s(1, 500_000, 90_000) == h200.decode_s(1, 500_000, 14_000)
     assert h200.decode_s(1, 5_000_000, 3000) == h200.decode_s(1, h200.max_kv_tokens, 3000)
 
 
 def test_scattered_points_give_nearly_the_exact_grid(tmp_path: Path, h200: ProfileModel) -> None:
-    """A profile without mocker_exact.npz: its points are met; between them it is within 10 % of the grid."""
     for part in ("selected_prefill_interpolation", "selected_decode_interpolation"):
         (tmp_path / part).mkdir()
         source = PROFILES / DEFAULT_PROFILE / part / "raw_data.npz"
@@ -79,13 +74,11 @@ def test_scattered_points_give_nearly_the_exact_grid(tmp_path: Path, h200: Profi
 
 
 def test_a_profile_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    """By name or folder."""
     with pytest.raises(ConfigError, match=f"no engine profile 'b200'.*{DEFAULT_PROFILE}"):
         profile_folder("b200")
 
 
 def test_a_broken_profile_is_refused_with_its_folder(tmp_path: Path) -> None:
-    """Half a profile, or a file that is no array."""
     folder = tmp_path / "selected_decode_interpolation"
     folder.mkdir()
     (folder / "raw_data.npz").write_bytes(b"nothing")
@@ -106,7 +99,6 @@ def test_a_line_goes_on_with_the_slope_of_its_upper_half() -> None:
 
 
 def test_the_nearest_rising_values_keep_those_that_rise_already() -> None:
-    """Bit for bit; a fall is levelled out to its mean, as far back as it reaches."""
     rising = [0.1, 0.2, 0.2, 0.7]
     assert isotonic(rising) == rising
     assert isotonic([1, 5, 3, 1, 9]) == [1, 3, 3, 3, 9]
@@ -131,7 +123,6 @@ def test_a_surface_meets_its_points_and_is_linear_in_requests_between_contexts()
 
 
 def test_a_grid_is_bilinear_inside_and_flat_outside() -> None:
-    """The middle of a cell is the mean of its corners."""
     grid = Grid([0, 2], [0, 4], [[0, 4], [2, 10]])
     assert grid(1, 2) == pytest.approx(4)
     assert grid(-5, -5) == 0
@@ -139,20 +130,17 @@ def test_a_grid_is_bilinear_inside_and_flat_outside() -> None:
 
 
 def test_the_fixed_model_is_linear() -> None:
-    """Numbers that a test can do in its head."""
     model = FixedModel(prefill_ms_per_token=1, decode_ms=10, decode_ms_per_kv_token=0.5, launch_ms=3)
     assert (model.launch_s, model.prefill_s(7, 100), model.decode_s(2, 20, 10.0)) == (0.003, 0.1, 0.02)
 
 
 def test_the_public_names_answer_a_planners_questions(h200: ProfileModel) -> None:
-    """Which profiles there are, and the two latencies at a load, in seconds."""
     assert DEFAULT_PROFILE in shipped_profiles()
     assert h200.ttft_s(2000) == h200.launch_s + h200.prefill_s(0, 2000)
     assert h200.itl_s(10_000, 500.0) == h200.decode_s(20, 10_000, 500.0)
 
 
 def test_profiles_stand_alone() -> None:
-    """A planner must not load an engine to look a latency up."""
     code = "import sys, dynamo_local.profile; print([m for m in sys.modules if m.startswith('dynamo_local.engines')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -19,7 +19,6 @@ from tests.fakes.profile_folders import decode_arrays, prefill_arrays, write_jso
 
 @pytest.mark.parametrize("profile", shipped_profiles())
 def test_both_profiles_that_ship_are_read_whole(profile: str) -> None:
-    """Every point, with the throughput per GPU of each."""
     read = read_profile(profile)
     assert read.name == profile
     assert len(read.prefill.isl) == len(read.prefill.ttft_ms) == len(read.prefill.thpt_per_gpu) >= 11
@@ -28,7 +27,6 @@ def test_both_profiles_that_ship_are_read_whole(profile: str) -> None:
 
 
 def test_json_says_the_same_as_npz(tmp_path: Path) -> None:
-    """`max_kv_tokens` as a number, or as an array of one."""
     arrays = read_profile(write_npz(tmp_path / "npz"))
     for name, decode in (("scalar", None), ("array", decode_arrays())):
         plain = read_profile(write_json(tmp_path / name, decode=decode))
@@ -56,7 +54,6 @@ def test_order_does_not_matter_and_a_point_measured_twice_counts_once(tmp_path: 
 
 
 def test_an_engine_needs_no_throughput_but_a_planner_does(tmp_path: Path) -> None:
-    """Times are enough to simulate by."""
     prefill, decode = prefill_arrays(), decode_arrays()
     del prefill["prefill_thpt_per_gpu"]
     profile = write_npz(tmp_path, prefill, decode)
@@ -96,7 +93,6 @@ PREFILL, DECODE = prefill_arrays(), decode_arrays()
 def test_what_is_wrong_is_named_with_its_file(
     write: Any, prefill: dict[str, Any] | None, decode: dict[str, Any] | None, told: str, tmp_path: Path
 ) -> None:
-    """Missing, of other shapes, not numbers, in other units, too few."""
     profile = write(tmp_path, prefill, decode)
     with pytest.raises(ConfigError, match=told) as caught:
         read_profile(profile)
@@ -132,7 +128,6 @@ def pickled() -> bytes:
     ],
 )
 def test_a_file_that_is_none_costs_nothing(content: bytes, told: str, tmp_path: Path) -> None:
-    """No traceback, no memory, no code run."""
     profile = write_npz(tmp_path)
     (tmp_path / "selected_prefill_interpolation" / "raw_data.npz").write_bytes(content)
     with pytest.raises(ConfigError, match=told):
@@ -151,7 +146,6 @@ def test_a_file_that_is_none_costs_nothing(content: bytes, told: str, tmp_path: 
     ],
 )
 def test_json_that_is_no_profile_is_refused(text: str, told: str, tmp_path: Path) -> None:
-    """However deep, long or large."""
     profile = write_json(tmp_path)
     (tmp_path / "prefill_raw_data.json").write_text(text)
     with pytest.raises(ConfigError, match=told):
@@ -159,7 +153,6 @@ def test_json_that_is_no_profile_is_refused(text: str, told: str, tmp_path: Path
 
 
 def test_half_a_profile_says_which_half_is_missing(tmp_path: Path) -> None:
-    """With both places where it could be."""
     write_npz(tmp_path)
     (tmp_path / "selected_prefill_interpolation" / "raw_data.npz").unlink()
     with pytest.raises(ConfigError, match=r"neither .*raw_data\.npz nor prefill_raw_data\.json"):

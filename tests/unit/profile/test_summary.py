@@ -41,7 +41,6 @@ def measured() -> Document:
 
 
 def test_the_knees_are_where_more_at_once_no_longer_pays():
-    """Of prompts and of streams: 1 to 2 doubles the tokens, 4 to 8 adds next to nothing."""
     points = [point("prefill", tokens, 1, 10 + 0.02 * tokens) for tokens in (100, 1000, 10_000, 20_000)]
     points += [point("decode", 500, streams, ms) for streams, ms in ((1, 5.0), (2, 5.1), (4, 6.0), (8, 11.5))]
     points += [point("decode", 4000, streams, 5.0) for streams in (1, 2)]
@@ -54,7 +53,6 @@ def test_the_knees_are_where_more_at_once_no_longer_pays():
 
 
 def test_a_person_is_told_what_one_engine_does_what_it_holds_and_how_long_actions_take():
-    """In lines that stand alone."""
     told = "\n".join(summary_lines(measured()))
     for words in (
         "one engine sustains 83.33 prompts/s of 100 tokens, each within TTFT 12.0 ms",
@@ -89,7 +87,6 @@ class Page(HTMLParser):
 
 
 def test_the_page_of_a_measured_profile_stands_alone_and_has_every_point_with_its_spread(tmp_path: Path):
-    """Curves, spread, knees, actions' times and the certificate; nothing is loaded from elsewhere."""
     pytest.importorskip("matplotlib")
     from dynamo_local.profile.report import write_report
 

@@ -53,7 +53,6 @@ class Backend:
 
 
 def test_plain_decorator_gives_defaults() -> None:
-    """`@service` without parentheses is a service of one worker with no resources."""
     assert isinstance(Backend, DynamoService)
     assert (Backend.name, Backend.namespace, Backend.role, Backend.workers) == ("Backend", None, Role.OTHER, 1)
     assert (Backend.resources, dict(Backend.envs), Backend.config_model) == (Resources(), {}, None)
@@ -98,7 +97,6 @@ def test_role_follows_the_name_by_default(name: str, role: Role) -> None:
 
 
 def test_endpoints_keep_names_order_and_kind() -> None:
-    """A name may hold a slash; an asynchronous generator streams; methods stay callable as they are."""
 
     @service
     class Processor:
@@ -117,17 +115,14 @@ def test_endpoints_keep_names_order_and_kind() -> None:
 
 
 async def test_methods_stay_plain_methods() -> None:
-    """`self.generate(...)` works inside the class as without a decorator."""
     assert [item async for item in Backend().generate(Request(text="a"))] == ["a"]
 
 
 def test_request_model_is_found_where_the_annotation_says_it() -> None:
-    """Ported endpoints get their pydantic model, not a dictionary."""
     assert Backend.request_model("generate") is Request
 
 
 def test_request_model_is_none_for_other_annotations() -> None:
-    """No model, no conversion."""
 
     @service
     class Plain:
@@ -144,7 +139,6 @@ def test_request_model_is_none_for_other_annotations() -> None:
 
 
 def test_hooks_are_named_in_order_of_definition() -> None:
-    """With and without parentheses; base classes first."""
 
     class Base:
         @async_on_start
@@ -163,7 +157,6 @@ def test_hooks_are_named_in_order_of_definition() -> None:
 
 
 def test_a_service_can_be_derived_from_another() -> None:
-    """`class Mine(Backend)` inherits the user's class, its endpoints included."""
 
     @service
     class Mine(Backend):  # type: ignore[misc,valid-type]
@@ -174,7 +167,6 @@ def test_a_service_can_be_derived_from_another() -> None:
 
 
 def test_an_override_without_endpoint_is_no_endpoint() -> None:
-    """What a subclass overrides is the subclass's."""
 
     @service
     class Silent(Backend):  # type: ignore[misc,valid-type]
@@ -195,7 +187,6 @@ def test_dependency_before_binding_raises_and_names_the_component() -> None:
 
 
 def test_bound_dependency_is_the_client_of_that_instance_only() -> None:
-    """Clients live on instances: two workers in one process do not share them."""
 
     @service
     class Middle:
@@ -209,7 +200,6 @@ def test_bound_dependency_is_the_client_of_that_instance_only() -> None:
 
 
 def test_create_binds_before_init_runs() -> None:
-    """Ported classes use their dependencies in `__init__`."""
 
     @service
     class Middle:
@@ -222,7 +212,6 @@ def test_create_binds_before_init_runs() -> None:
 
 
 def test_optional_dependency_may_be_none_and_others_may_not() -> None:
-    """Only `optional=True` resolves to None."""
 
     @service
     class Middle:
@@ -239,7 +228,6 @@ def test_optional_dependency_may_be_none_and_others_may_not() -> None:
 
 
 def test_link_returns_the_linked_service_and_records_the_edge_once() -> None:
-    """`A.link(B).link(C)` is two edges, A to B and B to C; saying it again adds none."""
     a, b, c = (service(name=name)(type(name, (), {})) for name in "ABC")
 
     assert a.link(b).link(c) is c
@@ -250,7 +238,6 @@ def test_link_returns_the_linked_service_and_records_the_edge_once() -> None:
 
 
 def test_refusals_name_the_line_of_the_decorator() -> None:
-    """A person finds the class from the message alone."""
     with pytest.raises(GraphError, match=r"^tests/unit/sdk/test_declarations\.py:\d+: Broken: resources\.gpu"):
 
         @service(resources={"gpu": True})
@@ -266,7 +253,6 @@ def test_depends_takes_services_only(wrong: Any) -> None:
 
 
 def test_slots_leave_no_room_for_clients() -> None:
-    """Refused where it is declared, not when a worker starts."""
     with pytest.raises(GraphError, match="__slots__"):
 
         @service

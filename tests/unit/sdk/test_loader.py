@@ -62,7 +62,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_links_choose_what_runs_in_their_order(folder: Path) -> None:
-    """The root first, then along the links."""
     graph = load_graph("graphs.disagg:Frontend", base_dir=folder)
 
     assert list(graph.services) == ["Frontend", "Processor", "VllmWorker", "PrefillWorker"]
@@ -71,14 +70,12 @@ def test_links_choose_what_runs_in_their_order(folder: Path) -> None:
 
 
 def test_without_links_all_that_depends_reaches_runs(folder: Path) -> None:
-    """Optional dependencies too: nothing chose against them."""
     graph = load_graph("graphs.plain:Frontend", base_dir=folder)
 
     assert list(graph.services) == ["Frontend", "Processor", "VllmWorker", "PrefillWorker"]
 
 
 def test_optional_dependency_that_is_not_linked_does_not_run(folder: Path) -> None:
-    """It is bound to None at run time."""
     graph = load_graph("graphs.agg:Frontend", base_dir=folder)
 
     assert list(graph.services) == ["Frontend", "Processor", "VllmWorker"]
@@ -87,26 +84,22 @@ def test_optional_dependency_that_is_not_linked_does_not_run(folder: Path) -> No
 
 
 def test_a_service_inside_the_chain_can_be_the_root(folder: Path) -> None:
-    """Links lead on from any service."""
     assert list(load_graph("graphs.agg:Processor", base_dir=folder).services) == ["Processor", "VllmWorker"]
 
 
 def test_two_graphs_of_one_process_do_not_share_links(folder: Path) -> None:
-    """In either order, and again: the components are the same file."""
     for _ in range(2):
         assert "PrefillWorker" in load_graph("graphs.disagg:Frontend", base_dir=folder).services
         assert "PrefillWorker" not in load_graph("graphs.agg:Frontend", base_dir=folder).services
 
 
 def test_a_graph_that_imports_another_has_its_links_too(folder: Path) -> None:
-    """That is what the user wrote, also when the imported one was loaded before."""
     load_graph("graphs.agg:Frontend", base_dir=folder)
 
     assert "PrefillWorker" in load_graph("graphs.extended:Frontend", base_dir=folder).services
 
 
 def test_links_of_installed_modules_are_made_again(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """A graph in a package outside the working folder keeps its links on a second load."""
     site = tmp_path / "site-packages"
     site.mkdir()
     (site / "prebuilt.py").write_text(COMPONENTS + "\n\nFrontend.link(Processor).link(VllmWorker)\n")
@@ -122,7 +115,6 @@ def test_links_of_installed_modules_are_made_again(tmp_path: Path, request: pyte
 def test_same_module_name_in_another_folder_is_another_module(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """`graphs.disagg` of the second folder is not the first's."""
     other = tmp_path_factory.mktemp("other")
     (other / "graphs").mkdir()
     (other / "graphs" / "disagg.py").write_text(
@@ -134,7 +126,6 @@ def test_same_module_name_in_another_folder_is_another_module(
 
 
 def test_a_failed_import_can_be_mended_and_loaded(folder: Path) -> None:
-    """Nothing of the failed attempt stays behind."""
     broken = folder / "components.py"
     broken.write_text("raise ImportError('no driver\\nsecond line')\n")
     with pytest.raises(
@@ -147,7 +138,6 @@ def test_a_failed_import_can_be_mended_and_loaded(folder: Path) -> None:
 
 
 def test_only_one_base_folder_stays_on_the_path(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Loads of many folders do not pile up in `sys.path`."""
     load_graph("graphs.agg:Frontend", base_dir=folder)
     other = tmp_path_factory.mktemp("other")
     with pytest.raises(GraphError, match="no module 'graphs'"):
@@ -172,7 +162,6 @@ def test_who_puts_itself_before_the_base_folder_does_not_keep_it_on_the_path(
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    """Not an import error about the module."""
     with pytest.raises(GraphError, match=r"no folder .*nowhere"):
         load_graph("graphs.agg:Frontend", base_dir=tmp_path / "nowhere")
 
@@ -204,7 +193,6 @@ def test_the_nearest_graph_is_suggested(folder: Path) -> None:
 
 
 def test_a_large_folder_costs_a_mistyped_graph_little(tmp_path: Path) -> None:
-    """Neither too many files, nor large ones, nor links in a circle."""
     for number in range(FILES_MAX + 50):
         (tmp_path / f"module{number:04}.py").write_text("A.link(B)\n")
     (tmp_path / "a_large_one.py").write_text("A.link(B)\n" + "#" * FILE_BYTES_MAX)

@@ -181,7 +181,6 @@ def graph(folder: Path) -> LoadedGraph:
 
 
 def test_ported_graph_resolves(folder: Path, graph: LoadedGraph) -> None:
-    """Roles from names, resources written as text, workers from YAML."""
     spec = resolve(graph, load_config(folder / "c.yaml", env={}), namespace=None)
 
     assert spec.namespace == "dynamo"
@@ -208,7 +207,6 @@ async def test_ported_worker_starts_with_its_arguments_and_context(graph: Loaded
 
 
 async def test_ported_endpoint_calls_its_dependency(graph: LoadedGraph) -> None:
-    """`async for x in self.worker.generate(request)`, with the request as the annotated model."""
     declared = graph.services["Processor"]
     processor = declared.create({"worker": Client()})
     endpoint = declared.endpoints["chat/completions"]
@@ -221,7 +219,6 @@ async def test_ported_endpoint_calls_its_dependency(graph: LoadedGraph) -> None:
 
 
 def test_ported_frontend_reads_its_section(graph: LoadedGraph) -> None:
-    """`FrontendConfig(**config.get("Frontend", {}))`."""
     frontend = graph.services["Frontend"].create({"processor": Client()})
 
     assert frontend.frontend_config.port == 8000

@@ -41,7 +41,6 @@ def test_get_instance_reads_the_variable_once() -> None:
 
 
 def test_get_is_a_dicts_get_and_dynamos() -> None:
-    """A section with `get(name, {})`; one value with `get(name, key)`; either spelling."""
     config = ServiceConfig.get_instance()
 
     assert config.get("Frontend", {}) == {}
@@ -54,7 +53,6 @@ def test_get_is_a_dicts_get_and_dynamos() -> None:
 
 
 def test_require_names_service_and_key() -> None:
-    """A value that must be there."""
     config = ServiceConfig.get_instance()
 
     assert config.require("VllmWorker", "model") == "tiny"
@@ -63,7 +61,6 @@ def test_require_names_service_and_key() -> None:
 
 
 def test_as_args_gives_command_line_words() -> None:
-    """Hyphens, bare flags for True, `false` for False, JSON for mappings, no ServiceArgs; None is left out."""
     assert ServiceConfig.get_instance().as_args("VllmWorker") == [
         "--max-model-len",
         "16384",
@@ -80,7 +77,6 @@ def test_as_args_gives_command_line_words() -> None:
 
 
 def test_as_args_with_a_prefix_takes_and_strips_it() -> None:
-    """In either spelling of the prefix."""
     config = ServiceConfig.get_instance()
 
     assert config.as_args("VllmWorker", prefix="max-model-") == ["--len", "16384"]
@@ -107,7 +103,6 @@ def test_unset_variable_is_an_empty_configuration(monkeypatch: pytest.MonkeyPatc
 
 
 def test_load_settings_gives_the_services_model() -> None:
-    """What a worker's entry point hands to the component; `protected_namespaces` leave `model` free."""
 
     class Options(BaseModel):
         model_config = ConfigDict(extra="allow")

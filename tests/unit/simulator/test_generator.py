@@ -52,7 +52,6 @@ def gaps_cv(times_s: list[float]) -> float:
 
 
 def test_the_same_options_give_the_same_requests_and_another_seed_others() -> None:
-    """A trace that somebody names by its word is the one that the next person gets."""
     assert made("chat,duration=300") == made("chat,duration=300,seed=0")
     assert made("chat,duration=300") != made("chat,duration=300,seed=1")
 
@@ -67,7 +66,6 @@ def test_the_same_options_give_the_same_requests_and_another_seed_others() -> No
     ],
 )
 def test_what_is_made_is_the_same_on_every_python_and_machine(word: str, digest: str) -> None:
-    """Python promises that of `random()` alone; were a variate of its library made otherwise, this tells."""
     text = "\n".join(f"{r.at_s:.3f} {r.input_length} {r.output_length} {r.hash_ids}" for r in made(word))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
@@ -84,14 +82,12 @@ def test_another_length_moves_no_arrival() -> None:
 
 @pytest.mark.parametrize("cv", [0.0, 1e-300, 0.001, 0.5, 1.0, 2.0])
 def test_rate_and_burstiness_are_those_asked_for(cv: float) -> None:
-    """20,000 gaps: their mean within three of its standard errors, their variation within a tenth."""
     times_s = [row.at_s for row in made(f"code,rate=5,duration=4000,cv={cv},isl=1,osl=1")]
     assert len(times_s) == pytest.approx(20_000, abs=3 * cv * math.sqrt(20_000) + 1)
     assert gaps_cv(times_s) == pytest.approx(cv, rel=0.1, abs=0.01)
 
 
 def test_times_begin_at_zero_ascend_and_end_before_the_duration() -> None:
-    """As `simulator.trace` wants them."""
     for kind in KINDS:
         times_s = [row.at_s for row in made(f"{kind},duration=900,cv=3")]
         assert times_s[0] == 0
@@ -110,7 +106,6 @@ def test_the_sinusoid_has_its_lows_and_highs_where_it_says() -> None:
 
 
 def test_a_trace_may_begin_at_any_moment_of_the_period() -> None:
-    """`start`: half a period after the low is the high."""
     low = made("sin,duration=15")
     high = made("sin,duration=15,start=75")
     assert len(low) < 15 * 12.5 < len(high)
@@ -119,7 +114,6 @@ def test_a_trace_may_begin_at_any_moment_of_the_period() -> None:
 @pytest.mark.parametrize("amplitude", [0.3, 1.0])
 @pytest.mark.parametrize("start", [0.0, 40.0])
 def test_arrivals_of_a_clock_come_when_so_many_are_expected(amplitude: float, start: float) -> None:
-    """With no chance at all (cv 0) the n-th request comes when the rate has promised n."""
     word = f"sin,duration=450,cv=0,amplitude={amplitude},start={start},rate=2"
     options = parse_generated(word).options
     found = [expected_by(options, at_s) for at_s in arrivals(options, Random(0))]
@@ -132,7 +126,6 @@ def test_arrivals_of_a_clock_come_when_so_many_are_expected(amplitude: float, st
 
 @pytest.mark.parametrize("kind", ["chat", "code"])
 def test_lengths_have_the_median_and_the_spread_asked_for(kind: str) -> None:
-    """Log-normal: the quarters lie 0.674 spreads around the median."""
     word = parse_generated(f"{kind},rate=20,duration=1000,cv=1")
     rows = list(generate(word.options))
     for name, lengths in (("isl", [r.input_length for r in rows]), ("osl", [r.output_length for r in rows])):
@@ -143,7 +136,6 @@ def test_lengths_have_the_median_and_the_spread_asked_for(kind: str) -> None:
 
 
 def test_the_kinds_have_the_published_figures() -> None:
-    """What is said of the services that the defaults are fitted to: Mooncake's means, Splitwise's medians and rates."""
     chat, code = made("chat,duration=10800"), made("code,duration=10800")
     assert len(chat) / 10_800 == pytest.approx(3.4, rel=0.06)
     assert statistics.fmean(row.input_length for row in chat) == pytest.approx(12_035, rel=0.04)
@@ -155,7 +147,6 @@ def test_the_kinds_have_the_published_figures() -> None:
 
 
 def test_lengths_keep_their_bounds_and_without_a_spread_are_all_alike() -> None:
-    """One token at the least; what is longer than the bound is cut, not drawn anew."""
     rows = made("code,isl=1000,isl-sigma=2,isl-max=2000,osl=2,osl-sigma=2,osl-max=3,duration=600")
     assert {r.output_length for r in rows} == {1, 2, 3}
     assert max(r.input_length for r in rows) == 2000
@@ -172,7 +163,6 @@ def test_an_endless_cache_would_have_the_share_asked_for(share: float) -> None:
 
 
 def test_no_reuse_is_none() -> None:
-    """Every block is its own."""
     rows = made("code,duration=600")
     ids = [block for row in rows for block in row.hash_ids]
     assert len(ids) == len(set(ids))
@@ -217,7 +207,6 @@ def test_system_prompts_are_shared_by_their_popularity() -> None:
 
 
 def test_ids_cover_the_prompt_and_no_more() -> None:
-    """One id for each 512 tokens begun, as in Mooncake's traces."""
     for row in made("chat,duration=300"):
         assert len(row.hash_ids) == math.ceil(row.input_length / HASH_BLOCK_TOKENS)
 
@@ -279,7 +268,6 @@ def test_conversations_beyond_what_is_remembered_are_forgotten(
     ],
 )
 def test_what_cannot_be_is_refused_by_the_keys_name(word: str, told: str) -> None:
-    """A typo must not become a default, and an absurd number not an hour of waiting."""
     with pytest.raises(BadGenerate) as caught:
         parse_generated(word)
     assert told in str(caught.value)
@@ -290,7 +278,6 @@ def test_what_cannot_be_is_refused_by_the_keys_name(word: str, told: str) -> Non
     "word", ["chat", "code,rate=20.5,isl-max=4096", "sin,seed=3,duration=60", "chat,cv=0.1,system=0"]
 )
 def test_a_trace_is_named_by_the_word_that_makes_it(word: str) -> None:
-    """What reports and benchmarks print can be given to `--generate` again; what is as usual is left out."""
     assert str(parse_generated(word)) == word
     assert parse_generated(str(parse_generated(f"{word},think=60,start=0"))) == parse_generated(word)
 

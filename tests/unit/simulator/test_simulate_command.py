@@ -73,7 +73,6 @@ def test_json_of_one_run_has_the_promised_keys(command: Any) -> None:
 
 
 def test_what_was_dropped_is_explained_with_the_option_that_changes_it(command: Any) -> None:
-    """Each bound is told, and which one was met."""
     words = (*SMALL, "--trace-speed", "1000", "--static", "0,1", "--sim.max-num-seqs=1")
     _, queued, _ = command(*words)
     assert "max-inflight 8192, max-num-waiting 8192 for each worker, request-timeout 600 s" in " ".join(queued.split())
@@ -109,7 +108,6 @@ def test_static_alone_is_one_run_and_with_the_planner_two(command: Any) -> None:
 
 
 def test_a_sweep_runs_every_combination_in_order(command: Any) -> None:
-    """Planner and engine options; the last sweep changes fastest."""
     words = ("--sweep", "adjustment_interval=5,10", "--sweep", "sim.max-num-seqs=1,256", "--json", "--jobs", "1")
     _, out, _ = command(*SMALL, *words)
     rows = json.loads(out)
@@ -128,7 +126,6 @@ def test_runs_at_once_give_what_runs_in_turn_give(command: Any) -> None:
     "more", [("--json",), *(pytest.param(m, marks=pytest.mark.full) for m in ((), ("--router", "random", "--json")))]
 )
 def test_the_same_command_prints_the_same_bytes(more: tuple[str, ...], command: Any) -> None:
-    """Here, and in another process with other hashes."""
     words = (*SMALL, "--static", "2,2", "--seed", "7", *more)
     code, out, _ = command(*words)
     assert code == 0
@@ -204,7 +201,6 @@ def test_a_bad_trace_names_file_line_and_field(command: Any, tmp_path: Path) -> 
 
 
 def test_a_generated_trace_is_kept_and_replayed(command: Any, tmp_path: Path) -> None:
-    """The file gives what the word gave, and the same command the same file."""
     files = [tmp_path / "one.jsonl.gz", tmp_path / "two.jsonl.gz", tmp_path / "plain.jsonl"]
     words = ("--trace-speed", "2", "--static", "1,1", "--json")
     made = [command("--generate", "chat,duration=20,seed=3", "-o", str(file), *words) for file in files]
@@ -224,7 +220,6 @@ def test_the_limit_is_in_the_file_and_the_speed_is_not(command: Any, tmp_path: P
 
 
 def test_the_table_names_what_was_generated(command: Any) -> None:
-    """By the word that makes it again."""
     _, out, _ = command("--generate", "sin,seed=4,rate=12.5", "--limit", "60", "--static", "1,1")
     assert out.startswith("generated: sin,seed=4; ")
     _, out, _ = command(*SMALL, "--static", "1,1")
@@ -232,7 +227,6 @@ def test_the_table_names_what_was_generated(command: Any) -> None:
 
 
 def test_the_example_trace_is_the_generators() -> None:
-    """`examples/llm/README.md` says how it was made; it is nobody's recorded data."""
     assert read_trace(TRACE) == list(generate(parse_generated("sin,duration=150").options))
 
 
@@ -250,7 +244,6 @@ def test_the_example_trace_is_the_generators() -> None:
 def test_what_cannot_be_generated_is_told_without_a_traceback(
     words: tuple[str, ...], told: str, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Exit code 2, the option's name, and no file."""
     monkeypatch.chdir(tmp_path)
     code, _, error = command(*words)
     assert code == 2
@@ -277,7 +270,6 @@ def test_no_operation_decides_and_changes_nothing(command: Any) -> None:
 
 @pytest.mark.full
 def test_several_policies_stand_side_by_side(command: Any) -> None:
-    """Options go to those policies that have them; targets and profile are the run's."""
     words = (
         *SMALL,
         "--ttft",

@@ -14,7 +14,6 @@ from dynamo_local.system.json_lines import BadTrace, read_rows
 def test_a_line_without_an_end_is_refused_before_all_of_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gzipped megabyte may hold a gigabyte of blanks."""
     monkeypatch.setattr(lines, "LINE_BYTES_MAX", 1000)
     file = tmp_path / "t.jsonl.gz"
     file.write_bytes(gzip.compress(b"{}\n" + b" " * 100_000))

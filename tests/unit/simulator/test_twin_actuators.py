@@ -31,7 +31,6 @@ def ready_at(run: Run, prefill: int, decode: int) -> float:
 
 
 def test_a_swap_by_flips_takes_a_flip_and_no_start() -> None:
-    """From 1P3D to 3P1D on four GPUs: two flips, instead of two drains and two starts."""
     run = played(options(1, 3, gpus=4, leads=LEADS, flips=True), {"prefill": 3, "decode": 1})
     assert ready_at(run, 3, 1) == 10.5
     assert run.done_by == {"flips": 2}
@@ -41,7 +40,6 @@ def test_a_swap_by_flips_takes_a_flip_and_no_start() -> None:
 
 
 def test_streams_run_on_where_they_began_and_the_flipped_one_pulls_at_once() -> None:
-    """Each request is prefilled elsewhere; those of a decode worker that flips are not cut, nor begun anew."""
     twin = options(1, 2, gpus=3, leads=LEADS, flips=True, conditional=False)
     run = played(twin, {"prefill": 2, "decode": 1}, output=600, count=20)
     assert ready_at(run, 2, 1) == 10.5
@@ -59,7 +57,6 @@ def test_a_prefill_worker_that_flips_decodes() -> None:
 
 
 def test_one_more_is_woken_and_one_less_sleeps() -> None:
-    """0P1D+1 asleep: at 10 s one is woken; a planner that wants one again puts it to sleep."""
     twin = options(0, 1, gpus=2, leads=LEADS, standby=FleetShape(0, 1))
 
     class UpAndDown(Wishing):

@@ -42,7 +42,6 @@ def attained(run: Run) -> float:
 
 
 def test_process_and_twin_dispatch_by_the_same_functions() -> None:
-    """Decisions and lines have no second copy."""
     imported = {
         alias.name
         for path in Path(twin_flow.__file__).parent.glob("*.py")
@@ -54,7 +53,6 @@ def test_process_and_twin_dispatch_by_the_same_functions() -> None:
 
 
 def test_every_request_has_one_end_under_overload() -> None:
-    """Three times what the fleet can do: nothing is lost, and nothing waits for ever."""
     trace = busy(rate=40.0, seconds=10.0)
     run = play(by_targets(1, 1), trace)
     assert [job.dropped for job in run.jobs] == [None] * len(trace)
@@ -62,7 +60,6 @@ def test_every_request_has_one_end_under_overload() -> None:
 
 
 def test_it_is_not_below_the_better_of_the_two_rules() -> None:
-    """On fleets that are short of prefill, of decode, and of nothing."""
     for shape in ((1, 2), (2, 1), (2, 2), (1, 3)):
         trace = busy()
         slo = attained(play(by_targets(*shape), trace))
@@ -72,7 +69,6 @@ def test_it_is_not_below_the_better_of_the_two_rules() -> None:
 
 
 def test_the_same_trace_gives_the_same_run_pass_by_pass() -> None:
-    """Advancing quiet passes as one event changes no decision."""
     trace = busy(seed=3, seconds=8.0)
     one, other = (
         [(job.remote, job.first_s, job.last_s) for job in play(by_targets(1, 2, coalesce=coalesce), trace).jobs]

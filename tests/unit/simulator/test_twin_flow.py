@@ -24,7 +24,6 @@ QUICK = LoadOptions(adjustment_interval_s=1.0, metric_pulling_interval_s=0.1)
 
 
 def test_process_and_twin_run_the_same_engine_class() -> None:
-    """What is simulated is what the simulated processes run."""
     assert twin_flow.SimScheduler is process_engine.SimScheduler is SimScheduler
 
 
@@ -72,7 +71,6 @@ def test_short_prompts_stay_local() -> None:
 
 
 def test_a_remote_prefill_that_takes_too_long_is_done_locally() -> None:
-    """Past the deadline of 0.15 s the decode worker goes on alone; the prefill worker's result is nobody's."""
     twin = options(1, 1, conditional=False, prefill_timeout_s=0.15)
     jobs = run(twin, requests((0.0, 1000, 1), (0.0, 1000, 1))).jobs
     assert jobs[0].first_s == pytest.approx(0.11)
@@ -81,7 +79,6 @@ def test_a_remote_prefill_that_takes_too_long_is_done_locally() -> None:
 
 
 def test_a_lease_that_ends_before_the_pull_is_no_error_of_the_client() -> None:
-    """The decode worker has no room for 0.5 s, the KV's lease is 0.2 s: it prefills itself."""
     twin = options(1, 1, conditional=False, sim={"kv_lease_duration_s": 0.2, "num_gpu_blocks": 2, "max_num_seqs": 1})
     jobs = run(twin, requests((0.0, 20, 50), (0.0, 100, 2))).jobs
     assert [job.dropped for job in jobs] == [None, None]
@@ -90,14 +87,12 @@ def test_a_lease_that_ends_before_the_pull_is_no_error_of_the_client() -> None:
 
 
 def test_an_overload_queues_until_the_clients_deadline() -> None:
-    """At the defaults: 4,000 at once, of which 256 run, and nobody is told to go away."""
     jobs = run(options(0, 1, request_timeout_s=1.0), requests(*[(0.0, 10, 10)] * 4000)).jobs
     assert {job.dropped for job in jobs} == {None, Dropped.DEADLINE}
     assert [job.dropped for job in jobs[:20]] == [None] * 20
 
 
 def test_a_request_past_its_deadline_leaves_room_for_others() -> None:
-    """Wherever it is: in the engine, or in the prefill queue."""
     slow, quick = (0.0, 100, 1000), (2.0, 100, 2)
     for twin in (options(0, 1, request_timeout_s=1.0, sim={"max_num_seqs": 1}), options(1, 1, request_timeout_s=1.0)):
         assert [job.dropped for job in run(twin, requests(slow, quick)).jobs] == [Dropped.DEADLINE, None]
@@ -106,13 +101,11 @@ def test_a_request_past_its_deadline_leaves_room_for_others() -> None:
 
 
 def test_a_full_frontend_refuses() -> None:
-    """Waiting requests count."""
     jobs = run(options(0, 1, max_inflight=2), requests(*[(0.0, 100, 1)] * 3)).jobs
     assert [job.dropped for job in jobs] == [None, None, Dropped.FRONTEND_FULL]
 
 
 def test_full_workers_refuse() -> None:
-    """One runs, two wait; the fourth is dropped, and why is told."""
     twin = options(0, 1, max_num_waiting=2, sim={"max_num_seqs": 1})
     jobs = run(twin, requests((0.0, 100, 5), (0.01, 100, 5), (0.01, 100, 5), (0.01, 100, 5))).jobs
     assert [job.dropped for job in jobs] == [None, None, None, Dropped.WORKERS_FULL]
@@ -123,7 +116,6 @@ def simulation(prefill: int, decode: int, trace: list, planner: LoadOptions = QU
 
 
 def test_idle_workers_drain_down_to_the_floor_and_requests_go_on() -> None:
-    """Three decode workers with nothing much to do: the highest suffix drains, finishes its stream, frees its GPU."""
     twin = simulation(0, 3, requests((0.5, 100, 100), (0.6, 100, 100), (0.7, 100, 100), (9.0, 10, 1)))
     found = twin.run()
     assert all(job.last_s is not None for job in found.jobs)
@@ -148,7 +140,6 @@ def test_load_adds_workers_that_serve_after_their_start_up() -> None:
 
 
 def test_decisions_are_told_in_words_with_what_became_of_them() -> None:
-    """For the page: one row for each step, none for a hold."""
     trace = requests(*[(0.1 * n, 2000, 1) for n in range(30)])
     rows = decision_rows(simulation(1, 1, trace, gpus=2, conditional=False, prefill_timeout_s=99.0).run())
     assert rows[0][0] == "1 s"

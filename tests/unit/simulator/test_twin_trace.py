@@ -89,7 +89,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_what_is_written_is_read_back_and_has_the_same_bytes_again(tmp_path: Path, name: str) -> None:
-    """Fractions of a millisecond and requests without ids included; an iterator will do."""
     rows = [TraceRequest(0.0, 1, 1), TraceRequest(1.5005, 1100, 5, (7, 8, 9)), TraceRequest(1.5005, 3, 2, (7,))]
     files = [tmp_path / "one" / name, tmp_path / "two" / name]
     for file in files:
@@ -101,7 +100,6 @@ def test_what_is_written_is_read_back_and_has_the_same_bytes_again(tmp_path: Pat
 
 
 def test_an_old_trace_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    """Whatever interrupts the writing leaves no half of a file, and nothing beside it."""
     path = written(tmp_path, GOOD)
 
     def interrupted() -> Iterator[TraceRequest]:
@@ -116,7 +114,6 @@ def test_an_old_trace_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    """By its own name, not by that of the file beside it."""
     with pytest.raises(BadTrace, match=r"nowhere/t\.jsonl cannot be written: No such file"):
         write_trace(tmp_path / "nowhere" / "t.jsonl", [])
 

@@ -29,7 +29,6 @@ def test_what_one_run_measured_the_next_one_knows(tmp_path: Path) -> None:
 
 
 def test_another_model_begins_anew(tmp_path: Path) -> None:
-    """Of a model of 70 GB nothing follows for one of 1 GB."""
     file = LeadFile(tmp_path)
     file.add("dynamo", "W", "vllm:/large:1", "cold", 300.0)
     assert file.read("dynamo", OF) == {}

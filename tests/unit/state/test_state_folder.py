@@ -27,7 +27,6 @@ def store(tmp_path: Path) -> StateStore:
 
 
 def test_folder_and_file_are_private(tmp_path: Path) -> None:
-    """0700 and 0600 under any umask."""
     folder = tmp_path / "state"
     old = os.umask(0)
     try:
@@ -51,7 +50,6 @@ def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path, mode: int) -> Non
 
 
 def test_another_users_statefile_is_not_believed(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others may write, one could be laid there that names processes to be ended."""
     owner = store.path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(StateError, match=rf"belongs to uid {owner}, not to you .*run this as that user"):
@@ -59,14 +57,12 @@ def test_another_users_statefile_is_not_believed(store: StateStore, monkeypatch:
 
 
 def test_a_pipe_in_place_of_the_statefile_is_refused(tmp_path: Path) -> None:
-    """It must not be waited for."""
     os.mkfifo(tmp_path / "dynamo.json")
     with pytest.raises(StateError, match="not a plain file"):
         StateStore(tmp_path / "dynamo.json").read()
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner is checked before anything is written there."""
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(StateError, match="not to you; set DYN_LOCAL_STATE_DIR"):
         StateStore(tmp_path / "dynamo.json").create(state())
@@ -74,7 +70,6 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """The error says which folder and why."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="cannot be used for statefiles"):
         StateStore(tmp_path / "file" / "dynamo.json").create(state())

@@ -35,14 +35,12 @@ def written(tmp_path: Path, value: Any) -> Path:
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("*.json")), ids=lambda path: path.name)
 def test_golden_files_load_for_ever(path: Path) -> None:
-    """Each released schema, the predecessor's included, gives a valid state."""
     state = load(path)
     assert state.schema_version == 1
     assert "dynamo_VllmWorker" in state.components
 
 
 def test_schema_one_is_read_as_it_was_meant() -> None:
-    """The fields of the golden file, typed."""
     state = load(V1)
     entry = state.components["dynamo_VllmWorker"]
     assert (entry.state, entry.role, entry.pid, entry.lease) == (
@@ -59,7 +57,6 @@ def test_schema_one_is_read_as_it_was_meant() -> None:
 
 
 def test_an_unchanged_file_is_written_back_byte_for_byte() -> None:
-    """Keys unknown to this version, null ones too, survive the round trip."""
     raw = v1()
     raw["from_the_future"] = {"a": [1, None]}
     raw["components"]["dynamo_VllmWorker"]["colour"] = None
@@ -69,7 +66,6 @@ def test_an_unchanged_file_is_written_back_byte_for_byte() -> None:
 
 
 def test_a_template_has_empty_resources_no_lease_and_no_pid() -> None:
-    """The unsuffixed entry that stays is written as `"resources": {}`, with neither lease nor pid."""
     entry = json.loads(
         ComponentEntry(watcher_name="dynamo_W", component="W", state=WorkerState.EXITED).model_dump_json()
     )
@@ -78,7 +74,6 @@ def test_a_template_has_empty_resources_no_lease_and_no_pid() -> None:
 
 
 def test_a_predecessors_file_is_understood() -> None:
-    """No schema_version: devices become text, leases hex, and only the two named variables are kept."""
     path = GOLDEN / "v0-predecessor" / "dynamo.json"
     assert "hf_secret_value" in path.read_text()
     state = load(path)
@@ -173,13 +168,11 @@ def test_a_broken_file_is_refused_naming_file_and_field(
     ],
 )
 def test_what_is_no_statefile_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    """Empty, truncated, or JSON of something else."""
     with pytest.raises(StateError, match=message):
         load(written(tmp_path, text))
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    """The error names the byte."""
     path = tmp_path / "dynamo.json"
     path.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(StateError, match=r"is not UTF-8 \(byte 7\)"):
@@ -187,14 +180,12 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told_apart_from_a_broken_one(tmp_path: Path) -> None:
-    """Nothing runs there: its own type, for `status` and for workers that outlive their arbiter."""
     for reader in (load, read_raw):
         with pytest.raises(StateMissing, match="nothing runs in namespace 'dynamo'"):
             reader(tmp_path / "dynamo.json")
 
 
 def test_a_quick_reader_sees_the_same_values() -> None:
-    """`read_raw` is plain JSON."""
     assert read_raw(V1) == v1()
 
 
@@ -206,7 +197,6 @@ def test_a_quick_reader_sees_the_same_values() -> None:
     ],
 )
 def test_a_masked_service_configuration_is_accepted(tmp_path: Path, config: Any) -> None:
-    """What went through `core.secrets.mask_config` may be written; settings that only look secret do not matter."""
     raw = v1()
     raw["environment"]["DYNAMO_SERVICE_CONFIG"] = json.dumps(config)
     assert json.loads(load(written(tmp_path, raw)).environment.DYNAMO_SERVICE_CONFIG) == config
@@ -221,7 +211,6 @@ def test_where_the_statefile_lives() -> None:
 
 
 def test_run_ids_sort_by_time_and_differ() -> None:
-    """26 characters of Crockford's alphabet; a later millisecond sorts later; two of one differ."""
     early, late = new_run_id(1_700_000_000_000), new_run_id(1_700_000_000_001)
     assert early < late < new_run_id()
     assert len(early) == 26
@@ -234,7 +223,6 @@ def test_run_ids_sort_by_time_and_differ() -> None:
 
 
 def test_entries_do_not_share_their_defaults() -> None:
-    """Each entry has lists of its own."""
     one, two = (ComponentEntry(watcher_name=f"dynamo_{name}", component=name) for name in "AB")
     one.endpoints.append("x")
     one.resources = EntryResources(gpu_uuids=["GPU-1"])

@@ -40,14 +40,12 @@ def store(tmp_path: Path) -> StateStore:
 
 
 def test_a_change_is_committed(store: StateStore) -> None:
-    """What the block changed is what the next reader sees."""
     with store.transaction() as current:
         current.components[NAME].lease = "694d967da694ea1a"
     assert store.read().components[NAME].lease == "694d967da694ea1a"
 
 
 def test_a_failed_block_changes_nothing(store: StateStore) -> None:
-    """An exception leaves the file as it was, and the lock free."""
     before = store.path.read_bytes()
 
     def fail(current: State) -> None:
@@ -61,7 +59,6 @@ def test_a_failed_block_changes_nothing(store: StateStore) -> None:
 
 
 def test_an_invalid_change_is_refused_before_it_is_written(store: StateStore) -> None:
-    """Two holders of one GPU, or a wrong type: `StateError` naming the field, and the file stays."""
 
     def wrong_type(current: State) -> None:
         current.components[NAME].pid = "4711"  # type: ignore[assignment]
@@ -176,7 +173,6 @@ def visible(store: StateStore) -> list[str]:
 
 
 def test_a_full_disk_leaves_the_old_file(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says so, and the file stays valid."""
 
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -203,7 +199,6 @@ def test_the_wait_for_the_lock_has_a_deadline(store: StateStore) -> None:
 
 
 def test_threads_that_wait_have_the_same_deadline(store: StateStore) -> None:
-    """A nested transaction (or a stuck thread) on one store ends with the same error."""
     impatient = StateStore(store.path, lock_timeout_s=0.05)
     with impatient.transaction(), pytest.raises(StateError, match="was locked"), impatient.transaction():
         pass
@@ -233,7 +228,6 @@ def test_a_broken_file_is_nobodys(store: StateStore) -> None:
 
 
 def test_a_worker_of_an_old_run_does_not_write_into_its_successors_file(store: StateStore) -> None:
-    """A store made for a run refuses the file of another."""
     worker = StateStore(store.path, run_id=RUN)
     worker.update(lambda current: current.components[NAME].__setattr__("lease", "ab"))
     store.rewrite(state(OTHER_RUN))
@@ -242,7 +236,6 @@ def test_a_worker_of_an_old_run_does_not_write_into_its_successors_file(store: S
 
 
 def test_a_worker_never_repairs_a_broken_file(store: StateStore) -> None:
-    """A transaction on it fails, naming file and place; the bytes stay as they were found."""
     store.path.write_text('{"schema_version": 1, "names')
     with pytest.raises(StateError, match=f"{store.path} is not valid JSON"), store.transaction():
         pass
@@ -271,7 +264,6 @@ def test_a_file_that_cannot_be_read_now_is_not_set_aside(store: StateStore, monk
 
 
 def test_the_arbiter_sets_a_broken_file_aside_and_writes_its_own_view(store: StateStore) -> None:
-    """Kept as `.corrupt-<time>`, and a second one beside it: neither overwrites the other."""
     kept = []
     for text in ("{", "[]"):
         store.path.write_text(text)
@@ -295,7 +287,6 @@ def test_a_broken_file_can_be_set_aside_alone(store: StateStore) -> None:
 
 
 def test_an_invalid_view_does_not_move_the_old_file(store: StateStore) -> None:
-    """The new view is validated before the broken file is renamed."""
     store.path.write_text("{")
     wrong = state()
     wrong.run_id = "no good"
@@ -305,7 +296,6 @@ def test_an_invalid_view_does_not_move_the_old_file(store: StateStore) -> None:
 
 
 def test_create_refuses_a_file_that_is_there(store: StateStore) -> None:
-    """Readable or not: whoever starts says what to do with it."""
     with pytest.raises(StateError, match="exists already"):
         store.create(state())
     store.path.write_text("{")
@@ -314,7 +304,6 @@ def test_create_refuses_a_file_that_is_there(store: StateStore) -> None:
 
 
 def test_a_missing_file_is_not_made_by_a_transaction(tmp_path: Path) -> None:
-    """A worker that outlived its arbiter learns that the file is gone."""
     store = StateStore(tmp_path / "dynamo.json")
     with pytest.raises(StateMissing), store.transaction():
         pass
@@ -347,7 +336,6 @@ def test_reading_the_file_for_status_imports_nothing_heavy() -> None:
 
 
 def test_the_bare_package_name_is_refused() -> None:
-    """`import state` is a user's own module or nothing, never ours."""
     root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", "import state"], cwd=root, capture_output=True, text=True, timeout=30, check=False
@@ -356,7 +344,6 @@ def test_the_bare_package_name_is_refused() -> None:
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
-    """The lazy package behaves like any other."""
     import dynamo_local.state as package
 
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

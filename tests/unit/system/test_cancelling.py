@@ -38,7 +38,6 @@ def test_one_that_lets_a_cancellation_pass_is_cancelled_again() -> None:
 
 
 def test_what_a_task_does_at_its_end_is_not_interrupted() -> None:
-    """Giving an entry back takes a moment."""
 
     async def scenario() -> list[str]:
         done: list[str] = []
@@ -57,7 +56,6 @@ def test_what_a_task_does_at_its_end_is_not_interrupted() -> None:
 
 
 def test_failures_of_tasks_are_not_raised() -> None:
-    """Neither those of before nor those that come with the cancellation."""
 
     async def scenario() -> list[bool]:
         async def failing() -> None:

@@ -16,7 +16,6 @@ from dynamo_local.system import collector
 
 @pytest.mark.parametrize("was_on", [True, False])
 def test_the_collector_is_afterwards_as_it_was_before(*, was_on: bool) -> None:
-    """Also where the block fails, and where somebody outside has paused it."""
     before = gc.isenabled()
     (gc.enable if was_on else gc.disable)()
     try:
@@ -49,7 +48,6 @@ def test_what_was_made_inside_is_not_looked_through_again() -> None:
 
 
 def test_a_file_that_a_graph_left_open_is_written_when_python_ends(tmp_path: Path) -> None:
-    """What is loaded after our own imports is found by the last collection: its buffers are not lost."""
     program = f"""
         from dynamo_local.system import collector
         with collector.keeping():
@@ -68,7 +66,6 @@ def test_a_file_that_a_graph_left_open_is_written_when_python_ends(tmp_path: Pat
 
 
 def test_while_a_process_serves_only_what_is_new_is_looked_through() -> None:
-    """And less often than Python does by itself; afterwards all is as it was."""
     program = """
         import gc
         from dynamo_local.system import collector
@@ -82,7 +79,6 @@ def test_while_a_process_serves_only_what_is_new_is_looked_through() -> None:
 
 
 def test_a_file_that_a_graph_left_open_is_written_when_its_process_has_served(tmp_path: Path) -> None:
-    """As above: what was set aside is found by the last collection, too."""
     written = tmp_path / "written.txt"
     (tmp_path / "a_graph.py").write_text(
         f"notes = open({str(written)!r}, 'w')\nnotes.write('whole')\ndef more(): notes.write('more')\n"

@@ -31,14 +31,12 @@ WAITS = {
 
 @pytest.mark.parametrize("waits", WAITS.values(), ids=WAITS.keys())
 def test_a_process_that_python_would_keep_ends_and_says_what_was_left(waits: str) -> None:
-    """With the exit code that it was to have."""
     done = run(waits)
     assert done.returncode == 7
     assert "forgotten" in done.stderr
 
 
 def test_a_process_that_ends_by_itself_says_nothing() -> None:
-    """Nor does it wait."""
     done = run("end_at_the_latest(7, within_s=3600)")
     assert (done.returncode, done.stderr) == (0, "")
 

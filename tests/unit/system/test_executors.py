@@ -30,7 +30,6 @@ async def overdue(executor: DaemonExecutor, gate: threading.Event) -> None:
 
 
 async def test_it_returns_what_the_work_returns_or_raises() -> None:
-    """Also a TimeoutError of the work's own, which is no deadline of ours."""
     executor = DaemonExecutor("test", threads=1)
     assert await executor.run(lambda: 42, LONG_S, what="x") == 42
     with pytest.raises(ZeroDivisionError):
@@ -46,13 +45,11 @@ async def test_it_returns_what_the_work_returns_or_raises() -> None:
 
 
 async def test_the_work_is_not_done_on_the_loops_thread() -> None:
-    """That is all it is for."""
     executor = DaemonExecutor("test", threads=1)
     assert await executor.run(threading.get_ident, LONG_S, what="x") != threading.get_ident()
 
 
 async def test_with_all_threads_lost_new_calls_are_refused_at_once(gate: threading.Event) -> None:
-    """Whoever holds a lock meanwhile must not wait for a deadline again and again."""
     executor = DaemonExecutor("test", threads=2)
     await overdue(executor, gate)
     assert await executor.run(lambda: 1, LONG_S, what="x") == 1, "one thread is left"
@@ -65,7 +62,6 @@ async def test_with_all_threads_lost_new_calls_are_refused_at_once(gate: threadi
 
 
 async def test_a_thread_whose_call_returned_after_all_works_again(gate: threading.Event) -> None:
-    """A driver that was reset answers again, and nobody need restart the arbiter."""
     executor = DaemonExecutor("test", threads=1)
     await overdue(executor, gate)
     gate.set()
@@ -76,7 +72,6 @@ async def test_a_thread_whose_call_returned_after_all_works_again(gate: threadin
 
 
 async def test_a_result_that_came_too_late_is_discarded(gate: threading.Event) -> None:
-    """A lock that was had after its caller gave up must be let go."""
     executor, thrown = DaemonExecutor("test", threads=1), threading.Event()
 
     def late() -> str:
@@ -97,7 +92,6 @@ async def test_a_result_that_came_too_late_is_discarded(gate: threading.Event) -
 
 
 async def test_the_result_of_a_cancelled_caller_is_discarded(gate: threading.Event) -> None:
-    """As of one that gave up."""
     executor, thrown = DaemonExecutor("test", threads=1), threading.Event()
     began = threading.Event()
 
@@ -116,7 +110,6 @@ async def test_the_result_of_a_cancelled_caller_is_discarded(gate: threading.Eve
 
 
 async def test_work_that_never_began_is_never_done(gate: threading.Event) -> None:
-    """Its caller has been told that it failed."""
     executor, done = DaemonExecutor("test", threads=1), threading.Event()
     hung = asyncio.create_task(executor.run(gate.wait, LONG_S, what="x"))
     await asyncio.sleep(0)

@@ -64,7 +64,6 @@ def gone(pid: int) -> None:
 
 
 def test_a_reserved_gpu_is_refused_with_its_holder(locks: GpuLocks, rivals: GpuLocks) -> None:
-    """The error says which namespace, watcher and pid have it."""
     locks.acquire([A], MINE)
     message = rf"GPU {A} is held by namespace dynamo \(watcher dynamo_VllmWorker, arbiter pid {os.getpid()}\)"
     with pytest.raises(GpuError, match=message):
@@ -75,7 +74,6 @@ def test_a_reserved_gpu_is_refused_with_its_holder(locks: GpuLocks, rivals: GpuL
 
 
 def test_all_or_none(locks: GpuLocks, rivals: GpuLocks) -> None:
-    """If one of two is taken, the other is not kept."""
     locks.acquire([B], MINE)
     with pytest.raises(GpuError, match=B):
         rivals.acquire([A, B], THEIRS)
@@ -85,7 +83,6 @@ def test_all_or_none(locks: GpuLocks, rivals: GpuLocks) -> None:
 
 @pytest.mark.timing
 def test_an_event_loop_is_refused_at_once(locks: GpuLocks, rivals: GpuLocks) -> None:
-    """`try_acquire` waits for nobody; the refusal says which device it was and who has it, all or none."""
     locks.acquire([B], MINE)
     before_s = time.monotonic()
     for _ in range(40):
@@ -99,7 +96,6 @@ def test_an_event_loop_is_refused_at_once(locks: GpuLocks, rivals: GpuLocks) -> 
 
 
 def test_one_process_cannot_give_one_gpu_to_two_workers(locks: GpuLocks) -> None:
-    """Never one GPU with two holders, not even under one arbiter."""
     locks.acquire([A], MINE)
     with pytest.raises(GpuError, match="reserved by this process already"):
         locks.acquire([B, A], LockHolder("dynamo", "dynamo_VllmWorker_1", os.getpid()))
@@ -109,7 +105,6 @@ def test_one_process_cannot_give_one_gpu_to_two_workers(locks: GpuLocks) -> None
 
 
 def test_a_released_gpu_can_be_reserved_by_another(locks: GpuLocks, rivals: GpuLocks) -> None:
-    """Without a worker on it the lock ends with the release; the holder's text is replaced."""
     locks.acquire([A], LockHolder("a-namespace-with-a-long-name", "w" * 60, 1))
     locks.release([A, B])
     rivals.acquire([A], THEIRS)
@@ -117,7 +112,6 @@ def test_a_released_gpu_can_be_reserved_by_another(locks: GpuLocks, rivals: GpuL
 
 
 def test_the_lock_is_the_one_that_filelock_takes(locks: GpuLocks, folder: Path) -> None:
-    """`FileLock` and ours exclude each other on one file, both ways."""
     locks.acquire([A], MINE)
     with pytest.raises(Timeout):
         FileLock(folder / f"{A}.lock").acquire(timeout=0)
@@ -127,7 +121,6 @@ def test_the_lock_is_the_one_that_filelock_takes(locks: GpuLocks, folder: Path) 
 
 
 def test_the_lock_outlives_the_release_while_the_worker_lives(locks: GpuLocks, rivals: GpuLocks) -> None:
-    """The worker inherited the descriptor: releasing early frees nothing until its process is gone."""
     locks.acquire([A], MINE)
     worker = subprocess.Popen(SLEEPER, pass_fds=locks.fds_for([A]))
     try:
@@ -143,7 +136,6 @@ def test_the_lock_outlives_the_release_while_the_worker_lives(locks: GpuLocks, r
 
 
 def test_a_child_without_the_descriptor_does_not_hold_the_lock(locks: GpuLocks, rivals: GpuLocks) -> None:
-    """Another worker, spawned while the lock is held, does not keep somebody else's GPU."""
     locks.acquire([A], MINE)
     sibling = subprocess.Popen(SLEEPER, close_fds=False)
     try:
@@ -189,7 +181,6 @@ def test_the_lock_outlives_a_killed_arbiter_and_ends_with_the_worker(folder: Pat
 
 
 def test_the_folder_and_files_are_private(locks: GpuLocks, folder: Path) -> None:
-    """0700 and 0600, also if the folder was there with a wider mode; files stay after the release."""
     folder.mkdir(parents=True, mode=0o755)
     locks.acquire([A], MINE)
     locks.release([A])
@@ -199,7 +190,6 @@ def test_the_folder_and_files_are_private(locks: GpuLocks, folder: Path) -> None
 
 
 def test_a_folder_of_somebody_else_is_refused(locks: GpuLocks, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner is checked before anything is written there."""
     folder.mkdir(parents=True)
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(GpuError, match="not to you"):
@@ -209,13 +199,11 @@ def test_a_folder_of_somebody_else_is_refused(locks: GpuLocks, folder: Path, mon
 
 @pytest.mark.parametrize("uuid", ["../../etc/passwd", "", "GPU/1", "a.b"])
 def test_a_uuid_cannot_lead_out_of_the_folder(locks: GpuLocks, uuid: str) -> None:
-    """Names come from the statefile too: only letters, digits and dashes."""
     with pytest.raises(GpuError, match="is not a GPU UUID"):
         locks.acquire([uuid], MINE)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """The error says which folder and why."""
     (tmp_path / "file").write_text("")
     with pytest.raises(GpuError, match=r"file/gpus, cannot be used: (File exists|Not a directory)"):
         GpuLocks(tmp_path / "file" / "gpus").acquire([A], MINE)
@@ -230,14 +218,12 @@ def test_the_locks_of_a_host_lie_in_one_place_for_every_shell(tmp_path: Path) ->
 
 
 def test_a_host_without_a_place_for_locks_says_what_to_set(tmp_path: Path) -> None:
-    """Nothing may be written where all hosts have a place."""
     with pytest.raises(GpuError, match="set DYN_GPU_LOCK_DIR"):
         lock_folders({"TMPDIR": "/nowhere"}, temporary=[tmp_path / "none"])
     assert lock_folders({"DYN_GPU_LOCK_DIR": "/x"}, temporary=[tmp_path / "none"])[0] == Path("/x")
 
 
 def test_where_earlier_releases_lock_is_locked_too(tmp_path: Path) -> None:
-    """One of them may still run, and looks nowhere else."""
     earlier = tmp_path / "run" / "dynamo" / "gpus"
     earlier.mkdir(parents=True)
     env = {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
@@ -263,7 +249,6 @@ def test_a_lock_is_taken_in_all_places_or_in_none(tmp_path: Path) -> None:
 
 
 def test_a_worker_of_an_earlier_release_gets_the_locks_that_it_lacks(tmp_path: Path) -> None:
-    """It was adopted: its own lock stays its own, and the new place is locked for it."""
     new, old = tmp_path / "new", tmp_path / "old"
     arbiter, worker, rival = GpuLocks(new, old), GpuLocks(old), GpuLocks(new)
     try:
@@ -280,7 +265,6 @@ def test_a_worker_of_an_earlier_release_gets_the_locks_that_it_lacks(tmp_path: P
 
 
 def test_the_folder_is_locked_against_those_who_clear_temporary_files(locks: GpuLocks, folder: Path) -> None:
-    """systemd-tmpfiles leaves a folder alone that it cannot lock."""
     locks.acquire([A], MINE)
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -293,7 +277,6 @@ def test_the_folder_is_locked_against_those_who_clear_temporary_files(locks: Gpu
 
 
 def test_a_folder_that_was_removed_is_made_again(locks: GpuLocks, rivals: GpuLocks, folder: Path) -> None:
-    """Somebody cleared it under a live run, which has more workers to start."""
     locks.acquire([A], MINE)
     shutil.rmtree(folder)
     locks.acquire([B], MINE)
@@ -301,7 +284,6 @@ def test_a_folder_that_was_removed_is_made_again(locks: GpuLocks, rivals: GpuLoc
 
 
 def test_two_namespaces_may_both_have_all_simulated_devices(tmp_path: Path) -> None:
-    """Simulated devices are private to a namespace, though their UUIDs are the same."""
     env = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
     one, two = (GpuLocks(Paths.of(name, env).simulated_gpu_locks) for name in ("one", "two"))
     try:

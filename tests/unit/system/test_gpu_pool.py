@@ -58,7 +58,6 @@ async def answered(pool: GpuPool, nvml: FakeNvmlLib) -> GpuSample:
 
 
 async def test_a_look_shows_the_devices_and_who_else_has_them(pool: GpuPool, tmp_path: Path) -> None:
-    """Ours is not somebody else's."""
     others = GpuLocks(tmp_path / "gpus")
     others.acquire([A], OTHERS)
     pool.lock("test_W", [B])
@@ -71,7 +70,6 @@ async def test_a_look_shows_the_devices_and_who_else_has_them(pool: GpuPool, tmp
 
 
 async def test_where_nobody_asked_for_a_gpu_there_is_nothing_to_see(tmp_path: Path) -> None:
-    """Nor is anything stale."""
     pool = GpuPool("test", None, GpuLocks(tmp_path / "gpus"))
     assert pool.sample() == await pool.look() == GpuSample()
     assert pool.freshness().as_json() == {"age_s": None, "stale": None}
@@ -80,7 +78,6 @@ async def test_where_nobody_asked_for_a_gpu_there_is_nothing_to_see(tmp_path: Pa
 
 @pytest.mark.timing
 async def test_decisions_go_on_with_the_last_inventory_and_it_is_said(pool: GpuPool, nvml: FakeNvmlLib) -> None:
-    """A look that fails says why, and costs one deadline, once."""
     assert pool.freshness().stale is None
     nvml.answers.clear()
     assert await pool.look() == GpuSample(stale="the GPU driver has not returned within 0.1 s")
@@ -97,7 +94,6 @@ async def test_decisions_go_on_with_the_last_inventory_and_it_is_said(pool: GpuP
 
 
 async def test_the_default_executor_has_room_for_commits(pool: GpuPool, nvml: FakeNvmlLib) -> None:
-    """It has few threads, and the statefile is committed in them."""
     nvml.answers.clear()
     looks = [asyncio.create_task(pool.look()) for _ in range(64)]
     async with asyncio.timeout(LONG_S):
@@ -139,7 +135,6 @@ async def test_a_driver_that_fails_is_stale_with_its_reason(pool: GpuPool, gpus:
 async def test_a_lock_taken_while_somebody_looked_is_not_taken_for_a_strangers(
     pool: GpuPool, nvml: FakeNvmlLib
 ) -> None:
-    """The look saw it locked, by us."""
     nvml.answers.clear()
     look = asyncio.create_task(pool.look())
     await asyncio.sleep(0)
@@ -151,7 +146,6 @@ async def test_a_lock_taken_while_somebody_looked_is_not_taken_for_a_strangers(
 async def test_a_lock_let_go_while_somebody_looked_is_not_taken_for_a_strangers(
     pool: GpuPool, nvml: FakeNvmlLib
 ) -> None:
-    """It was ours when the look began."""
     pool.lock("test_W", [A])
     nvml.answers.clear()
     look = asyncio.create_task(pool.look())
@@ -165,7 +159,6 @@ async def test_a_lock_let_go_while_somebody_looked_is_not_taken_for_a_strangers(
 
 
 def test_all_devices_of_a_worker_are_locked_or_none(pool: GpuPool, tmp_path: Path) -> None:
-    """The refusal names which, and who has it: the machine looks for others."""
     others = GpuLocks(tmp_path / "gpus")
     others.acquire([B], OTHERS)
     with pytest.raises(GpuLocked) as refused:

@@ -27,7 +27,6 @@ from dynamo_local.system.host_errors import DESCRIPTORS_MIN, HostRefused, host_r
     ],
 )
 def test_it_says_what_to_what_and_what_to_do(number: int, advice: str) -> None:
-    """One line, with the file."""
     error = host_refused(OSError(number, os.strerror(number), "/some/file"), "the graph cannot be started")
     assert isinstance(error, HostRefused)
     assert error.exit_code == EXIT_FAILED
@@ -37,19 +36,16 @@ def test_it_says_what_to_what_and_what_to_do(number: int, advice: str) -> None:
 
 
 def test_other_kinds_of_the_same() -> None:
-    """Python's own lack of memory, ZeroMQ's errors, and an OSError of ours in words alone."""
     assert "Cannot allocate memory; free some" in str(host_refused(MemoryError()))
     assert "Read-only file system; choose" in str(host_refused(zmq.ZMQError(errno.EROFS)))
     assert str(host_refused(OSError("x is not an executable file"))) == "x is not an executable file"
 
 
 def test_a_bug_stays_a_bug() -> None:
-    """Its traceback is what we need."""
     assert host_refused(ValueError("a bug")) is None
 
 
 def test_a_block_tells_what_it_was_about() -> None:
-    """And lets errors of ours through as they are."""
     with (
         pytest.raises(HostRefused, match=r"the arbiter cannot log: /sys/x: .*; choose folders"),
         telling("the arbiter cannot log"),
@@ -82,7 +78,6 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
     ],
 )
 def test_a_small_limit_of_open_files_is_raised_or_refused(soft: int, hard: int, then: str) -> None:
-    """Many shells have 1,024, of which workers take two each; libzmq aborts the process where it gets none."""
     words = [sys.executable, "-c", LIMITED, str(soft), str(hard)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.startswith(then)

@@ -18,7 +18,6 @@ def uuids(*letters: str) -> list[FakeGpu]:
 
 
 def test_a_device_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Index, UUID, name, memory, processes with names and NUMA node come from NVML."""
     gpu = FakeGpu("GPU-a", used=3 * GIB, compute=[(4711, 2 * GIB)], graphics=[(12, None)], numa_mask=0b10)
     install(monkeypatch, [gpu], names={4711: "/usr/bin/python3", 12: "/usr/lib/Xorg"})
     (device,) = open_inventory(None, {}).sample()
@@ -31,7 +30,6 @@ def test_a_device_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_drivers_own_reserve_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 MiB reserved on an idle Hopper are not counted as used (NVML memory info version 2)."""
     install(monkeypatch, [FakeGpu("GPU-a", used=0, reserved=600 * 1024**2)])
     (device,) = open_inventory(None, {}).sample()
     assert device.memory_used_bytes == 0
@@ -39,13 +37,11 @@ def test_the_drivers_own_reserve_is_no_stranger(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_old_driver_falls_back_to_the_first_memory_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where version 2 is not supported, version 1 is used."""
     install(monkeypatch, [FakeGpu("GPU-a", used=GIB, reserved=0, unsupported={"nvmlDeviceGetMemoryInfo_v2"})])
     assert open_inventory(None, {}).sample()[0].memory_used_bytes == GIB
 
 
 def test_optional_calls_that_fail_give_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not supported is `Missing` with NVML's reason, never 0 and never an empty list."""
     unsupported = {
         "nvmlDeviceGetMemoryInfo",
         "nvmlDeviceGetMemoryInfo_v2",
@@ -61,7 +57,6 @@ def test_optional_calls_that_fail_give_missing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_process_of_another_container_is_still_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pid whose name cannot be had is shown without one."""
     pid_max = 2**22 + 1  # above the kernel's limit: never a process of this host
     install(monkeypatch, [FakeGpu("GPU-a", compute=[(pid_max, None)])])
     (device,) = open_inventory(None, {}).sample()
@@ -81,7 +76,6 @@ def test_direct_nvlinks_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nvswitch_links_connect_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs on NVSwitches are connected by as many wires as both have into the fabric."""
     gpus = uuids("a", "b")
     gpus[0].nvlink_to = ["switch"] * 18
     gpus[1].nvlink_to = ["switch"] * 12
@@ -91,7 +85,6 @@ def test_nvswitch_links_connect_everyone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_topology_the_numa_node_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where NVML cannot tell the common ancestor, one NUMA node scores as such, two as unknown."""
     gpus = uuids("a", "b", "c")
     gpus[2].numa_mask = 0b10
     install(monkeypatch, gpus, levels=dict.fromkeys([(0, 1), (0, 2), (1, 2)], -1))
@@ -100,7 +93,6 @@ def test_without_topology_the_numa_node_decides(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_topology_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wires do not change: a second sample reads memory and processes alone."""
     fake = install(monkeypatch, uuids("a", "b"))
     inventory = open_inventory(None, {})
     inventory.sample()
@@ -111,7 +103,6 @@ def test_topology_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_close_lets_the_driver_go_and_sample_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Initialisations and shutdowns balance."""
     fake = install(monkeypatch, uuids("a"))
     inventory = open_inventory(None, {})
     inventory.sample()
@@ -124,14 +115,12 @@ def test_close_lets_the_driver_go_and_sample_opens_it_again(monkeypatch: pytest.
 
 
 def test_a_driver_without_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zero devices are an error that mentions the simulated ones."""
     install(monkeypatch, [])
     with pytest.raises(GpuError, match="no GPU; on a machine without one use --gpus sim:8"):
         open_inventory(None, {}).sample()
 
 
 def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No library: the error names the driver and `--gpus sim:8`, and opening the inventory alone needs none."""
 
     def no_library(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
@@ -160,7 +149,6 @@ def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 def test_cuda_visible_devices_is_honoured(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[int]
 ) -> None:
-    """Indices, UUIDs, unique prefixes, the empty string and -1, as CUDA reads them."""
     install(monkeypatch, uuids("a", "b", "c"))
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert [device.index for device in open_inventory(None, env).sample()] == expected
@@ -190,7 +178,6 @@ def test_devices_that_do_not_exist_are_refused_by_name(
 
 
 def test_the_option_selects_within_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--gpus` uses the host's indices and narrows what CUDA_VISIBLE_DEVICES leaves."""
     install(monkeypatch, uuids("a", "b", "c"))
     inventory = open_inventory("2,GPU-b", {"CUDA_VISIBLE_DEVICES": "1,2"})
     assert isinstance(inventory, NvmlInventory)

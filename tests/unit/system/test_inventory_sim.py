@@ -10,7 +10,6 @@ from dynamo_local.system.gpus import SimInventory, open_inventory, pinning_disab
 
 
 def test_sim_devices_have_memory_and_a_topology() -> None:
-    """sim:8 is two NUMA nodes of four 80 GiB devices with NVLink inside."""
     inventory = open_inventory("sim:8", {})
     devices = inventory.sample()
     assert isinstance(inventory, SimInventory)
@@ -24,13 +23,11 @@ def test_sim_devices_have_memory_and_a_topology() -> None:
 
 
 def test_sim_devices_are_the_same_each_time() -> None:
-    """Two inventories of one size are equal, and UUIDs do not depend on the size."""
     assert open_inventory("sim:8", {}).sample() == open_inventory("sim:8", {}).sample()
     assert open_inventory("sim:2", {}).sample()[1].uuid == open_inventory("sim:8", {}).sample()[1].uuid
 
 
 def test_sim_uuids_fit_cuda_visible_devices() -> None:
-    """Pinning by UUID gives `GPU-…` values joined by commas."""
     devices = open_inventory("sim:2", {}).sample()
     assert cuda_visible_devices(devices) == (
         "GPU-sim00000-0000-0000-0000-000000000000,GPU-sim00000-0000-0000-0000-000000000001"
@@ -38,20 +35,17 @@ def test_sim_uuids_fit_cuda_visible_devices() -> None:
 
 
 def test_sim_devices_do_not_mind_the_callers_cuda_visible_devices() -> None:
-    """The variable speaks of real devices."""
     assert len(open_inventory("sim:4", {"CUDA_VISIBLE_DEVICES": ""}).sample()) == 4
 
 
 @pytest.mark.parametrize("option", ["sim", "sim:", "sim:0", "sim:-1", "sim:many", "sim:8x", "simulated", "sim:99999"])
 def test_a_wrong_sim_option_is_refused(option: str) -> None:
-    """The error shows how to write it."""
     with pytest.raises(GpuError, match="write sim:<number>, for example sim:8"):
         open_inventory(option, {})
 
 
 @pytest.mark.parametrize("option", ["-1", "0,x", "1.5", "0-3", "MIG-1", "cuda:0"])
 def test_an_option_that_cannot_be_read_is_refused_at_once(option: str) -> None:
-    """No driver is needed to see that this is neither an index nor a UUID."""
     with pytest.raises(GpuError, match="neither an index nor a UUID"):
         open_inventory(option, {})
 
@@ -60,6 +54,5 @@ def test_an_option_that_cannot_be_read_is_refused_at_once(option: str) -> None:
     ("value", "expected"), [("1", True), ("true", True), ("YES", True), ("0", False), ("", False), ("false", False)]
 )
 def test_pinning_is_left_to_the_user_on_request(value: str, expected: bool) -> None:
-    """DYN_DISABLE_AUTO_GPU_ALLOCATION."""
     assert pinning_disabled({"DYN_DISABLE_AUTO_GPU_ALLOCATION": value}) is expected
     assert not pinning_disabled({})

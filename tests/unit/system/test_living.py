@@ -55,7 +55,6 @@ def test_a_recorded_process_lives_without_its_lock(paths: Paths, arbiter: subpro
 def test_a_number_that_was_given_again_is_another_process(
     paths: Paths, arbiter: subprocess.Popen[bytes], broken: dict[str, object]
 ) -> None:
-    """The start time tells them apart; what makes no sense names nobody."""
     started_s = (start_time_s(arbiter.pid) or 0.0) + float(str(broken.get("later_s", 0.0)))
     record(paths, broken.get("pid", arbiter.pid), broken.get("at", started_s))
     assert not living.lives(paths)
@@ -63,7 +62,6 @@ def test_a_number_that_was_given_again_is_another_process(
 
 
 def test_a_lock_is_held_by_who_lives_also_without_a_statefile(paths: Paths) -> None:
-    """While it starts, and where somebody has removed it."""
     held = living.claim(paths, "the first")
     try:
         assert living.lives(paths)

@@ -28,7 +28,6 @@ NOW_S = 1.7e9
 
 
 def test_tail_gives_the_last_lines_of_a_large_file(tmp_path: Path) -> None:
-    """A failing start shows the end of the worker's log, and must not read gigabytes for it."""
     path = tmp_path / "a.log"
     path.write_text("".join(f"line {n}\n" for n in range(50_000)))
     assert tail(path, 2) == ["line 49998", "line 49999"]
@@ -36,7 +35,6 @@ def test_tail_gives_the_last_lines_of_a_large_file(tmp_path: Path) -> None:
 
 
 def test_rotation_keeps_the_writers_descriptor_usable(tmp_path: Path) -> None:
-    """The writer goes on in the same file; three old ones are kept."""
     path = tmp_path / "a.log"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "w", buffering=1) as writer:
         for round_ in range(5):
@@ -50,7 +48,6 @@ def test_rotation_keeps_the_writers_descriptor_usable(tmp_path: Path) -> None:
 
 
 def test_a_small_or_missing_file_is_not_rotated(tmp_path: Path) -> None:
-    """Nothing happens below the bound."""
     path = tmp_path / "a.log"
     assert not rotate(path)
     path.write_text("x")
@@ -70,7 +67,6 @@ def test_what_was_logged_survives_a_restart_loop(tmp_path: Path) -> None:
 
 
 def test_earlier_starts_are_kept_up_to_a_size(tmp_path: Path) -> None:
-    """Three files of it, the newest lines."""
     path = tmp_path / "a.log"
     for run in range(20):
         set_aside(path, max_bytes=30)
@@ -80,7 +76,6 @@ def test_earlier_starts_are_kept_up_to_a_size(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_no_writer_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be appended is renamed, which needs no room; nothing is there twice."""
     path = tmp_path / "a.log"
     path.write_text("new\n")
     (tmp_path / "a.log.1").write_text("old\n")
@@ -96,7 +91,6 @@ def test_a_full_disk_keeps_no_writer_from_its_start(tmp_path: Path, monkeypatch:
 
 
 def test_logs_of_processes_that_are_long_gone_are_removed(tmp_path: Path) -> None:
-    """Rotated ones, too. Those of now stay, however quiet they are, and so does what is no log."""
     names = ("quiet.log", "quiet.log.1", "gone.log", "gone.log.2", "events.jsonl", "a.logic", "young.log")
     for name in names:
         (tmp_path / name).touch()
@@ -107,7 +101,6 @@ def test_logs_of_processes_that_are_long_gone_are_removed(tmp_path: Path) -> Non
 
 
 def test_the_last_lines_reach_back_through_rotated_files(tmp_path: Path) -> None:
-    """As many as are asked for, in order, and none twice."""
     path = tmp_path / "a.log"
     for n, name in enumerate(("a.log.2", "a.log.1", "a.log")):
         (tmp_path / name).write_text("".join(f"line {n}.{m}\n" for m in range(3)))
@@ -133,7 +126,6 @@ def test_lines_since_leaves_files_out_that_were_finished_before(tmp_path: Path) 
 
 
 def test_followed_files_give_whole_lines_once_even_across_truncation(tmp_path: Path) -> None:
-    """A half-written line waits for its end; a truncated file is read from its new start."""
     path = tmp_path / "a.log"
     path.write_text("old\n")
     files, followed = {"a": path}, Interleaver()
@@ -173,7 +165,6 @@ def test_the_last_words_of_one_that_left_are_shown_and_its_successor_begins_anew
 
 
 def test_a_file_that_cannot_be_rotated_keeps_no_other_from_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A full disk, or no descriptor left: it is logged, and the arbiter goes on."""
     bad, good = tmp_path / "bad.log", tmp_path / "good.log"
     for path in (bad, good):
         path.write_text("x" * 100)
@@ -186,7 +177,6 @@ def test_a_file_that_cannot_be_rotated_keeps_no_other_from_it(tmp_path: Path, ca
 
 
 def test_colours_are_stable_for_a_set_of_names() -> None:
-    """The same process keeps its colour, whatever order the lines come in."""
     names = ["b", "a", "c"]
     assert colour_of("a", names) == colour_of("a", reversed(names))
     assert len({colour_of(name, names) for name in names}) == 3

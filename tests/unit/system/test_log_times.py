@@ -27,7 +27,6 @@ AT = datetime(2026, 3, 1, 14, 5, 21).astimezone()
     ],
 )
 def test_the_time_of_a_line_is_read_however_its_process_writes_it(line: str, at_s: float) -> None:
-    """Without a zone it is the host's local time."""
     assert written_at(line, NOW) == at_s
 
 
@@ -42,18 +41,15 @@ def test_the_time_of_a_line_is_read_however_its_process_writes_it(line: str, at_
     ],
 )
 def test_a_line_without_a_time_has_none(line: str) -> None:
-    """Also where there is one, but far into the message."""
     assert written_at(line, NOW) is None
 
 
 def test_a_day_without_a_year_is_the_last_one_that_has_been() -> None:
-    """In January one reads December's logs."""
     january = datetime(2027, 1, 2).astimezone()
     assert written_at("INFO 12-31 23:59:59 x", january) == datetime(2026, 12, 31, 23, 59, 59).astimezone().timestamp()
 
 
 def test_a_line_without_a_time_belongs_to_the_one_before() -> None:
-    """A traceback stays with its error; what comes first goes with what follows."""
     lines = ["a banner", "2026-03-01 14:05:21 ERROR it failed", "Traceback", "2026-03-01 14:05:22 INFO on"]
     at_s = AT.timestamp()
     assert list(timed(lines, NOW, 7.0)) == list(zip([at_s, at_s, at_s, at_s + 1.0], lines, strict=True))
@@ -61,7 +57,6 @@ def test_a_line_without_a_time_belongs_to_the_one_before() -> None:
 
 
 def test_lines_are_merged_by_time_and_each_process_s_own_keep_their_order() -> None:
-    """A clock that was set back moves no line before one that was written earlier."""
     streams = {"a": [(1.0, "a1"), (4.0, "a2"), (2.0, "a3")], "b": [(3.0, "b1"), (5.0, "b2")]}
     assert list(merged(streams)) == [("a", "a1"), ("b", "b1"), ("a", "a2"), ("a", "a3"), ("b", "b2")]
 
@@ -82,7 +77,6 @@ def test_lines_are_merged_by_time_and_each_process_s_own_keep_their_order() -> N
     ],
 )
 def test_since_is_how_long_ago_or_when(text: str, expected: datetime) -> None:
-    """A time of day is the last one that has been."""
     assert since(text, NOW) == expected.timestamp()
 
 

@@ -13,7 +13,6 @@ from dynamo_local.system import liveness as lock
 
 
 def test_a_second_holder_is_told_who_has_it(tmp_path: Path) -> None:
-    """'arbiter is already running' must say which, and what to do."""
     path = tmp_path / "ns.lock"
     script = (
         "import sys, pathlib; from dynamo_local.system import liveness as lock\n"
@@ -36,6 +35,5 @@ def test_a_second_holder_is_told_who_has_it(tmp_path: Path) -> None:
 
 
 def test_nothing_is_held_where_there_is_no_file(tmp_path: Path) -> None:
-    """Asking creates nothing."""
     assert not lock.is_held(tmp_path / "none.lock")
     assert list(tmp_path.iterdir()) == []

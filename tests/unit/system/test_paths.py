@@ -15,7 +15,6 @@ from dynamo_local.system.paths import Paths, goes_at_logout, private_folder, run
 
 
 def test_the_runtime_folder_follows_xdg_and_else_is_one_per_user(tmp_path: Path) -> None:
-    """Without XDG_RUNTIME_DIR the temporary folder is shared: the uid keeps users apart."""
     assert runtime_root({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/dynamo")
     assert runtime_root({"TMPDIR": str(tmp_path)}) == tmp_path / f"dynamo-{os.getuid()}"
 
@@ -27,7 +26,6 @@ def test_the_statefile_is_where_the_predecessor_had_it() -> None:
 
 
 def test_folders_are_made_private(tmp_path: Path) -> None:
-    """Whoever can write the control socket can run commands as its owner."""
     paths = Paths.of("ns", {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)})
     paths.prepare()
     for folder in (paths.runtime, paths.runtime.parent, paths.logs):
@@ -35,14 +33,12 @@ def test_folders_are_made_private(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_others_can_enter_is_closed(tmp_path: Path) -> None:
-    """A folder of ours with loose permissions is tightened, not refused."""
     loose = tmp_path / "loose"
     loose.mkdir(mode=0o755)
     assert stat.S_IMODE(private_folder(loose).stat().st_mode) == 0o700
 
 
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    """Somebody else's link in /tmp must not choose where our sockets go."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="not a plain folder"):
@@ -50,7 +46,6 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_strangers_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner is checked, and the error says what to set."""
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
@@ -68,14 +63,12 @@ def test_a_control_socket_that_the_kernel_would_cut_is_refused(tmp_path: Path) -
 
 @pytest.mark.parametrize("bad", ["", "a b", "a/b", "a.b", "ü", "-x", "_x", "n" * 65, "n\n"])
 def test_a_namespace_that_cannot_name_a_file_is_refused(bad: str) -> None:
-    """It becomes a file name, a word of a command line, a watcher name and a NATS subject."""
     with pytest.raises(ConfigError, match=r"not usable: (begin with a letter or a digit|it has 65 characters)"):
         Paths.of(bad, {})
 
 
 @pytest.mark.parametrize("name", ["gpus", "GPUS", "v1"])
 def test_a_reserved_namespace_is_refused(name: str) -> None:
-    """The `down` of a namespace `gpus` removed every namespace's GPU locks."""
     with pytest.raises(ConfigError, match=f"namespace '{name}' is reserved: it is the .*; choose another name"):
         Paths.of(name, {})
 
@@ -90,7 +83,6 @@ def test_a_run_is_found_where_its_statefile_says(tmp_path: Path) -> None:
 
 
 def test_the_logs_of_an_earlier_releases_run_are_where_its_workers_write(tmp_path: Path) -> None:
-    """Its statefile names no folder of logs."""
     golden = Path(__file__).parents[2] / "golden" / "statefile" / "v1-disagg.json"
     (tmp_path / "dynamo.json").write_text(golden.read_text())
     found = Paths.found("dynamo", {"DYN_LOCAL_STATE_DIR": str(tmp_path), "HOME": "/elsewhere"})
@@ -109,7 +101,6 @@ def test_a_folder_that_cannot_be_ours_is_not_believed(tmp_path: Path, runtime: o
 
 
 def test_two_names_of_one_folder_mean_one_run(tmp_path: Path) -> None:
-    """A link to the home, as on hosts with automounted homes."""
     (tmp_path / "home").mkdir()
     (tmp_path / "link").symlink_to("home")
     found = [Paths.of("ns", {"HOME": str(tmp_path / name)}).statefile for name in ("home", "link")]
@@ -117,7 +108,6 @@ def test_two_names_of_one_folder_mean_one_run(tmp_path: Path) -> None:
 
 
 def test_the_folder_that_logind_removes_is_left_alone(tmp_path: Path) -> None:
-    """It goes with the last logout, a detached run does not. Who lingers keeps it."""
     mine = tmp_path / "run" / "user" / str(os.getuid())
     assert not goes_at_logout(mine, tmp_path), "there is no logind"
     (tmp_path / "run" / "systemd" / "users").mkdir(parents=True)
@@ -130,7 +120,6 @@ def test_the_folder_that_logind_removes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's user may have no entry in the password file."""
 
     def unknown() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -54,7 +54,6 @@ def test_they_are_let_go_when_there_are_no_others_and_taken_back(spare: SpareDes
 
 
 def test_while_there_are_enough_nothing_is_told(spare: SpareDescriptors, told: Told) -> None:
-    """It looks every second."""
     before = _free()
     spare.look()
     assert (spare.held, _free(), told) == (SPARE, before, [])

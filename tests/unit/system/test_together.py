@@ -19,7 +19,6 @@ async def after(seconds: float, result: object) -> object:
 
 
 def test_they_take_as_long_as_the_longest() -> None:
-    """Results in order."""
 
     async def main() -> tuple[list[object], float]:
         return await together(after(2.0, "a"), after(1.0, "b")), asyncio.get_running_loop().time()
@@ -28,7 +27,6 @@ def test_they_take_as_long_as_the_longest() -> None:
 
 
 def test_the_first_failure_is_raised_as_it_is_and_nothing_goes_on() -> None:
-    """A caller that undoes what was begun must not be followed by what is still beginning."""
     ended: list[str] = []
 
     async def slow() -> None:

@@ -78,17 +78,14 @@ async def watched(store: ScriptedStore) -> AsyncIterator[WatchedSettings]:
 
 
 def test_the_key_is_the_one_of_the_issue() -> None:
-    """A served model's name may hold a slash."""
     assert KEY == "dynamo/disagg_router/Qwen/Qwen3"
 
 
 async def test_without_a_key_the_default_is_in_force(watched: WatchedSettings) -> None:
-    """Nobody has to write anything."""
     assert watched.current == DEFAULT
 
 
 async def test_what_is_there_at_the_start_is_used(store: ScriptedStore) -> None:
-    """The first read has happened when `start` returns."""
     settings = WatchedSettings(store, KEY, DEFAULT)  # type: ignore[arg-type]
     store.snapshot(
         KeyValue(KEY + "-8B", b'{"max_local_prefill_length": 1}'), KeyValue(KEY, encode_settings(DisaggSettings(7, 8)))
@@ -99,7 +96,6 @@ async def test_what_is_there_at_the_start_is_used(store: ScriptedStore) -> None:
 
 
 async def test_a_change_is_seen(store: ScriptedStore, watched: WatchedSettings) -> None:
-    """Changeable at run time; a field that is left out keeps the default's value."""
     await store.tell(put(b'{"max_local_prefill_length": 5, "max_prefill_queue_size": 6}'))
     assert watched.current == DisaggSettings(5, 6)
     await store.tell(put(b'{"max_prefill_queue_size": 9}'))
@@ -107,7 +103,6 @@ async def test_a_change_is_seen(store: ScriptedStore, watched: WatchedSettings) 
 
 
 async def test_deleting_the_key_restores_the_default(store: ScriptedStore, watched: WatchedSettings) -> None:
-    """As does a snapshot without it, after the watch had to start anew."""
     await store.tell(put(b'{"max_prefill_queue_size": 9}'))
     await store.tell(DeleteEvent(KEY))
     assert watched.current == DEFAULT
@@ -117,7 +112,6 @@ async def test_deleting_the_key_restores_the_default(store: ScriptedStore, watch
 
 
 async def test_a_longer_key_is_somebody_elses(store: ScriptedStore, watched: WatchedSettings) -> None:
-    """The watch is by prefix; `Qwen/Qwen3-8B` is another model."""
     await store.tell(put(b'{"max_prefill_queue_size": 9}', KEY + "-8B"))
     await store.tell(DeleteEvent(KEY + "-8B"))
     assert watched.current == DEFAULT
@@ -140,7 +134,6 @@ async def test_a_longer_key_is_somebody_elses(store: ScriptedStore, watched: Wat
 async def test_a_value_that_cannot_be_used_changes_nothing(
     store: ScriptedStore, watched: WatchedSettings, caplog: pytest.LogCaptureFixture, value: bytes, reason: str
 ) -> None:
-    """It is refused with the reason, and the old one stays; the next good one is taken."""
     with pytest.raises(ConfigError, match=reason):
         parse_settings(value, DEFAULT)
     await store.tell(put(b'{"max_prefill_queue_size": 4}'))

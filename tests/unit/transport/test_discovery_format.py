@@ -16,7 +16,6 @@ LEASE = 0x694D967DA694EA1A
 
 
 def test_the_seeds_example() -> None:
-    """Key, value and subject have the form that the predecessor's tools read."""
     instance = make_instance("dynamo", "VllmWorker", "generate", LEASE)
     assert key_of(instance) == "dynamo/components/VllmWorker/generate:694d967da694ea1a"
     assert json.loads(instance_to_value(instance)) == {
@@ -33,7 +32,6 @@ def test_the_seeds_example() -> None:
 
 
 def test_a_subject_is_the_same_in_every_process() -> None:
-    """The hash does not depend on Python's seed: caller and worker must agree."""
     assert subject_for("dynamo", "VllmWorker", "generate", LEASE) == (
         "dynamo_vllmworker_918ba2f1.generate-694d967da694ea1a"
     )
@@ -41,7 +39,6 @@ def test_a_subject_is_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "generate", "a.b", "x y", "all>", "*", "ünïcode"])
 def test_a_subject_is_legal_for_nats(endpoint: str) -> None:
-    """Two tokens, no wildcard, no blank; a slash stays."""
     subject = subject_for("my-ns", "My.Component", endpoint, LEASE)
     assert subject.count(".") == 1
     assert not set(subject) & set(" *>\t\r\n")
@@ -50,13 +47,11 @@ def test_a_subject_is_legal_for_nats(endpoint: str) -> None:
 
 
 def test_names_that_differ_in_case_only_have_different_subjects() -> None:
-    """Lower-casing makes them equal; the hash keeps them apart."""
     assert subject_for("ns", "Worker", "e", 1) != subject_for("ns", "worker", "e", 1)
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "chat/completions"])
 def test_a_value_is_read_back(endpoint: str) -> None:
-    """What one worker writes every client reads."""
     instance = make_instance("dynamo", "Processor", endpoint, LEASE)
     assert instance_from_kv(KeyValue(key_of(instance), instance_to_value(instance), LEASE)) == instance
 
@@ -83,13 +78,11 @@ def changed(**changes: object) -> bytes:
     ],
 )
 def test_a_broken_value_says_what_is_wrong(value: bytes, message: str) -> None:
-    """The registry is open to other programs; each fault has its reason."""
     with pytest.raises(ValueError, match=message):
         instance_from_kv(KeyValue("dynamo/components/VllmWorker/generate:694d967da694ea1a", value))
 
 
 def test_an_instance_is_called_by_its_lease() -> None:
-    """`instance_id` is the lease id."""
     assert Instance("n", "C", "e", 7, "s").instance_id == 7
 
 
@@ -105,13 +98,11 @@ def test_an_instance_is_called_by_its_lease() -> None:
     ],
 )
 def test_endpoints_in_every_usual_form(given: str | list[str], expected: tuple[str, ...]) -> None:
-    """What etcdctl takes, we take."""
     assert tuple(endpoint.target for endpoint in parse_endpoints(given)) == expected
 
 
 @pytest.mark.parametrize("given", ["", " , ", "ftp://a:1", "http://user:secret@a:1", "http://a:x", "unix:///x"])
 def test_endpoints_that_cannot_be_used_are_refused(given: str) -> None:
-    """With the form that works, and without the password."""
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:2379") as caught:
         parse_endpoints(given)
     assert "secret" not in str(caught.value)

@@ -80,7 +80,6 @@ def on_a_host(main: Callable[[Host], Awaitable[None]]) -> None:
 
 
 def test_events_arrive_in_order_and_nobody_is_asked_for_them() -> None:
-    """Stored, removed, cleared; the only question is the first one."""
 
     async def main(host: Host) -> None:
         publisher = await host.worker(7)
@@ -99,7 +98,6 @@ def test_events_arrive_in_order_and_nobody_is_asked_for_them() -> None:
 
 
 def test_a_feed_that_comes_late_learns_what_is_there() -> None:
-    """A restarted Router: the worker's view is a snapshot, in as many parts as it takes."""
 
     async def main(host: Host) -> None:
         publisher = await host.worker(7)
@@ -135,7 +133,6 @@ def test_a_gap_is_replayed_from_the_workers_buffer() -> None:
 
 
 def test_more_than_the_buffer_holds_rebuilds_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffer is bounded, in batches and in blocks; past it the worker tells all that it holds."""
     monkeypatch.setattr(kv_publisher, "KEPT_BATCHES", 3)
 
     async def main(host: Host) -> None:
@@ -155,7 +152,6 @@ def test_more_than_the_buffer_holds_rebuilds_the_view(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_that_is_gone_leaves_the_index_and_its_late_events_are_nothing() -> None:
-    """The lease decides: a draining worker still publishes, and is not listened to."""
 
     async def main(host: Host) -> None:
         one, two = await host.worker(1), await host.worker(2)
@@ -175,7 +171,6 @@ def test_a_worker_that_is_gone_leaves_the_index_and_its_late_events_are_nothing(
 
 
 def test_a_restarted_publisher_is_asked_for_all() -> None:
-    """Another epoch under the same lease: nothing of the old one holds."""
 
     async def main(host: Host) -> None:
         old = await host.worker(7)
@@ -205,7 +200,6 @@ def test_a_worker_that_cannot_be_asked_is_asked_again() -> None:
 
 
 def test_garbage_on_the_subject_is_counted_and_harms_nothing() -> None:
-    """The subject is open to every process with the token."""
 
     async def main(host: Host) -> None:
         publisher = await host.worker(7)
@@ -220,7 +214,6 @@ def test_garbage_on_the_subject_is_counted_and_harms_nothing() -> None:
 
 
 async def test_an_answer_begins_where_the_asker_is() -> None:
-    """Replay from any batch that is kept; all where the asker's epoch or number is none of ours."""
     publisher = NatsKvEventPublisher(MemoryNats().client(), "dynamo", "VllmWorker", lambda: 7)  # type: ignore[arg-type]
     for block in (1, 2, 3):
         publisher.publish((BlocksStored((block,)),))

@@ -121,7 +121,6 @@ def test_why_a_lease_is_missing(
 
 
 async def test_keys_carry_the_lease(worker: Worker) -> None:
-    """Key and value are made from the lease id, and go with it."""
     assert await worker.keys() == worker.expected()
     kv = await worker.etcd.get(worker.expected()[0])
     assert kv is not None
@@ -129,7 +128,6 @@ async def test_keys_carry_the_lease(worker: Worker) -> None:
 
 
 async def test_the_lease_is_kept_alive() -> None:
-    """Three times per TTL: it outlives it."""
     etcd = FakeEtcd()
     keeper = Worker(etcd).keeper
     keeper.ttl_s = 1
@@ -144,7 +142,6 @@ async def test_the_lease_is_kept_alive() -> None:
 
 @pytest.mark.timing
 async def test_a_revoke_from_outside_is_reported_at_once(worker: Worker) -> None:
-    """Within milliseconds, not at the next keepalive; nothing is registered again."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     await worker.etcd.revoke(worker.keeper.lease_id)
@@ -157,7 +154,6 @@ async def test_a_revoke_from_outside_is_reported_at_once(worker: Worker) -> None
 
 
 async def test_an_expired_lease_is_granted_anew(worker: Worker) -> None:
-    """A process that was suspended past its TTL comes back under a new lease."""
     first = worker.keeper.lease_id
     worker.clock.skip(11)  # the suspension, as the monotonic clock shows it
     worker.etcd.advance(11)
@@ -170,7 +166,6 @@ async def test_an_expired_lease_is_granted_anew(worker: Worker) -> None:
 async def test_a_lease_that_expires_while_its_keepalive_is_under_way_is_no_revoke(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is stopped between the question and its sending asks, as it thinks, within the TTL."""
     first, keeper = worker.keeper.lease_id, worker.keeper
     expires_s = worker.clock.now_s() + keeper.ttl_s
     worker.clock.skip(9.9)
@@ -190,7 +185,6 @@ async def test_a_lease_that_expires_while_its_keepalive_is_under_way_is_no_revok
 
 
 async def test_a_lease_lost_with_etcd_is_granted_anew(worker: Worker) -> None:
-    """All keys come back under the new lease; the callback ran before any of them."""
     first = worker.keeper.lease_id
     worker.etcd.restart(lose_data=True)
     await worker.registered_anew(first)
@@ -201,7 +195,6 @@ async def test_a_lease_lost_with_etcd_is_granted_anew(worker: Worker) -> None:
 
 
 async def test_a_loss_is_seen_though_others_have_registered_first(worker: Worker) -> None:
-    """The new etcd's revision is past the old one's: still a loss, not a revoke."""
     old_revision = await worker.etcd.revision()
     first = worker.keeper.lease_id
     worker.etcd.restart(lose_data=True)
@@ -213,7 +206,6 @@ async def test_a_loss_is_seen_though_others_have_registered_first(worker: Worker
 
 
 async def test_a_draining_worker_stays_out_when_etcd_loses_its_data(worker: Worker) -> None:
-    """The statefile says `draining`: a missing lease is the revoke that was meant."""
     worker.draining = True
     worker.etcd.restart(lose_data=True)
     await asyncio.wait_for(worker.keeper.revoked.wait(), DEADLINE_S)
@@ -221,7 +213,6 @@ async def test_a_draining_worker_stays_out_when_etcd_loses_its_data(worker: Work
 
 
 async def test_a_statefile_that_cannot_be_read_leaves_the_other_rule(worker: Worker) -> None:
-    """Not knowing whether we drain does not stop the registry from healing."""
     worker.statefile_error = StateError("broken")
     first = worker.keeper.lease_id
     worker.etcd.restart(lose_data=True)
@@ -230,7 +221,6 @@ async def test_a_statefile_that_cannot_be_read_leaves_the_other_rule(worker: Wor
 
 
 def test_a_restart_that_keeps_data_changes_nothing() -> None:
-    """The lease lives on under its id."""
 
     async def main() -> None:
         async with at_work() as worker:
@@ -247,7 +237,6 @@ def test_a_restart_that_keeps_data_changes_nothing() -> None:
 
 
 async def test_a_failing_callback_is_tried_again_before_any_key(worker: Worker) -> None:
-    """No key shows a lease whose subjects are not served yet."""
     worker.failing_regrants = 2
     first = worker.keeper.lease_id
     worker.etcd.restart(lose_data=True)
@@ -259,7 +248,6 @@ async def test_a_failing_callback_is_tried_again_before_any_key(worker: Worker) 
 
 
 async def test_etcd_away_in_the_middle_of_mending_is_no_revoke(worker: Worker) -> None:
-    """Each call of the re-grant may fail; it is finished when etcd answers."""
     first = worker.keeper.lease_id
     worker.etcd.restart(lose_data=True)
     worker.etcd.fail_next(3)
@@ -269,7 +257,6 @@ async def test_etcd_away_in_the_middle_of_mending_is_no_revoke(worker: Worker) -
 
 
 async def test_a_key_deleted_by_hand_comes_back(worker: Worker) -> None:
-    """The lease decides who serves, not a key that somebody deleted."""
     await worker.etcd.delete(worker.expected()[0])
     async with asyncio.timeout(DEADLINE_S):
         while await worker.keys() != worker.expected():
@@ -329,7 +316,6 @@ async def test_reinstating_registers_everything_under_a_new_lease(worker: Worker
 
 
 async def test_reinstating_a_lease_that_is_held_changes_nothing(worker: Worker) -> None:
-    """Nothing was taken, so there is nothing to give back."""
     first = worker.keeper.lease_id
     assert await worker.keeper.reinstate() == first
     assert worker.regrants == []
@@ -350,7 +336,6 @@ async def test_starting_waits_for_etcd_and_gives_up_in_time() -> None:
 
 
 async def test_a_key_that_could_not_be_registered_is_not_kept(worker: Worker) -> None:
-    """The caller was told that it failed, so it must not appear later."""
     worker.etcd.available = False
     with pytest.raises(EtcdUnavailable):
         await worker.keeper.register(lambda lease: "w/c", lambda lease: b"", timeout_s=0.3)
@@ -385,7 +370,6 @@ async def test_a_lease_that_was_lost_is_no_lease_that_was_revoked(worker: Worker
 
 
 async def test_closing_gives_the_lease_back(worker: Worker) -> None:
-    """Nothing of ours is left in etcd; twice is no error; without etcd it is quick."""
     await worker.keeper.close()
     await worker.keeper.close()
     assert worker.etcd.lease_ids() == ()

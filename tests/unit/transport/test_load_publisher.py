@@ -164,7 +164,6 @@ async def test_the_load_is_published_once_a_second(nats: RecordingNats, clock: M
 
 @pytest.mark.usefixtures("publisher")
 async def test_a_change_is_published_soon(nats: RecordingNats, clock: ManualClock, worker: Worker) -> None:
-    """Not only with the next second."""
     await clock.move_to(0.5)
     worker.change(active=3)
     await clock.move_to(0.52)
@@ -174,7 +173,6 @@ async def test_a_change_is_published_soon(nats: RecordingNats, clock: ManualCloc
 
 @pytest.mark.usefixtures("publisher")
 async def test_many_changes_are_published_every_100_ms(nats: RecordingNats, clock: ManualClock, worker: Worker) -> None:
-    """At most; and the last change is not lost."""
     for i in range(1, 51):
         await clock.move_to(i * 0.01)
         worker.change(active=i)
@@ -187,7 +185,6 @@ async def test_many_changes_are_published_every_100_ms(nats: RecordingNats, cloc
 
 @pytest.mark.usefixtures("publisher")
 async def test_nothing_is_buffered_while_nats_is_away(nats: RecordingNats, clock: ManualClock) -> None:
-    """After the reconnect the next load is a fresh one, not a queue of old ones."""
     await clock.move_to(0.5)
     nats.is_connected = False
     await clock.move_to(5.5)
@@ -201,7 +198,6 @@ async def test_nothing_is_buffered_while_nats_is_away(nats: RecordingNats, clock
 async def test_a_failing_source_is_missing_not_zero(
     nats: RecordingNats, clock: ManualClock, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is published or answered, it is logged once, and the next good one goes out again."""
     worker.fails = RuntimeError("engine is loading")
     await clock.move_to(0.5)
     before = len(nats.published)
@@ -251,7 +247,6 @@ async def test_counters_go_to_those_who_ask_alone(nats: RecordingNats, clock: Ma
 async def test_a_broken_change_signal_leaves_one_load_a_second(
     nats: RecordingNats, clock: ManualClock, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It must not spin, and must not end the publishing."""
     worker.changed_fails = RuntimeError("no signal")
     publisher = publisher_of(worker, nats, clock, "W", 1)
     await publisher.start()
@@ -262,7 +257,6 @@ async def test_a_broken_change_signal_leaves_one_load_a_second(
 
 
 async def test_a_view_forgets_and_grows_old(nats: RecordingNats, clock: ManualClock) -> None:
-    """Three intervals without news is missing, with the reason; a deregistered instance too."""
     worker = Worker()
     publisher = publisher_of(worker, nats, clock, "W", 7)
     view = LoadView(nats, "ns", "W", clock)  # type: ignore[arg-type]
@@ -297,7 +291,6 @@ async def test_a_view_forgets_and_grows_old(nats: RecordingNats, clock: ManualCl
 async def test_a_view_takes_no_incomplete_load(
     nats: RecordingNats, clock: ManualClock, caplog: pytest.LogCaptureFixture, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    """A count that is not there is not 0: the whole message is refused, and said once."""
     worker = Worker()
     publisher = publisher_of(worker, nats, clock, "W", 7)
     view = LoadView(nats, "ns", "W", clock)  # type: ignore[arg-type]

@@ -74,7 +74,6 @@ def virtually(test: Callable[[Asked], Awaitable[None]]) -> Callable[[], None]:
 
 @virtually
 async def test_an_answer_after_its_time_is_part_of_the_next_sample(asked: Asked) -> None:
-    """It is no fresher than it is: what it waited here counts, too."""
     await asked.answer(0, "a", active=3, age_s=0.5)
     await asyncio.sleep(0.1)
     assert await asked.sample() == {"a": (3, pytest.approx(0.5 + SOON_S + 0.1 + QUESTION_S))}

@@ -34,20 +34,17 @@ EMPTY_LISTS = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000
 
 @pytest.mark.parametrize("decode", [decode_value, decode_header, decode_entry, decoder_of(TextRequest)])
 def test_nesting_without_end_is_an_invalid_request(decode: Any) -> None:
-    """Deeper than Python's stack."""
     with pytest.raises(InvalidRequest):
         decode(DEEP)
 
 
 def test_answers_that_are_nested_without_end_are_errors_too() -> None:
-    """A worker's, or an error's."""
     assert isinstance(decode_error(DEEP), RemoteError)
     with pytest.raises(StreamGap):
         ItemSequence().data(0, DEEP)
 
 
 def test_a_typed_payload_skips_what_it_does_not_know() -> None:
-    """A million empty lists are a megabyte on the wire, and 64 of them as lists."""
     payload = b"\x82\xa6prompt\xa2Hi\xa4else" + EMPTY_LISTS
     tracemalloc.start()
     try:
@@ -60,7 +57,6 @@ def test_a_typed_payload_skips_what_it_does_not_know() -> None:
 
 
 def test_a_payload_that_nobody_looks_at_is_not_read() -> None:
-    """`status` and its like."""
     assert decoder_of(type(None))(DEEP) is None
 
 
@@ -72,7 +68,6 @@ def test_a_typed_payload_names_what_is_wrong() -> None:
 
 
 def test_the_garbage_collector_is_left_as_it_was() -> None:
-    """It is off while a payload is read, also where that fails."""
     decode_value(EMPTY_LISTS)
     with pytest.raises(InvalidRequest):
         decode_value(b"\xc1")
@@ -80,13 +75,11 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
 
 
 def test_a_batch_of_kv_events_has_a_largest_size() -> None:
-    """A thousand early batches are kept: they must be small."""
     with pytest.raises(msgspec.DecodeError):
         decode_batch(b"\x00" * (MAX_BATCH_BYTES + 1))
 
 
 def test_a_worker_cannot_hold_more_blocks_than_there_are() -> None:
-    """Whoever publishes under its name does not fill the Router: past the bound all of it is forgotten."""
     tracker = KvTracker(KvIndex())
     tracker.joined(1)
     tracker.rebuilt(1, Snapshot("e", 0, []))
@@ -99,7 +92,6 @@ def test_a_worker_cannot_hold_more_blocks_than_there_are() -> None:
 
 
 async def test_loads_of_invented_workers_do_not_pile_up() -> None:
-    """They are forgotten after a minute, and until then no more are listened to than there can be."""
     heard: list[Any] = []
 
     class Nats:
@@ -157,7 +149,6 @@ async def _control(ops: Mapping[str, Any]) -> AsyncIterator[Callable[[bytes], Aw
     "data", [b"[" * 60_000, b" " * MAX_REQUEST_BYTES + b"{}", b'{"op":"' + b"x" * 60_000 + b'"}', b"9" * 60_000]
 )
 async def test_a_hostile_control_request_is_refused(data: bytes) -> None:
-    """Nested, too long, with an endless name, or a number of sixty thousand digits."""
     async with _control({}) as ask:
         answer = await ask(data)
     assert answer["error"]["code"] == InvalidRequest.code
@@ -165,7 +156,6 @@ async def test_a_hostile_control_request_is_refused(data: bytes) -> None:
 
 
 async def test_control_requests_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """Each is a task: a flood of them is answered as far as the bound goes."""
     go = asyncio.Event()
 
     async def slow(_args: Any) -> dict[str, Any]:

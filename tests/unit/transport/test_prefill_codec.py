@@ -18,7 +18,6 @@ NATS_DEFAULT_BYTES = 1 << 20
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
 def test_token_ids_survive(ids: list[int]) -> None:
-    """Any int32, at any depth, comes back as a list."""
     payload = {"request": {"prompt_token_ids": ids}, "stop_token_ids": ids}
     assert decode_entry(encode_entry(payload, NATS_DEFAULT_BYTES)) == payload
 
@@ -31,7 +30,6 @@ def test_token_ids_take_four_bytes_each() -> None:
 
 
 def test_sequences_other_than_lists_are_taken() -> None:
-    """Tuples and arrays of ids, and read-only mappings."""
     payload = MappingProxyType({"a": {"token_ids": (1, 2)}, "b_token_ids": array("i", [3])})
     assert decode_entry(encode_entry(payload, NATS_DEFAULT_BYTES)) == {"a": {"token_ids": [1, 2]}, "b_token_ids": [3]}
 
@@ -50,7 +48,6 @@ def test_the_bound_leaves_room_for_headers() -> None:
     [{"token_ids": [2**31]}, {"token_ids": [1.5]}, {"token_ids": ["a"]}, {"x": object()}, {1.5: {2: object()}}],
 )
 def test_what_cannot_be_encoded_is_refused(payload: dict[str, object]) -> None:
-    """Before anything is queued."""
     with pytest.raises(InvalidRequest, match="cannot be encoded"):
         encode_entry(payload, NATS_DEFAULT_BYTES)
 
@@ -66,6 +63,5 @@ def test_what_cannot_be_encoded_is_refused(payload: dict[str, object]) -> None:
     ],
 )
 def test_what_is_no_entry_is_refused(data: bytes) -> None:
-    """Empty, broken, not a mapping, a foreign extension, half a token id."""
     with pytest.raises(InvalidRequest, match="not a prefill entry"):
         decode_entry(data)

@@ -64,7 +64,6 @@ async def settle() -> None:
 
 
 async def test_a_drain_deregisters_then_refuses_then_finishes_then_leaves(steps: HandSteps, drain: Drain) -> None:
-    """In this order; `left` only after the last stream."""
     drain.begin("asked")
     assert steps.unfollowed == 1
     await settle()
@@ -91,7 +90,6 @@ async def test_without_etcd_new_requests_are_refused_at_once(
 
 
 async def test_while_starting_a_worker_leaves_at_once(steps: HandSteps) -> None:
-    """There is nothing to finish; the start that then completes does not make it ready."""
     drain = Drain(steps)
     drain.begin("SIGTERM")
     assert drain.left.result() == "SIGTERM"
@@ -99,7 +97,6 @@ async def test_while_starting_a_worker_leaves_at_once(steps: HandSteps) -> None:
 
 
 async def test_a_second_begin_changes_nothing(steps: HandSteps, drain: Drain) -> None:
-    """Neither the reason nor the steps."""
     drain.begin("first")
     drain.begin("second")
     await settle()
@@ -112,7 +109,6 @@ async def test_a_second_begin_changes_nothing(steps: HandSteps, drain: Drain) ->
 
 
 async def test_a_drain_is_taken_back_many_times(steps: HandSteps, drain: Drain) -> None:
-    """And ends like any other when nobody takes it back."""
     for n in range(10):
         drain.begin(f"drain {n}")
         for _ in range(n % 4):
@@ -127,7 +123,6 @@ async def test_a_drain_is_taken_back_many_times(steps: HandSteps, drain: Drain) 
 
 
 async def test_past_the_end_the_answer_is_a_refusal(steps: HandSteps, drain: Drain) -> None:
-    """`DrainNotCancellable`, and nothing is resumed."""
     drain.begin("asked")
     steps.finishing.set()
     await drain.left
@@ -147,13 +142,11 @@ async def test_taking_back_wins_over_an_end_in_the_same_turn(steps: HandSteps, d
 
 
 async def test_taking_back_what_does_not_drain_is_no_error(steps: HandSteps, drain: Drain) -> None:
-    """Ready stays ready."""
     await drain.cancel()
     assert (drain.phase, steps.done) == (Phase.READY, [])
 
 
 async def test_a_drain_that_cannot_be_taken_back_goes_on(steps: HandSteps, drain: Drain) -> None:
-    """etcd is away: the caller is told, the worker drains as before, and leaves when it has finished."""
     steps.error = EtcdUnavailable("away")
     drain.begin("asked")
     await settle()
@@ -167,7 +160,6 @@ async def test_a_drain_that_cannot_be_taken_back_goes_on(steps: HandSteps, drain
 
 
 async def test_callers_who_take_it_back_together_get_the_same_answer(steps: HandSteps, drain: Drain) -> None:
-    """One resume; a caller who gives up waiting does not undo it."""
     drain.begin("asked")
     await settle()
     steps.resuming.clear()
@@ -182,7 +174,6 @@ async def test_callers_who_take_it_back_together_get_the_same_answer(steps: Hand
 
 
 async def test_an_order_to_drain_that_comes_while_resuming_is_kept(steps: HandSteps, drain: Drain) -> None:
-    """The later order wins: it comes back, and drains again."""
     drain.begin("first")
     await settle()
     steps.resuming.clear()

@@ -68,7 +68,6 @@ async def test_lease_and_endpoints_are_written_together(bench: Bench) -> None:
 
 
 async def test_a_drain_that_nobody_committed_is_written_with_its_reason(bench: Bench) -> None:
-    """Somebody revoked the lease: the statefile says so."""
     entry = await bench.written(DRAINING)
     assert (entry.state, entry.reason, entry.lease, entry.endpoints) == (WorkerState.DRAINING, "asked", None, [])
     entry = await bench.written(READY, resumed=True)
@@ -77,7 +76,6 @@ async def test_a_drain_that_nobody_committed_is_written_with_its_reason(bench: B
 
 @pytest.mark.parametrize("state", [WorkerState.DRAIN_TIMED_OUT, WorkerState.CRASHED, WorkerState.PENDING])
 async def test_what_only_the_arbiter_knows_is_left_alone(bench: Bench, state: WorkerState) -> None:
-    """A worker that is being killed does not write `draining` over it."""
     bench.arbiter_says(state)
     assert (await bench.written(DRAINING)).state is state
     assert (await bench.written(READY, resumed=True)).state is state
@@ -92,7 +90,6 @@ async def test_a_committed_drain_that_the_worker_has_not_heard_of_stays(bench: B
 
 
 async def test_many_changes_need_few_commits(bench: Bench) -> None:
-    """Each is two fsyncs; the last truth is what counts."""
     for n in range(100):
         bench.truth = replace(READY, lease=f"{n + 1:x}", endpoints=())
         bench.writer.touch()
@@ -114,7 +111,6 @@ async def test_a_broken_file_is_made_up_for_once_it_is_repaired(bench: Bench) ->
 
 
 async def test_an_entry_that_is_gone_is_not_made_again(bench: Bench) -> None:
-    """The arbiter removed the worker: its last words change nothing."""
     with bench.store.transaction() as state:
         del state.components[NAME]
     bench.writer.touch()
@@ -123,13 +119,11 @@ async def test_an_entry_that_is_gone_is_not_made_again(bench: Bench) -> None:
 
 
 async def test_the_frontends_url_is_the_namespaces(bench: Bench) -> None:
-    """It stands in the head of the file."""
     await bench.written(replace(READY, frontend_url="http://127.0.0.1:1"))
     assert bench.store.read().frontend_url == "http://127.0.0.1:1"
 
 
 async def test_whether_the_file_says_draining(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """No, yes, and no where it cannot be read: a broken file is no order to leave."""
     assert not await bench.writer.drains()
     bench.arbiter_says(WorkerState.DRAINING)
     assert await bench.writer.drains()

@@ -170,7 +170,6 @@ def test_an_etcd_that_fails_at_the_ready_key_ends_in_the_new_role(lose_data: boo
 
 
 def test_a_new_lease_that_is_revoked_ends_in_the_old_role() -> None:
-    """With the lease went every key of the new role: nobody can find it there."""
 
     async def main() -> None:
         process = Process()

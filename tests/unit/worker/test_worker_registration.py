@@ -105,7 +105,6 @@ async def test_a_drain_is_taken_back_though_its_lease_goes_meanwhile(
 
 
 async def test_the_lease_that_it_has_after_that_is_followed(worker: Worker) -> None:
-    """Whoever revokes that one wants it to leave."""
     worker.drain.begin("SIGTERM")
     await worker.drain.cancel()
     assert worker.registration.lease is not None

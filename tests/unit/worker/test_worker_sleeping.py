@@ -81,7 +81,6 @@ ASLEEP = ["withdraw", "stop accepting", "finished", "engine sleeps at 1", "tell 
 
 
 async def test_there_and_back() -> None:
-    """Out of routing first, told last; and in routing before that is told."""
     worker = Worker()
     worker.sleeping.sleep(1, 1)
     await worker.until(lambda: worker.did == ASLEEP)
@@ -92,7 +91,6 @@ async def test_there_and_back() -> None:
 
 
 async def test_an_order_that_comes_twice_is_carried_out_once() -> None:
-    """Nor does an older one that was late."""
     worker = Worker()
     worker.sleeping.sleep(1, 1)
     worker.sleeping.sleep(1, 1)
@@ -104,7 +102,6 @@ async def test_an_order_that_comes_twice_is_carried_out_once() -> None:
 
 
 async def test_woken_while_streams_run_the_engine_never_slept() -> None:
-    """What streams goes on streaming."""
     worker = Worker()
     worker.streams.clear()
     worker.sleeping.sleep(1, 1)
@@ -116,14 +113,12 @@ async def test_woken_while_streams_run_the_engine_never_slept() -> None:
 
 
 async def test_a_wake_of_one_that_is_awake_is_only_told() -> None:
-    """The arbiter may have lost count of it."""
     worker = Worker()
     worker.sleeping.wake(3)
     await worker.until(lambda: worker.did == ["tell 3 awake"])
 
 
 async def test_while_etcd_is_away_it_is_tried_again() -> None:
-    """It must not be half out of routing."""
     worker = Worker()
     worker.etcd_fails = 2
     worker.sleeping.sleep(1, 1)
@@ -132,7 +127,6 @@ async def test_while_etcd_is_away_it_is_tried_again() -> None:
 
 @pytest.mark.parametrize("step", ["sleep", "wake"])
 async def test_an_engine_that_fails_ends_the_worker(step: str) -> None:
-    """Before it is in routing again."""
     worker = Worker()
     worker.engine_fails = step
     worker.sleeping.sleep(1, 1)
@@ -146,7 +140,6 @@ async def test_an_engine_that_fails_ends_the_worker(step: str) -> None:
 
 @pytest.mark.parametrize("asleep", [True, False])
 async def test_told_to_leave_it_leaves_and_cannot_be_called_back(asleep: bool) -> None:
-    """One whose streams run finishes those; orders are refused from then on."""
     worker = Worker()
     if not asleep:
         worker.streams.clear()
@@ -165,7 +158,6 @@ async def test_told_to_leave_it_leaves_and_cannot_be_called_back(asleep: bool) -
 
 
 async def test_one_that_starts_takes_no_order() -> None:
-    """Nothing is there to be put to sleep."""
     worker = Worker()
     worker.drain.phase = Phase.STARTING
     with pytest.raises(NotSleepable, match="the worker is starting"):

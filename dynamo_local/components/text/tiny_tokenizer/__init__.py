@@ -1,0 +1,1 @@
+"""The tokenizer that ships, for the simulated engine and tests."""

@@ -73,7 +73,6 @@ def test_the_engines_that_were_measured_are_taken(folder):
     ],
 )
 def test_other_engines_are_refused_with_what_differs(folder, here, gpus, said):
-    """And with what to do about it; `profile-anyway` takes it."""
     with pytest.raises(ConfigError, match="profile-anyway") as refused:
         check_profile(config(folder), here, gpus)
     assert said in str(refused.value)
@@ -99,7 +98,6 @@ def test_a_running_planner_does_not_take_it_either(folder):
 
 
 def test_a_profile_that_cannot_be_read_is_refused_with_its_file(folder):
-    """Not with a traceback, and not silently."""
     (folder / "profile.json").write_text("{")
     with pytest.raises(ConfigError, match=r"profile\.json"):
         check_profile(config(folder), graph())
@@ -113,7 +111,6 @@ def test_a_measured_profile_has_the_engines_speed_in_it(folder, tmp_path_factory
 
 
 def test_a_profile_of_a_command_fits_that_command_alone(tmp_path):
-    """Whatever its engine's speed depends on stands in its words."""
 
     def server(command: object) -> GraphSpec:
         section = {"command": command, "runtime": "http"}
@@ -128,7 +125,6 @@ def test_a_profile_of_a_command_fits_that_command_alone(tmp_path):
 
 
 def test_numbers_and_spellings_do_not_make_another_engine():
-    """`10` and `10.0`, `max-num-seqs` and `max_num_seqs`."""
     one = graph(sim={"speed": 10, "max-num-seqs": 8}).services[0]
     two = graph(sim={"speed": 10.0, "max_num_seqs": 8.0}).services[0]
     assert engine_description(one) == engine_description(two)
@@ -156,7 +152,6 @@ def test_without_a_profile_slo_begins_with_the_shipped_one_nearest_to_the_gpus(g
 
 
 def test_simulated_engines_are_begun_with_the_profile_that_they_play():
-    """On simulated devices there is nothing nearer."""
     devices = [GpuDevice(0, "GPU-0", "Simulated GPU 80GB", 80 * 2**30, 0)]
     assert str(with_nearest(PlannerConfig(policy="slo"), graph(), devices).profile_results_dir) == DEFAULT_PROFILE
     played = ServiceSpec("VllmWorker", Role.DECODE, config={"sim": {"profile": "Qwen3-8B_h100_sxm_vllm_tp1"}})

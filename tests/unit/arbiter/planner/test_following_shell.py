@@ -120,7 +120,6 @@ async def test_a_decision_is_carried_out_and_acknowledged_when_it_is(arbiter: Ar
 
 
 async def test_what_was_acknowledged_before_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By this arbiter's predecessor."""
     arbiter = Arbiter()
     await arbiter.planner.decide(prefill=1, decode=3)
     await arbiter.planner.put("scaled_decision_id", 0)
@@ -131,7 +130,6 @@ async def test_what_was_acknowledged_before_is_not_done_again(monkeypatch: pytes
 
 
 async def test_what_stands_unacknowledged_is_gone_on_with() -> None:
-    """After `--adopt`, and where the planner began before us."""
     arbiter = Arbiter()
     await arbiter.planner.decide(prefill=1, decode=2)
     arbiter.following.start()

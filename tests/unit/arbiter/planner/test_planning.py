@@ -28,7 +28,6 @@ async def test_it_starts_with_the_options_over_those_it_has_and_the_statefile_ke
 
 
 async def test_its_decisions_are_carried_out_and_logged_and_numbers_go_on(arbiter: Arbiter) -> None:
-    """Through another arbiter of the same namespace, too."""
     arbiter.kv = 0.95
     await arbiter.planning.start(QUICK)
     logged = await arbiter.decisions(2)
@@ -87,7 +86,6 @@ async def test_options_are_checked_as_a_whole_and_nothing_changes_where_one_is_w
 
 
 async def test_another_policy_begins_at_run_time_with_options_of_its_own(arbiter: Arbiter) -> None:
-    """What was set for the one before is forgotten; what all share stays."""
     await arbiter.planning.start({**QUICK, "max_gpu_budget": 6})
     options = (await arbiter.planning.set({"policy": "throughput-load", "ttft": 300}))["options"]
     assert (options["policy"], options["ttft_ms"], options["max_gpu_budget"]) == ("throughput-load", 300, 6)
@@ -174,7 +172,6 @@ async def test_set_applies_at_once_and_to_the_next_start_of_a_stopped_planner(ar
 async def test_an_adopted_run_goes_on_as_it_was_unless_the_command_line_says_otherwise(
     arbiter: Arbiter, entry: Any, flag: bool | None, by_default: bool, state: str
 ) -> None:
-    """A new run's planner starts where the configuration asks for it."""
     if entry is not None:
         arbiter.statefile.head.planner = PlannerEntry(state=entry, options={"max_gpu_budget": 5})
     await arbiter.planning.begin(starts=flag, by_default=by_default)
@@ -186,7 +183,6 @@ async def test_an_adopted_run_goes_on_as_it_was_unless_the_command_line_says_oth
 
 
 async def test_options_of_before_that_cannot_be_any_more_do_not_end_the_run(arbiter: Arbiter) -> None:
-    """The graph serves without its planner, and says so."""
     arbiter.statefile.head.planner = PlannerEntry(state="running", options={"max_gpu_budget": 1})
     await arbiter.planning.begin(starts=None, by_default=True)
     assert arbiter.planning.status()["state"] == "stopped"
@@ -208,7 +204,6 @@ async def test_whoever_looks_on_may_refuse_a_start(arbiter: Arbiter) -> None:
 
 
 async def test_a_persons_change_reaches_the_planner(arbiter: Arbiter) -> None:
-    """It holds for an interval: the scaler tells it."""
     await arbiter.planning.start({"adjustment_interval": 5})
     first = arbiter.planning.status()["next_decision_s"]
     async with asyncio.timeout(10.0):
@@ -225,7 +220,6 @@ VIRTUAL = {**QUICK, "environment": "virtual", "backend": "vllm"}
 
 
 async def test_in_a_virtual_environment_it_writes_its_decisions_and_scales_nothing(arbiter: Arbiter) -> None:
-    """And decides nothing more until somebody has acknowledged."""
     arbiter.kv = 0.95
     await arbiter.planning.start(VIRTUAL)
     (record,) = (await arbiter.decisions(1))[:1]

@@ -19,7 +19,6 @@ from tests.fakes.planner.plugins import override
 
 
 async def test_plugins_come_and_go_with_the_planner(arbiter: Arbiter) -> None:
-    """Their gateway is there while it runs; what they are cannot be changed meanwhile."""
     plugins = PlannerPlugins(AsyncioClock(), environ={}, runtime=arbiter.folder, tell=arbiter.told)
     options = PlannerConfig(
         scheduling={"gateway": {"enabled": True, "listen": "127.0.0.1:0", "allow_insecure": True}},
@@ -44,7 +43,6 @@ class FourDecode:
 
 
 async def test_a_plugin_has_a_say_in_what_is_carried_out(arbiter: Arbiter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the log says who it was that wanted it."""
     monkeypatch.setitem(sys.modules, "a_plugin", SimpleNamespace(FourDecode=FourDecode))
     plugin = {"module": "a_plugin", "class": "FourDecode", "plugin_id": "four", "plugin_type": "propose"}
     plugin = {**plugin, "needs": ["observations.workers"]}

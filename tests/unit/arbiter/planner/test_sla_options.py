@@ -28,7 +28,6 @@ def options(**more: Any) -> SlaOptions:
 
 
 def test_the_defaults_are_dynamos() -> None:
-    """1.6.1's, but for the predictor, which needs no extra here."""
     assert options() == SlaOptions(DEFAULT_PROFILE, 500.0, 50.0, 180.0)
 
 
@@ -51,24 +50,20 @@ def test_the_defaults_are_dynamos() -> None:
     ],
 )
 def test_both_generations_of_names_are_taken(given: dict[str, Any], expected: SlaOptions) -> None:
-    """002's, and those of 1.6.1."""
     assert options(**given) == expected
 
 
 def test_without_a_profile_it_is_refused_with_what_there_is() -> None:
-    """Before anything starts."""
     with pytest.raises(ConfigError, match=f"say profile-results-dir, .*{DEFAULT_PROFILE}"):
         policy_options(planner_section("Planner", {"policy": "sla"}))
 
 
 def test_a_profile_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    """When the policy is made: in a thread, not in the arbiter's loop."""
     with pytest.raises(ConfigError, match="no engine profile"):
         policy_of(options(profile_results_dir=str(tmp_path)))
 
 
 def test_a_profile_and_a_trace_make_the_policy(tmp_path: Path) -> None:
-    """The trace's windows come before the first one."""
     trace = tmp_path / "trace.jsonl"
     rows = (f'{{"timestamp": {1000 * second}, "input_length": 1000, "output_length": 10}}' for second in range(100))
     trace.write_text("\n".join(rows))

@@ -57,7 +57,6 @@ def test_it_asks_nobody_for_anything() -> None:
 
 
 def test_after_fifty_thousand_decisions_it_is_below_a_megabyte() -> None:
-    """With all figures known, and as many and as long reasons as are told."""
     full = gathered([line(n, told=reasons(1, why="because " * 100)) for n in range(1, CHANGES_MAX + 10)])
     names = {one.figure for chart in CHARTS for one in chart.series}
     found = Gathered(changes=full.changes, policies=["throughput-load"])

@@ -123,7 +123,6 @@ def test_start_takes_every_option_in_either_spelling(
 def test_start_takes_the_options_of_any_policy_by_any_name(
     monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter
 ) -> None:
-    """The arbiter says whether they belong together; what is on by itself can be switched off."""
     words = ("--policy=throughput-load", "--ttft", "300", "--load-adjustment-interval=2")
     assert dynamo(monkeypatch, "planner", "start", *words, "--enable-throughput-scaling=false") == EXIT_OK
     assert arbiter.asked[0][1]["options"] == {
@@ -135,7 +134,6 @@ def test_start_takes_the_options_of_any_policy_by_any_name(
 
 
 def test_start_without_options_sends_none(monkeypatch: pytest.MonkeyPatch, arbiter: ScriptedArbiter) -> None:
-    """The arbiter's own stay as they are."""
     assert dynamo(monkeypatch, "planner", "start") == EXIT_OK
     assert arbiter.asked == [("dynamo_planner_start", {"options": {}})]
 
@@ -296,7 +294,6 @@ def test_without_a_decision_it_says_where_it_looked(
 
 
 def test_dynamo_status_has_one_line_of_it() -> None:
-    """None of one that nobody has asked for; its trouble before its last decision."""
     last = as_json(record(17))
     assert status_line({**STATUS, "state": "stopped"}) is None
     assert status_line(None) is None

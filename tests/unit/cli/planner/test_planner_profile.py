@@ -40,7 +40,6 @@ def test_the_table_has_each_point_and_the_most_within_a_target(show: Command) ->
 
 
 def test_json_has_the_same_and_says_what_is_extrapolated(show: Command) -> None:
-    """Every number is finite."""
     code, out, _ = show(DEFAULT_PROFILE, "--json", "--isl", "50000", "--itl", "1")
     assert code == EXIT_OK
     told = json.loads(out, parse_constant=lambda text: pytest.fail(text))
@@ -51,7 +50,6 @@ def test_json_has_the_same_and_says_what_is_extrapolated(show: Command) -> None:
 
 
 def test_a_context_with_one_point_is_told_and_left_out(show: Command, tmp_path: Path) -> None:
-    """One request of that length fills the cache."""
     decode = decode_arrays()
     added = {"x_kv_usage": 0.9, "y_context_length": 90_000.0, "z_itl": 14.01, "z_thpt_per_gpu": 36.0}
     code, out, _ = show(write_npz(tmp_path, decode=decode | {k: [*decode[k], v] for k, v in added.items()}))
@@ -61,7 +59,6 @@ def test_a_context_with_one_point_is_told_and_left_out(show: Command, tmp_path: 
 
 @pytest.mark.full
 def test_the_page_is_self_contained_and_the_same_every_time(show: Command, tmp_path: Path) -> None:
-    """Curves, hatched where they are extrapolated; below 1 MB."""
     pytest.importorskip("matplotlib")
     pages = []
     for name in ("one.html", "two.html"):
@@ -79,7 +76,6 @@ def test_the_page_is_self_contained_and_the_same_every_time(show: Command, tmp_p
 
 
 def test_a_page_that_cannot_be_written_is_refused(show: Command, tmp_path: Path) -> None:
-    """With its name."""
     pytest.importorskip("matplotlib")
     code, _, error = show(DEFAULT_PROFILE, "--report", str(tmp_path / "nowhere" / "page.html"))
     assert code == EXIT_BAD_INPUT
@@ -96,14 +92,12 @@ def test_a_page_that_cannot_be_written_is_refused(show: Command, tmp_path: Path)
     ],
 )
 def test_what_cannot_be_shown_is_refused(words: tuple[str, ...], told: str, show: Command) -> None:
-    """In one line, exit code 2."""
     code, _, error = show(*words)
     assert code == EXIT_BAD_INPUT
     assert told in error
 
 
 def test_a_profile_that_a_planner_cannot_size_by_is_refused(show: Command, tmp_path: Path) -> None:
-    """With the array that it lacks."""
     prefill = prefill_arrays()
     del prefill["prefill_thpt_per_gpu"]
     code, _, error = show(write_json(tmp_path, prefill))

@@ -69,7 +69,6 @@ def test_a_dynamo_worker_gets_ports_of_its_own_and_loopback_hosts(tmp_path: Path
 
 
 def test_a_dynamo_worker_gets_certificates_as_text(tmp_path: Path) -> None:
-    """Of etcd's it takes no path; of NATS's it takes nothing else."""
     (tmp_path / "key.pem").write_text("-----BEGIN PRIVATE KEY-----\n")
     path = str(tmp_path / "key.pem")
     env = {**ENV, "ETCD_AUTH_CLIENT_KEY": path, "ETCD_AUTH_CA": "-----BEGIN CA", "NATS_TLS_CLIENT_KEY_PATH": path}
@@ -168,7 +167,6 @@ def test_a_program_that_cannot_be_run_is_an_error_with_its_cause(tmp_path: Path)
 
 
 def test_a_child_dies_with_its_runner() -> None:
-    """The kernel sees to it, also where the runner had no time for anything."""
     program = (
         "import os, signal\n"
         "from dynamo_local.components.commands.child import Child\n"

@@ -227,7 +227,6 @@ async def test_at_the_end_the_command_is_ended_too(driver: ScriptedDriver, child
 async def test_a_command_that_ends_and_answers_no_more_is_not_taken_for_hung(
     driver: ScriptedDriver, child: Child
 ) -> None:
-    """A frontend that finishes its streams answers 503 to whoever asks it."""
     driver.in_flight = 1
     worker = await serve(driver, health_bound_s=0.05)
     worker.instance.ending = True

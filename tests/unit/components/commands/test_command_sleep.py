@@ -46,7 +46,6 @@ def check(text: str) -> None:
     ],
 )
 def test_a_standby_that_could_never_be_is_refused(text: str, why: str) -> None:
-    """With the section's name."""
     with pytest.raises(ConfigError, match=why) as refused:
         check(text)
     assert "W" in str(refused.value)
@@ -65,7 +64,6 @@ def test_a_standby_that_could_never_be_is_refused(text: str, why: str) -> None:
     ],
 )
 def test_the_sleep_endpoints_of_vllm_never_leave_loopback(words: tuple[str, ...], why: str | None) -> None:
-    """Whoever reaches them can stop the server."""
     found = why_not(words)
     assert (found is None) == (why is None)
     assert why is None or why in str(found)
@@ -89,7 +87,6 @@ WRITES = "import os; open(os.environ['OUT'], 'a').write({!r} + os.environ['DYN_S
 
 
 async def test_hooks_run_to_their_end_and_know_the_level(tmp_path: Path) -> None:
-    """The wake is told the level at which it slept."""
     sleeper = CommandSleep(hooks(tmp_path, WRITES.format("s"), WRITES.format("w")))
     await sleeper.sleep(2)
     await sleeper.wake()
@@ -98,7 +95,6 @@ async def test_hooks_run_to_their_end_and_know_the_level(tmp_path: Path) -> None
 
 
 async def test_a_hook_that_fails_says_so_in_its_own_words(tmp_path: Path) -> None:
-    """Then the worker is started again."""
     sleeper = CommandSleep(hooks(tmp_path, "raise SystemExit('no such checkpoint')", "pass"))
     with pytest.raises(EngineError, match="ended with exit code 1: no such checkpoint"):
         await sleeper.sleep(1)
@@ -180,7 +176,6 @@ def standby_of(server: Server) -> EngineStandby:
 
 
 async def test_a_vllm_serve_sleeps_and_wakes_at_both_levels(server: Server) -> None:
-    """Level 2 has its weights read again between the two partial wakes, and the cache is reset."""
     standby = standby_of(server)
     await standby.rehearse()
     for level in (1, 2):
@@ -192,7 +187,6 @@ async def test_a_vllm_serve_sleeps_and_wakes_at_both_levels(server: Server) -> N
 
 
 async def test_a_server_that_answers_otherwise_after_a_wake_is_found(server: Server) -> None:
-    """As any engine."""
     standby = standby_of(server)
     await standby.rehearse()
     await standby.sleep(1)
@@ -202,7 +196,6 @@ async def test_a_server_that_answers_otherwise_after_a_wake_is_found(server: Ser
 
 
 async def test_a_server_without_the_endpoints_says_which_is_missing(server: Server) -> None:
-    """It was started without its development mode."""
     bare = ServerSleep(f"http://127.0.0.1:{server.port}/none", lambda: None)
     with pytest.raises(EngineError, match=r"/none/sleep.level=1 answers 404"):
         await bare.sleep(1)

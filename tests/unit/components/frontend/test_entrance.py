@@ -8,7 +8,6 @@ from dynamo_local.components.openai.route import AT_ONCE, Entrance
 
 
 async def test_few_requests_are_begun_at_once() -> None:
-    """Nobody waits for a pass of the loop."""
     entrance, passed = Entrance(), asyncio.Event()
     asyncio.get_running_loop().call_soon(passed.set)
     for _ in range(AT_ONCE):
@@ -17,7 +16,6 @@ async def test_few_requests_are_begun_at_once() -> None:
 
 
 async def test_a_burst_is_begun_in_its_order_and_others_have_the_loop_in_between() -> None:
-    """Whatever becomes ready meanwhile is not behind all of it."""
     entrance, count = Entrance(), 5 * AT_ONCE
     begun: list[int] = []
     seen: list[int] = []
@@ -38,7 +36,6 @@ async def test_a_burst_is_begun_in_its_order_and_others_have_the_loop_in_between
 
 
 async def test_who_gives_up_while_waiting_takes_nobodys_turn() -> None:
-    """All that are left are let in."""
     entrance = Entrance()
     waiting = [asyncio.create_task(entrance.enter()) for _ in range(4 * AT_ONCE)]
     await asyncio.sleep(0)

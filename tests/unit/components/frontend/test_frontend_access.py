@@ -74,7 +74,6 @@ async def test_each_of_several_keys_is_taken(guarded: Any) -> None:
     ],
 )
 async def test_without_a_known_key_it_is_a_401_in_openais_format(guarded: Any, headers: Any) -> None:
-    """And nothing reaches the Processor."""
     async with guarded.client() as client:
         answer = await client.post(CHAT_URL, json=CHAT, headers=headers)
     assert answer.status_code == 401
@@ -86,7 +85,6 @@ async def test_without_a_known_key_it_is_a_401_in_openais_format(guarded: Any, h
 
 
 async def test_only_the_health_pages_are_open(guarded: Any) -> None:
-    """Paths that there are not tell nothing either."""
     async with guarded.client() as client:
         codes = {
             path: (await client.get(path)).status_code
@@ -164,7 +162,6 @@ async def test_a_spoilt_file_keeps_the_last_good_keys(
     ],
 )
 def test_a_file_that_holds_no_good_keys_is_told_in_one_line(tmp_path: Path, text: str | None, mode: int, why: str):
-    """Without any of what is in it."""
     path = tmp_path / "keys"
     if text is not None:
         path.write_text(text)
@@ -183,7 +180,6 @@ def test_a_fifo_in_place_of_the_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_keys_of_the_environment_are_taken_out_of_it() -> None:
-    """Children of the Frontend inherit none."""
     environ = {"DYNAMO_API_KEYS": "first-key-1, second-key-2\nthird-key-3", "PATH": "/bin"}
     keys = access.take_keys(FrontendConfig(api_key="env:DYNAMO_API_KEYS"), environ)
     assert keys is not None
@@ -194,7 +190,6 @@ def test_keys_of_the_environment_are_taken_out_of_it() -> None:
 
 
 def test_no_key_is_in_memory_as_it_is(tmp_path: Path) -> None:
-    """Only digests, which are not shown either."""
     keys = access.load_keys(FrontendConfig(api_key=f"file:{key_file(tmp_path, 'first-key-1')}"), {})
     assert "first-key-1" not in repr(vars(keys))
 
@@ -209,7 +204,6 @@ def test_a_key_itself_is_refused_as_an_option(value: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "gpu-host.example.org"])
 def test_beyond_this_machine_it_wants_keys_or_a_word(host: str) -> None:
-    """`host: 0.0.0.0` alone offered the GPUs to the whole network."""
     with pytest.raises(ValidationError, match=r"api-key: file:PATH or env:NAME.*--insecure"):
         FrontendConfig(host=host)
     assert FrontendConfig(host=host, insecure=True).host == host
@@ -222,7 +216,6 @@ def test_on_this_machine_it_wants_none(host: str) -> None:
 
 
 def test_what_is_open_to_others_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """No credentials, or keys that travel in the clear."""
     for settings, words in (({"insecure": True}, "no credentials"), ({"api_key": "file:/keys"}, "in the clear")):
         caplog.clear()
         access.listening_socket(FrontendConfig(host="0.0.0.0", port=0, **settings)).close()
@@ -251,7 +244,6 @@ def _preflight(origin: str = ORIGIN) -> dict[str, str]:
 
 
 async def test_pages_of_a_listed_origin_may_call(house: Make, tmp_path: Path) -> None:
-    """The preflight needs no key, the request does, and the page can read why it was refused."""
     made = house(cors_origins=[ORIGIN], api_key=f"file:{key_file(tmp_path, 'first-key-1')}")
     async with made.client() as client:
         assert (await client.options(CHAT_URL, headers=_preflight())).headers["access-control-allow-origin"] == ORIGIN
@@ -284,7 +276,6 @@ async def test_tls_serves_https_alone(house: Make, tmp_path: Path) -> None:
 
 
 def test_certificates_that_cannot_be_used_are_told_in_one_line(tmp_path: Path) -> None:
-    """Before anything starts: missing, no PEM, of another key, and with a passphrase (nobody is asked for one)."""
     cert, key = self_signed(tmp_path, "one")
     _, other = self_signed(tmp_path, "two")
     _, locked = self_signed(tmp_path, "three", passphrase="x" * 8)

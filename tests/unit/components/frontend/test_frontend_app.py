@@ -38,7 +38,6 @@ def problem(response: httpx.Response) -> dict[str, Any]:
 
 
 async def test_a_chat_answer(house: Make):
-    """Text of all items, usage of the last."""
     made = house(FakeEndpoint(answer("Hello", ", ", "world", reason="length")))
     response = await post(made)
     body = response.json()
@@ -58,7 +57,6 @@ async def test_a_chat_answer(house: Make):
 
 
 async def test_a_completion_answer(house: Make):
-    """The other route, the other shape."""
     response = await post(house(), "/v1/completions", COMPLETION)
     body = response.json()
     assert body["id"].startswith("cmpl-")
@@ -66,7 +64,6 @@ async def test_a_completion_answer(house: Make):
 
 
 async def test_the_processor_gets_the_request_with_an_id_of_its_own(house: Make):
-    """A client's x-request-id may repeat; the id inside must not."""
     made = house()
     for _ in range(2):
         await post(made, body={**CHAT, "max_completion_tokens": 5, "stop": "x"}, headers={"x-request-id": "same"})
@@ -78,7 +75,6 @@ async def test_the_processor_gets_the_request_with_an_id_of_its_own(house: Make)
 
 
 async def test_the_clients_request_id_is_echoed(house: Make):
-    """On every answer; a new one where there is none or it is not fit for a header."""
     async with house().client() as client:
         for url in ("/health", "/v1/models", "/metrics", "/nowhere"):
             assert (await client.get(url, headers={"x-request-id": "abc-1"})).headers["x-request-id"] == "abc-1"
@@ -100,7 +96,6 @@ async def test_the_clients_request_id_is_echoed(house: Make):
     ],
 )
 async def test_a_bad_request_is_a_400_that_names_the_parameter(house: Make, body: Any, param: str):
-    """And never reaches the Processor."""
     made = house()
     response = await post(made, body=body)
     assert response.status_code == 400
@@ -109,7 +104,6 @@ async def test_a_bad_request_is_a_400_that_names_the_parameter(house: Make, body
 
 
 async def test_a_body_that_is_not_json_is_a_400(house: Make):
-    """Also an empty one."""
     async with house().client() as client:
         for content in (b"", b"{", b"\xff"):
             response = await client.post(CHAT_URL, content=content, headers=JSON)
@@ -118,7 +112,6 @@ async def test_a_body_that_is_not_json_is_a_400(house: Make):
 
 
 async def test_a_body_too_large_is_a_413(house: Make):
-    """By its declared length, and by what really comes."""
 
     async def pieces() -> Any:
         for _ in range(20):
@@ -148,7 +141,6 @@ async def test_a_body_that_does_not_come_is_a_408(house: Make, monkeypatch: pyte
 
 
 async def test_an_unknown_model_is_a_404(house: Make):
-    """In generation and in the list."""
     made = house()
     for response in (
         await post(made, body={**CHAT, "model": "other"}),
@@ -175,7 +167,6 @@ async def test_a_model_without_a_worker_is_a_503_that_says_when_to_come_back(hou
 
 
 async def test_the_model_list(house: Make, serve_model: Make):
-    """It follows the workers; names may hold slashes."""
     made = house(serve_model=False)
     async with made.client() as client:
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": []}
@@ -189,7 +180,6 @@ async def test_the_model_list(house: Make, serve_model: Make):
 
 
 async def test_health_says_whether_a_model_is_served(house: Make, serve_model: Make):
-    """503 while there is none, and while the Frontend is leaving; alive it is all the time."""
     made = house(serve_model=False)
     async with made.client() as client:
 
@@ -208,7 +198,6 @@ async def test_health_says_whether_a_model_is_served(house: Make, serve_model: M
 
 
 async def test_a_draining_frontend_takes_nothing_new(house: Make):
-    """503, come back, and on another connection."""
     made = house()
     made.deps.draining.set()
     response = await post(made)
@@ -238,7 +227,6 @@ async def test_a_draining_frontend_takes_nothing_new(house: Make):
 async def test_an_error_before_the_first_token_is_a_status(
     house: Make, error: Exception, status: int, where: str, stream: bool
 ):
-    """Streaming or not, wherever it comes from; the prompt's length does not commit to a 200."""
     script = {"call": error, "stream": [error], "after the prompt": [[prompt()], error]}[where]
     made = house(FakeEndpoint(script))
     response = await post(made, body={**CHAT, "stream": stream})
@@ -254,7 +242,6 @@ async def test_an_error_before_the_first_token_is_a_status(
 
 
 async def test_an_unexpected_failure_is_logged_with_its_traceback(house: Make, caplog: pytest.LogCaptureFixture):
-    """The client is told little; whoever runs the server needs it all."""
     with caplog.at_level(logging.ERROR):
         await post(house(FakeEndpoint(RuntimeError("a bug of ours"))))
     assert "a bug of ours" in caplog.text
@@ -263,14 +250,12 @@ async def test_an_unexpected_failure_is_logged_with_its_traceback(house: Make, c
 
 @pytest.mark.parametrize("error", [errors.WorkerDraining("leaving"), errors.WorkerLost("died")])
 async def test_another_processor_is_asked_when_one_took_nothing(house: Make, error: Exception):
-    """A Processor that leaves must not cost a request."""
     made = house(FakeEndpoint(error, error, answer("Hello")))
     assert (await post(made)).json()["choices"][0]["message"]["content"] == "Hello"
     assert len({payload["request_id"] for payload in made.endpoint.payloads}) == 1
 
 
 async def test_asking_other_processors_is_bounded(house: Make):
-    """Three are asked, then the error is told."""
     made = house(FakeEndpoint(errors.WorkerDraining("leaving")))
     assert (await post(made)).status_code == 503
     assert len(made.endpoint.payloads) == 3
@@ -308,7 +293,6 @@ async def test_the_frontends_own_deadline_holds(house: Make, stream: bool):
 
 
 async def test_beyond_max_inflight_is_a_429(house: Make):
-    """With Retry-After; the place is free again when the request before has ended."""
     gate = asyncio.Event()
     made = house(FakeEndpoint([gate, *answer("x")]), max_inflight=1)
     running = asyncio.create_task(post(made))
@@ -323,7 +307,6 @@ async def test_beyond_max_inflight_is_a_429(house: Make):
 
 
 async def test_a_stream_that_ends_badly_after_its_last_item_is_complete(house: Make):
-    """The client has everything; what is odd goes to the log."""
     for stream in (False, True):
         made = house(FakeEndpoint([*answer("Hello"), errors.WorkerLost("x")]))
         response = await post(made, body={**CHAT, "stream": stream})
@@ -340,7 +323,6 @@ async def test_a_processor_that_lingers_after_its_last_item_is_cut_off(house: Ma
 
 
 async def test_an_unknown_url_or_method_is_told_in_the_same_format(house: Make):
-    """Client libraries parse every error alike."""
     async with house().client() as client:
         assert problem(await client.get("/v1/nothing"))["code"] == "unknown_url"
         response = await client.get(CHAT_URL)

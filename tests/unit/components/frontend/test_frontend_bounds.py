@@ -54,7 +54,6 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
     ids=["none", "text", "form", "nonsense"],
 )
 async def test_a_body_that_is_not_said_to_be_json_is_a_415(house: Make, headers: dict[str, str]):
-    """A web page may send those to any address without asking first: it must not start a generation."""
     made = house()
     async with made.client() as client:
         response = await client.post(CHAT_URL, content=json.dumps(CHAT), headers=headers)
@@ -64,7 +63,6 @@ async def test_a_body_that_is_not_said_to_be_json_is_a_415(house: Make, headers:
 
 @pytest.mark.parametrize("given", ["application/json", "Application/JSON", "application/json; charset=utf-8"])
 async def test_json_is_json_however_it_is_written(house: Make, given: str):
-    """Case does not matter, nor what follows a semicolon."""
     async with house(FakeEndpoint(answer("Hi"))).client() as client:
         response = await client.post(CHAT_URL, content=json.dumps(CHAT), headers={"content-type": given})
     assert response.status_code == 200
@@ -82,7 +80,6 @@ async def test_json_is_json_however_it_is_written(house: Make, given: str):
     ids=["endless header", "long header", "many headers", "endless path", "long path"],
 )
 async def test_a_head_that_is_too_large_is_a_431(house: Make, head: bytes):
-    """Before it is kept in memory as a whole."""
     async with house().served() as server, connection(server) as (reader, writer):
         writer.write(head)
         status, error = await refusal(reader)
@@ -91,7 +88,6 @@ async def test_a_head_that_is_too_large_is_a_431(house: Make, head: bytes):
 
 @pytest.mark.parametrize("behind", [b"0\r\nX: ", b"1;x="], ids=["trailer", "chunk extension"])
 async def test_what_stands_beside_a_body_has_an_end_too(house: Make, behind: bytes):
-    """A chunked body may have headers behind it, and words beside each chunk."""
     made = house()
     async with made.served() as server, connection(server) as (reader, writer), asyncio.timeout(10):
         head = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\n"
@@ -102,14 +98,12 @@ async def test_what_stands_beside_a_body_has_an_end_too(house: Make, behind: byt
 
 
 async def test_a_large_head_that_is_allowed_is_served(house: Make):
-    """Cookies and tokens of some tens of kilobytes are not unheard of."""
     async with house().served() as server, httpx.AsyncClient(base_url=server.url) as client:
         assert (await client.get("/live", headers={"x-long": "x" * 60_000})).status_code == 200
         assert (await client.get("/live", headers={"x-long": "x" * 60_000})).status_code == 200
 
 
 async def test_a_head_that_is_sent_by_halves_is_a_408(house: Make, monkeypatch: pytest.MonkeyPatch):
-    """Also the second one on a connection, whose keep-alive timer the first byte has ended."""
     monkeypatch.setattr(f"{PROTOCOL}.HEAD_TIMEOUT_S", 0.2)
     async with house().served() as server:
         async with connection(server) as (reader, writer):
@@ -124,7 +118,6 @@ async def test_a_head_that_is_sent_by_halves_is_a_408(house: Make, monkeypatch: 
 
 
 async def test_a_connection_that_says_nothing_is_closed(house: Make, monkeypatch: pytest.MonkeyPatch):
-    """Without an answer: there is no question."""
     monkeypatch.setattr(f"{PROTOCOL}.SILENCE_TIMEOUT_S", 0.1)
     async with house().served() as server, connection(server) as (reader, _), asyncio.timeout(10):
         assert await reader.read() == b""
@@ -155,7 +148,6 @@ async def test_a_body_that_is_sent_by_halves_is_a_408_and_the_end_of_the_connect
 
 
 async def test_a_body_that_nobody_reads_does_not_keep_its_connection(house: Make, monkeypatch: pytest.MonkeyPatch):
-    """A GET may have one, too."""
     monkeypatch.setattr(f"{PROTOCOL}.MESSAGE_TIMEOUT_S", 0.2)
     async with house().served() as server, connection(server) as (reader, writer), asyncio.timeout(10):
         writer.write(b"GET /live HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
@@ -163,7 +155,6 @@ async def test_a_body_that_nobody_reads_does_not_keep_its_connection(house: Make
 
 
 async def test_a_body_in_tiny_chunks_is_a_body(house: Make):
-    """Six bytes for each of its own: clumsy, and allowed."""
     made = house(FakeEndpoint(answer("Hi")))
     body = json.dumps({**CHAT, "user": "x" * 1_000}).encode()
 
@@ -177,7 +168,6 @@ async def test_a_body_in_tiny_chunks_is_a_body(house: Make):
 
 
 async def test_all_bodies_together_have_a_bound(house: Make):
-    """Beyond it a request is told to come back; when another has ended, it is taken."""
     endpoint = FakeEndpoint([asyncio.Event()])
     made = house(endpoint, max_body_bytes=4096)
     body = {**CHAT, "user": "x" * 3500}
@@ -202,7 +192,6 @@ async def test_all_bodies_together_have_a_bound(house: Make):
 
 
 async def test_a_client_writes_no_line_of_the_log(house: Make, caplog: pytest.LogCaptureFixture):
-    """A model's name may hold anything, also a line that looks like ours."""
     forged = "x\n2026-11-22 00:00:00,000 INFO dynamo_local: all is well\x1b[2J"
     with caplog.at_level("INFO"):
         async with house().client() as client:

@@ -26,7 +26,6 @@ SETTINGS = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.fun
 @example(hostile=Hostile("/v1/chat/completions", "model", "emoji", 512 * 4))
 @SETTINGS
 def test_a_hostile_body_is_answered_or_refused(house: Make, serve_model: Make, hostile: Hostile):
-    """Never a failure of ours; a refusal is short, in OpenAI's format, and never reaches the Processor."""
     asyncio.run(_ask(house, serve_model, hostile))
 
 

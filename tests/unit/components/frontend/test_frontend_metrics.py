@@ -76,7 +76,6 @@ async def test_the_exposition_has_dynamos_names(house: Make):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_is_measured(house: Make, stream: bool):
-    """One of each; between n tokens there are n - 1 latencies."""
     made = house(FakeEndpoint(answer("a", "b", "c", prompt_tokens=70)))
     async with made.client() as client:
         await client.post(CHAT_URL, json={**CHAT, "stream": stream})
@@ -94,7 +93,6 @@ async def test_a_request_is_measured(house: Make, stream: bool):
 
 
 def test_a_planner_is_told_the_sums_over_all_models():
-    """Under the names of `core.traffic`; before the first request they are 0."""
     metrics = HttpMetrics()
     assert set(metrics.counters().values()) == {0.0}
     for model, tokens in (("a", 4), ("b", 2)):
@@ -116,7 +114,6 @@ def test_a_planner_is_told_the_sums_over_all_models():
 
 
 async def test_completions_count_apart(house: Make):
-    """By the label `endpoint`."""
     made = house()
     async with made.client() as client:
         await client.post("/v1/completions", json={"model": "sim-Model", "prompt": "Hi"})
@@ -124,7 +121,6 @@ async def test_completions_count_apart(house: Make):
 
 
 async def test_queued_until_the_first_token_and_in_flight_until_the_end(house: Make):
-    """Queued is a part of in flight."""
     first, second = asyncio.Event(), asyncio.Event()
     made = house(FakeEndpoint([[prompt()], first, [text("a")], second, [last()]]))
     async with made.client() as client, asyncio.timeout(5):
@@ -156,7 +152,6 @@ async def test_a_failed_request_counts_as_an_error(house: Make, script: Any):
 
 
 async def test_refused_requests_count_without_inventing_models(house: Make):
-    """A name that a client made up does not become a label; a served one does."""
     made = house(max_inflight=1)
     async with made.client() as client:
         for n in range(3):
@@ -171,7 +166,6 @@ async def test_refused_requests_count_without_inventing_models(house: Make):
 
 
 def test_tokens_that_come_together_share_their_latency():
-    """0.3 s for three tokens are three times 0.1 s; the first batch gives the TTFT alone."""
     metrics = HttpMetrics()
     observer = metrics.begin("M", "chat_completions", "stream", 10.0)
     observer.on_prompt(5)
@@ -196,7 +190,6 @@ def test_tokens_that_come_together_share_their_latency():
 
 
 def test_a_prompts_length_that_comes_late_is_still_recorded():
-    """Some Processors tell it with the usage only."""
     metrics = HttpMetrics()
     observer = metrics.begin("m", "completions", "unary", 0.0)
     observer.on_tokens(1, 1.0)
@@ -206,7 +199,6 @@ def test_a_prompts_length_that_comes_late_is_still_recorded():
 
 
 def test_the_bucket_bounds_are_dynamos():
-    """From `metrics.rs`: 0, then log-spaced, two significant figures."""
     assert log_buckets(1.0, 256.0, 10) == [0.0, 1.9, 3.4, 6.3, 12.0, 22.0, 40.0, 75.0, 140.0, 260.0]
     assert log_buckets(0.001, 480.0, 18)[-1] == 480.0
     assert len(log_buckets(50.0, 128000.0, 12)) == 12

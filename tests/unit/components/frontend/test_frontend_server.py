@@ -30,7 +30,6 @@ def test_a_port_in_use_is_named_with_the_way_out():
 
 
 def test_a_host_that_is_not_ours_is_named():
-    """Not an errno."""
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is not an address of this machine"):
         bind_socket("192.0.2.1", 0)
     with pytest.raises(ConfigError, match="no such host"):
@@ -38,13 +37,11 @@ def test_a_host_that_is_not_ours_is_named():
 
 
 def test_a_wildcard_sockets_url_works_here():
-    """The URL shown is one that a client on this machine can use."""
     with bind_socket("0.0.0.0", 0) as sock:  # not listening: nothing can connect
         assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
 def test_an_ipv6_url_has_brackets():
-    """As RFC 3986 wants them."""
     try:
         sock = bind_socket("::1", 0)
     except ConfigError:
@@ -54,7 +51,6 @@ def test_an_ipv6_url_has_brackets():
 
 
 async def test_the_port_can_be_had_again_at_once(house: Make):
-    """Connections of the last run in TIME_WAIT do not count as a port in use."""
     made = house()
     async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
         await client.get("/live")
@@ -64,14 +60,12 @@ async def test_the_port_can_be_had_again_at_once(house: Make):
 
 
 async def test_signals_stay_with_the_process(house: Make):
-    """SIGTERM is for the drain, not for uvicorn."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     async with house().served():
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 async def test_stopping_closes_idle_connections(house: Make):
-    """A keep-alive connection must not hold the Frontend for its 75 s."""
     async with house().served() as server, asyncio.timeout(5):
         port = int(server.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -103,7 +97,6 @@ async def test_stopping_is_bounded_by_cutting_what_does_not_end(house: Make, mon
 
 
 async def test_a_server_that_was_never_started_gives_its_socket_back(house: Make):
-    """No descriptor is left behind by a start that failed elsewhere."""
     sock = bind_socket("127.0.0.1", 0)
     await HttpServer(house().app, sock).stop()
     assert sock.fileno() == -1
@@ -114,11 +107,9 @@ async def test_a_server_that_was_never_started_gives_its_socket_back(house: Make
     [{"port": 65536}, {"port": -1}, {"max_inflight": 0}, {"request_timeout_s": 0}, {"max_body_bytes": 1}, {"prot": 1}],
 )
 def test_a_bad_option_is_refused(bad: dict[str, Any]):
-    """By the typed schema."""
     with pytest.raises(ValidationError):
         FrontendConfig(**bad)
 
 
 def test_the_default_is_loopback_port_8000():
-    """As the README says."""
     assert (FrontendConfig().host, FrontendConfig().port) == ("127.0.0.1", 8000)

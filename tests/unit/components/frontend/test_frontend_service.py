@@ -95,7 +95,6 @@ def frontend(chat: FakeEndpoint, completions: FakeEndpoint) -> Any:
 
 
 def test_the_service_is_declared_as_the_graph_needs_it():
-    """Its role follows from its name; any number of workers; it depends on the Processor alone."""
     assert (Frontend.name, Frontend.role, Frontend.namespace) == ("Frontend", Role.FRONTEND, "dynamo")
     assert Frontend.inner.max_workers is None
     assert [dependency.on.name for dependency in Frontend.depends.values()] == ["Processor"]

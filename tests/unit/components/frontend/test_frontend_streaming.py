@@ -44,7 +44,6 @@ def gated(house: Make) -> tuple[Any, asyncio.Event]:
 
 
 async def test_a_stream_is_made_of_events(house: Make):
-    """Role, one chunk per item, the reason, `[DONE]`; usage only where asked for."""
     made = house(FakeEndpoint([[prompt(7)], [text("Hel"), text("lo")], [text("!"), last(reason="length")]]))
     async with made.served() as server, httpx.AsyncClient(base_url=server.url) as client:
         response = await client.post(CHAT_URL, json=STREAM)
@@ -70,7 +69,6 @@ async def test_a_stream_is_made_of_events(house: Make):
 
 
 async def test_a_completion_streams_too(house: Make):
-    """Text in the choice, no role."""
     async with house().served() as server, httpx.AsyncClient(base_url=server.url) as client:
         body = {"model": MODEL, "prompt": "Hi", "stream": True}
         *chunks, _ = events((await client.post("/v1/completions", json=body)).text)
@@ -79,7 +77,6 @@ async def test_a_completion_streams_too(house: Make):
 
 
 async def test_tokens_are_sent_as_they_come(house: Make):
-    """The first is with the client while the second does not exist yet."""
     made, gate = gated(house)
     async with (
         asyncio.timeout(SOON_S),
@@ -96,7 +93,6 @@ async def test_tokens_are_sent_as_they_come(house: Make):
 
 
 async def test_items_that_come_together_are_written_together(house: Make):
-    """One ASGI message, hence one write, for a frame of many tokens: what makes 5,000 tokens/s cheap."""
     made = house(FakeEndpoint([[text(str(n)) for n in range(50)], [last()]]))
     sent: list[dict[str, Any]] = []
     body = json.dumps(STREAM).encode()
@@ -153,7 +149,6 @@ async def test_an_error_in_a_stream_of_anthropics_is_an_event_of_its_name(house:
 
 @pytest.mark.parametrize("path", [CHAT_URL, "/v1/messages"])
 async def test_an_answer_that_nobody_has_seen_is_asked_for_again(house: Make, path: str):
-    """Not streamed, and lost after some tokens; streamed, and lost with its Processor before the first."""
     item = {"index": 0, "finish_reason": None, "usage": None, "text": "Hel", "num_tokens": 1}
     end = [{**item, "text": "", "num_tokens": 0, "finish_reason": "stop"}, {**item, "num_tokens": 0, "usage": usage()}]
     good = answer("Hello") if path == CHAT_URL else [[{**item, "text": "Hello"}], end[:1], end[1:]]
@@ -198,7 +193,6 @@ async def test_the_deadline_in_mid_stream_is_an_error_event(house: Make):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_client_that_leaves_cancels_its_request_at_once(house: Make, stream: bool, begun: bool):
-    """Streaming or not, before the first token or after it: nobody computes for nobody."""
     made = house(FakeEndpoint([*([[text("a")]] if begun else []), asyncio.Event()]))
     body = json.dumps({**CHAT, "stream": stream}).encode()
     async with made.served() as server, asyncio.timeout(SOON_S):
@@ -219,7 +213,6 @@ async def test_a_client_that_leaves_cancels_its_request_at_once(house: Make, str
 
 
 async def test_a_slow_reader_holds_its_own_stream_back(house: Make):
-    """Back-pressure: what the client does not read is not pulled from the Processor into memory."""
     taken = 0
 
     def endless(_: Any) -> Any:
@@ -275,7 +268,6 @@ async def test_who_never_reads_an_answer_is_cut_off(house: Make, monkeypatch: py
 
 
 async def test_the_openai_client_gets_an_answer(house: Make):
-    """Chat and completion, not streamed, and the list of models."""
     async with house().served() as server, openai_client(server.url) as client:
         chat = await client.chat.completions.create(
             model=MODEL,
@@ -298,7 +290,6 @@ async def test_the_openai_client_gets_an_answer(house: Make):
 
 
 async def test_the_openai_client_streams(house: Make):
-    """With usage at the end."""
     async with house().served() as server, openai_client(server.url) as client:
         stream = await client.chat.completions.create(
             model=MODEL,
@@ -316,7 +307,6 @@ async def test_the_openai_client_streams(house: Make):
 
 
 async def test_the_openai_client_raises_its_own_errors(house: Make):
-    """By status, with the parameter; also for an error in mid-stream."""
     made = house(
         FakeEndpoint(
             errors.WorkerBusy("full"), errors.NoWorkers("none"), [[text("a")], errors.StreamGap("frames are missing")]
@@ -342,7 +332,6 @@ async def test_the_openai_client_raises_its_own_errors(house: Make):
 
 
 async def test_the_openai_client_comes_back_after_retry_after(house: Make):
-    """A full server costs a client that retries one second, not an error."""
     made = house(FakeEndpoint(errors.WorkerBusy("full"), answer("Hello")))
     async with made.served() as server, openai_client(server.url, max_retries=1) as client:
         chat = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
@@ -350,7 +339,6 @@ async def test_the_openai_client_comes_back_after_retry_after(house: Make):
 
 
 async def test_many_streams_at_once_are_all_right(house: Make):
-    """200 of them, each with its own text."""
 
     def script(payload: dict[str, Any]) -> Any:
         said = payload["messages"][0]["content"]

@@ -49,7 +49,6 @@ def card(name: str = "m", max_model_len: int = 100, created: float = 5.5) -> Mod
 
 
 def test_a_model_comes_with_its_first_worker_and_goes_with_its_last(serve_model: Serve):
-    """The workers between change nothing but the count."""
     view = ModelsView("dynamo")
     assert (view.models(), view.availability("m")) == ([], Availability.UNKNOWN)
     first = serve_model(view, "m", 1, created=20.0, max_model_len=300)
@@ -63,7 +62,6 @@ def test_a_model_comes_with_its_first_worker_and_goes_with_its_last(serve_model:
 
 
 def test_an_expected_model_is_known_before_its_first_worker():
-    """`served_model_name`: "come back", not "no such model"."""
     assert ModelsView("dynamo", expected="m").availability("m") is Availability.GONE
 
 
@@ -77,7 +75,6 @@ def test_a_snapshot_is_the_whole_truth(serve_model: Serve):
 
 
 def test_models_are_listed_by_name(serve_model: Serve):
-    """In an order that does not depend on who came first."""
     view = ModelsView("dynamo")
     serve_model(view, "b", 1)
     serve_model(view, "org/a:tag", 2)
@@ -86,7 +83,6 @@ def test_models_are_listed_by_name(serve_model: Serve):
 
 
 def test_a_broken_card_is_named_and_left_out(caplog: pytest.LogCaptureFixture):
-    """One bad key must not hide the others."""
     view = ModelsView("dynamo")
     with caplog.at_level(logging.ERROR):
         for value in (b"{", b"\xff", b'{"name": "m"}'):
@@ -96,7 +92,6 @@ def test_a_broken_card_is_named_and_left_out(caplog: pytest.LogCaptureFixture):
 
 
 def test_the_keys_and_the_card_are_as_the_workers_write_them():
-    """`register_key` appends the lease."""
     assert models_prefix("ns") == "ns/models/"
     assert model_key_prefix("ns", "org/m") == "ns/models/org/m"
     assert json.loads(card().encode()) == {

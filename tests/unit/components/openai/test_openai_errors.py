@@ -29,7 +29,6 @@ from dynamo_local.components.openai.errors import ApiError, from_error
     ],
 )
 def test_a_typed_error_becomes_openais(error: errors.DynamoError, status: int, kind: str, code: str, retry: bool):
-    """The message is the error's own: it is written for people."""
     answer = from_error(error)
     assert answer.status == status
     assert ("Retry-After" in answer.headers) is retry
@@ -39,13 +38,11 @@ def test_a_typed_error_becomes_openais(error: errors.DynamoError, status: int, k
 
 
 def test_every_request_error_has_a_status():
-    """A new error must not become a silent 200 or an exception of its own."""
     for cls in errors.RequestError.__subclasses__():
         assert 400 <= from_error(cls("x")).status <= 504
 
 
 def test_the_parameter_and_code_that_a_worker_names_are_kept():
-    """An over-long prompt is found by the Processor, which knows the tokens."""
     answer = from_error(errors.InvalidRequest("too long", param="messages", code="context_length_exceeded"))
     assert (answer.param, answer.code) == ("messages", "context_length_exceeded")
 
@@ -59,7 +56,6 @@ def test_retry_after_is_whole_seconds_and_never_zero(hint: object, expected: str
 
 
 def test_a_foreign_exceptions_text_stays_inside():
-    """It may hold a path, a prompt or a secret."""
     answer = from_error(ValueError("token=hunter2"))
     assert answer.status == 500
     assert "hunter2" not in answer.message
@@ -67,7 +63,6 @@ def test_a_foreign_exceptions_text_stays_inside():
 
 
 def test_an_api_error_is_passed_through():
-    """What was decided near the cause stays decided."""
     error = ApiError(413, "large")
     assert from_error(error) is error
 
@@ -86,7 +81,6 @@ def test_an_api_error_is_passed_through():
     ],
 )
 def test_paths_of_anthropics_api_have_its_format(status: int, kind: str):
-    """Its client tells errors by these names; ours stand beside them."""
     error = ApiError(status, "why", type="ours", param="stop", code="ours too")
     told = {"type": kind, "message": "why", "param": "stop", "code": "ours too"}
     for path in ("/v1/messages", "/v1/messages/count_tokens"):

@@ -35,7 +35,6 @@ def body(messages: list[Any]) -> bytes:
     ],
 )
 def test_too_many_messages_or_parts_are_not_made(messages: list[Any], param: str):
-    """Reading stops at the first beyond the bound: the event loop waits for the interpreter's lock meanwhile."""
     sent = body(messages)
     tracemalloc.start()
     try:

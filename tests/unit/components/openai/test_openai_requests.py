@@ -35,14 +35,12 @@ def refusal(call: Any, **members: Any) -> ApiError:
 
 
 def test_a_plain_chat_request_passes_on_only_what_was_set():
-    """The Processor's defaults apply to everything the client did not say."""
     request = chat()
     assert request == ParsedRequest(model="m", stream=False, include_usage=False, payload=request.payload)
     assert request.payload == {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 def test_all_supported_parameters_reach_the_processor():
-    """Under one name each, with `stop` as a list."""
     sampling = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -70,14 +68,12 @@ def test_all_supported_parameters_reach_the_processor():
 
 
 def test_zero_and_false_are_passed_on_as_set():
-    """A temperature of 0 is a choice, not an absence."""
     payload = chat(temperature=0, seed=0, ignore_eos=False, min_tokens=0, max_tokens=5).payload
     assert (payload["temperature"], payload["seed"], payload["ignore_eos"], payload["min_tokens"]) == (0, 0, False, 0)
 
 
 @pytest.mark.parametrize(("both", "expected"), [({"max_completion_tokens": 4}, 4), ({"max_tokens": 3}, 3)])
 def test_either_name_of_the_token_limit_is_merged_into_max_tokens(both: dict[str, int], expected: int):
-    """`max_completion_tokens` is the newer name of the same thing."""
     payload = chat(**both).payload
     assert payload["max_tokens"] == expected
     assert "max_completion_tokens" not in payload
@@ -89,19 +85,16 @@ def test_the_newer_name_of_the_token_limit_wins():
 
 
 def test_a_limit_that_was_not_set_is_not_invented():
-    """The Processor knows what is left of the context, and OpenAI's 16 for completions."""
     assert "max_tokens" not in completion().payload
     assert "max_tokens" not in chat().payload
 
 
 def test_null_means_not_set():
-    """OpenAI's clients send null for what they leave out."""
     names = ["temperature", "stop", "max_tokens", "tools", "n", "logprobs", "response_format", "stream_options", "user"]
     assert chat(**dict.fromkeys(names)) == chat()
 
 
 def test_parameters_that_change_nothing_are_accepted():
-    """Bookkeeping and hints are not worth an error."""
     ignored = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"}
     assert chat(**ignored) == chat()
     assert completion(**ignored) == completion()
@@ -122,7 +115,6 @@ def test_parameters_that_change_nothing_are_accepted():
     ],
 )
 def test_an_unsupported_parameter_is_fine_when_it_asks_for_nothing(name: str, value: Any):
-    """Clients spell defaults out."""
     assert chat(**{name: value}) == chat()
 
 
@@ -150,13 +142,11 @@ def test_an_unsupported_chat_parameter_is_refused_by_name(name: str, value: Any)
     ("name", "value"), [("suffix", "x"), ("best_of", 3), ("prompt_logprobs", 0), ("use_beam_search", True)]
 )
 def test_an_unsupported_completion_parameter_is_refused_by_name(name: str, value: Any):
-    """The other route has a table of its own."""
     error = refusal(completion, **{name: value})
     assert (error.param, error.code) == (name, "unsupported_parameter")
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest_name():
-    """A misspelt limit must not become no limit."""
     error = refusal(chat, max_token=5)
     assert (error.param, error.code) == ("max_token", "unknown_parameter")
     assert "did you mean `max_tokens`?" in error.message
@@ -205,7 +195,6 @@ def test_an_unknown_parameter_is_refused_with_the_nearest_name():
     ],
 )
 def test_a_wrong_type_or_value_names_its_parameter(param: str, value: Any):
-    """`param` is what a client library shows."""
     error = refusal(chat, **{param: value})
     assert error.param == param
     assert f"`{param}`" in error.message
@@ -227,7 +216,6 @@ def test_a_wrong_type_or_value_names_its_parameter(param: str, value: Any):
 )
 @pytest.mark.parametrize("length", [2, 2 * limits.LARGE_BYTES])
 def test_a_bad_message_is_named_by_its_place(messages: list[Any], param: str, length: int):
-    """A long conversation has many places to look in, and is read in another way."""
     error = refusal(chat, messages=[*messages, {"role": "user", "content": "x" * length}])
     assert error.param == param
     assert f"`{param}`" in error.message
@@ -245,13 +233,11 @@ def test_a_bad_message_is_named_by_its_place(messages: list[Any], param: str, le
     ],
 )
 def test_an_error_repeats_no_long_word_of_the_clients(members: dict[str, Any]):
-    """A client gets back what it needs to find its mistake, not its body."""
     error = refusal(chat, **members)
     assert len(error.body()) < 1500
 
 
 def test_a_number_out_of_range_is_named():
-    """Of any length: it is not read as a number first."""
     for number in (b"1e999", b"9" * 1000, b"-" + b"9" * 60_000, b"0." + b"0" * 60_000):
         with pytest.raises(ApiError) as caught:
             parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "Hi"}], "seed": ' + number + b"}")
@@ -271,20 +257,17 @@ def test_what_is_ignored_is_not_even_read():
 
 
 def test_a_stop_string_that_is_too_long_is_named_by_its_place():
-    """Of several, the one that is meant."""
     error = refusal(chat, stop=["x" * 1024, "x" * 1025])
     assert (error.param, error.code) == ("stop[1]", "invalid_value")
 
 
 def test_what_a_role_or_part_may_be_is_told():
-    """Instead of leaving the client to guess."""
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     assert "allowed: text" in refusal(chat, messages=[{"role": "user", "content": image}]).message
     assert "allowed: system, developer, user" in refusal(chat, messages=[{"role": "robot", "content": ""}]).message
 
 
 def test_a_missing_parameter_is_named():
-    """Both that every request needs."""
     for parse, body, param in (
         (parse_chat, {"model": "m"}, "messages"),
         (parse_chat, {"messages": MESSAGES}, "model"),
@@ -304,14 +287,12 @@ def test_a_body_that_is_not_a_json_object_is_refused(body: bytes):
 
 
 def test_an_assistants_own_message_can_be_sent_back():
-    """The `openai` client's message objects hold empty members beside the text."""
     own = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": [], "audio": None}
     payload = chat(messages=[*MESSAGES, {**own, "function_call": None}]).payload
     assert payload["messages"][1] == {"role": "assistant", "content": "x"}
 
 
 def test_text_parts_become_one_string():
-    """The Processor sees strings only."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     payload = chat(messages=[{"role": "user", "content": parts, "name": "Ann"}]).payload
     assert payload["messages"] == [{"role": "user", "content": "a\nb", "name": "Ann"}]
@@ -321,12 +302,10 @@ def test_text_parts_become_one_string():
     ("prompt", "expected"), [("Hi", "Hi"), (["Hi"], "Hi"), ([1, 2, 3], [1, 2, 3]), ([[1, 2, 3]], [1, 2, 3])]
 )
 def test_a_prompt_is_text_or_token_ids(prompt: Any, expected: Any):
-    """Also as a batch of one."""
     assert completion(prompt=prompt).payload["prompt"] == expected
 
 
 def test_a_prompt_of_too_many_ids_is_refused_before_it_is_read():
-    """Four million of them are in a body of eight megabytes."""
     for prompt in ([1] * (2**20 + 1), [[1] * (2**20 + 1)], [[]] * (2**20 + 1)):
         error = refusal(completion, prompt=prompt)
         assert (error.param, error.code) == ("prompt", "invalid_value")
@@ -334,7 +313,6 @@ def test_a_prompt_of_too_many_ids_is_refused_before_it_is_read():
 
 @pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [1, "a"], ["a", 1], ["a"] * 129, [1.5], [-1], None])
 def test_any_other_prompt_is_refused(prompt: Any):
-    """Nothing at all has no next token; many prompts are more than one request may be."""
     assert (refusal(completion, prompt=prompt).param or "").startswith("prompt")
 
 
@@ -347,19 +325,16 @@ def test_vllms_extras_are_taken_from_nvext_too():
 
 
 def test_what_nvext_may_not_hold_is_named():
-    """The same rule as at the top level."""
     assert refusal(chat, nvext={"annotations": ["x"]}).param == "nvext.annotations"
     assert refusal(chat, nvext=[1]).param == "nvext"
     assert refusal(chat, nvext={"top_k": "x"}).param == "top_k"
 
 
 def test_more_tokens_wanted_than_allowed_is_refused():
-    """Such a request could never end rightly."""
     assert refusal(chat, min_tokens=5, max_tokens=4).param == "min_tokens"
 
 
 def test_usage_in_a_stream_is_on_demand():
-    """And only in a stream."""
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={}).include_usage
     assert not chat(stream=True).include_usage

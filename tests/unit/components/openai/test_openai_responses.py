@@ -32,7 +32,6 @@ def events(raw: bytes) -> list[Any]:
 
 
 def test_a_chat_stream_is_made_of_chunks():
-    """Role first, then text, then the reason, then `[DONE]`."""
     shape = ChatFormat(head())
     base = {
         "id": "chatcmpl-abc",
@@ -51,7 +50,6 @@ def test_a_chat_stream_is_made_of_chunks():
 
 
 def test_a_completion_stream_is_made_of_chunks():
-    """No role, and the text stands in the choice itself."""
     shape = CompletionFormat(head())
     base = {
         "id": "cmpl-abc",
@@ -71,7 +69,6 @@ def test_a_completion_stream_is_made_of_chunks():
 
 @pytest.mark.parametrize("shape", [ChatFormat, CompletionFormat])
 def test_usage_comes_in_a_chunk_of_its_own(shape: Any):
-    """All chunks before it say null, as OpenAI's reference has it."""
     made = shape(head(include_usage=True))
     reason, counted, done = events(made.last("stop", usage(5, 2)))
     assert reason["usage"] is None
@@ -81,7 +78,6 @@ def test_usage_comes_in_a_chunk_of_its_own(shape: Any):
 
 
 def test_whole_answers():
-    """One object, with the usage."""
     whole = json.loads(ChatFormat(head()).whole("Hi", "stop", usage()))
     assert whole["object"] == "chat.completion"
     assert whole["usage"] == usage()
@@ -99,7 +95,6 @@ def test_whole_answers():
 
 
 def test_an_error_event_holds_the_error_object():
-    """What the `openai` client turns into an exception in mid-stream."""
     assert events(error_event(ApiError(502, "lost", type="server_error", code="worker_lost"))) == [
         {"error": {"message": "lost", "type": "server_error", "param": None, "code": "worker_lost"}}
     ]

@@ -75,7 +75,6 @@ def test_an_engine_that_is_known_to_be_slow_is_given_more_time() -> None:
 
 
 def test_a_quick_engine_waits_for_a_dead_peer_no_longer_than_before() -> None:
-    """Its hand-offs take milliseconds: who needs seconds is dead. The failure says by what the time was chosen."""
     times = HandoffTimes()
     times.pulls.append(0.01)
     took_s, _, why = sung({1: answers(60.0)}, times=times)
@@ -112,13 +111,11 @@ def test_who_is_slow_is_not_given_up_when_the_next_one_is_asked() -> None:
 
 
 def test_one_that_answers_at_once_is_the_only_one_that_is_asked() -> None:
-    """Nobody computes for nothing."""
     _, client, why = sung({1: answers(0.0), 2: answers(0.0)})
     assert (why, len(client.calls)) == ("", 1)
 
 
 def test_a_refusal_lets_the_next_one_be_asked_at_once() -> None:
-    """And where all refuse, the failure names each of them."""
     broken = answers(0.0, EngineError("no memory"))
     took_s, client, why = sung({1: broken, 2: broken})
     assert took_s == 0.0
@@ -127,7 +124,6 @@ def test_a_refusal_lets_the_next_one_be_asked_at_once() -> None:
 
 
 def test_all_of_it_ends_within_the_deadline_of_a_flip() -> None:
-    """However many prefill workers are dead."""
     took_s, _, why = sung({number: answers(60.0) for number in range(9)})
     assert took_s == pytest.approx(MOST_S)
     assert "nothing within 8 s" in why

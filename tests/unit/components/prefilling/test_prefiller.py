@@ -89,7 +89,6 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
 
 
 async def test_a_prefill_computes_one_token_and_hands_over_its_kv(bench: Bench) -> None:
-    """The engine is asked for one token with do_remote_decode; its answer goes back unchanged; then the ack."""
     with bench.decode.expect("r") as expected:
         await bench.ask("r")
         params = messages.parse_prefill_reply(await expected.wait(5))
@@ -103,7 +102,6 @@ async def test_a_prefill_computes_one_token_and_hands_over_its_kv(bench: Bench) 
 
 
 async def test_only_what_can_start_now_is_pulled(bench: Bench) -> None:
-    """While one prompt is computed the others wait in the queue, where another worker may take them."""
     bench.engine.gate.clear()
     for n in range(3):
         await bench.ask(f"r{n}")
@@ -115,7 +113,6 @@ async def test_only_what_can_start_now_is_pulled(bench: Bench) -> None:
 
 
 async def test_more_entries_share_passes_by_option() -> None:
-    """`max_concurrent_prefills` entries are computed at once, no more."""
     bench = Bench(ack_wait_s=5.0, max_concurrent_prefills=2)
     bench.engine.gate.clear()
     for n in range(3):
@@ -127,7 +124,6 @@ async def test_more_entries_share_passes_by_option() -> None:
 
 
 async def test_the_next_prefill_goes_on_during_a_hand_off(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reply that is not confirmed yet holds no pass; its entry is not acked before it is."""
     confirm, send = asyncio.Event(), bench.replies.send_reply
 
     async def slow_send(subject: str, request_id: str, result: Any) -> None:
@@ -187,7 +183,6 @@ async def test_what_no_worker_can_do_is_told_at_once(bench: Bench) -> None:
 
 
 async def test_an_entry_that_cannot_be_read_is_dropped(bench: Bench) -> None:
-    """It does not even say whom to tell; it must not come back for ever."""
     await bench.ask("r", payload={"nonsense": 1})
     await eventually(lambda: bench.subject.counts.refused == 1 and not bench.queue.server.entries)
     assert bench.engine.requests == []
@@ -217,7 +212,6 @@ async def test_a_long_prefill_stays_this_workers() -> None:
 
 
 async def test_an_outage_of_the_queue_is_survived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While NATS is away the worker waits and tries again."""
     monkeypatch.setattr(prefill, "RETRY_PAUSE_S", 0.01)
     bench.queue.server.available = False
     bench.queue.server.notify()
@@ -247,14 +241,12 @@ async def test_a_drain_finishes_what_is_pulled_and_waits_for_the_hand_offs(bench
 
 
 async def test_an_idle_worker_drains_at_once(bench: Bench) -> None:
-    """A pull that is under way ends with the stop, not with its timeout."""
     await asyncio.sleep(0.01)
     bench.stop.set()
     await asyncio.wait_for(bench.task, 0.5)
 
 
 async def test_a_drain_that_is_taken_back_loses_nothing_and_pulls_again(bench: Bench) -> None:
-    """What was computed goes on meanwhile; the next entry waits in the queue until the worker pulls again."""
     bench.engine.gate.clear()
     with bench.decode.expect("r0") as first, bench.decode.expect("r1") as second:
         await bench.ask("r0")
@@ -281,7 +273,6 @@ async def test_a_stop_that_is_taken_back_at_once_still_ends_the_pull(bench: Benc
 
 
 async def test_a_cancelled_worker_gives_back_what_it_holds() -> None:
-    """A worker that must go now leaves its entry to the others at once, not after ack_wait."""
     bench = Bench(ack_wait_s=60.0)
     bench.engine.gate.clear()
     await bench.ask("r")

@@ -92,7 +92,6 @@ async def test_an_unknown_depth_is_missing_not_zero(monkeypatch: pytest.MonkeyPa
 
 
 async def test_one_callers_cancellation_leaves_the_sample_to_the_others() -> None:
-    """A client that leaves must not take the depth from those who wait for it too."""
     queue = CountingQueue()
     queue.hold = asyncio.Event()
     gauge = QueueGauge(queue, AsyncioClock())
@@ -122,7 +121,6 @@ async def test_a_burst_does_not_overfill_the_queue() -> None:
 
 
 async def test_the_kv_comes_back_unchanged() -> None:
-    """What the prefill engine answered with is what the decode engine is given."""
     queue = FakePrefillQueue()
     remote, replies = make(queue, timeout_s=5)
     asked = asyncio.create_task(remote.prefill(request(), 0.0))
@@ -137,7 +135,6 @@ async def test_the_kv_comes_back_unchanged() -> None:
 
 @pytest.mark.parametrize("reply", [EngineError("broken"), {"no": "params"}, {"kv_transfer_params": None}])
 async def test_a_useless_reply_means_local(reply: Any) -> None:
-    """A failed prefill, or an answer without an identity, is not the client's error."""
     queue = FakePrefillQueue()
     remote, replies = make(queue, timeout_s=5)
     asked = asyncio.create_task(remote.prefill(request(), 0.0))
@@ -148,7 +145,6 @@ async def test_a_useless_reply_means_local(reply: Any) -> None:
 
 
 async def test_past_the_deadline_the_entry_is_taken_out() -> None:
-    """An expired wait leaves nothing in the queue for a prefill worker to do in vain."""
     queue = FakePrefillQueue()
     remote, _ = make(queue)
     assert await remote.prefill(request(), 0.0) is None
@@ -158,7 +154,6 @@ async def test_past_the_deadline_the_entry_is_taken_out() -> None:
 
 
 async def test_a_cancelled_request_takes_its_entry_with_it() -> None:
-    """The client went away while its prefill waited."""
     queue = FakePrefillQueue()
     remote, _ = make(queue, timeout_s=30)
     asked = asyncio.create_task(remote.prefill(request(), 0.0))
@@ -172,7 +167,6 @@ async def test_a_cancelled_request_takes_its_entry_with_it() -> None:
 
 
 async def test_a_prompt_too_large_for_nats_is_local() -> None:
-    """About 260,000 tokens are more than a NATS message carries: prefilled here."""
     remote, _ = make(FakePrefillQueue())
     assert await remote.prefill(request(tokens=300_000), 0.0) is None
     await remote.finish()
@@ -183,7 +177,6 @@ async def test_a_prompt_too_large_for_nats_is_local() -> None:
     [({"prefill_workers": lambda: 0}, 0.0), ({"settings": lambda: DisaggSettings(100, 2)}, 0.0), ({}, 0.95)],
 )
 async def test_what_stays_local_is_never_enqueued(options: dict[str, Any], hit_rate: float) -> None:
-    """No prefill worker, not above the threshold, or nearly all of it cached."""
     queue = FakePrefillQueue()
     remote, _ = make(queue, **options)
     assert await remote.prefill(request(), hit_rate) is None
@@ -192,7 +185,6 @@ async def test_what_stays_local_is_never_enqueued(options: dict[str, Any], hit_r
 
 
 async def test_each_decision_is_logged_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    """length/prompt and queue/max, with the request's id."""
     caplog.set_level("INFO")
     remote, _ = make(FakePrefillQueue(), settings=lambda: DisaggSettings(50, 2))
     await remote.prefill(request("r7"), 0.5)

@@ -140,7 +140,6 @@ async def test_kv_that_does_not_arrive_means_here(worker: Worker) -> None:
 
 
 async def test_an_unknown_queue_is_a_fallback_and_counted(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing is not zero: the prompt stays, although streams are harmed."""
     monkeypatch.setattr(disagg, "DEPTH_MAX_AGE_S", 0.0)
     streams = await worker.harmable()
     worker.queue.server.available = False
@@ -154,7 +153,6 @@ async def test_an_unknown_queue_is_a_fallback_and_counted(worker: Worker, monkey
 
 
 async def test_a_client_that_leaves_takes_everything_with_it(worker: Worker) -> None:
-    """Its entry, and what the side knew of it."""
     streams = await worker.harmable()
     asked = asyncio.create_task(worker.ask())
     while not worker.queue.server.entries:
@@ -169,7 +167,6 @@ async def test_a_client_that_leaves_takes_everything_with_it(worker: Worker) -> 
 
 
 async def test_a_full_worker_says_when_its_prefills_are_through(worker: Worker) -> None:
-    """A 429 comes only past `max_num_waiting`; its Retry-After is bounded."""
     worker.engine.waiting = 9
     await worker.ask()
     worker.engine.waiting = 10
@@ -188,7 +185,6 @@ async def test_a_full_worker_says_when_its_prefills_are_through(worker: Worker) 
 
 
 async def test_a_prompt_that_cannot_travel_is_prefilled_here(worker: Worker) -> None:
-    """An adapter, say, or log-probabilities of the prompt: whatever it costs. The engine gets its own words."""
     await worker.harmable()
     worker.engine.gate.set()
     asked = len(worker.engine.asked)

@@ -103,7 +103,6 @@ def test_the_decode_body_has_the_params_of_the_prefill_servers_answer() -> None:
     ids=["text", "batch of one text", "ids", "batch of one list", "texts", "lists"],
 )
 def test_a_long_prompt_is_judged_as_a_short_one(prompt: Any, handed_over: bool) -> None:
-    """One prompt is handed over, several are not; whatever is long goes on as it was written."""
     request = parse(json.dumps({"model": "m", "prompt": prompt, "metadata": [[]] * 1000}).encode(), [])
     made = requests.prefill_body(request)
     if handed_over:
@@ -115,7 +114,6 @@ def test_a_long_prompt_is_judged_as_a_short_one(prompt: Any, handed_over: bool) 
 
 
 def test_a_body_that_cannot_be_read_is_not_handed_over() -> None:
-    """It is passed on, and the server says what is wrong with it."""
     assert "cannot be read" in str(requests.prefill_body(parse(b'{"model": "m", "seed": 1e999}', [])))
 
 

@@ -57,7 +57,6 @@ async def collect(subject: Dispatcher, timeout_s: float | None = 5) -> list[int]
 
 @pytest.mark.parametrize("error", [WorkerDraining("leaving"), WorkerLost("gone"), WorkerBusy("full")])
 async def test_refused_call_goes_to_another_worker(error: DynamoError) -> None:
-    """A refusal of the call itself costs the client nothing."""
     client = FakeEndpointClient({1: good, 2: good})
     client.refuse(1, error)
     assert await collect(dispatcher(client)) == [1, 2]
@@ -65,7 +64,6 @@ async def test_refused_call_goes_to_another_worker(error: DynamoError) -> None:
 
 
 async def test_failure_after_acceptance_but_before_tokens_is_retried() -> None:
-    """An accepted request without tokens may still be repeated elsewhere."""
     client = FakeEndpointClient({1: failing(WorkerLost("gone"), [{"token_ids": []}]), 2: good})
     assert await collect(dispatcher(client)) == [1, 2]
 
@@ -80,7 +78,6 @@ async def test_failure_after_tokens_is_the_clients() -> None:
 
 @pytest.mark.parametrize("error", [EngineError("broken"), DeadlineExceeded("late"), NatsUnavailable("away")])
 async def test_errors_that_no_other_worker_can_mend_are_not_retried(error: DynamoError) -> None:
-    """Not retryable, or an outage that all workers share: raised at once."""
     client = FakeEndpointClient({1: failing(error), 2: good})
     with pytest.raises(type(error)):
         await collect(dispatcher(client))
@@ -88,7 +85,6 @@ async def test_errors_that_no_other_worker_can_mend_are_not_retried(error: Dynam
 
 
 async def test_all_busy_is_busy_with_the_shortest_wait() -> None:
-    """Every worker is asked once, however many tries are allowed; the shortest wait is the answer's."""
     client = FakeEndpointClient({n: failing(WorkerBusy("full", retry_after_s=n)) for n in (2, 3, 4, 5)})
     with pytest.raises(WorkerBusy) as caught:
         await collect(dispatcher(client, max_tries=1))
@@ -97,7 +93,6 @@ async def test_all_busy_is_busy_with_the_shortest_wait() -> None:
 
 
 async def test_tries_are_bounded() -> None:
-    """Past `max_tries` failing workers the last failure is raised, the rest is not asked."""
     client = FakeEndpointClient({n: failing(WorkerLost(f"gone {n}")) for n in range(1, 6)})
     with pytest.raises(WorkerLost, match="gone 2"):
         await collect(dispatcher(client, max_tries=2))
@@ -114,7 +109,6 @@ async def test_workers_that_leave_refuse_however_many_they_are() -> None:
 
 
 async def test_a_request_that_all_refuse_as_leaving_waits_for_the_next_worker() -> None:
-    """A worker that is up already, only not yet in this list."""
     client = FakeEndpointClient({1: good})
     client.refuse(1, WorkerDraining("leaving"))
     sent = asyncio.ensure_future(collect(dispatcher(client)))
@@ -133,13 +127,11 @@ async def test_that_wait_ends_with_the_requests_deadline() -> None:
 
 
 async def test_no_worker_is_said_at_once() -> None:
-    """An empty registry is NoWorkers, without waiting."""
     with pytest.raises(NoWorkers):
         await collect(dispatcher(FakeEndpointClient({})))
 
 
 async def test_deadline_reaches_the_worker_and_shrinks() -> None:
-    """The timeout of the second call is what the first left of it."""
     client = FakeEndpointClient({1: failing(WorkerLost("gone")), 2: good})
     await collect(dispatcher(client), timeout_s=5)
     first, second = (call.timeout_s for call in client.calls)
@@ -149,7 +141,6 @@ async def test_deadline_reaches_the_worker_and_shrinks() -> None:
 
 
 async def test_closing_cancels_the_handler_and_frees_its_place() -> None:
-    """A client that leaves ends the worker's handler, and the picker forgets the request."""
     ended = asyncio.Event()
 
     async def endless(payload: Any, _context: Any) -> AsyncIterator[Any]:
@@ -191,7 +182,6 @@ async def routed(client: FakeEndpointClient, router: Noted) -> list[int]:
 
 
 async def test_the_routers_worker_gets_the_request_with_its_hit_rate() -> None:
-    """What the Router knows goes on to the worker's local-or-remote rule."""
     client = FakeEndpointClient({1: good, 2: good})
 
     assert await routed(client, Noted(Routed(2, 0.75))) == [1, 2]
@@ -209,7 +199,6 @@ async def test_without_a_usable_answer_the_picker_decides(answer: Routed | None)
 
 
 async def test_the_router_is_told_who_has_failed_the_request() -> None:
-    """The second question names the first worker; a hit rate holds for its own worker only."""
     client = FakeEndpointClient({1: good, 2: good})
     client.refuse(2, WorkerLost("gone"))
     router = Noted(Routed(2, 0.75), Routed(1, 0.0))

@@ -26,7 +26,6 @@ def first(ties: Sequence[int]) -> int:
 
 
 def test_values_are_dynamos() -> None:
-    """2 × score × block_size / token_length − gpu_cache_usage_perc − num_requests_waiting / max over workers."""
     terms = {1: LoadTerms(0.5, 4), 2: LoadTerms(0.25, 1), 3: LoadTerms(0.0, 0)}
     hits = hit_rates({1: 3, 2: 1}, 64, 256)
 
@@ -34,12 +33,10 @@ def test_values_are_dynamos() -> None:
 
 
 def test_nobody_waiting_costs_nobody_anything() -> None:
-    """The last term is 0 where its maximum is."""
     assert kv_values({1: LoadTerms(0.5, 0), 2: LoadTerms(0.0, 0)}, {}) == {1: -0.5, 2: 0.0}
 
 
 def test_a_hit_rate_is_a_share() -> None:
-    """Of an empty prompt nothing is cached, and never more than all of one."""
     assert hit_rates({1: 3}, 64, 0) == {}
     assert hit_rates({1: 3}, 64, 100) == {1: 1.0}
 
@@ -60,12 +57,10 @@ def test_a_hit_rate_is_a_share() -> None:
 def test_a_prefix_is_weighed_against_load(
     loads: Mapping[int, Sample], hits: Mapping[int, float], expected: int
 ) -> None:
-    """The highest value wins; a load that is missing is not idleness."""
     assert KvCost(first).pick(list(loads), loads, hits) == expected
 
 
 def test_kv_load_does_not_look_at_prefixes() -> None:
-    """The load terms alone."""
     loads = {1: sample(), 2: sample(usage=0.1)}
 
     assert make_picker("kv-load", 1).pick([1, 2], loads, {2: 1.0}) == 1
@@ -73,7 +68,6 @@ def test_kv_load_does_not_look_at_prefixes() -> None:
 
 
 def test_ties_are_left_to_chance_and_a_seed_repeats_them() -> None:
-    """Every worker is chosen; the same seed gives the same choices."""
     one, two = make_picker("kv", 7), make_picker("kv", 7)
     loads = dict.fromkeys(range(4), IDLE)
     choices = [one.pick([3, 2, 1, 0], loads) for _ in range(60)]
@@ -84,7 +78,6 @@ def test_ties_are_left_to_chance_and_a_seed_repeats_them() -> None:
 
 @pytest.mark.parametrize("policy", ["kv", "kv-load"])
 def test_a_burst_of_32_over_4_idle_workers_spreads(policy: str) -> None:
-    """All at once, before any worker has published a new load: eight each."""
     picker = make_picker(policy, 3)  # type: ignore[arg-type]
     loads = dict.fromkeys(range(4), IDLE)
     chosen: Counter[int] = Counter()
@@ -113,7 +106,6 @@ def test_a_burst_with_a_cached_prefix_does_not_fill_its_holder_past_its_cache() 
 
 
 def test_predicted_load_is_what_was_routed_since_the_sample() -> None:
-    """Uncached tokens as a share of the cache; a request more that waits."""
     load = Load(gpu_cache_usage_perc=0.25, num_requests_waiting=2, kv_total_blocks=100)
 
     assert load_terms(load, [Sent(160, 1.0), Sent(240, 1.1)], 1600) == LoadTerms(0.5, 4)
@@ -121,7 +113,6 @@ def test_predicted_load_is_what_was_routed_since_the_sample() -> None:
 
 
 def test_a_newer_sample_knows_what_was_routed_before_it() -> None:
-    """Nothing is counted twice."""
     picker = KvCost(first)
     for n in range(5):
         picker.routed(1, f"r{n}", 10, now_s=1.0)
@@ -131,7 +122,6 @@ def test_a_newer_sample_knows_what_was_routed_before_it() -> None:
 
 
 def test_a_request_that_has_ended_counts_no_more() -> None:
-    """Where it is known."""
     picker = KvCost(first)
     picker.routed(1, "r", 10, now_s=1.0)
     assert picker.pick([1, 2], {1: IDLE, 2: IDLE}) == 2
@@ -140,14 +130,12 @@ def test_a_request_that_has_ended_counts_no_more() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    """As it comes from etcd."""
     with pytest.raises(ValueError, match=r"kv-load.*not 'kvv'"):
         RouterSettings("kvv")  # type: ignore[arg-type]
 
 
 @pytest.mark.timing
 def test_a_decision_takes_microseconds() -> None:
-    """Eight workers, 64 blocks: matching and scoring stay far below a request's own millisecond."""
     rng = random.Random(1)
     prompts = [[rng.getrandbits(64) for _ in range(64)] for _ in range(200)]
     index, picker = KvIndex(), make_picker("kv", 1)

@@ -18,14 +18,12 @@ def sample(active: int = 0, waiting: int = 0, remaining: int = 0, at_s: float = 
 
 
 def test_round_robin_takes_turns_as_workers_come_and_go() -> None:
-    """Turns go by id; a newcomer is reached within one round, a leaver is skipped."""
     picker = RoundRobin()
     assert [picker.pick([3, 1, 2], {}) for _ in range(4)] == [1, 2, 3, 1]
     assert [picker.pick([1, 3, 4], {}) for _ in range(3)] == [3, 4, 1]
 
 
 def test_random_is_repeatable_by_seed_and_uses_all() -> None:
-    """The same seed gives the same choices; every worker is chosen."""
     one, two = make_picker("random", seed=7), make_picker("random", seed=7)
     choices = [one.pick([1, 2, 3], {}) for _ in range(60)]
     assert choices == [two.pick([3, 2, 1], {}) for _ in range(60)]
@@ -41,7 +39,6 @@ def test_random_is_repeatable_by_seed_and_uses_all() -> None:
     ],
 )
 def test_least_loaded_prefers_fewer_requests_then_fewer_tokens(loads: dict[int, Sample], expected: int) -> None:
-    """Active plus waiting first, tokens still to come second."""
     assert LeastLoaded().pick([1, 2], loads) == expected
 
 
@@ -57,7 +54,6 @@ def test_a_burst_is_spread_before_the_next_sample() -> None:
 
 
 def test_requests_older_than_the_sample_are_not_counted_twice() -> None:
-    """A newer sample already holds them."""
     picker = LeastLoaded()
     for n in range(3):
         picker.routed(1, f"r{n}", tokens=10, now_s=1.0)
@@ -80,7 +76,6 @@ def test_a_burst_is_halved_whatever_the_samples_say_meanwhile() -> None:
 
 
 def test_who_hears_of_no_ends_adds_what_may_not_have_arrived() -> None:
-    """As a Router, whose samples are of workers that its Processors have not yet asked."""
     picker = LeastLoaded(hears_ends=False)
     picker.routed(1, "on its way", tokens=10, now_s=1.95)
     loads = {1: sample(at_s=2.0), 2: sample(at_s=2.0)}
@@ -104,7 +99,6 @@ def test_what_others_have_sent_counts() -> None:
 
 
 def test_nobody_waits_while_a_sibling_has_a_free_slot() -> None:
-    """A small worker with fewer requests is full before a large one."""
     small = Sample(Load(request_active_slots=4, request_total_slots=4), 0.0)
     large = Sample(Load(request_active_slots=9, request_total_slots=16), 0.0)
     assert LeastLoaded().pick([1, 2], {1: small, 2: large}) == 2
@@ -113,7 +107,6 @@ def test_nobody_waits_while_a_sibling_has_a_free_slot() -> None:
 
 
 def test_finished_requests_are_forgotten() -> None:
-    """A request that ended between two samples weighs nothing."""
     picker = LeastLoaded()
     picker.routed(1, "r", tokens=10, now_s=1.0)
     picker.finished(1, "r", 1.5)
@@ -123,14 +116,12 @@ def test_finished_requests_are_forgotten() -> None:
 
 @pytest.mark.parametrize("missing", [None, Sample(Missing("nats timeout"), 0.0)])
 def test_missing_load_is_not_idle(missing: Sample | None) -> None:
-    """A worker that says nothing ranks with the busiest known one, not first."""
     loads = {1: sample(active=3), 2: sample(active=1)} | ({3: missing} if missing else {})
     assert LeastLoaded().pick([1, 2, 3], loads) == 2
     assert LeastLoaded().pick([1, 3], loads) in (1, 3)
 
 
 def test_without_any_load_the_own_requests_decide() -> None:
-    """Before the first sample a picker balances what it has in flight."""
     picker = LeastLoaded()
     chosen: Counter[int] = Counter()
     for n in range(6):
@@ -141,7 +132,6 @@ def test_without_any_load_the_own_requests_decide() -> None:
 
 
 def test_an_idle_known_worker_beats_a_missing_one_with_requests() -> None:
-    """A known zero is a zero: it is not replaced by the worst score."""
     picker = LeastLoaded()
     picker.routed(2, "r", tokens=5, now_s=0.0)
     assert picker.pick([1, 2], {1: sample()}) == 1
@@ -149,7 +139,6 @@ def test_an_idle_known_worker_beats_a_missing_one_with_requests() -> None:
 
 @pytest.mark.parametrize("name", ["round-robin", "random", "least-loaded"])
 def test_every_picker_chooses_among_the_candidates(name: str) -> None:
-    """Whatever the loads, the choice is one of the candidates."""
     picker: Picker = make_picker(name, seed=1)  # type: ignore[arg-type]
     assert isinstance(picker, RoundRobin | Random | LeastLoaded)
     assert picker.pick([9], {1: sample(), 9: sample(active=50)}) == 9

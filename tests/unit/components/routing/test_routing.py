@@ -52,7 +52,6 @@ class Routes:
 
 
 async def test_a_prompt_goes_to_its_holder_with_the_hit_rate() -> None:
-    """Three of four blocks are there: three quarters of the prompt."""
     routes = Routes()
     routes.index.stored(3, block_hashes(PROMPT, 16)[:3])
 
@@ -62,7 +61,6 @@ async def test_a_prompt_goes_to_its_holder_with_the_hit_rate() -> None:
 
 
 async def test_another_adapters_blocks_are_no_hit() -> None:
-    """`lora_id` is in the hash."""
     routes = Routes(workers=(3,))
     routes.index.stored(3, block_hashes(PROMPT, 16))
 
@@ -71,7 +69,6 @@ async def test_another_adapters_blocks_are_no_hit() -> None:
 
 
 async def test_a_worker_to_avoid_is_not_chosen_however_much_it_holds() -> None:
-    """It has failed this request already; with nobody left there is no worker."""
     routes = Routes()
     routes.index.stored(3, block_hashes(PROMPT, 16))
 
@@ -81,7 +78,6 @@ async def test_a_worker_to_avoid_is_not_chosen_however_much_it_holds() -> None:
 
 
 async def test_an_index_error_means_empty_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routed by load alone, counted, and the request does not notice."""
     routes = Routes()
     monkeypatch.setattr(routes.index, "find_matches", lambda *_: 1 / 0)
 
@@ -93,7 +89,6 @@ async def test_an_index_error_means_empty_scores(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("router", ["kv", "kv-load", "round-robin", "least-loaded"])
 async def test_a_burst_of_32_over_4_idle_workers_spreads(router: str) -> None:
-    """Before any of them has published a new load."""
     routes = Routes(router)
     chosen = Counter(routes.maker.route(RouteRequest([n, *PROMPT])).worker_id for n in range(32))
 
@@ -101,7 +96,6 @@ async def test_a_burst_of_32_over_4_idle_workers_spreads(router: str) -> None:
 
 
 async def test_the_policy_of_now_is_used_and_every_policy_tells_the_hit_rate() -> None:
-    """Changed in etcd, it holds for the next request; what is cached is known whoever is chosen."""
     routes = Routes("round-robin")
     for worker in (1, 2, 3, 4):
         routes.index.stored(worker, block_hashes(PROMPT, 16)[:2])
@@ -116,7 +110,6 @@ async def test_the_policy_of_now_is_used_and_every_policy_tells_the_hit_rate() -
 
 
 async def test_workers_of_different_block_sizes_are_each_matched_by_their_own() -> None:
-    """While workers are replaced by ones with another engine."""
     routes = Routes()
     routes.sizes[2] = 32
     routes.index.stored(1, block_hashes(PROMPT, 16)[:1])
@@ -128,7 +121,6 @@ async def test_workers_of_different_block_sizes_are_each_matched_by_their_own() 
 
 
 def test_what_was_routed_is_forgotten_after_a_while() -> None:
-    """A Router hears of no request's end: its memory is bounded by time."""
 
     async def main() -> None:
         routes = Routes()
@@ -141,7 +133,6 @@ def test_what_was_routed_is_forgotten_after_a_while() -> None:
 
 
 def test_a_route_request_that_cannot_be_read_names_the_field() -> None:
-    """The data plane is open to users' components."""
     with pytest.raises(InvalidRequest, match="token_ids"):
         parse_route_request({"token_ids": "text"})
 
@@ -166,7 +157,6 @@ async def says_nonsense(payload: Any, _context: Any) -> dict[str, Any]:
 
 
 async def test_the_routers_answer_is_taken_and_it_knows_whom_to_avoid() -> None:
-    """What travels is what `RouteDecisions` reads."""
     client = FakeEndpointClient({1: says_5})
 
     assert await RouterClient(client, 0.5).choose([1, 2], "r", 9, (7,)) == Routed(5, 0.25)
@@ -175,12 +165,10 @@ async def test_the_routers_answer_is_taken_and_it_knows_whom_to_avoid() -> None:
 
 @pytest.mark.parametrize("handlers", [{}, {1: says_nonsense}])
 async def test_without_a_router_that_can_be_understood_the_answer_is_none(handlers: dict[int, Any]) -> None:
-    """Away, or none of ours: no error."""
     assert await RouterClient(FakeEndpointClient(handlers), 0.5).choose([1], "r", 9, ()) is None
 
 
 async def test_a_router_that_refuses_is_no_error() -> None:
-    """It drains."""
     client = FakeEndpointClient({1: says_5})
     client.refuse(1, WorkerDraining("leaving"))
 
@@ -188,7 +176,6 @@ async def test_a_router_that_refuses_is_no_error() -> None:
 
 
 def test_a_router_that_hangs_costs_one_wait_and_is_asked_again_later() -> None:
-    """The wait is bounded; for a while after it nobody waits at all."""
 
     async def main() -> None:
         client = FakeEndpointClient({1: says_nothing})

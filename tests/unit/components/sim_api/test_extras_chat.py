@@ -51,7 +51,6 @@ def call_of(answer: ChatCompletion) -> tuple[str, str, Any]:
 
 
 async def test_an_agents_loop_ends(client: AsyncOpenAI):
-    """A user's message is answered by a call that fits the tool's schema, the tool's result by text."""
     first = await client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS)
     id_, name, arguments = call_of(first)
     assert first.choices[0].finish_reason == "tool_calls"
@@ -80,7 +79,6 @@ async def test_a_tool_can_be_demanded_named_or_forbidden(client: AsyncOpenAI):
 
 
 async def test_streamed_calls_are_the_same(client: AsyncOpenAI):
-    """Id and name once, the arguments in pieces; the seed makes it the same call."""
     asked: Any = {"model": MODEL, "messages": HI, "tools": TOOLS, "tool_choice": "required", "seed": 5}
     whole = await client.chat.completions.create(**asked)
     found: dict[int, list[str]] = {}
@@ -98,7 +96,6 @@ async def test_streamed_calls_are_the_same(client: AsyncOpenAI):
 
 
 async def test_one_call_at_a_time_where_several_are_not_wanted(client: AsyncOpenAI):
-    """Of forty seeds some call two tools, unless `parallel_tool_calls` is false."""
     several = set()
     for parallel in (True, False):
         answer = await client.chat.completions.create(
@@ -109,7 +106,6 @@ async def test_one_call_at_a_time_where_several_are_not_wanted(client: AsyncOpen
 
 
 async def test_an_answer_is_parsed(client: AsyncOpenAI):
-    """The `openai` client's own structured outputs, tools beside them."""
     answer = await client.chat.completions.parse(model=MODEL, messages=HI, response_format=Person)
     assert isinstance(answer.choices[0].message.parsed, Person)
 
@@ -125,7 +121,6 @@ async def test_an_answer_is_parsed(client: AsyncOpenAI):
     ],
 )
 async def test_an_answer_has_the_form_that_was_asked_for(client: AsyncOpenAI, asked: Any, fits: Any):
-    """Whatever `ignore_eos` and `min_tokens` say: no text follows the form."""
     more = {**asked, "ignore_eos": True, "min_tokens": 90}
     answer = await client.chat.completions.create(model=MODEL, messages=HI, max_tokens=200, extra_body=more)
     assert fits(answer.choices[0].message.content)
@@ -133,7 +128,6 @@ async def test_an_answer_has_the_form_that_was_asked_for(client: AsyncOpenAI, as
 
 
 async def test_a_form_that_is_cut_ends_by_length(client: AsyncOpenAI):
-    """`max_tokens` is as firm as ever."""
     answer = await client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS, max_tokens=5)
     assert (answer.choices[0].finish_reason, answer.usage and answer.usage.completion_tokens) == ("length", 5)
 
@@ -160,7 +154,6 @@ async def test_logprobs_are_numbers_that_agree(client: AsyncOpenAI):
 
 
 async def test_choices_are_counted_and_their_indices_are_right(client: AsyncOpenAI):
-    """`n`: different texts, the prompt counted once; streamed they are the same."""
     asked: Any = {"model": MODEL, "messages": HI, "max_tokens": 9, "n": 3, "seed": 11}
     whole = await client.chat.completions.create(**asked)
     texts = [choice.message.content for choice in whole.choices]
@@ -197,7 +190,6 @@ async def test_a_seed_is_respected(client: AsyncOpenAI):
 
 
 async def test_what_changes_nothing_here_is_taken(client: AsyncOpenAI):
-    """Clients send it all the same; nulls too."""
     more = {
         "min_p": 0.1,
         "repetition_penalty": 1.1,
@@ -254,7 +246,6 @@ async def test_what_changes_nothing_here_is_taken(client: AsyncOpenAI):
     ],
 )  # fmt: skip
 async def test_what_is_wrong_is_named(client: AsyncOpenAI, asked: Any, param: str):
-    """A 400 with the parameter, before anything was generated."""
     body = {"model": MODEL, "messages": HI, "max_tokens": 64, **asked}
     with pytest.raises(openai.BadRequestError) as caught:
         await client.post("/chat/completions", cast_to=ChatCompletion, body=body)

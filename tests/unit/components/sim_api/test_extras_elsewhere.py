@@ -54,7 +54,6 @@ async def ask(cluster: FakeCluster, extras: Extras) -> list[Any]:
 
 
 async def test_a_prefill_elsewhere_changes_no_answer(cluster: FakeCluster):
-    """Of none of them, the first token's logprobs included."""
     await cluster.start(Processor, ProcessorConfig(router="round-robin"))
     alone = await cluster.start(VllmWorker, VllmWorkerConfig(remote_prefill=False, sim=FAST))
     expected = [await ask(cluster, extras) for extras in REQUESTS]
@@ -66,7 +65,6 @@ async def test_a_prefill_elsewhere_changes_no_answer(cluster: FakeCluster):
 
 
 async def test_a_worker_that_dies_at_once_changes_no_answer(cluster: FakeCluster):
-    """The others get the same seeds, scripts and numbers."""
     await cluster.start(Processor, ProcessorConfig(router="round-robin"))
     await cluster.start(VllmWorker, VllmWorkerConfig(remote_prefill=False, sim=FAST))
     expected = [await ask(cluster, extras) for extras in REQUESTS]

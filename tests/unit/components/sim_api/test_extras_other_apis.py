@@ -24,7 +24,6 @@ class Person(BaseModel):
 
 
 async def test_several_prompts_and_choices_of_each(client: AsyncOpenAI):
-    """Indices are in the prompts' order; each prompt counts once, whatever `n` is. Token ids do as well."""
     answer = await client.completions.create(model=MODEL, prompt=["Hello", "Good bye"], n=2, max_tokens=4)
     alone = [await client.completions.create(model=MODEL, prompt=one, max_tokens=4) for one in ("Hello", "Good bye")]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -37,7 +36,6 @@ async def test_several_prompts_and_choices_of_each(client: AsyncOpenAI):
 
 
 async def test_echo_with_logprobs_scores_the_prompt(client: AsyncOpenAI):
-    """The first token has no number; offsets are those in the text, streamed as well."""
     asked: Any = {"model": MODEL, "prompt": "Hello", "echo": True, "logprobs": 2, "max_tokens": 3}
     answer = await client.completions.create(**asked)
     found = answer.choices[0].logprobs
@@ -56,7 +54,6 @@ async def test_echo_with_logprobs_scores_the_prompt(client: AsyncOpenAI):
 
 
 async def test_responses_of_text_calls_and_forms(client: AsyncOpenAI):
-    """The `openai` client's own reading of all three, and a loop that ends."""
     text = await client.responses.create(model=MODEL, input="Hi", instructions="Be brief.", max_output_tokens=5)
     assert (text.status, text.usage and text.usage.output_tokens) == ("incomplete", 5)
     assert text.output_text
@@ -73,7 +70,6 @@ async def test_responses_of_text_calls_and_forms(client: AsyncOpenAI):
 
 @pytest.mark.parametrize("tools", [[], [TOOL]])
 async def test_streamed_responses_are_whole_at_their_end(client: AsyncOpenAI, tools: Any):
-    """Events are numbered without a gap, and the deltas make up what the last one says."""
     events = [event async for event in await client.responses.create(model=MODEL, input="Hi", tools=tools, stream=True)]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
@@ -84,7 +80,6 @@ async def test_streamed_responses_are_whole_at_their_end(client: AsyncOpenAI, to
 
 
 async def test_what_responses_do_not_know_is_named(client: AsyncOpenAI):
-    """In this API's words."""
     for asked, param in (
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -101,7 +96,6 @@ CLAUDE_TOOL = {"name": "weather", "input_schema": {"type": "object", "properties
 
 
 async def test_messages_of_anthropic(http: httpx.AsyncClient):
-    """Text, a call, and the text after its result."""
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 100, "system": "Be brief.", "messages": [USER]}
     text = (await http.post("/v1/messages", json={**asked, "max_tokens": 4})).json()
     assert (text["type"], text["stop_reason"], text["usage"]["output_tokens"]) == ("message", "max_tokens", 4)
@@ -118,7 +112,6 @@ async def test_messages_of_anthropic(http: httpx.AsyncClient):
 
 
 async def test_streamed_messages_of_anthropic(http: httpx.AsyncClient):
-    """Blocks begin, grow and end; the pieces of a call are JSON."""
     asked = {"model": MODEL, "max_tokens": 100, "stream": True, "messages": [USER], "tools": [CLAUDE_TOOL]}
     lines = (await http.post("/v1/messages", json=asked)).text.splitlines()
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
@@ -145,7 +138,6 @@ async def test_tokens_of_a_text_and_back(http: httpx.AsyncClient):
 
 
 async def test_embeddings_are_vectors_of_length_one(client: AsyncOpenAI):
-    """The same for the same text; in base64, which the client asks for, and as numbers."""
     answer = await client.embeddings.create(model=MODEL, input=["a", "b", "a"], dimensions=24)
     vectors = [one.embedding for one in answer.data]
     assert [len(vector) for vector in vectors] == [24, 24, 24]

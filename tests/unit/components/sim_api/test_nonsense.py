@@ -56,7 +56,6 @@ SCHEMAS: list[Any] = [
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])
 def test_a_value_fits_its_schema(schema: Any):
-    """By another's book, for fifty keys; and the same key gives the same value."""
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
     for seed in range(50):
         value = value_of(schema, random.Random(seed), "p")
@@ -99,7 +98,6 @@ schemas = st.recursive(
 @settings(max_examples=30)
 @given(schema=schemas, seed=st.integers(0, 2**32))
 def test_any_schema_of_the_usual_keywords_has_a_value(schema: Any, seed: int):
-    """Objects, arrays and choices within each other."""
     jsonschema.validate(value_of(schema, random.Random(seed), "p"), schema, cls=jsonschema.Draft202012Validator)
 
 
@@ -164,7 +162,6 @@ def test_a_hostile_schema_ends_with_its_budget(schema: Any):
     ],
 )
 def test_what_cannot_be_made_says_why(schema: Any, words: str):
-    """A developer finds the place in the schema by it."""
     with pytest.raises(InvalidRequest, match=re.escape(words)):
         value_of(schema, random.Random(0), "response_format")
 
@@ -174,13 +171,11 @@ def test_what_cannot_be_made_says_why(schema: Any, words: str):
     ["", "abc", "a|b|cd", r"\d{3}-\w+", "[^a-z]+", "(ab)?c*", r"(x|y)\1", "[A-Z][a-z]{2,5}", r"^\s\S$", "a{2}.?", "é+"],
 )
 def test_a_text_is_matched_by_its_pattern(pattern: str):
-    """The whole of it, for many keys."""
     for seed in range(50):
         assert re.fullmatch(pattern, text_matching(pattern, random.Random(seed), 100)) is not None
 
 
 @pytest.mark.parametrize("pattern", ["a$b", "a^b", r"a\bb", "a{200}", "(?<=a)b", "[" * 50, "x" * 5000])
 def test_a_pattern_that_is_not_known_is_refused(pattern: str):
-    """Rather than answered by a text that does not match."""
     with pytest.raises(PatternError):
         text_matching(pattern, random.Random(0), 100)

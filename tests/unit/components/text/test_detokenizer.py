@@ -44,32 +44,27 @@ def stream(ids: list[int], stop: tuple[str, ...] = (), seed: int = 0, **options:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_streamed_text_is_the_text(text: str) -> None:
-    """Every text survives encode and incremental decode."""
     assert stream(TINY.encode(text))[0] == text
 
 
 @given(ids=st.lists(st.integers(0, TINY.vocab_size - 1), max_size=60), seed=st.integers(0, 9))
 def test_any_ids_stream_to_their_one_shot_decode(ids: list[int], seed: int) -> None:
-    """Even ids that are no valid UTF-8 give what `decode` of all of them gives."""
     assert stream(ids, seed=seed)[0] == TINY.decode(ids)
 
 
 def test_no_replacement_character_amid_a_stream() -> None:
-    """An emoji cut into byte tokens is given out once, whole."""
     detokenizer = TINY.detokenizer()
     pieces = [detokenizer.feed([token]).text for token in TINY.encode("🧪中")]
     assert [p for p in pieces if p] == ["🧪", "中"]
 
 
 def test_incomplete_character_at_the_end_is_shown() -> None:
-    """A stream that ends amid a character ends in U+FFFD, as the one-shot decode does."""
     ids = TINY.encode("🧪")[:-1]
     assert stream(ids)[0] == TINY.decode(ids) == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_stop_string_across_tokens_and_batches_is_cut(seed: int) -> None:
-    """Text ends right before the stop string however the tokens were batched."""
     text = "one two three END four"
     got, count, stopped = stream(TINY.encode(text), stop=("END",), seed=seed)
     assert (got, stopped) == ("one two three ", True)
@@ -78,7 +73,6 @@ def test_stop_string_across_tokens_and_batches_is_cut(seed: int) -> None:
 
 
 def test_text_is_held_only_as_far_as_a_stop_might_match() -> None:
-    """`<|` waits for more; what stands before it does not."""
     matcher = StopMatcher(["<|end|>"])
     assert matcher.feed("hello <") == ("hello ", False)
     assert matcher.feed("|e") == ("", False)
@@ -87,23 +81,19 @@ def test_text_is_held_only_as_far_as_a_stop_might_match() -> None:
 
 
 def test_held_text_comes_out_when_the_stream_ends() -> None:
-    """The beginning of a stop string that never came is text."""
     assert stream(TINY.encode("almost EN"), stop=("END",))[0] == "almost EN"
 
 
 def test_first_completed_stop_string_wins() -> None:
-    """Of `abcd` and `bc` in `xabcd` the second is complete first."""
     assert StopMatcher(["abcd", "bc"]).feed("xabcd") == ("xa", True)
     assert StopMatcher(["bcd", "abcd"]).feed("xabcd") == ("x", True)
 
 
 def test_stop_string_may_be_included() -> None:
-    """`include_stop` keeps the stop string itself and nothing after it."""
     assert StopMatcher(["b"], include_stop=True).feed("abc") == ("ab", True)
 
 
 def test_min_tokens_are_not_searched_for_stop_strings() -> None:
-    """A stop string within the first `min_tokens` tokens is text."""
     ids = TINY.encode("END of the END now")
     got, _, stopped = stream(ids, stop=("END",), min_tokens=len(TINY.encode("END of")))
     assert (got, stopped) == ("END of the ", True)
@@ -115,7 +105,6 @@ def test_min_tokens_are_not_searched_for_stop_strings() -> None:
     seed=st.integers(0, 20),
 )
 def test_stop_result_does_not_depend_on_the_batches(text: str, stops: list[str], seed: int) -> None:
-    """Any cut of the text into pieces gives what feeding character by character gives."""
     one, other, rng = StopMatcher(stops), StopMatcher(stops), random.Random(seed)
     results = []
     for matcher, cuts in ((one, [*text]), (other, ["".join(map(chr, b)) for b in batches([*map(ord, text)], rng)])):
@@ -132,7 +121,6 @@ def test_stop_result_does_not_depend_on_the_batches(text: str, stops: list[str],
 
 @pytest.mark.parametrize("text", ["a" * 100_000, "ab" * 50_000])
 def test_a_long_stop_string_takes_memory_in_its_length(text: str) -> None:
-    """All beginnings of a hundred thousand characters were five gigabytes, and the Processor's end."""
     tracemalloc.start()
     try:
         matcher = StopMatcher([text])
@@ -154,7 +142,6 @@ def byte_fallback() -> RustTokenizer:
 
 
 def test_window_decoder_keeps_spaces_and_whole_characters() -> None:
-    """Leading spaces of later words survive, byte tokens of one character come out together."""
     ids = [256, 257, *"🧪中".encode(), 258, 256]
     table = TokenTable(byte_fallback())
     assert table.pieces is None
@@ -166,7 +153,6 @@ def test_window_decoder_keeps_spaces_and_whole_characters() -> None:
 
 
 def test_window_decoder_does_not_hold_invalid_bytes_for_ever() -> None:
-    """Bytes that can start no character are shown after a few tokens."""
     decoder = WindowDecoder(TokenTable(byte_fallback()).decode)
     pieces = [decoder.feed([0xFF]) for _ in range(8)]
     assert any(pieces)
@@ -174,7 +160,6 @@ def test_window_decoder_does_not_hold_invalid_bytes_for_ever() -> None:
 
 
 def test_feeding_a_large_batch_equals_feeding_its_tokens() -> None:
-    """One call for 500 tokens gives the same text as 500 calls."""
     ids = [random.Random(3).randrange(TINY.vocab_size) for _ in range(500)]
     assert TINY.detokenizer().feed(ids).num_tokens == 500
     one = TINY.detokenizer()

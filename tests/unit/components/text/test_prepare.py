@@ -22,7 +22,6 @@ def prepared(kind: Kind, body: dict[str, Any], max_model_len: int) -> Prepared:
 
 
 def test_chat_defaults_to_what_is_left_of_the_context() -> None:
-    """Without max_tokens a chat may fill the context; eos ids become stop ids."""
     request = prepared("chat", CHAT, 100)
     assert request.request_id == "r1"
     assert request.sampling.max_tokens == 100 - LENGTH
@@ -31,14 +30,12 @@ def test_chat_defaults_to_what_is_left_of_the_context() -> None:
 
 
 def test_completion_defaults_to_16_tokens_or_less() -> None:
-    """OpenAI's default of 16, unless the context has less room."""
     ids = list(range(10))
     assert prepared("completion", {"prompt": ids}, 100).sampling.max_tokens == 16
     assert prepared("completion", {"prompt": ids}, 15).sampling.max_tokens == 5
 
 
 def test_everything_asked_for_is_passed_on() -> None:
-    """Each sampling option arrives under the engine's name."""
     body = {
         "prompt": [5, 6],
         "max_tokens": 7,
@@ -60,7 +57,6 @@ def test_everything_asked_for_is_passed_on() -> None:
 
 
 def test_ignore_eos_keeps_only_the_clients_stop_ids() -> None:
-    """With ignore_eos the end-of-sequence ids do not stop, the client's own still do."""
     body = {"prompt": [5], "ignore_eos": True, "stop_token_ids": [77], "stop": "END"}
     request = prepared("completion", body, 100)
     assert (request.sampling.stop_token_ids, request.sampling.ignore_eos, request.stop) == ((77,), True, ("END",))
@@ -88,7 +84,6 @@ def test_ignore_eos_keeps_only_the_clients_stop_ids() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(kind: Any, body: dict[str, Any], limit: int, param: str) -> None:
-    """Too long, of a wrong type, or missing: the error names the parameter."""
     with pytest.raises(InvalidRequest) as caught:
         prepared(kind, body, limit)
     assert caught.value.details["param"] == param
@@ -100,7 +95,6 @@ def test_what_does_not_fit_is_refused_by_name(kind: Any, body: dict[str, Any], l
     ids=["completion", "chat"],
 )
 def test_a_text_that_is_far_too_long_is_refused_without_tokenising_it(kind: Kind, body: dict[str, Any]) -> None:
-    """Four megabytes are two million tokens here; what is counted are a few thousand."""
     counting = CountingTokenizer()
     with pytest.raises(InvalidRequest, match="more than 1000 tokens") as caught:
         prepare(kind, parse_text_request(body), counting, 1000)
@@ -121,12 +115,10 @@ class CountingTokenizer(Tokenizer):
 
 
 def test_a_text_that_may_fit_is_tokenised_as_a_whole() -> None:
-    """However long it is: only its tokens tell."""
     text = " " * 100_000  # eight to a token
     assert len(prepared("completion", {"prompt": text}, 20_000).token_ids) == 12_500
 
 
 def test_exactly_fitting_requests_are_taken() -> None:
-    """prompt + 1 and prompt + max_tokens may reach the context's length."""
     assert prepared("chat", CHAT, LENGTH + 1).sampling.max_tokens == 1
     assert prepared("completion", {"prompt": [1, 2, 3], "max_tokens": 7}, 10).sampling.max_tokens == 7

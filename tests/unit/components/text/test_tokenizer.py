@@ -27,7 +27,6 @@ def folder_with(tmp_path: Path, config: dict[str, Any] | None = None, **files: s
 
 
 def test_builtin_template_is_chatml() -> None:
-    """The built-in chat template writes roles, ends of turns and the assistant's beginning."""
     messages = [{"role": "system", "content": "be brief"}, *HELLO]
     expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert TINY.render(messages) == expected
@@ -37,7 +36,6 @@ def test_builtin_template_is_chatml() -> None:
 
 
 def test_ids_for_the_sim_engine_are_plain_text() -> None:
-    """Each id that a simulated engine may give is visible text by itself, and no special token."""
     low, high = TINY_TOKENS
     assert high == TINY.vocab_size
     texts = [TINY.decode([token]) for token in range(low, high)]
@@ -45,7 +43,6 @@ def test_ids_for_the_sim_engine_are_plain_text() -> None:
 
 
 def test_text_parts_are_joined_and_other_parts_refused() -> None:
-    """A list of text parts is text; an image is refused by name."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert flatten_messages([{"role": "user", "content": parts}])[0]["content"] == "a\nb"
     with pytest.raises(InvalidRequest, match="image_url") as caught:
@@ -55,7 +52,6 @@ def test_text_parts_are_joined_and_other_parts_refused() -> None:
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"content": "x"}], [{"role": "user", "content": 5}], None])
 def test_bad_messages_are_refused(messages: Any) -> None:
-    """Not a list, empty, no role, wrong content: each an InvalidRequest naming messages."""
     with pytest.raises(InvalidRequest) as caught:
         TINY.encode_chat(messages)
     assert caught.value.details["param"] == "messages"
@@ -63,7 +59,6 @@ def test_bad_messages_are_refused(messages: Any) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda p: p, lambda p: [p]])
 def test_prompts_as_text_and_as_ids(wrap: Any) -> None:
-    """A string, a list of ids, and a list of one of either."""
     ids = TINY.encode("a prompt")
     assert TINY.encode_prompt(wrap("a prompt")) == TINY.encode_prompt(wrap(ids)) == ids
 
@@ -73,21 +68,18 @@ def test_prompts_as_text_and_as_ids(wrap: Any) -> None:
     [(["a", "b"], "2 prompts"), ([1, 99999], "99999"), (7, "string"), ("", "empty"), ([], "empty"), ([True], "string")],
 )
 def test_bad_prompts_are_refused(prompt: Any, words: str) -> None:
-    """Several prompts, ids outside the vocabulary, other types: refused, naming prompt."""
     with pytest.raises(InvalidRequest, match=words) as caught:
         TINY.encode_prompt(prompt)
     assert caught.value.details["param"] == "prompt"
 
 
 def test_template_refusal_is_an_invalid_request(tmp_path: Path) -> None:
-    """`raise_exception` in a template is the user's error, with the template's words."""
     model = folder_with(tmp_path, chat_template__jinja="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         load_tokenizer(model).render(HELLO)
 
 
 def test_template_is_sandboxed(tmp_path: Path) -> None:
-    """A template cannot reach Python's internals or change its arguments."""
     for n, evil in enumerate(("{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}")):
         (tmp_path / str(n)).mkdir()
         model = folder_with(tmp_path / str(n), chat_template__jinja=evil)
@@ -96,7 +88,6 @@ def test_template_is_sandboxed(tmp_path: Path) -> None:
 
 
 def test_template_environment_is_that_of_transformers(tmp_path: Path) -> None:
-    """tojson does not escape HTML, loop controls, the generation tag and strftime_now work, specials are there."""
     source = (
         "{% for m in messages %}\n  {% generation %}{{ m | tojson }}{% endgeneration %}{% break %}\n{% endfor %}\n"
         "{{ bos_token }}{{ strftime_now('%Y') | length }}{{ tools[0].name }}{{ add_generation_prompt }}{{ extra }}"
@@ -108,13 +99,11 @@ def test_template_environment_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 def test_named_templates_use_the_default(tmp_path: Path) -> None:
-    """Of a list of templates the one named `default` is taken."""
     config = {"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]}
     assert load_tokenizer(folder_with(tmp_path, config)).render(HELLO) == "D"
 
 
 def test_model_without_template_refuses_chats_only(tmp_path: Path) -> None:
-    """Completions work; a chat is told why it does not."""
     tokenizer = load_tokenizer(folder_with(tmp_path))
     assert tokenizer.encode_prompt("x")
     with pytest.raises(InvalidRequest, match="no chat template"):
@@ -122,7 +111,6 @@ def test_model_without_template_refuses_chats_only(tmp_path: Path) -> None:
 
 
 def test_eos_ids_come_from_the_generation_config(tmp_path: Path) -> None:
-    """generation_config.json's list and the tokenizer's own eos token, each once."""
     model = folder_with(tmp_path, {"eos_token": "<|im_end|>"}, generation_config__json='{"eos_token_id": [0, 5]}')
     assert load_tokenizer(model).eos_token_ids == (0, 5, 2)
     (tmp_path / "generation_config.json").unlink()
@@ -131,7 +119,6 @@ def test_eos_ids_come_from_the_generation_config(tmp_path: Path) -> None:
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    """No tokenizer.json: the error names the path and says that nothing is downloaded."""
     with pytest.raises(ConfigError, match="nothing is downloaded") as caught:
         load_tokenizer(str(tmp_path / "Qwen3"))
     assert str(tmp_path / "Qwen3" / "tokenizer.json") in str(caught.value)
@@ -147,7 +134,6 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, text: str, words: str) -> None:
-    """Each broken file is a ConfigError that names the folder and the file."""
     model = folder_with(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:

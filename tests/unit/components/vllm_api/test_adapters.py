@@ -43,7 +43,6 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 )
 @pytest.mark.parametrize("key", ["lora-modules", "lora_modules"])
 def test_the_forms_that_vllm_serve_takes(key: str, given: Any):
-    """And what is written as YAML is JSON on its command line."""
     assert adapters_of({key: given, "enable-auto-tool-choice": True}) == [Adapter("law", "org/law")]
     option, *words = words_of({key: given})
     for word in words:
@@ -53,7 +52,6 @@ def test_the_forms_that_vllm_serve_takes(key: str, given: Any):
 
 @pytest.mark.parametrize("given", [["law"], [7], [{"name": "law"}], "{", ["law=a,b=c"]])
 def test_what_names_no_adapter_is_refused(given: Any):
-    """When the graph starts, and not with the first request."""
     with pytest.raises(ConfigError, match=r"serve-args.*NAME=FOLDER"):
         adapters_of({"lora-modules": given})
 

@@ -26,7 +26,6 @@ async def items(app: App) -> list[dict[str, Any]]:
 
 
 async def test_an_answer_is_its_status_and_its_body():
-    """The application gets the client's request; what the Frontend says itself is left out of the headers."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
@@ -40,7 +39,6 @@ async def test_an_answer_is_its_status_and_its_body():
 
 
 async def test_tokens_are_told_with_the_bytes_that_they_became():
-    """What workers were asked and answered is counted once, prompts that share a request by the longest."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = current.get()
@@ -76,7 +74,6 @@ async def test_what_a_worker_failed_with_is_the_answer(said: bytes):
 
 
 async def test_an_application_that_fails_is_an_error_of_the_engine():
-    """Its own error is in the log of whoever made it."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("broken")
@@ -86,7 +83,6 @@ async def test_an_application_that_fails_is_an_error_of_the_engine():
 
 
 async def test_a_client_that_leaves_cancels_the_application():
-    """And it has ended when the items are closed: an engine must not go on for nobody."""
     ended = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -126,7 +126,6 @@ async def test_a_request_that_gave_nothing_is_the_same_request_elsewhere():
 
 @pytest.mark.usefixtures("serving")
 async def test_full_workers_are_told_as_that():
-    """With the time after which to come again, as the Frontend needs it for its 429."""
     client = FakeEndpointClient({1: good})
     client.refuse(1, WorkerBusy("full", retry_after_s=3.0))
     with pytest.raises(WorkerBusy) as raised:
@@ -136,7 +135,6 @@ async def test_full_workers_are_told_as_that():
 
 @pytest.mark.usefixtures("serving")
 async def test_it_is_made_for_the_first_request_that_finds_a_worker_of_vllm():
-    """Before, requests are told that there is no worker."""
     FakeApi.made, view = None, models(ready=False)
     subject = host(FakeEndpointClient({1: good}), view)
     with pytest.raises(NoWorkers):
@@ -148,7 +146,6 @@ async def test_it_is_made_for_the_first_request_that_finds_a_worker_of_vllm():
 
 
 async def test_a_processor_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch):
-    """Workers may have another environment."""
     monkeypatch.setitem(sys.modules, SERVING, None)
     with pytest.raises(ConfigError, match="needs it in the Processor"):
         await body_of(host(FakeEndpointClient({1: good}), models()))

@@ -76,7 +76,6 @@ async def test_every_path_of_the_engine_is_passed_on(path: str):
 
 
 async def test_a_stream_comes_as_it_was_made():
-    """No event is changed, left out or added, and its tokens are counted."""
     house = House([EVENTS], *bodies(b"data: 1\n\n", b"data: 2\n\n", b"data: [DONE]\n\n"))
     response = await house.post("/v1/chat/completions", {"model": "tiny", "stream": True})
     assert response.content == b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
@@ -86,7 +85,6 @@ async def test_a_stream_comes_as_it_was_made():
 
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"", {"model": "nobody"}, {"model": 7}, {}])
 async def test_what_is_wrong_with_a_body_is_for_the_engine_to_say(body: Any):
-    """A model that is not served, or no model at all, too: adapters have names of their own."""
     house = House([{**JSON, "status": 404}], [{"body": b'{"error": "said by the engine"}'}])
     response = await house.post("/v1/completions", body)
     assert (response.status_code, response.json()) == (404, {"error": "said by the engine"})
@@ -96,7 +94,6 @@ async def test_what_is_wrong_with_a_body_is_for_the_engine_to_say(body: Any):
     ("error", "status"), [(WorkerBusy("full", retry_after_s=3.0), 429), (EngineError("it failed"), 500)]
 )
 async def test_the_graphs_own_failures_have_their_status(error: Exception, status: int):
-    """As for requests that the Frontend reads itself."""
     house = House(error)
     response = await house.post("/v1/responses", {"model": "tiny", "stream": True})
     assert response.status_code == status
@@ -123,7 +120,6 @@ async def test_an_answer_that_nobody_has_seen_is_asked_for_again():
 
 
 async def test_a_kept_response_is_the_engines_business():
-    """It keeps some if it was told to; its method and its query are passed on."""
     house = House([{**JSON, "status": 404}], [{"body": b"{}"}])
     assert (await house.get("/v1/responses/resp_1?stream=true&starting_after=3")).status_code == 404
     assert (await house.post("/v1/responses/resp_1/cancel", b"")).status_code == 404
@@ -142,7 +138,6 @@ async def test_other_engines_keep_no_response():
 
 
 async def test_other_models_are_answered_as_before():
-    """An engine without an API of its own has our chat and completions; other paths are none."""
     house = House(engine=None)
     chat = await house.post("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]})
     assert chat.json()["choices"][0]["message"]["content"] == "light"
@@ -163,7 +158,6 @@ async def test_other_models_are_answered_as_before():
     ],
 )
 async def test_plain_requests_may_be_answered_without_the_engines_api(more: dict[str, Any], light: bool):
-    """`plain-requests: light`. Whatever is special, or wrong, is for the engine: its words, its fields."""
     house = House([JSON], [{"body": b"{}"}], plain_requests="light")
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], **more}
     assert (await house.post("/v1/chat/completions", body)).status_code == 200

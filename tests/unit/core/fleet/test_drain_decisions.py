@@ -21,7 +21,6 @@ from tests.fakes.arbiter.fleet_views import NO_LOAD, load
     ],
 )
 def test_each_role_leaves_by_its_sign(role: Role, expected: LeaveBy) -> None:
-    """Without a lease, or without etcd to revoke it at, a signal is all there is."""
     assert how(role) is expected
     assert how(role, registered=False) is LeaveBy.SIGTERM
     assert how(role, etcd_ok=False) is LeaveBy.SIGTERM
@@ -47,7 +46,6 @@ def test_the_time_left_is_that_of_streams_side_by_side() -> None:
 
 
 def test_nothing_left_takes_no_time() -> None:
-    """Also before the first token was ever generated."""
     assert eta_s(load(0, itl_ms=None)) == 0.0
     assert str(left(load(0))) == "nothing left"
 
@@ -61,7 +59,6 @@ def test_nothing_left_takes_no_time() -> None:
     ],
 )
 def test_an_estimate_that_cannot_be_made_is_missing(given: Load | Missing, why: str) -> None:
-    """And says why."""
     assert eta_s(given) == Missing(why)
 
 

@@ -36,26 +36,22 @@ def brief(moves: tuple[Move, ...]) -> list[tuple[str, str]]:
 
 
 def test_a_named_worker_is_drained() -> None:
-    """Whatever its suffix."""
     decision = decide_drain(fleet("ready", "ready"), name(), stimulus_id="t")
     assert decision.or_raise() == (BeginDrain(name(), "drain"),)
 
 
 @pytest.mark.parametrize("state", ["draining", "drain_timed_out", "exited", "crashed/leaving"])
 def test_a_drain_of_what_leaves_already_does_nothing(state: str) -> None:
-    """Asked twice is asked once."""
     assert decide_drain(fleet("ready", state), name(1), stimulus_id="t") == ScalingDecision("t")
 
 
 @pytest.mark.parametrize("state", ["pending", "starting", "backing_off", "crashed", "faulted", "draining/restarting"])
 def test_a_drain_of_what_does_not_serve_takes_it_back(state: str) -> None:
-    """There is nothing to finish, or it finishes already."""
     decision = decide_drain(fleet("ready", state), name(1), stimulus_id="t")
     assert brief(decision.or_raise()) == [("TakeBack", "VllmWorker_1")]
 
 
 def test_the_last_ready_worker_is_drained_by_force_only() -> None:
-    """By name as by number."""
     view = fleet("ready")
     assert isinstance(decide_drain(view, name(), stimulus_id="t").refused, LastReadyWorker)
     assert brief(decide_drain(view, name(), stimulus_id="t", force=True).or_raise()) == [("BeginDrain", "VllmWorker")]
@@ -68,7 +64,6 @@ def test_the_bare_worker_is_found_without_its_namespace() -> None:
 
 
 def test_an_unknown_worker_is_refused_with_those_there_are() -> None:
-    """For `drain` and for its `--cancel`."""
     for decision in (
         decide_drain(fleet("ready"), "VllmWorker_7", stimulus_id="t"),
         decide_cancel(fleet("ready"), "VllmWorker_7", stimulus_id="t"),
@@ -79,14 +74,12 @@ def test_an_unknown_worker_is_refused_with_those_there_are() -> None:
 
 @pytest.mark.parametrize("state", ["draining", "draining/restarting"])
 def test_a_drain_is_taken_back(state: str) -> None:
-    """A restart's, too: then it is not restarted."""
     decision = decide_cancel(fleet("ready", state), name(1), stimulus_id="t")
     assert brief(decision.or_raise()) == [("CancelDrain", "VllmWorker_1")]
 
 
 @pytest.mark.parametrize("state", ["ready", "draining/returning"])
 def test_taking_back_what_is_back_does_nothing(state: str) -> None:
-    """Asked twice is asked once."""
     assert decide_cancel(fleet("ready", state), name(1), stimulus_id="t") == ScalingDecision("t")
 
 
@@ -100,7 +93,6 @@ def test_taking_back_what_is_back_does_nothing(state: str) -> None:
     ],
 )
 def test_what_cannot_be_taken_back_says_why(sibling: object, why: str) -> None:
-    """And names the worker."""
     refused = decide_cancel(fleet("ready", sibling), name(1), stimulus_id="t").refused  # type: ignore[arg-type]
     assert isinstance(refused, DrainNotCancellable)
     assert why in str(refused)
@@ -111,7 +103,6 @@ def test_what_cannot_be_taken_back_says_why(sibling: object, why: str) -> None:
 
 
 def test_a_decision_on_the_committed_intent_goes_on_from_it() -> None:
-    """Two quick `-1` take two workers, two quick `+1` give both back."""
     view = fleet("ready", "ready", "ready")
     twice = scaled(scaled(view, "-1", 1.0), "-1", 2.0)
     assert [w.state for w in twice.of("VllmWorker")] == [S.READY, S.DRAINING, S.DRAINING]
@@ -120,7 +111,6 @@ def test_a_decision_on_the_committed_intent_goes_on_from_it() -> None:
 
 
 def test_a_worker_that_never_was_ready_is_gone_at_once_where_it_has_no_process() -> None:
-    """A suffixed entry disappears; the bare one stays as the template; a started one is asked to leave."""
     view = fleet("faulted", "backing_off", "starting")
     for n in range(3):
         view, _ = machine.step(view, Drain(stimulus_id="t", name=name(n), force=True), 1.0)
@@ -129,13 +119,11 @@ def test_a_worker_that_never_was_ready_is_gone_at_once_where_it_has_no_process()
 
 
 def test_a_crashed_worker_that_is_taken_back_waits_for_its_process_to_end() -> None:
-    """Its GPU goes with the process, so its entry stays until then."""
     view, _ = machine.step(fleet("ready", "crashed"), Drain(stimulus_id="t", name=name(1)), 1.0)
     assert [(w.state, w.counts) for w in view.of("VllmWorker")] == [(S.READY, True), (S.CRASHED, False)]
 
 
 @pytest.mark.parametrize("order", [Drain, CancelDrain])
 def test_a_command_for_an_unknown_worker_changes_nothing(order: type[Drain] | type[CancelDrain]) -> None:
-    """The refusal comes out of the step, and there is no other fleet."""
     with pytest.raises(UnknownWorker, match=name(3)):
         machine.step(fleet("ready"), order(stimulus_id="t", name=name(3)), 1.0)

@@ -15,7 +15,6 @@ from tests.fakes.arbiter.fleet_views import PREFILL, fleet, name, on_ledger, wor
 
 
 def test_a_ledger_does_not_move_under_a_decision() -> None:
-    """A decision is made from one moment: a change is another ledger."""
     before = GpuLedger.of(SimInventory(2).sample())
     then = before.allocate("a", 1)
     assert (len(before.free), dict(before.held)) == (2, {})
@@ -23,7 +22,6 @@ def test_a_ledger_does_not_move_under_a_decision() -> None:
 
 
 def test_a_shortage_says_what_is_kept_for_others() -> None:
-    """One text for `serve` and for `scale`."""
     ledger = GpuLedger.of(SimInventory(2).sample())
     asks = [GpuAsk("a", "A", 3)]
     assert "kept for" not in shortage(ledger, asks)
@@ -31,7 +29,6 @@ def test_a_shortage_says_what_is_kept_for_others() -> None:
 
 
 def test_devices_are_kept_for_who_lacks_them_and_come_back_from_who_leaves() -> None:
-    """A GPU goes with the process: a draining worker's will be free, a restarting one's will not."""
     workers = [
         worker(0, "backing_off"),
         worker(1, "draining"),
@@ -45,7 +42,6 @@ def test_devices_are_kept_for_who_lacks_them_and_come_back_from_who_leaves() -> 
 
 
 def test_entries_are_listed_from_the_bare_name_up() -> None:
-    """By number, not by text: _10 comes after _2."""
     view = on_ledger([worker(n, "exited") for n in (10, 2, 0)], 0)
     assert [w.n for w in view.of("VllmWorker")] == [0, 2, 10]
 
@@ -94,7 +90,6 @@ def test_a_move_has_one_event_and_one_course(
 
 
 def test_capacity_is_what_serves_or_will() -> None:
-    """A ready, a starting and a returning worker; not the one that leaves."""
     view = fleet("ready", "starting", "draining/returning", "draining")
     assert view.capacity("VllmWorker") == 3
     assert [w.n for w in view.on_their_way("VllmWorker")] == [1, 2]

@@ -31,7 +31,6 @@ BUSY = worker(0, "ready").process
 
 @pytest.mark.parametrize("state", [*STATES, *COURSES, *STANDBY, "faulted", "exited"])
 def test_each_state_can_be(state: str) -> None:
-    """As the machine leaves it."""
     validate(fleet("ready", state))
 
 
@@ -69,7 +68,6 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
 
 
 def test_a_process_in_two_roles_is_found() -> None:
-    """Whatever happened to the arbiter: a worker is adopted in one role or the other, never in both."""
     begun = fleet("ready", "ready")
     with pytest.raises(Violated, match="two workers have the same name at birth"):
         validate(put(begun, name(1), born=name()))
@@ -90,7 +88,6 @@ def test_two_workers_that_would_be_called_alike_are_found() -> None:
 
 @pytest.mark.parametrize(("state", "broken", "why"), BROKEN)
 def test_a_worker_that_cannot_be_is_found(state: str, broken: dict[str, Any], why: str) -> None:
-    """By its name and its state."""
     with pytest.raises(Violated) as found:
         validate(put(fleet("ready", state), name(1), **broken))
     assert why in str(found.value)
@@ -98,7 +95,6 @@ def test_a_worker_that_cannot_be_is_found(state: str, broken: dict[str, Any], wh
 
 
 def test_a_pending_worker_that_nobody_looks_for_is_forgotten() -> None:
-    """It waits for a device, and no look is planned or under way."""
     begun = fleet("ready", "pending")
     with pytest.raises(Violated, match="is forgotten: nothing starts it"):
         validate(replace(begun, look_s=None))
@@ -106,7 +102,6 @@ def test_a_pending_worker_that_nobody_looks_for_is_forgotten() -> None:
 
 
 def test_a_run_that_leaves_starts_nobody_and_that_is_no_forgetting() -> None:
-    """Nothing moves them on, as was ordered."""
     validate(replace(fleet("ready", "pending"), look_s=None, leaving=Leaving()))
 
 
@@ -132,7 +127,6 @@ GPUS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("breaks", "why"), GPUS)
 def test_devices_in_two_places_or_in_none_are_found(breaks: Any, why: str) -> None:
-    """The ledger and the workers must say the same, and count every device once."""
     with pytest.raises(Violated, match=why):
         validate(breaks(fleet("ready", "ready")))
 
@@ -161,13 +155,11 @@ def test_a_fault_that_keeps_its_devices_is_found() -> None:
 
 
 def test_every_broken_rule_is_named() -> None:
-    """Not only the first."""
     begun = put(fleet("ready", "ready"), name(), served=False)
     with pytest.raises(Violated, match=f"{name()}.*; {name(1)}"):
         validate(put(begun, name(1), served=False))
 
 
 def test_states_are_all_looked_at() -> None:
-    """A new state needs a row here."""
     tried = {state for state, *_ in BROKEN} | {"drain_timed_out"}
     assert {str(state) for state in WorkerState} <= tried

@@ -92,7 +92,6 @@ def test_the_paths_of_a_worker(events: tuple[str, ...], expected: S) -> None:
 
 
 def test_a_lease_revoked_outside_is_a_drain_and_not_a_crash() -> None:
-    """The worker is not restarted: no path from draining leads to a back-off."""
     assert run(*UP, "LeaseRevoked") is S.DRAINING
     assert run(*UP, "LeaseRevoked", "ProcessExited") is S.EXITED
 
@@ -115,7 +114,6 @@ def test_every_pair_outside_the_table_is_refused() -> None:
 
 
 def test_every_event_is_in_the_table_and_every_state_can_be_left() -> None:
-    """No event that nothing takes, no state that is a trap, none that cannot be reached."""
     assert {kind for _, kind in NEXT} == {type(event) for event in EVENTS}
     assert set(BY_NAME) == {kind.__name__ for kind in Event.__subclasses__()}
     assert all(legal_events(state) for state in S)
@@ -123,7 +121,6 @@ def test_every_event_is_in_the_table_and_every_state_can_be_left() -> None:
 
 
 def test_from_every_state_there_is_a_way_out() -> None:
-    """Exited can be reached from everywhere: no worker is stuck for ever."""
     can_exit = {S.EXITED}
     while True:
         more = {source for (source, _), target in NEXT.items() if target in can_exit} - can_exit
@@ -134,7 +131,6 @@ def test_from_every_state_there_is_a_way_out() -> None:
 
 
 def test_the_diagram_shows_every_transition() -> None:
-    """It is generated from the table: each arrow is there with its events, joined where they share one."""
     diagram = mermaid()
     assert diagram.startswith("stateDiagram-v2\n    [*] --> pending\n")
     for (source, kind), target in NEXT.items():
@@ -145,7 +141,6 @@ def test_the_diagram_shows_every_transition() -> None:
 
 
 def test_events_are_values() -> None:
-    """Equal by content, and they cannot be changed."""
     assert lc.Spawned(stimulus_id="a", pid=1) == lc.Spawned(stimulus_id="a", pid=1)
     with pytest.raises(AttributeError):
         BY_NAME["Spawned"].stimulus_id = "other"  # type: ignore[misc]

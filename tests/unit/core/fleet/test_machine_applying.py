@@ -46,7 +46,6 @@ def renew(life: Life, n: int, pid: int) -> list[str]:
 
 
 def test_each_worker_of_another_configuration_gets_a_new_process() -> None:
-    """One after the other; the plan and the new deployment are committed first."""
     life = Life(served("ready", "ready"))
     assert life.feed(order()) == [f"revoke {lease_of(1)} VllmWorker_1"]
     assert life.did(ins.Commit)[0].head
@@ -58,7 +57,6 @@ def test_each_worker_of_another_configuration_gets_a_new_process() -> None:
 
 
 def test_who_does_not_differ_is_left_alone() -> None:
-    """No process ends, none begins."""
     life = Life(served("ready", "ready", more=(worker(0, "ready", FRONTEND),)))
     later = replace(OLD, drain_deadline_s=5.0)
     assert life.feed(order(later, *TEMPLATES[1:])) == []
@@ -67,7 +65,6 @@ def test_who_does_not_differ_is_left_alone() -> None:
 
 
 def test_the_only_worker_is_replaced_by_one_of_the_new_configuration() -> None:
-    """It serves until that is ready."""
     life = Life(served("ready"))
     assert life.feed(order()) == ["spawn VllmWorker_1"]
     assert life.up(1, 71) == [f"revoke {lease_of(0)} VllmWorker"]
@@ -75,7 +72,6 @@ def test_the_only_worker_is_replaced_by_one_of_the_new_configuration() -> None:
 
 
 def test_numbers_of_workers_change_at_once() -> None:
-    """Fewer, and more of another component on what that gives back."""
     prefill = worker(0, "ready", TEMPLATES[1])
     life = Life(served("ready", "ready", gpus=3, more=(prefill,)))
     wanted = order(OLD, *TEMPLATES[1:], counts={"PrefillWorker": 2, "VllmWorker": 1})
@@ -84,7 +80,6 @@ def test_numbers_of_workers_change_at_once() -> None:
 
 
 def test_what_is_removed_leaves_when_what_comes_is_ready() -> None:
-    """And its template goes with its last worker."""
     old = [worker(n, "ready", SIDECAR) for n in (0, 1)]
     life = Life(on_ledger([worker(0, "ready"), *old], 2, (DECODE, SIDECAR)))
     coming = Template("Other", Role.OTHER)
@@ -102,7 +97,6 @@ def test_what_is_removed_leaves_when_what_comes_is_ready() -> None:
 
 
 def test_a_component_that_is_removed_gets_no_more_workers() -> None:
-    """Its draining workers are not taken back, either: others were promised their devices."""
     life = Life(on_ledger([worker(0, "ready"), worker(0, "ready", SIDECAR)], 2, (DECODE, SIDECAR)))
     life.feed(order(DECODE, force=True))
     assert str(life.fleet.workers["dynamo_Sidecar"].state) == "draining"
@@ -111,7 +105,6 @@ def test_a_component_that_is_removed_gets_no_more_workers() -> None:
 
 
 def test_what_cannot_be_is_refused_with_all_reasons() -> None:
-    """A port, devices that are not there, a number that leaves nobody, a change that is under way."""
     view = served("ready", "ready", gpus=2, more=(worker(0, "ready", FRONTEND, launched="old"),))
     frontend = replace(FRONTEND, fingerprint="new")
     wide = replace(NEW, gpus_per_worker=2)
@@ -126,7 +119,6 @@ def test_what_cannot_be_is_refused_with_all_reasons() -> None:
 
 
 def test_forced_the_only_worker_goes_first() -> None:
-    """Where it can have no substitute; who can, has one."""
     frontend = worker(0, "ready", FRONTEND, launched="old")
     life = Life(served("ready", gpus=2, more=(frontend,)))
     wanted = order(NEW, TEMPLATES[1], replace(FRONTEND, fingerprint="new"), force=True)
@@ -135,7 +127,6 @@ def test_forced_the_only_worker_goes_first() -> None:
 
 
 def test_more_gpus_a_worker_are_taken_one_worker_after_the_other() -> None:
-    """Each gives its own back first, and finds enough."""
     life = Life(served("ready", "ready", gpus=4))
     life.feed(order(replace(NEW, gpus_per_worker=2), *TEMPLATES[1:]))
     renew(life, 1, 71)
@@ -144,7 +135,6 @@ def test_more_gpus_a_worker_are_taken_one_worker_after_the_other() -> None:
 
 
 def test_a_configuration_that_does_not_start_stops_at_the_first_worker() -> None:
-    """The others serve on with the old one; the old file, applied again, restarts none of them."""
     life = Life(served("ready", "ready"))
     life.feed(order())
     life.leaves(1)
@@ -158,7 +148,6 @@ def test_a_configuration_that_does_not_start_stops_at_the_first_worker() -> None
 
 
 def test_workers_of_an_older_arbiter_are_not_called_outdated() -> None:
-    """It did not write down what they were started with."""
     life = Life(fleet("ready"))
     life.feed(order())
     assert not life.fleet.outdated(life.worker())

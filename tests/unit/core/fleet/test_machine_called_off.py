@@ -19,7 +19,6 @@ def scale(life: Life, count: int) -> list[str]:
 
 
 def test_up_down_and_up_again_at_once_finds_its_gpu() -> None:
-    """All three within milliseconds, before the first has been written: it met `not_enough_gpus`."""
     life = Life(fleet("ready", gpus=2))
     assert scale(life, +1) == ["spawn VllmWorker_1"]
     assert scale(life, -1) == ["call off spawn VllmWorker_1", "forget VllmWorker_1"]
@@ -40,7 +39,6 @@ def test_its_entry_and_its_lock_go_with_it() -> None:
 
 
 def test_one_whose_process_is_being_made_is_waited_for() -> None:
-    """It may be there in any moment: then it is told to leave."""
     life = Life(fleet("ready", gpus=2))
     scale(life, +1)
     life.begun(1)
@@ -50,7 +48,6 @@ def test_one_whose_process_is_being_made_is_waited_for() -> None:
 
 
 def test_the_template_stays() -> None:
-    """The bare entry goes nowhere."""
     life = Life(fleet("pending", gpus=1))
     life.feed(st.StartAll(stimulus_id="serve"))
     life.feed(st.Drain(stimulus_id="drain", name=name(), force=True))

@@ -75,7 +75,6 @@ def test_a_drain_from_the_word_to_the_end() -> None:
     ],
 )
 def test_each_is_asked_by_the_sign_that_fits_its_role(leaver: object, sign: str) -> None:
-    """One without a lease can only be signalled."""
     who = leaver
     life = Life(on_ledger([who], 2))  # type: ignore[list-item]
     assert life.feed(st.Drain(stimulus_id="d", name=who.name, force=True)) == [sign]  # type: ignore[attr-defined]
@@ -83,7 +82,6 @@ def test_each_is_asked_by_the_sign_that_fits_its_role(leaver: object, sign: str)
 
 
 def test_where_the_lease_cannot_be_revoked_a_signal_says_the_same() -> None:
-    """etcd cannot be reached; not for one that left meanwhile."""
     life = draining()
     failed = st.RevokeFailed(stimulus_id="etcd", name=name(1), lease=lease_of(1), why="etcd is away")
     assert life.feed(failed) == [f"SIGTERM {PID} VllmWorker_1"]
@@ -92,7 +90,6 @@ def test_where_the_lease_cannot_be_revoked_a_signal_says_the_same() -> None:
 
 
 def test_the_last_ready_worker_is_not_drained_unforced() -> None:
-    """The refusal comes out of the step, and nothing has changed."""
     life = Life(fleet("ready", "starting"))
     before = life.fleet
     with pytest.raises(LastReadyWorker):
@@ -103,14 +100,12 @@ def test_the_last_ready_worker_is_not_drained_unforced() -> None:
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "drain"), (None, "drain"), (1, "drain; exited with code 1 unasked")])
 def test_however_it_ends_it_has_left(code: int | None, reason: str) -> None:
-    """A draining worker that is gone is not started again; an ugly end is said."""
     life = draining()
     life.gone(1, code)
     assert (life.state(1), life.worker(1).reason, life.worker(1).failure) == ("exited", reason, None)
 
 
 def test_a_lease_revoked_from_outside_is_an_order_to_leave() -> None:
-    """Nobody here asked, so nobody here sets it a deadline; it is not started again."""
     life = Life(fleet("ready", "ready"))
     assert life.key_gone(1) == []
     assert (life.events(), life.state(1)) == (["LeaseRevoked"], "draining")
@@ -124,7 +119,6 @@ def test_a_lease_revoked_from_outside_is_an_order_to_leave() -> None:
 
 
 def test_a_lease_that_had_only_expired_comes_back() -> None:
-    """It was stopped, or etcd was away: it registers again by itself, under a new lease."""
     life = Life(fleet("ready", "ready"))
     life.key_gone(1)
     life.registered(1, "beef")
@@ -133,7 +127,6 @@ def test_a_lease_that_had_only_expired_comes_back() -> None:
 
 
 def test_one_that_hangs_after_its_lease_expired_is_a_crash() -> None:
-    """What looked like a drain was none; it is started again."""
     life = Life(fleet("ready", "ready"))
     life.heard({0: load(), 1: load()})
     life.key_gone(1)
@@ -157,7 +150,6 @@ def test_one_that_hangs_while_it_is_called_back_from_that_is_a_crash_like_any_ot
 
 
 def test_a_worker_asked_twice_is_asked_once() -> None:
-    """Its deadline does not move."""
     life = draining()
     before = life.fleet
     life.now_s += 5.0
@@ -169,7 +161,6 @@ def test_a_worker_asked_twice_is_asked_once() -> None:
 
 
 def test_past_its_deadline_it_is_asked_what_that_cuts_and_then_ended() -> None:
-    """The number and the ids are told, at most twenty of them."""
     life = draining()
     assert life.after(599.9) == []
     assert life.after(0.1) == ["count requests VllmWorker_1"]
@@ -191,7 +182,6 @@ def test_past_its_deadline_it_is_asked_what_that_cuts_and_then_ended() -> None:
     [(True, "3 requests were cut"), (False, "what that cut is unknown (no answer)")],
 )
 def test_where_it_does_not_answer_its_last_load_is_what_is_known(heard: bool, cut: str) -> None:
-    """And where there is none, the number is unknown, not 0."""
     life = draining()
     life.now_s += 600.0 if heard else 595.0
     life.heard({1: load(active=2, waiting=1)})
@@ -205,7 +195,6 @@ def test_where_it_does_not_answer_its_last_load_is_what_is_known(heard: bool, cu
 
 
 def test_one_that_leaves_while_it_is_asked_is_not_ended() -> None:
-    """The answer of a process that is gone, or of another one, ends nobody."""
     life = draining()
     life.after(600.0)
     assert life.feed(counted(1, 0, pid=77)) == []
@@ -215,7 +204,6 @@ def test_one_that_leaves_while_it_is_asked_is_not_ended() -> None:
 
 
 def test_one_that_never_served_gets_less_time_unless_it_turns_out_to() -> None:
-    """It registered in the moment that it was asked: it may hold requests."""
     life = Life(fleet("ready", "starting"))
     assert life.feed(drain()) == [f"SIGTERM {PID} VllmWorker_1"]
     assert life.worker(1).due_s == life.now_s + 10.0
@@ -224,7 +212,6 @@ def test_one_that_never_served_gets_less_time_unless_it_turns_out_to() -> None:
 
 
 def test_a_hung_worker_that_drains_is_ended_before_its_deadline() -> None:
-    """It finishes nothing."""
     life = draining()
     life.heard({0: load(), 1: load(active=2)})
     for _ in range(31):
@@ -239,7 +226,6 @@ def test_a_hung_worker_that_drains_is_ended_before_its_deadline() -> None:
 
 
 def test_a_drain_is_taken_back() -> None:
-    """The same process on the same devices; it serves again when it has said so."""
     life = draining()
     before = life.worker(1)
     assert life.feed(cancel()) == ["call back VllmWorker_1"]
@@ -254,7 +240,6 @@ def test_a_drain_is_taken_back() -> None:
 
 @pytest.mark.parametrize("first", ["key", "answer"])
 def test_its_key_and_its_answer_may_come_in_either_order(first: str) -> None:
-    """It is ready after the first, and stays so after the second."""
     life = draining()
     life.feed(scale(1))
     life.key_gone(1)
@@ -266,7 +251,6 @@ def test_its_key_and_its_answer_may_come_in_either_order(first: str) -> None:
 
 
 def test_a_scale_up_takes_a_drain_back_and_starts_anew_where_that_is_too_late() -> None:
-    """Nobody waits for that answer: what is promised is a worker, not a process."""
     life = draining()
     assert life.feed(scale(1)) == ["call back VllmWorker_1"]
     assert life.called_back(1, "it has exited") == [
@@ -301,7 +285,6 @@ def test_a_late_no_to_a_person_does_not_start_what_is_gone() -> None:
 
 
 def test_a_drain_ordered_again_after_it_was_taken_back_is_carried_out() -> None:
-    """The later order counts: the answer of the call back does not undo it."""
     life = draining()
     life.feed(cancel())
     assert life.feed(drain()) == [ONE]
@@ -332,7 +315,6 @@ def test_one_that_was_called_back_twice_is_ready_when_it_has_come_back_twice(las
 
 
 def test_a_call_back_that_nobody_answers_ends_at_the_drains_deadline() -> None:
-    """And then the worker is started anew, as was promised."""
     life = draining()
     life.feed(scale(1))
     life.after(600.0)
@@ -377,7 +359,6 @@ def test_one_that_could_neither_be_told_nor_called_back_is_told_then(order: st.S
 
 
 def test_what_was_never_ready_cannot_be_called_back() -> None:
-    """There is nothing to go back to."""
     life = Life(fleet("ready", "starting"))
     life.feed(drain())
     with pytest.raises(DrainNotCancellable):
@@ -385,7 +366,6 @@ def test_what_was_never_ready_cannot_be_called_back() -> None:
 
 
 def test_a_drain_taken_back_takes_devices_from_who_waits_for_them() -> None:
-    """planner-rules, 5."""
     life = Life(on_ledger([worker(0, "ready"), worker(0, "ready", PREFILL), worker(1, "ready", PREFILL)], 3))
     prefill = name(1, "PrefillWorker")
     life.feed(st.Drain(stimulus_id="d", name=prefill))

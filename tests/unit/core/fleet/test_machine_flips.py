@@ -110,7 +110,6 @@ def test_a_flip_from_the_word_to_the_end() -> None:
 
 
 def test_its_answer_may_come_before_its_key() -> None:
-    """Whichever is heard first: etcd's watch may be slow."""
     life = flipping()
     life.feed(answered())
     assert (prefiller(life).state, prefiller(life).lease) == ("ready", LEASE)
@@ -119,7 +118,6 @@ def test_its_answer_may_come_before_its_key() -> None:
 
 
 def test_its_old_key_may_go_first() -> None:
-    """The worker gives its old lease back itself: that is no drain."""
     life = flipping()
     life.key_gone(1)
     assert (life.state(1), life.worker(1).lease) == ("flipping", None)
@@ -139,7 +137,6 @@ def test_the_bare_worker_leaves_its_entry_as_a_template() -> None:
 
 
 def test_back_again_it_has_the_name_of_its_birth() -> None:
-    """It alone may have it as long as it lives."""
     life = flipping()
     life.feed(key())
     assert name(1) in life.fleet.reserved()
@@ -150,7 +147,6 @@ def test_back_again_it_has_the_name_of_its_birth() -> None:
 
 
 def test_a_retired_component_keeps_no_template() -> None:
-    """Its last worker has become something else: the component is gone."""
     retired = tuple(replace(each, retired=each is DECODE) for each in TEMPLATES)
     life = Life(on_ledger([worker(0, "ready"), worker(0, "ready", PREFILL)], 2, retired))
     life.feed(flip(name(), force=True))
@@ -172,7 +168,6 @@ def test_who_serves_with_a_fingerprint_has_that_of_its_new_component() -> None:
 
 
 def test_a_flip_that_fails_ends_in_the_old_role() -> None:
-    """And a person is told why."""
     life = flipping()
     life.feed(answered("no hand-off succeeded"))
     assert (life.events(), life.state(1), life.worker(1).flip) == (["FlipFailed"], "ready", None)
@@ -181,7 +176,6 @@ def test_a_flip_that_fails_ends_in_the_old_role() -> None:
 
 
 def test_one_that_has_lost_its_registration_over_it_leaves() -> None:
-    """Somebody revoked its lease meanwhile: nothing is routed to it."""
     life = flipping()
     life.key_gone(1)
     life.feed(answered("it is draining"))
@@ -209,7 +203,6 @@ def test_a_flip_is_taken_back() -> None:
 
 
 def test_a_cancel_may_come_too_late() -> None:
-    """Then it has flipped, and that is told."""
     life = flipping()
     life.feed(st.CancelFlip(stimulus_id="c", name=name(1)))
     life.feed(key())
@@ -230,7 +223,6 @@ def test_one_that_dies_of_it_is_started_in_its_old_role(code: int) -> None:
 
 
 def test_one_that_hangs_in_it_is_ended() -> None:
-    """As whoever answers nothing."""
     life = flipping()
     life.fleet = put(life.fleet, name(1), silent_s=29.0, heard_s=0.0)
     life.now_s += 3.0
@@ -240,7 +232,6 @@ def test_one_that_hangs_in_it_is_ended() -> None:
 
 
 def test_one_that_answers_under_its_new_name_does_not_hang() -> None:
-    """Its new key, and its answer, may be heard of much later."""
     life = flipping()
     life.heard({1: load()})
     for _ in range(12):
@@ -266,7 +257,6 @@ def test_its_end_may_be_heard_under_its_old_name() -> None:
 
 
 def test_down_meets_a_flip_as_a_drain() -> None:
-    """It leaves with the role that it was to give up."""
     life = flipping()
     asked = life.feed(st.Leave(stimulus_id="down"))
     assert f"SIGTERM {PID} VllmWorker_1" in asked
@@ -286,7 +276,6 @@ def test_down_meets_a_flip_as_a_drain() -> None:
     ],
 )
 def test_what_waits_until_a_flip_is_over(order: st.Stimulus, refusal: type[DynamoError]) -> None:
-    """It is over in a moment; nothing has changed."""
     life = flipping()
     before = life.fleet
     with pytest.raises(refusal):
@@ -295,7 +284,6 @@ def test_what_waits_until_a_flip_is_over(order: st.Stimulus, refusal: type[Dynam
 
 
 def test_a_scale_down_leaves_alone_who_is_about_to_come() -> None:
-    """It takes one that serves; where there is none but the one that comes, that is said."""
     life = flipping()
     fewer = st.Scale(stimulus_id="s", component="PrefillWorker", change=Change(-1, relative=True), force=True)
     assert life.feed(fewer) == [f"SIGTERM {pid_of(0, PREFILL)} PrefillWorker"]
@@ -304,7 +292,6 @@ def test_a_scale_down_leaves_alone_who_is_about_to_come() -> None:
 
 
 def test_names_that_are_promised_go_to_nobody_else() -> None:
-    """Two flips at once, and a start beside them."""
     life = Life(on_ledger([worker(n, "ready") for n in range(3)] + [worker(0, "ready", PREFILL)], 6))
     life.feed(flip(name(1)))
     life.feed(flip(name(2)))
@@ -315,7 +302,6 @@ def test_names_that_are_promised_go_to_nobody_else() -> None:
 
 
 def test_a_successor_asks_again() -> None:
-    """It cannot know whether its predecessor had."""
     life = flipping()
     life.fleet = put(life.fleet, name(1), flip=replace(life.worker(1).flip, asking=False), due_s=0.0)  # type: ignore[type-var]
     assert life.feed(st.Resume(stimulus_id="adopt")) == [f"flip to {NEW} VllmWorker_1"]
@@ -341,20 +327,17 @@ def _with(template: object, *also: Worker) -> Fleet:
     ],
 )
 def test_who_cannot_flip_and_why(fleet: Fleet, who: str, refusal: type[DynamoError], words: str) -> None:
-    """The reason is for a person."""
     with pytest.raises(refusal, match=words):
         Life(fleet).feed(flip(who))
 
 
 def test_a_component_has_its_bound() -> None:
-    """As for a scale."""
     begun = replace(two_and_one(), templates=(DECODE, replace(PREFILL, max_workers=1), FRONTEND))
     with pytest.raises(TooManyWorkers):
         Life(begun).feed(flip())
 
 
 def test_nobody_becomes_what_is_wanted_no_more() -> None:
-    """An apply has removed the component, and its last worker drains."""
     begun = replace(two_and_one(), templates=(DECODE, replace(PREFILL, retired=True), FRONTEND))
     with pytest.raises(NotFlippable, match="wanted no more"):
         Life(begun).feed(flip())

@@ -76,7 +76,6 @@ def test_memory_that_does_not_return_is_quarantined_until_it_has_and_both_is_tol
 
 
 def test_a_device_that_nobody_could_look_at_is_quarantined_until_it_is_seen_empty() -> None:
-    """The driver hangs: the last look is from before the worker ended, and proves nothing."""
     life = leaving()
     life.gpus(stale="the driver hangs")
     assert life.free() == []
@@ -93,7 +92,6 @@ def test_a_device_that_nobody_could_look_at_is_quarantined_until_it_is_seen_empt
 
 
 def test_a_restart_on_memory_that_never_returns_looks_for_another_device() -> None:
-    """It was to have its own again."""
     life = Life(fleet("ready", gpus=2))
     life.feed(st.Restart(stimulus_id="r", target=name(), force=True))
     life.gone()
@@ -106,7 +104,6 @@ def test_a_restart_on_memory_that_never_returns_looks_for_another_device() -> No
 
 
 def test_a_restart_on_its_own_device_keeps_the_lock() -> None:
-    """Nobody gets in between."""
     life = Life(fleet("ready", gpus=1))
     life.feed(st.Restart(stimulus_id="r", target=name(), force=True))
     life.gone()
@@ -121,7 +118,6 @@ def test_a_restart_on_its_own_device_keeps_the_lock() -> None:
 
 
 def test_a_worker_waits_for_the_device_of_one_that_leaves() -> None:
-    """planner-rules, 4: planned now, spawned when the device is really free."""
     life = Life(on_ledger([worker(0, "ready"), worker(0, "ready", PREFILL), worker(1, "ready", PREFILL)], 3))
     prefill = name(1, "PrefillWorker")
     life.feed(st.Drain(stimulus_id="d", name=prefill))
@@ -140,7 +136,6 @@ def test_a_worker_waits_for_the_device_of_one_that_leaves() -> None:
 
 
 def test_the_one_that_has_waited_longest_starts_first() -> None:
-    """Whatever its name."""
     waits = [worker(0, "ready"), worker(1, "pending", since_s=5.0), worker(2, "pending", since_s=3.0)]
     life = Life(on_ledger(waits, 2))
     assert life.gpus() == ["spawn VllmWorker_2"]
@@ -148,7 +143,6 @@ def test_the_one_that_has_waited_longest_starts_first() -> None:
 
 
 def test_a_device_that_a_stranger_took_is_waited_for() -> None:
-    """It is looked for twice a second, until somebody is gone."""
     life = Life(on_ledger([worker(0, "pending")], 1))
     assert life.gpus(devices=busy(life, 0)) == []
     assert life.until_due() == ["look at GPUs"]
@@ -156,7 +150,6 @@ def test_a_device_that_a_stranger_took_is_waited_for() -> None:
 
 
 def test_a_look_that_is_under_way_is_not_begun_twice() -> None:
-    """What is asked for meanwhile is one more, after it: it was begun too early."""
     life = leaving()
     assert life.fleet.looking
     life.feed(st.Drain(stimulus_id="d", name=name(), force=True))
@@ -166,7 +159,6 @@ def test_a_look_that_is_under_way_is_not_begun_twice() -> None:
 
 
 def test_nobody_looks_while_nobody_waits() -> None:
-    """A quiet arbiter does not wake the driver."""
     life = leaving()
     life.gpus(devices=busy(life))
     assert life.after(3600.0) == []
@@ -177,7 +169,6 @@ def test_nobody_looks_while_nobody_waits() -> None:
 
 
 def test_a_device_is_locked_before_the_step_is_valid() -> None:
-    """The lock comes first: refused, the step never happened."""
     life = Life(fleet("ready", gpus=2))
     life.feed(scale(1))
     assert isinstance(life.last[0], ins.Lock)
@@ -185,7 +176,6 @@ def test_a_device_is_locked_before_the_step_is_valid() -> None:
 
 
 def test_where_another_namespace_was_quicker_another_device_is_chosen() -> None:
-    """The last sample did not say so; the refused lock does."""
     life = Life(fleet("ready", gpus=3))
     life.feed(st.GpuReserved(stimulus_id="scale:1", uuid=life.device(1).uuid, who=OTHER))
     assert life.fleet.gpus.taken == {life.device(1).uuid: OTHER}
@@ -194,7 +184,6 @@ def test_where_another_namespace_was_quicker_another_device_is_chosen() -> None:
 
 
 def test_a_restart_whose_device_was_taken_meanwhile_gives_it_up_and_looks_for_others() -> None:
-    """An adopted worker held its own lock, which ended with it."""
     life = Life(fleet("ready", gpus=2))
     life.gone(0, 1)
     life.swept()
@@ -208,7 +197,6 @@ def test_a_restart_whose_device_was_taken_meanwhile_gives_it_up_and_looks_for_ot
 
 
 def test_a_running_workers_device_is_its_own_whoever_says_so() -> None:
-    """A lock that is refused later says nothing of who is on the device now."""
     life = Life(fleet("ready", gpus=1))
     life.feed(st.GpuReserved(stimulus_id="x", uuid=life.device(0).uuid, who=OTHER))
     assert life.worker().gpus == (life.device(0).uuid,)

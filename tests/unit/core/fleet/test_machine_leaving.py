@@ -28,7 +28,6 @@ def gone(life: Life, who: str, pid: int, code: int = 0) -> list[str]:
 
 
 def test_stages_leave_one_after_the_other() -> None:
-    """Frontends stop accepting and finish; then what decodes; then the prefill workers that it may still wait for."""
     life = graph()
     assert life.feed(DOWN) == [f"SIGTERM {F} Frontend"]
     assert not has_left(life.fleet)
@@ -41,7 +40,6 @@ def test_stages_leave_one_after_the_other() -> None:
 
 
 def test_one_that_arrives_in_a_role_that_leaves_already_leaves_with_it() -> None:
-    """Its change of role was under way when the run began to leave."""
     life, becomes = graph(), name(1)
     life.feed(st.Flip(stimulus_id="flip", name=PRE, force=True))
     life.feed(DOWN)
@@ -55,7 +53,6 @@ def test_one_that_arrives_in_a_role_that_leaves_already_leaves_with_it() -> None
 
 
 def test_a_run_without_processes_has_left_at_once() -> None:
-    """Faulted, waiting, exited: nothing to wait for."""
     life = Life(on_ledger([worker(0, "exited"), worker(1, "faulted"), worker(2, "pending")], 4))
     assert life.feed(DOWN) == []
     assert has_left(life.fleet)
@@ -75,7 +72,6 @@ def test_nothing_is_started_while_the_run_leaves() -> None:
 
 
 def test_a_worker_that_is_late_is_ended_and_the_next_stage_goes_on() -> None:
-    """Its deadline holds in `down`, too; nobody is asked what that cuts: its last load says it."""
     life = graph()
     life.feed(DOWN)
     gone(life, FRONT, F)
@@ -86,7 +82,6 @@ def test_a_worker_that_is_late_is_ended_and_the_next_stage_goes_on() -> None:
 
 
 def test_one_that_sigkill_does_not_end_holds_up_nobody() -> None:
-    """It is told, and the run goes on leaving."""
     life = graph()
     life.feed(NOW)
     life.after(10.0)
@@ -95,7 +90,6 @@ def test_one_that_sigkill_does_not_end_holds_up_nobody() -> None:
 
 
 def test_now_ends_stage_after_stage_at_once() -> None:
-    """SIGKILL for each, and what that cuts is in the event."""
     life = graph()
     assert life.feed(NOW) == [f"end session {F} Frontend"]
     assert life.events() == ["DrainRequested", "DrainDeadlinePassed"]
@@ -106,7 +100,6 @@ def test_now_ends_stage_after_stage_at_once() -> None:
 
 
 def test_now_may_come_later() -> None:
-    """A second Ctrl-C: what still drains is ended, the next stages as well."""
     life = graph()
     life.feed(DOWN)
     assert life.feed(NOW) == [f"end session {F} Frontend"]
@@ -115,7 +108,6 @@ def test_now_may_come_later() -> None:
 
 
 def test_a_second_down_changes_nothing() -> None:
-    """No stage is skipped."""
     life = graph()
     life.feed(DOWN)
     before = life.fleet
@@ -136,7 +128,6 @@ def test_a_process_that_is_being_made_is_waited_for_and_asked_then() -> None:
 
 
 def test_a_process_that_is_made_after_now_is_ended_at_once() -> None:
-    """Whatever it has to say."""
     life = Life(on_ledger([worker(0, "pending")], 1))
     life.feed(st.StartAll(stimulus_id="serve"))
     life.begun()
@@ -145,7 +136,6 @@ def test_a_process_that_is_made_after_now_is_ended_at_once() -> None:
 
 
 def test_one_that_is_called_back_leaves_all_the_same() -> None:
-    """The later order counts."""
     life = graph()
     life.feed(st.Drain(stimulus_id="d", name=name(), force=True))
     life.feed(st.CancelDrain(stimulus_id="c", name=name()))
@@ -155,7 +145,6 @@ def test_one_that_is_called_back_leaves_all_the_same() -> None:
 
 
 def test_one_that_never_answered_leaves_with_an_unknown_cut() -> None:
-    """Unknown is not 0."""
     life = graph()
     life.fleet = put(life.fleet, FRONT, load=Missing("no answer"))
     life.feed(NOW)
@@ -164,7 +153,6 @@ def test_one_that_never_answered_leaves_with_an_unknown_cut() -> None:
 
 
 def test_a_crash_while_the_run_leaves_is_reported_and_not_restarted() -> None:
-    """A decode worker dies while the frontend still finishes."""
     life = graph()
     life.feed(DOWN)
     assert gone(life, name(), D, 1)[-1] == "report: exited with code 1 unasked VllmWorker"

@@ -15,7 +15,6 @@ from tests.fakes.arbiter.machine import Life
 
 
 def test_a_key_of_another_process_is_not_ours() -> None:
-    """Of the one before, until its lease is gone; of a worker that is forgotten."""
     life = Life(fleet("starting"))
     before = life.fleet
     assert life.registered(0, "beef", pid=77) == []
@@ -24,7 +23,6 @@ def test_a_key_of_another_process_is_not_ours() -> None:
 
 
 def test_a_key_under_a_new_lease_is_the_one_that_counts() -> None:
-    """It has registered anew; the end of the old key says nothing."""
     life = Life(fleet("ready"))
     life.registered(0, "beef")
     assert life.events() == ["Registered"]
@@ -33,7 +31,6 @@ def test_a_key_under_a_new_lease_is_the_one_that_counts() -> None:
 
 
 def test_the_same_key_again_is_no_news() -> None:
-    """Written anew where etcd has lost it."""
     life = Life(fleet("ready"))
     life.registered()
     assert life.events() == []
@@ -41,7 +38,6 @@ def test_the_same_key_again_is_no_news() -> None:
 
 @pytest.mark.parametrize("state", ["crashed", "exited", "backing_off", "faulted"])
 def test_the_end_of_a_key_of_one_that_is_gone_is_no_news(state: str) -> None:
-    """Its lease was revoked by us."""
     life = Life(put(fleet("ready", state), name(1), lease=lease_of(1)))
     before = life.fleet
     assert life.key_gone(1) == []
@@ -60,7 +56,6 @@ def ended_in_order() -> Life:
 
 
 def test_one_whose_key_went_first_has_left() -> None:
-    """Somebody revoked its lease while we were stopped or etcd was away: it is not started again."""
     life = ended_in_order()
     assert life.looked_up(1, removed=True) == ["sweep VllmWorker_1"]
     assert life.events() == ["LeaseRevoked", "ProcessExited"]
@@ -79,7 +74,6 @@ def test_one_whose_key_is_there_has_crashed_as_of_its_end() -> None:
 
 
 def test_the_end_of_its_key_may_be_heard_before_the_answer() -> None:
-    """Then that is known, whatever the answer is."""
     life = ended_in_order()
     life.key_gone(1)
     life.looked_up(1, removed=False)
@@ -87,7 +81,6 @@ def test_the_end_of_its_key_may_be_heard_before_the_answer() -> None:
 
 
 def test_one_that_is_to_leave_meanwhile_has_left() -> None:
-    """The order came before anybody knew."""
     life = ended_in_order()
     life.feed(st.Drain(stimulus_id="drain", name=name(1)))
     life.looked_up(1, removed=False)
@@ -95,7 +88,6 @@ def test_one_that_is_to_leave_meanwhile_has_left() -> None:
 
 
 def test_an_answer_about_another_process_changes_nothing() -> None:
-    """Nor one that nobody asked for."""
     life = Life(fleet("ready"))
     before = life.fleet
     assert life.looked_up(removed=True) == []
@@ -118,7 +110,6 @@ def silent_and_gone() -> Life:
 
 @pytest.mark.parametrize("code", [-9, 1])
 def test_one_that_died_while_it_was_stopped_has_crashed(code: int) -> None:
-    """Seeds 1001461 and 2001099: its lease had expired of the stop, nobody had revoked it."""
     life = silent_and_gone()
     life.gone(1, code)
     assert life.events() == ["HealthFailed", "ProcessExited"]
@@ -128,7 +119,6 @@ def test_one_that_died_while_it_was_stopped_has_crashed(code: int) -> None:
 
 
 def test_one_that_was_heard_until_its_lease_went_was_told_to_leave() -> None:
-    """A lease outlives its worker by seconds: this one was revoked. However it ends, it left."""
     life = Life(fleet("ready", "ready"))
     life.heard({0: load(), 1: load()})
     life.key_gone(1)
@@ -138,21 +128,18 @@ def test_one_that_was_heard_until_its_lease_went_was_told_to_leave() -> None:
 
 @pytest.mark.parametrize("code", [0, None])
 def test_a_silent_one_that_ended_in_order_has_left(code: int | None) -> None:
-    """As one that was told to leave does; of an adopted process nobody knows the code."""
     life = silent_and_gone()
     life.gone(1, code)
     assert life.state(1) == "exited"
 
 
 def test_a_silent_one_that_registers_again_is_ready() -> None:
-    """It was stopped, and goes on; its next lease is another matter."""
     life = silent_and_gone()
     life.registered(1, "beef")
     assert (life.state(1), life.worker(1).lapsed) == ("ready", False)
 
 
 def test_one_that_has_crashed_so_is_drained_as_any_other_that_crashed() -> None:
-    """While its end is waited for, and while it backs off."""
     life = silent_and_gone()
     life.gone(1, -9)
     life.feed(st.Drain(stimulus_id="drain", name=name(1)))
@@ -165,7 +152,6 @@ def test_one_that_has_crashed_so_is_drained_as_any_other_that_crashed() -> None:
 
 
 def test_a_person_who_drains_a_silent_one_means_it() -> None:
-    """It does not come back by itself, and its end is no crash."""
     life = silent_and_gone()
     assert life.feed(st.Drain(stimulus_id="drain", name=name(1))) == [f"SIGTERM {pid_of(1)} VllmWorker_1"]
     life.gone(1, -9)
@@ -191,7 +177,6 @@ def test_a_lease_revoked_while_etcd_could_not_be_watched_is_noticed() -> None:
 
 @pytest.mark.parametrize("how", ["written again", "listed again"])
 def test_a_key_that_is_written_again_was_only_lost(how: str) -> None:
-    """etcd came back without it; the worker writes all of its keys anew."""
     life = Life(fleet("ready", "ready"))
     life.listed(0)
     life.now_s += 5.0
@@ -204,7 +189,6 @@ def test_a_key_that_is_written_again_was_only_lost(how: str) -> None:
 
 
 def test_its_absence_counts_from_the_first_list_without_it() -> None:
-    """A watch that breaks again and again does not put it off."""
     life = Life(fleet("ready", "ready"))
     for _ in range(4):
         life.listed(0)
@@ -214,7 +198,6 @@ def test_its_absence_counts_from_the_first_list_without_it() -> None:
 
 
 def test_one_that_ends_while_its_key_is_absent_has_crashed() -> None:
-    """etcd may just have lost its data, and then it cannot say that the key was removed."""
     life = Life(fleet("ready", "ready"))
     life.listed(0)
     life.gone(1, 0)
@@ -223,7 +206,6 @@ def test_one_that_ends_while_its_key_is_absent_has_crashed() -> None:
 
 
 def test_whoever_has_no_key_yet_is_not_missed() -> None:
-    """It loads."""
     life = Life(fleet("ready", "starting"))
     life.listed(0)
     life.after(60.0)
@@ -231,7 +213,6 @@ def test_whoever_has_no_key_yet_is_not_missed() -> None:
 
 
 def test_one_that_drains_may_well_be_absent() -> None:
-    """Its lease was revoked by us: its deadline goes on."""
     life = Life(fleet("ready", "ready"))
     life.feed(st.Drain(stimulus_id="d", name=name(1)))
     due_s = life.worker(1).due_s
@@ -309,7 +290,6 @@ def test_a_back_off_that_ends_in_an_outage_waits_for_its_end() -> None:
 
 
 def test_an_outage_told_twice_is_one() -> None:
-    """Each sample says it again."""
     life = Life(fleet("ready"))
     life.infra(ok=False)
     life.feed(st.InfraSeen(stimulus_id="sample", ok=False))
@@ -317,7 +297,6 @@ def test_an_outage_told_twice_is_one() -> None:
 
 
 def test_a_worker_held_back_by_an_outage_may_be_taken_away() -> None:
-    """And does not come back with etcd."""
     life = Life(fleet("ready", "ready"))
     life.infra(ok=False)
     die(life, 1, 0.5)
@@ -329,7 +308,6 @@ def test_a_worker_held_back_by_an_outage_may_be_taken_away() -> None:
 
 
 def test_failures_in_an_outage_never_fault() -> None:
-    """However often it is tried."""
     life = Life(replace(fleet("ready"), policy=RestartPolicy(failures_max=1), infra_ok=False))
     die(life, 0, 0.0)
     assert life.state() == "backing_off"

@@ -24,7 +24,6 @@ def renew(life: Life, n: int, pid: int) -> list[str]:
 
 
 def test_a_rolling_restart_from_the_word_to_the_end() -> None:
-    """The highest suffix first; the next goes when the one before is ready again; the plan is committed."""
     life = Life(fleet("ready", "ready"))
     assert life.feed(restart()) == [f"revoke {lease_of(1)} VllmWorker_1"]
     assert life.did(ins.Commit)[0].head, "a successor goes on with it"
@@ -56,7 +55,6 @@ def test_the_only_worker_is_replaced() -> None:
 
 
 def test_the_only_worker_that_cannot_be_replaced_is_left_alone() -> None:
-    """Nothing has changed; forced, it goes first."""
     life = Life(fleet("ready", gpus=1))
     with pytest.raises(LastReadyWorker, match="too few GPUs"):
         life.feed(restart())
@@ -65,7 +63,6 @@ def test_the_only_worker_that_cannot_be_replaced_is_left_alone() -> None:
 
 
 def test_the_old_worker_serves_on_where_the_new_one_is_faulted() -> None:
-    """What was started in its place is taken away again, and it is said."""
     life = Life(fleet("ready", gpus=2))
     life.feed(restart())
     life.fails_to_start(1, until=lambda: life.fleet.restarts == ())
@@ -75,14 +72,12 @@ def test_the_old_worker_serves_on_where_the_new_one_is_faulted() -> None:
 
 
 def test_the_last_ready_worker_waits_for_its_sibling() -> None:
-    """The gap is never wider than it must be."""
     life = Life(fleet("ready", "starting"))
     assert life.feed(restart(name())) == []
     assert life.registered(1) == [f"revoke {lease_of(0)} VllmWorker"]
 
 
 def test_the_sequence_stops_at_a_worker_whose_new_process_is_faulted() -> None:
-    """The siblings go on serving with the old configuration, and it is said."""
     life = Life(fleet("ready", "ready"))
     life.feed(restart())
     life.leaves(1)
@@ -93,7 +88,6 @@ def test_the_sequence_stops_at_a_worker_whose_new_process_is_faulted() -> None:
 
 
 def test_two_restarts_of_the_same_worker_are_one_new_process() -> None:
-    """The second finds it on its way, and is done with the first."""
     life = Life(fleet("ready", "ready"))
     life.feed(restart(name(1)))
     assert life.feed(restart(name(1), cause="restart:2")) == []
@@ -103,7 +97,6 @@ def test_two_restarts_of_the_same_worker_are_one_new_process() -> None:
 
 
 def test_a_restart_of_a_worker_that_starts_anew_starts_it_once_more() -> None:
-    """Its new process may have loaded the configuration of before."""
     life = Life(fleet("ready", "ready"))
     life.feed(restart(name(1)))
     life.leaves(1)
@@ -114,7 +107,6 @@ def test_a_restart_of_a_worker_that_starts_anew_starts_it_once_more() -> None:
 
 
 def test_a_restart_of_a_worker_whose_process_is_being_made() -> None:
-    """It is asked to leave as soon as it is there, and comes back."""
     life = Life(fleet("ready", "pending"))
     life.feed(st.StartAll(stimulus_id="serve"))
     life.begun(1)
@@ -126,7 +118,6 @@ def test_a_restart_of_a_worker_whose_process_is_being_made() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "drained"])
 def test_a_restart_that_a_person_calls_off_is_skipped(how: str) -> None:
-    """The next one goes on."""
     life = Life(fleet("ready", "ready", "ready"))
     life.feed(restart())
     if how == "cancelled":
@@ -139,7 +130,6 @@ def test_a_restart_that_a_person_calls_off_is_skipped(how: str) -> None:
 
 
 def test_a_restart_that_is_scaled_away_does_not_come_back() -> None:
-    """It is the first to go: it serves nothing."""
     life = Life(fleet("ready", "ready"))
     life.feed(restart(name(1)))
     life.feed(st.Scale(stimulus_id="s", component="VllmWorker", change=Change(-1, relative=True)))
@@ -150,14 +140,12 @@ def test_a_restart_that_is_scaled_away_does_not_come_back() -> None:
 
 @pytest.mark.parametrize("state", ["faulted", "backing_off", "exited"])
 def test_a_person_starts_again_what_has_no_process(state: str) -> None:
-    """A fault is cleared, a back-off skipped, a template brought back."""
     life = Life(fleet(state, "ready"))
     assert life.feed(restart(name())) == ["spawn VllmWorker"]
     assert life.worker().history.failures_s == ()
 
 
 def test_a_restart_ends_when_its_worker_does() -> None:
-    """A crash while it drains: it left, and comes back, once."""
     life = Life(fleet("ready", "ready"))
     life.feed(restart(name(1)))
     life.gone(1, -11)
@@ -167,7 +155,6 @@ def test_a_restart_ends_when_its_worker_does() -> None:
 
 
 def test_past_its_deadline_a_restart_ends_the_old_process_and_goes_on() -> None:
-    """A drain is a drain."""
     life = Life(fleet("ready", "ready"))
     life.feed(restart(name(1)))
     life.after(600.0)
@@ -178,7 +165,6 @@ def test_past_its_deadline_a_restart_ends_the_old_process_and_goes_on() -> None:
 
 
 def test_what_leaves_for_good_is_not_restarted() -> None:
-    """Refused, and nothing is planned."""
     life = Life(fleet("ready", "draining"))
     with pytest.raises(NotRestartable):
         life.feed(restart(name(1)))

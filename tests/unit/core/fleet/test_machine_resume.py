@@ -55,7 +55,6 @@ def done(life: Life) -> list[str]:
     ],
 )
 def test_whoever_lives_goes_on_as_was_decided(before: str, after: str, does: list[str]) -> None:
-    """Nothing that runs is cut, and everything that is waited for has a deadline again."""
     life = resume(adopted(1, before))
     assert (life.state(1), done(life)) == (after, does)
     assert life.worker(1).pid == pid_of(1)
@@ -74,7 +73,6 @@ def test_whoever_lives_goes_on_as_was_decided(before: str, after: str, does: lis
     ],
 )
 def test_whoever_has_no_process_goes_on_too(before: str, after: str, does: list[str]) -> None:
-    """What was to be started is, what was to be forgotten is."""
     life = resume(adopted(1, before, lives=False))
     assert (life.state(1), [each for each in done(life) if not each.startswith("report")]) == (after, does)
 
@@ -103,26 +101,22 @@ def test_a_process_that_ended_while_nobody_watched_is_a_process_that_ended(befor
 
 
 def test_leases_of_those_that_are_gone_are_revoked() -> None:
-    """All of them: requests are still sent to what is behind them."""
     life = resume(replace(adopted(1, "ready", lives=False), other_leases=("abc",)), gone=(1,))
     assert {each.lease for each in life.did(ins.Revoke)} == {lease_of(1), "abc"}
 
 
 def test_a_worker_that_the_registry_does_not_know_has_left_routing() -> None:
-    """Its lease was revoked, or has expired, while nobody watched: it leaves."""
     life = resume(replace(adopted(1, "ready"), lease=None))
     assert life.state(1) == "draining"
     assert "while nobody watched" in (life.worker(1).reason or "")
 
 
 def test_a_drains_deadline_goes_on_from_when_it_was_asked() -> None:
-    """An arbiter that dies does not give it more time."""
     life = resume(adopted(1, "draining"))
     assert life.worker(1).due_s == 90.0 + 600.0
 
 
 def test_a_restart_goes_on_with_the_next() -> None:
-    """The plan is in the statefile."""
     plan = RestartPlan("restart:1", ((name(1), 1), (name(), 1)), begun=frozenset({name(1)}))
     life = resume(adopted(1, "exited/restarting", lives=False), restarts=(plan,))
     assert life.state(1) == "starting"
@@ -131,14 +125,12 @@ def test_a_restart_goes_on_with_the_next() -> None:
 
 
 def test_a_faulted_workers_devices_go_back() -> None:
-    """The arbiter was killed between the fault and that."""
     life = resume(replace(adopted(1, "faulted", lives=False), gpus=("one",)))
     life.gpus()
     assert (life.worker(1).gpus, life.state(1)) == ((), "faulted")
 
 
 def test_a_worker_that_was_to_have_its_devices_again_waits_for_their_memory() -> None:
-    """The arbiter was killed between the end of its last process and the next one."""
     life = resume(replace(adopted(1, "pending", lives=False), gpus=("one",)))
     assert (life.state(1), done(life)) == ("pending", ["look at GPUs"])
     busy = tuple(replace(device, memory_used_bytes=2**36) for device in life.fleet.gpus.devices)
@@ -147,7 +139,6 @@ def test_a_worker_that_was_to_have_its_devices_again_waits_for_their_memory() ->
 
 
 def test_a_back_off_whose_device_was_taken_meanwhile_looks_for_another() -> None:
-    """Its lock was free while nobody lived on it."""
     life = resume(replace(adopted(1, "backing_off", lives=False), gpus=("one",)))
     life.feed(st.GpuReserved(stimulus_id="x", uuid=life.worker(1).gpus[0], who="namespace other"))
     assert life.worker(1).gpus == ()

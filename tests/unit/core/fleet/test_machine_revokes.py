@@ -40,7 +40,6 @@ def test_one_that_was_revoked_stays_away_and_is_missed() -> None:
 
 
 def test_with_restart_one_that_was_revoked_comes_back() -> None:
-    """It finishes what it has first, and keeps its name and its GPUs."""
     life = Life(restarting("ready", "ready"))
     gpus = life.worker(1).gpus
     life.key_gone(1)
@@ -84,7 +83,6 @@ def test_with_restart_one_that_is_revoked_again_and_again_is_left_alone_in_the_e
 
 
 def test_with_restart_one_that_is_revoked_during_an_outage_waits_for_its_end() -> None:
-    """As one that crashes: it could not register."""
     life = Life(restarting("ready", "ready"))
     life.key_gone(1)
     life.infra(False)
@@ -95,7 +93,6 @@ def test_with_restart_one_that_is_revoked_during_an_outage_waits_for_its_end() -
 
 
 def test_with_restart_a_scale_down_during_the_pause_is_obeyed() -> None:
-    """One that is to come back is capacity, which a command may take away."""
     life = Life(restarting("ready", "ready"))
     left(life, 1)
     life.feed(st.Scale(stimulus_id="command:1", component="VllmWorker", change=Change(1, relative=False)))
@@ -104,7 +101,6 @@ def test_with_restart_a_scale_down_during_the_pause_is_obeyed() -> None:
 
 
 def test_with_restart_one_whose_lease_had_only_expired_goes_on() -> None:
-    """It was stopped, and registers again: nothing is left to restart."""
     life = Life(restarting("ready"))
     life.key_gone(0)
     life.registered(0, "beef")
@@ -113,7 +109,6 @@ def test_with_restart_one_whose_lease_had_only_expired_goes_on() -> None:
 
 @pytest.mark.parametrize("order", ["drained by a command", "the run leaves"])
 def test_with_restart_one_that_we_asked_to_leave_leaves(order: str) -> None:
-    """Its lease is revoked by ourselves."""
     life = Life(restarting("ready", "ready"))
     if order == "the run leaves":
         life.feed(st.Leave(stimulus_id="down"))
@@ -125,7 +120,6 @@ def test_with_restart_one_that_we_asked_to_leave_leaves(order: str) -> None:
 
 
 def test_a_drain_by_command_is_not_missed() -> None:
-    """That there are fewer was somebody's decision."""
     life = Life(fleet("ready", "ready"))
     life.feed(st.Drain(stimulus_id="command:1", name=name(1)))
     left(life, 1)
@@ -133,7 +127,6 @@ def test_a_drain_by_command_is_not_missed() -> None:
 
 
 def test_all_revoked_is_degraded_whatever_follows() -> None:
-    """While they leave, while they are away, and until one serves again: never ready."""
     life = Life(restarting("ready", "ready"))
     for n in (0, 1):
         life.key_gone(n)
@@ -151,14 +144,12 @@ def test_all_revoked_is_degraded_whatever_follows() -> None:
 
 @pytest.mark.parametrize("state", ["starting", "crashed", "backing_off", "faulted", "exited"])
 def test_a_component_without_a_worker_that_serves_is_missed(state: str) -> None:
-    """Whatever the reason."""
     view = fleet(state)
     assert [lack.component for lack in lacking(view)] == ["VllmWorker"]
     assert f"{name()} is {state}" in lacking(view)[0].what
 
 
 def test_a_component_that_has_never_had_a_worker_is_not_missed() -> None:
-    """`workers: 0`: the graph was meant to start without."""
     assert lacking(fleet("ready")) == ()
 
 
@@ -177,7 +168,6 @@ def test_a_command_decides_anew_how_many_there_are() -> None:
 
 
 def test_a_revoked_worker_is_remembered_by_the_statefile() -> None:
-    """The arbiter's successor must not call the graph ready either."""
     life = Life(fleet("ready", "ready"))
     life.key_gone(1)
     life.gone(1)

@@ -43,7 +43,6 @@ def test_both_components_move_in_one_commit_by_any_number() -> None:
 
 
 def test_a_swap_drains_first_and_the_up_waits_for_the_gpu_that_is_really_freed() -> None:
-    """However the targets are ordered."""
     life = Life(both(["ready"], ["ready", "ready"], gpus=3))
     done = life.feed(to(PrefillWorker=2, VllmWorker=1))
     assert not any(what.startswith("spawn") for what in done)
@@ -111,7 +110,6 @@ def states(life: Life) -> list[str]:
 
 
 def test_a_swap_is_a_flip_where_flips_are_allowed() -> None:
-    """No device changes hands, and nobody drains; whoever flips counts where it goes to at once."""
     life = Life(both(["ready"], ["ready", "ready"], gpus=3))
     life.feed(to(EVERY, PrefillWorker=2, VllmWorker=1))
     assert counts(life.fleet) == {P: 2, D: 1}
@@ -131,7 +129,6 @@ def test_what_flips_do_not_bring_is_started_or_drained() -> None:
 
 
 def test_the_last_that_serves_does_not_flip_and_a_drain_is_taken_back_before_one_does() -> None:
-    """A worker that is starting cannot be left alone with the requests."""
     life = Life(both(["ready"], ["ready", "starting"], gpus=4))
     life.feed(to(EVERY, PrefillWorker=2, VllmWorker=1))
     assert f"{D}: flipping" not in states(life)

@@ -33,7 +33,6 @@ def test_a_component_gives_what_another_takes() -> None:
     ],
 )
 def test_all_of_them_or_none(gives: str, takes: str, count: int, refusal: type[DynamoError]) -> None:
-    """Refused, nothing has changed."""
     life = Life(on_ledger([worker(0, "ready"), worker(1, "ready"), worker(0, "ready", PREFILL)], 4))
     with pytest.raises(refusal):
         life.feed(scale_flip(gives, takes, count))

@@ -25,7 +25,6 @@ def flipping() -> Life:
 
 
 def test_a_sleep_of_one_that_changes_its_role_is_refused() -> None:
-    """Nothing has changed: its flip goes on."""
     life = flipping()
     before = life.fleet
     with pytest.raises(NotSleepable, match="is flipping: only a ready worker can be put to sleep"):
@@ -37,7 +36,6 @@ def test_a_sleep_of_one_that_changes_its_role_is_refused() -> None:
 
 @pytest.mark.parametrize("state", ["falling_asleep", "sleeping", "waking"])
 def test_a_flip_of_one_on_standby_is_refused(state: str) -> None:
-    """On its way there, asleep, or on its way back."""
     life = some("ready", "ready") if state == "falling_asleep" else asleep("ready", "ready")
     if state == "falling_asleep":
         life.feed(sleep())
@@ -51,7 +49,6 @@ def test_a_flip_of_one_on_standby_is_refused(state: str) -> None:
 
 
 def test_once_awake_it_flips() -> None:
-    """As any other."""
     life = asleep("ready", "ready")
     life.feed(wake())
     told(life, order=order(life), asleep=False)

@@ -36,7 +36,6 @@ def test_a_sleep_from_the_word_to_the_end() -> None:
 
 
 def test_a_wake_from_the_word_to_the_end() -> None:
-    """Its own devices, locked again in the same step; capacity from then on."""
     life = asleep("ready", "ready")
     assert life.feed(wake()) == ["order to wake VllmWorker_1"]
     assert (life.events(), life.state(1)) == (["WakeRequested"], "waking")
@@ -48,7 +47,6 @@ def test_a_wake_from_the_word_to_the_end() -> None:
 
 
 def test_woken_before_it_sleeps_it_was_never_away() -> None:
-    """Its GPU stays its own."""
     life = some("ready", "ready")
     life.feed(sleep())
     assert life.feed(wake()) == ["order to wake VllmWorker_1"]
@@ -60,7 +58,6 @@ def test_woken_before_it_sleeps_it_was_never_away() -> None:
 
 
 def test_what_it_says_of_an_earlier_order_is_out_of_date() -> None:
-    """A list of all keys, after etcd was away, shows what was before the order."""
     life = some("ready", "ready")
     life.feed(sleep())
     told(life, order=0, asleep=False)
@@ -68,7 +65,6 @@ def test_what_it_says_of_an_earlier_order_is_out_of_date() -> None:
 
 
 def test_an_order_of_which_nobody_knows_is_given_again() -> None:
-    """The same number: the worker takes it once."""
     life = some("ready", "ready")
     life.feed(sleep())
     answered(life, error="no answer within 2 s")
@@ -80,7 +76,6 @@ def test_an_order_of_which_nobody_knows_is_given_again() -> None:
 
 
 def test_one_that_will_not_sleep_serves_on() -> None:
-    """A person is told why."""
     life = some("ready", "ready")
     life.feed(sleep())
     answered(life, refused="this worker cannot sleep: it has no sleep mode")
@@ -104,7 +99,6 @@ def test_one_that_will_not_sleep_serves_on() -> None:
     ],
 )
 def test_refusals_change_nothing(life: Life, stimulus: st.Stimulus, error: type[DynamoError], why: str) -> None:
-    """Each says why."""
     before = life.fleet
     with pytest.raises(error, match=why):
         life.feed(stimulus)
@@ -112,7 +106,6 @@ def test_refusals_change_nothing(life: Life, stimulus: st.Stimulus, error: type[
 
 
 def test_too_little_main_memory_is_said_with_the_numbers() -> None:
-    """Level 1 keeps the weights there, level 2 does not."""
     life = some("ready", "ready")
     told(life, rehearsed_bytes=16 * GIB)
     life.gpus(host_free_bytes=4 * GIB)
@@ -122,7 +115,6 @@ def test_too_little_main_memory_is_said_with_the_numbers() -> None:
 
 
 def test_what_is_so_already_is_no_refusal() -> None:
-    """Nothing happens."""
     life = asleep("ready", "ready")
     assert life.feed(sleep()) == []
     life.feed(wake())
@@ -141,7 +133,6 @@ def given_away() -> Life:
 
 
 def test_a_sleeper_whose_gpu_is_held_is_not_woken_and_the_holder_is_named() -> None:
-    """Nor by a scale, which looks for another device and finds none."""
     life = given_away()
     with pytest.raises(NotWakeable, match="dynamo_PrefillWorker holds GPU 1"):
         life.feed(wake())
@@ -150,7 +141,6 @@ def test_a_sleeper_whose_gpu_is_held_is_not_woken_and_the_holder_is_named() -> N
 
 
 def test_a_wake_waits_for_a_holder_that_leaves() -> None:
-    """It is capacity on its way, and has the device before anybody who looks for any."""
     life = given_away()
     prefill = name(component="PrefillWorker")
     pid = pid_of(0, PREFILL)
@@ -166,7 +156,6 @@ def test_a_wake_waits_for_a_holder_that_leaves() -> None:
 
 
 def test_beside_a_residue_that_is_too_large_nobody_is_started() -> None:
-    """With the numbers."""
     life = some("ready", "ready", gpus=2)
     life.feed(sleep())
     told(life, order=order(life), asleep=True, vram_bytes=20 * GIB)
@@ -176,7 +165,6 @@ def test_beside_a_residue_that_is_too_large_nobody_is_started() -> None:
 
 
 def test_a_sleeper_of_unknown_residue_shares_its_device_with_nobody() -> None:
-    """Missing is not zero."""
     life = some("ready", "ready", gpus=2)
     life.feed(sleep())
     life.registered(1, standby=StandbyFacts(order=order(life), asleep=True))
@@ -189,7 +177,6 @@ def test_a_sleeper_of_unknown_residue_shares_its_device_with_nobody() -> None:
 
 
 def test_one_more_wakes_a_sleeper_before_it_starts_another() -> None:
-    """Unless told not to."""
     life = asleep("ready", "ready")
     other = Life(life.fleet)
     assert life.feed(scale(1)) == ["order to wake VllmWorker_1"]
@@ -197,7 +184,6 @@ def test_one_more_wakes_a_sleeper_before_it_starts_another() -> None:
 
 
 def test_one_that_is_being_woken_goes_on_sleeping_when_fewer_are_wanted() -> None:
-    """Its streams have not begun."""
     life = asleep("ready", "ready")
     life.feed(wake())
     assert life.feed(scale(-1)) == ["order to sleep at level 1 VllmWorker_1"]

@@ -19,7 +19,6 @@ from tests.fakes.sleepers import answered, asleep, order, scale, sleep, some, to
 
 
 def test_streams_without_end_are_not_cut_for_a_sleep() -> None:
-    """It is woken, which does them no harm."""
     life = some("ready", "ready")
     life.feed(sleep())
     answered(life)
@@ -30,7 +29,6 @@ def test_streams_without_end_are_not_cut_for_a_sleep() -> None:
 
 
 def test_one_that_does_not_wake_is_ended_and_started_again() -> None:
-    """Its start deadline is its wake's."""
     life = asleep("ready", "ready")
     life.feed(wake())
     answered(life)
@@ -42,7 +40,6 @@ def test_one_that_does_not_wake_is_ended_and_started_again() -> None:
 
 @pytest.mark.parametrize(("state", "again"), [("falling_asleep", True), ("sleeping", True), ("waking", False)])
 def test_a_crash_brings_it_back_to_what_it_was_meant_to_be(state: str, again: bool) -> None:
-    """A sleeper is started to sleep, one that was being woken to serve."""
     life = some("ready", state)
     life.gone(1, -9)
     assert (life.state(1), life.worker(1).reason) == ("crashed", "was killed by SIGKILL")
@@ -57,7 +54,6 @@ def test_a_crash_brings_it_back_to_what_it_was_meant_to_be(state: str, again: bo
 
 
 def test_the_reason_that_it_gave_itself_is_shown() -> None:
-    """A probe that was answered otherwise, for one."""
     life = asleep("ready", "ready")
     life.feed(wake())
     life.registered(1, failed=True, why="WakeCorrupted: after wake 2 the engine answers otherwise")
@@ -66,7 +62,6 @@ def test_the_reason_that_it_gave_itself_is_shown() -> None:
 
 
 def test_one_that_answers_nothing_is_hung_asleep_or_not() -> None:
-    """It is health-checked as any."""
     life = asleep("ready", "ready")
     life.heard({0: Load(), 1: Load()})
     for _ in range(40):
@@ -77,7 +72,6 @@ def test_one_that_answers_nothing_is_hung_asleep_or_not() -> None:
 
 @pytest.mark.parametrize("state", ["falling_asleep", "sleeping", "waking"])
 def test_a_drain_of_one_on_standby_is_not_taken_back(state: str) -> None:
-    """There is no way back into routing: its engine may sleep."""
     life = some("ready", state)
     life.feed(st.Drain(stimulus_id="drain:1", name=name(1)))
     assert life.state(1) == "draining"
@@ -92,7 +86,6 @@ def test_a_drain_of_one_on_standby_is_not_taken_back(state: str) -> None:
 
 @pytest.mark.parametrize("heard_first", [True, False])
 def test_a_lease_revoked_outside_is_an_order_to_leave_asleep_too(heard_first: bool) -> None:
-    """It exits in order, and is not started again."""
     life = asleep("ready", "ready")
     if heard_first:
         life.key_gone(1)
@@ -105,7 +98,6 @@ def test_a_lease_revoked_outside_is_an_order_to_leave_asleep_too(heard_first: bo
 
 
 def test_a_lease_that_expired_comes_back_under_another_number() -> None:
-    """It was stopped, and still sleeps."""
     life = asleep("ready", "ready")
     life.key_gone(1)
     life.registered(1, "abc", standby=StandbyFacts(order=order(life), asleep=True))
@@ -121,7 +113,6 @@ def kept(count: int = 1, gpus: int = 3) -> Life:
 
 
 def test_so_many_are_started_and_put_to_sleep() -> None:
-    """They are no capacity from the first; what is woken is replaced."""
     life = kept()
     life.feed(st.Tick())
     assert life.state(1) == "pending"
@@ -139,7 +130,6 @@ def test_so_many_are_started_and_put_to_sleep() -> None:
 
 
 def test_nobody_is_kept_where_the_gpus_are_others() -> None:
-    """They have none to start on."""
     life = kept(gpus=1)
     life.feed(st.Tick())
     life.gpus()
@@ -147,7 +137,6 @@ def test_nobody_is_kept_where_the_gpus_are_others() -> None:
 
 
 def test_one_that_is_still_to_sleep_is_simply_left_awake() -> None:
-    """It starts anyway."""
     life = kept(gpus=2)
     life.feed(st.Tick())
     life.gpus()
@@ -159,7 +148,6 @@ def test_one_that_is_still_to_sleep_is_simply_left_awake() -> None:
 
 
 def test_an_engine_that_cannot_sleep_is_found_out_once() -> None:
-    """The worker leaves, no other one is started for it, and a person is told."""
     life = kept()
     life.feed(st.Tick())
     life.gpus()
@@ -194,7 +182,6 @@ def test_a_process_that_has_grown_is_replaced(is_asleep: bool) -> None:
 
 
 def test_a_rolling_restart_comes_to_sleepers_and_waits_for_none() -> None:
-    """They are no reason to hold up those that serve."""
     life = asleep("ready", "ready", "ready")
     life.feed(st.Restart(stimulus_id="restart:1", target="VllmWorker"))
     assert life.states() == ["ready", "draining/restarting", "draining/restarting"]
@@ -239,14 +226,12 @@ def test_a_worker_that_fell_asleep_unseen_is_found_asleep() -> None:
 
 
 def test_down_ends_sleepers_like_all_others() -> None:
-    """In their stage."""
     life = asleep("ready", "ready")
     life.feed(st.Leave(stimulus_id="down"))
     assert life.states() == ["draining", "draining"]
 
 
 def test_the_fleet_says_who_is_what() -> None:
-    """Sleepers are no capacity, and give no device back to anybody who hopes for some."""
     fleet_: Fleet = asleep("ready", "ready").fleet
     sleeper = fleet_.workers[name(1)]
     assert (sleeper.counts, sleeper.stands_by, sleeper.settled, sleeper.cancellable) == (False, True, True, False)

@@ -38,7 +38,6 @@ def test_all_that_is_pending_starts() -> None:
 
 
 def test_a_worker_is_ready_when_it_says_so() -> None:
-    """Made, then registered; its start deadline runs from when it was made."""
     life = Life(fleet("pending"))
     life.feed(st.StartAll(stimulus_id="serve"))
     assert life.worker().due_s is None
@@ -53,14 +52,12 @@ def test_a_worker_is_ready_when_it_says_so() -> None:
 
 @pytest.mark.parametrize(("starts", "first"), [(0, True), (1, False)])
 def test_only_the_first_process_of_a_name_puts_an_old_log_aside(starts: int, first: bool) -> None:
-    """A restart's log belongs behind its predecessor's."""
     life = Life(fleet(worker(0, "pending", starts=starts)))
     life.feed(st.StartAll(stimulus_id="serve"))
     assert [each.first for each in life.did(ins.Spawn)] == [first]
 
 
 def test_a_process_that_nobody_asked_for_is_ended() -> None:
-    """Its worker was forgotten meanwhile, or is not the one that waits."""
     life = Life(fleet("ready"))
     assert life.made(3, 77) == ["end session 77 VllmWorker_3"]
     assert life.made(0, 78) == ["end session 78 VllmWorker"]
@@ -68,7 +65,6 @@ def test_a_process_that_nobody_asked_for_is_ended() -> None:
 
 
 def test_a_late_start_is_ended_and_counts_as_a_failure() -> None:
-    """Its devices may be the reason: they go back, and the next start looks for any."""
     life = Life(fleet("pending"))
     life.feed(st.StartAll(stimulus_id="serve"))
     life.made()
@@ -84,7 +80,6 @@ def test_a_late_start_is_ended_and_counts_as_a_failure() -> None:
 
 
 def test_a_process_that_sigkill_does_not_end_is_told() -> None:
-    """A stuck driver: nothing more can be done, and nobody waits for ever unsaid."""
     life = Life(fleet("pending"))
     life.feed(st.StartAll(stimulus_id="serve"))
     life.made()
@@ -95,7 +90,6 @@ def test_a_process_that_sigkill_does_not_end_is_told() -> None:
 
 
 def test_a_spawn_that_is_refused_is_a_failure_like_any_other() -> None:
-    """No such program, no memory: tried again with back-off, nothing to sweep."""
     life = Life(fleet("pending"))
     life.feed(st.StartAll(stimulus_id="serve"))
     assert life.refused(why="no memory") == ["report: could not be started: no memory VllmWorker"]
@@ -106,7 +100,6 @@ def test_a_spawn_that_is_refused_is_a_failure_like_any_other() -> None:
 
 
 def test_a_start_that_is_taken_back_before_its_process_is_there() -> None:
-    """It is asked to leave as soon as it is."""
     life = Life(fleet("ready", "pending"))
     life.feed(st.StartAll(stimulus_id="serve"))
     life.begun(1)
@@ -121,7 +114,6 @@ def test_a_start_that_is_taken_back_before_its_process_is_there() -> None:
 
 
 def test_a_start_that_is_taken_back_and_refused_is_just_gone() -> None:
-    """Nothing is left of it."""
     life = Life(fleet("ready", "pending"))
     life.feed(st.StartAll(stimulus_id="serve"))
     life.begun(1)
@@ -135,7 +127,6 @@ def test_a_start_that_is_taken_back_and_refused_is_just_gone() -> None:
 
 
 def test_a_crash_is_swept_and_backed_off_then_started_on_its_own_devices() -> None:
-    """Leases first: requests are still sent to what is behind them. The back-off counts from the exit."""
     life = Life(put(fleet("ready"), name(), other_leases=("abc",)))
     held = life.worker().gpus
     assert life.gone(0, 1) == [
@@ -165,7 +156,6 @@ def test_a_crash_is_swept_and_backed_off_then_started_on_its_own_devices() -> No
     ],
 )
 def test_whoever_goes_unasked_has_crashed_and_it_is_said_how(code: int, why: str) -> None:
-    """Code 0 is another matter: see `test_machine_registry`."""
     life = Life(fleet("ready"))
     life.gone(0, code)
     assert life.state() == "crashed"
@@ -173,7 +163,6 @@ def test_whoever_goes_unasked_has_crashed_and_it_is_said_how(code: int, why: str
 
 
 def test_an_exit_of_another_process_changes_nothing() -> None:
-    """Told late, of one that is replaced already."""
     life = Life(fleet("ready"))
     before = life.fleet
     assert life.gone(0, 1, pid=77) == []
@@ -193,7 +182,6 @@ def crash_once(life: Life, pid: int) -> None:
 
 
 def test_failures_in_a_row_are_a_fault_and_its_devices_go_back() -> None:
-    """Only a person starts it again; then its history is forgotten."""
     life = fragile("ready", failures_max=3)
     for pid in (71, 72, 73):
         assert life.state() in ("ready", "starting")
@@ -208,7 +196,6 @@ def test_failures_in_a_row_are_a_fault_and_its_devices_go_back() -> None:
 
 
 def test_delays_grow_with_each_failure_in_a_row_and_a_good_run_resets_them() -> None:
-    """It counts from ready to exit."""
     life = Life(replace(fleet("ready"), policy=RestartPolicy(failures_max=100)))
     delays = []
     for pid in range(71, 75):
@@ -224,7 +211,6 @@ def test_delays_grow_with_each_failure_in_a_row_and_a_good_run_resets_them() -> 
 
 
 def test_a_crashed_worker_that_is_wanted_no_more_is_not_started_again() -> None:
-    """The end of its process is waited for: its GPU goes with it."""
     life = Life(fleet("ready", "ready"))
     life.gone(1, 1)
     assert life.feed(MINUS_ONE) == []
@@ -235,7 +221,6 @@ def test_a_crashed_worker_that_is_wanted_no_more_is_not_started_again() -> None:
 
 
 def test_a_back_off_that_is_taken_back_is_gone_when_its_memory_is_seen_to_be() -> None:
-    """Its devices are still its own."""
     life = Life(fleet("ready", "ready"))
     life.gone(1, 1)
     life.swept(1)
@@ -257,7 +242,6 @@ def test_a_bare_worker_that_leaves_stays_as_the_template() -> None:
 
 
 def test_an_engine_that_says_that_it_dies_is_a_crash_and_no_drain() -> None:
-    """Its key goes before its process does."""
     life = Life(fleet("ready"))
     assert life.registered(failed=True) == []
     assert life.key_gone() == []
@@ -270,7 +254,6 @@ def test_an_engine_that_says_that_it_dies_is_a_crash_and_no_drain() -> None:
 
 
 def test_a_worker_wanted_again_before_its_last_process_was_swept_waits_for_that() -> None:
-    """What the old one left behind must not be taken for the new one's."""
     life = Life(fleet("ready", "ready"))
     life.feed(st.Drain(stimulus_id="drain", name=name()))
     life.gone()
@@ -281,7 +264,6 @@ def test_a_worker_wanted_again_before_its_last_process_was_swept_waits_for_that(
 
 
 def test_a_worker_taken_back_before_its_last_process_was_swept_is_gone_after_that() -> None:
-    """Its entry does not go while somebody still clears up under its name."""
     life = Life(fleet("ready", "ready", "ready"))
     life.feed(st.Restart(stimulus_id="restart", target=name(2)))
     life.gone(2)
@@ -311,7 +293,6 @@ def test_an_entry_does_not_go_while_its_remains_are_cleared() -> None:
 
 
 def test_a_worker_that_answers_nothing_for_too_long_is_ended() -> None:
-    """It serves nothing and finishes nothing; its lease goes first."""
     life = Life(fleet("ready", "ready"))
     life.heard({0: load(5), 1: load(6)})
     found: list[str] = []
@@ -336,7 +317,6 @@ def test_silence_counts_only_while_the_arbiter_asked(silent_s: float) -> None:
 
 
 def test_silence_is_nobodys_fault_while_nobody_can_be_asked() -> None:
-    """NATS is away: the count begins anew when it is back."""
     life = Life(fleet("ready"))
     life.heard({0: load()})
     for blameless in [False] * 20 + [True] + [False] * 20:
@@ -359,7 +339,6 @@ def test_a_load_that_is_too_old_is_none() -> None:
 
 
 def test_a_start_has_its_own_deadline_and_is_not_hung() -> None:
-    """It loads a model, and answers nobody."""
     life = Life(fleet("starting"))
     for _ in range(100):
         life.now_s += 1.0
@@ -381,7 +360,6 @@ def test_deadlines_move_when_the_arbiter_stood_still() -> None:
 
 
 def test_a_stalled_arbiter_waits_as_long_for_memory_as_one_that_ran() -> None:
-    """A suspended host: the driver stood still as well."""
     life = Life(fleet("ready", "ready"))
     life.feed(MINUS_ONE)
     life.gone(1)
@@ -394,5 +372,4 @@ def test_a_stalled_arbiter_waits_as_long_for_memory_as_one_that_ran() -> None:
 
 
 def test_leases_are_hex() -> None:
-    """As the registry writes them."""
     assert lease_of(0) == lease_hex(pid_of(0))

@@ -36,7 +36,6 @@ def fail(
 
 
 def test_delays_double_up_to_a_minute() -> None:
-    """1, 2, 4, … and never more than 60 s, jitter included."""
     history, delays = NEW, []
     for now_s in range(8):
         history, verdict = fail(history, now_s)
@@ -47,7 +46,6 @@ def test_delays_double_up_to_a_minute() -> None:
 
 
 def test_jitter_spreads_every_delay() -> None:
-    """Up to a quarter on top, the longest delay included: workers that died together come back apart."""
     policy = RestartPolicy()
     for streak in (0, 3, 6, 100, 10_000):
         low_s, high_s = policy.delay_s(streak, 0.0), policy.delay_s(streak, 1.0)
@@ -56,7 +54,6 @@ def test_jitter_spreads_every_delay() -> None:
 
 
 def test_a_good_run_resets_the_delay_and_a_short_one_does_not() -> None:
-    """It counts from ready to exit."""
     history, _ = fail(NEW, 0.0)
     history, _ = fail(history, 10.0)
     assert fail(history, 100.0, ran_s=59.9)[1] == BackOff(4.0)
@@ -64,7 +61,6 @@ def test_a_good_run_resets_the_delay_and_a_short_one_does_not() -> None:
 
 
 def test_failures_in_a_window_are_a_fault() -> None:
-    """The fifth within ten minutes; the reason says how many, within what, and how the last one ended."""
     history = NEW
     for now_s in (0.0, 10.0, 20.0, 30.0):
         history, verdict = fail(history, now_s, policy=RestartPolicy())
@@ -74,7 +70,6 @@ def test_failures_in_a_window_are_a_fault() -> None:
 
 
 def test_failures_leave_the_window() -> None:
-    """Five failures in eleven minutes are none too many."""
     history = NEW
     for now_s in (0.0, 150.0, 300.0, 450.0, 601.0):
         history, verdict = fail(history, now_s, policy=RestartPolicy())
@@ -83,7 +78,6 @@ def test_failures_leave_the_window() -> None:
 
 
 def test_a_worker_that_runs_well_and_dies_again_and_again_is_faulted() -> None:
-    """A good run resets the delay, not the window: two minutes a life is broken, too."""
     history = NEW
     for now_s in (120.0, 240.0, 360.0, 480.0):
         history, verdict = fail(history, now_s, ran_s=119.0, policy=RestartPolicy())
@@ -92,7 +86,6 @@ def test_a_worker_that_runs_well_and_dies_again_and_again_is_faulted() -> None:
 
 
 def test_failures_without_etcd_or_nats_do_not_count() -> None:
-    """The restart waits for them; a hundred deaths in an outage leave no trace."""
     history = NEW
     for now_s in range(100):
         history, verdict = fail(history, now_s, infra_ok=False, policy=RestartPolicy())
@@ -101,14 +94,12 @@ def test_failures_without_etcd_or_nats_do_not_count() -> None:
 
 
 def test_workers_that_died_with_the_servers_come_back_spread() -> None:
-    """Each waits its own moment, counted from their return: over five seconds, and none at once."""
     back_s = [back_after_outage_s(unit, PATIENT) for unit in (0.0, 0.25, 0.5, 1.0)]
     assert back_s == [1.0, 2.25, 3.5, 6.0]
     assert fail(NEW, 0.0, infra_ok=False, unit=0.5)[1] == WaitForInfra(3.5)
 
 
 def test_a_good_run_before_an_outage_still_resets_the_delay() -> None:
-    """What ran well ran well."""
     history, _ = fail(NEW, 0.0)
     history, _ = fail(history, 100.0, ran_s=90.0, infra_ok=False)
     assert fail(history, 101.0)[1] == BackOff(1.0)
@@ -124,13 +115,11 @@ def test_failures_are_forgiven_when_an_outage_is_noticed_late() -> None:
 
 
 def test_one_failure_may_be_enough() -> None:
-    """`failures_max` of 1 never restarts."""
     _, verdict = fail(NEW, 0.0, policy=RestartPolicy(failures_max=1))
     assert verdict == Fault("1 failure within 600 s, the last: exited with code 1")
 
 
 def test_a_policy_without_growth_keeps_its_delay() -> None:
-    """Factor 1, and one whose first delay is its longest."""
     assert RestartPolicy(factor=1.0).delay_s(10_000, 0.0) == 1.0
     assert RestartPolicy(first_s=5.0, max_s=5.0).delay_s(3, 1.0) == 5.0
 
@@ -148,12 +137,10 @@ def test_a_policy_without_growth_keeps_its_delay() -> None:
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
-    """At the edge, not at the first crash."""
     with pytest.raises(ValueError, match=r"needed|must be"):
         RestartPolicy(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_unit_is_a_fraction() -> None:
-    """A seconds value passed by mistake is noticed."""
     with pytest.raises(ValueError, match="fraction"):
         RestartPolicy().delay_s(0, 1.5)

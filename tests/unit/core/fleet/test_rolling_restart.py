@@ -41,7 +41,6 @@ def served(*states: str) -> Fleet:
 
 
 def test_workers_are_restarted_one_after_the_other() -> None:
-    """Drain, gone, started, ready; only then the next, the bare one last. No spare GPU is asked for."""
     view = served("ready", "ready")
     step, left = next_step(view, plan(view, "VllmWorker"))
     assert step == BeginDrain(name(1), "restart", restart=True)
@@ -62,13 +61,11 @@ def test_workers_are_restarted_one_after_the_other() -> None:
 
 
 def test_one_worker_is_restarted_by_its_name() -> None:
-    """Its siblings are left alone."""
     view = served("ready", "ready")
     assert plan(view, name()).todo == ((name(), 1),)
 
 
 def test_the_only_worker_is_replaced_by_one_that_is_started_first() -> None:
-    """Somebody always serves: the old one leaves for good when the new one is ready."""
     view = served("ready")
     step, left = next_step(view, plan(view, "VllmWorker"))
     assert step == SpawnWorker(name(1), "VllmWorker", 1, 1, reason=f"restart of {name()}")
@@ -82,7 +79,6 @@ def test_the_only_worker_is_replaced_by_one_that_is_started_first() -> None:
 
 
 def test_a_substitute_waits_for_a_gpu_that_comes_back() -> None:
-    """Whoever leaves gives one back: that is no reason to refuse."""
     view = fleet(worker(0, "ready", starts=1), worker(1, "draining"), gpus=2)
     step, _ = next_step(view, plan(view, name()))
     assert step == SpawnWorker(name(2), "VllmWorker", 2, 1, waits=True, reason=f"restart of {name()}")
@@ -92,7 +88,6 @@ def test_a_substitute_waits_for_a_gpu_that_comes_back() -> None:
     ("component", "gpus", "why"), [("VllmWorker", 1, "too few GPUs"), ("Frontend", 8, "its class allows 1")]
 )
 def test_the_only_worker_is_not_restarted_where_it_cannot_be_replaced(component: str, gpus: int, why: str) -> None:
-    """Refused with the reason; forced, it goes first and a warning says what that means."""
     template = DECODE if component == "VllmWorker" else FRONTEND
     view = on_ledger([worker(0, "ready", template, starts=1)], gpus)
     with pytest.raises(LastReadyWorker, match=f"is refused: {name(0, component)} is the only worker.*{why}.*--force"):
@@ -111,7 +106,6 @@ def test_no_gpu_for_a_substitute_any_more_stops_the_sequence() -> None:
 
 
 def test_a_substitute_that_is_faulted_is_taken_away_again() -> None:
-    """The old worker serves on, and the sequence stops."""
     view = served("ready")
     _, left = next_step(view, plan(view, "VllmWorker"))
     view = fleet(worker(0, "ready", starts=1), worker(1, "faulted", starts=5, reason="5 failures"))
@@ -122,7 +116,6 @@ def test_a_substitute_that_is_faulted_is_taken_away_again() -> None:
 
 @pytest.mark.parametrize("who", ["old", "new"])
 def test_a_replacement_that_somebody_calls_off_is_skipped(who: str) -> None:
-    """The old worker was called back from its drain, or the new one was scaled away."""
     view = served("ready")
     _, left = next_step(view, plan(view, "VllmWorker"))
     if who == "old":
@@ -134,7 +127,6 @@ def test_a_replacement_that_somebody_calls_off_is_skipped(who: str) -> None:
 
 
 def test_the_last_ready_worker_waits_for_a_sibling_that_comes() -> None:
-    """The gap is never wider than it must be; `force` does not wait."""
     view = served("ready", "starting")
     step, _ = next_step(view, plan(view, name()))
     assert step == Wait(name(1), f"{name()} is the last ready worker until {name(1)} is ready")
@@ -142,7 +134,6 @@ def test_the_last_ready_worker_waits_for_a_sibling_that_comes() -> None:
 
 
 def test_what_does_not_serve_is_restarted_first() -> None:
-    """A fault is cleared, a back-off skipped, before capacity goes."""
     view = served("ready", "faulted", "ready", "backing_off")
     made = plan(view, "VllmWorker")
     assert [n for n, _ in made.todo] == [name(3), name(1), name(2), name()]
@@ -153,13 +144,11 @@ def test_what_does_not_serve_is_restarted_first() -> None:
 
 
 def test_a_worker_that_starts_is_started_again() -> None:
-    """It loads the old configuration."""
     view = served("ready", "starting")
     assert next_step(view, plan(view, name(1)))[0] == BeginDrain(name(1), "restart", restart=True)
 
 
 def test_a_template_comes_back_by_name_only() -> None:
-    """Restarting a component starts nothing that was scaled away."""
     view = served("exited", "ready")
     assert next_step(view, plan(view, name()))[0] == Revive(name(), "VllmWorker", 1, reason="restart: it was exited")
     assert plan(view, "VllmWorker").todo == ((name(1), 1),)
@@ -167,7 +156,6 @@ def test_a_template_comes_back_by_name_only() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_the_sequence_stops_at_a_new_process_that_is_faulted(begun: bool) -> None:
-    """The siblings go on serving with the old configuration."""
     view = served("ready", "ready")
     _, left = next_step(view, plan(view, "VllmWorker"))
     view = put(view, 1, state=S.FAULTED, reason="5 failures", starts=1 if begun else 6)
@@ -175,7 +163,6 @@ def test_the_sequence_stops_at_a_new_process_that_is_faulted(begun: bool) -> Non
 
 
 def test_a_new_process_that_crashes_is_waited_for() -> None:
-    """Its back-off is not skipped: it ends in a start or a fault."""
     view = served("ready", "faulted")
     _, left = next_step(view, plan(view, name(1)))
     assert next_step(anew(view, 1, S.BACKING_OFF), left)[0] == Wait(name(1), "it is backing_off, started anew")
@@ -192,7 +179,6 @@ def test_a_new_process_that_crashes_is_waited_for() -> None:
     ],
 )
 def test_a_restart_that_was_called_off_is_skipped(meanwhile: dict[str, Any]) -> None:
-    """A person took the drain back, or scaled the worker away: the sequence goes on with the next."""
     view = served("ready", "ready")
     _, left = next_step(view, plan(view, "VllmWorker"))
     _, left = next_step(put(view, 1, **meanwhile), left)
@@ -200,7 +186,6 @@ def test_a_restart_that_was_called_off_is_skipped(meanwhile: dict[str, Any]) -> 
 
 
 def test_a_bare_worker_that_was_scaled_away_meanwhile_does_not_come_back() -> None:
-    """Its template is no restart that waits."""
     view = served("ready", "ready")
     _, left = next_step(view, plan(view, "VllmWorker"))
     view = put(anew(view, 1), 0, state=S.EXITED)
@@ -209,7 +194,6 @@ def test_a_bare_worker_that_was_scaled_away_meanwhile_does_not_come_back() -> No
 
 
 def test_a_worker_that_disappeared_is_skipped() -> None:
-    """Its entry is gone."""
     view = served("ready", "ready")
     made = plan(view, "VllmWorker", force=True)
     step, left = next_step(view.with_workers({name(): view.workers[name()]}), made)
@@ -218,7 +202,6 @@ def test_a_worker_that_disappeared_is_skipped() -> None:
 
 
 def test_a_process_that_was_replaced_meanwhile_is_done() -> None:
-    """It crashed by itself and came back: it has the current configuration."""
     view = served("ready", "ready")
     step, left = next_step(anew(view, 1), plan(view, "VllmWorker"))
     assert left.done == (name(1),)
@@ -226,7 +209,6 @@ def test_a_process_that_was_replaced_meanwhile_is_done() -> None:
 
 
 def test_what_leaves_for_good_is_not_restarted() -> None:
-    """The error names both ways out."""
     with pytest.raises(NotRestartable, match=f"drain {name(1)} --cancel"):
         plan(served("ready", "draining"), name(1))
     with pytest.raises(NotRestartable, match=r"scale VllmWorker \+1"):
@@ -234,6 +216,5 @@ def test_what_leaves_for_good_is_not_restarted() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    """Neither a worker nor a component."""
     with pytest.raises(UnknownWorker, match="'Nobody'"):
         plan(served("ready"), "Nobody")

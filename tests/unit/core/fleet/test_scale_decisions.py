@@ -55,20 +55,17 @@ def brief(moves: tuple[Move, ...]) -> list[tuple[str, str]]:
     ],
 )
 def test_a_target_is_read(text: str, expected: Change) -> None:
-    """A sign is a change, none (or `=`) a number."""
     assert parse_target(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "+", "x", "1.5", "+-1", "--1", "+ 1", "0x3", "٣", "+0", "-0", "=-1", "99999"])
 def test_a_target_that_is_no_number_is_refused_with_itself(text: str) -> None:
-    """The word is in the message, and so is what to write."""
     with pytest.raises(BadTarget) as refused:
         parse_target(text)
     assert repr(text) in str(refused.value)
 
 
 def test_a_change_reads_as_it_was_written() -> None:
-    """For reasons and logs."""
     assert [str(parse_target(text)) for text in ("+1", "-1", "=3", "3")] == ["+1", "-1", "=3", "=3"]
 
 
@@ -76,25 +73,21 @@ def test_a_change_reads_as_it_was_written() -> None:
 
 
 def test_one_more_takes_the_lowest_free_name() -> None:
-    """A gap is filled before a new suffix is used."""
     assert scale(fleet("ready", None, "ready"), "+1").or_raise() == (
         SpawnWorker(name(1), "VllmWorker", 1, 1, False, "scale +1"),
     )
 
 
 def test_the_first_worker_of_a_component_gets_the_bare_name() -> None:
-    """There is no entry at all."""
     assert brief(scale(fleet(), "+2").or_raise()) == [("SpawnWorker", "VllmWorker"), ("SpawnWorker", "VllmWorker_1")]
 
 
 def test_the_template_comes_back_under_its_name() -> None:
-    """The bare entry that stayed is revived, not shadowed by a suffix."""
     assert brief(scale(fleet("exited"), "+1").or_raise()) == [("Revive", "VllmWorker")]
     assert brief(scale(fleet("exited", "ready"), "+1").or_raise()) == [("Revive", "VllmWorker")]
 
 
 def test_a_suffixed_entry_on_its_way_out_keeps_its_name() -> None:
-    """Its GPU is being checked; a new worker does not collide with it."""
     assert brief(scale(fleet("ready", "exited"), "+1").or_raise()) == [("SpawnWorker", "VllmWorker_2")]
 
 
@@ -107,12 +100,10 @@ def test_each_worker_asks_for_its_own_devices() -> None:
 
 
 def test_a_sibling_that_drains_is_taken_back_before_anything_is_started() -> None:
-    """It keeps its GPU, so none need be free."""
     assert brief(scale(fleet("ready", "draining", gpus=2), "+1").or_raise()) == [("CancelDrain", "VllmWorker_1")]
 
 
 def test_the_drain_that_began_last_is_taken_back_first() -> None:
-    """It has the most left to do, and scale-downs are undone in reverse."""
     view = fleet("ready", worker(1, "draining", since_s=5.0), worker(2, "draining", since_s=3.0))
     assert brief(scale(view, "+1").or_raise()) == [("CancelDrain", "VllmWorker_1")]
     assert brief(scale(view, "+3").or_raise()) == [
@@ -123,7 +114,6 @@ def test_the_drain_that_began_last_is_taken_back_first() -> None:
 
 
 def test_drains_that_cannot_be_taken_back_are_let_go() -> None:
-    """Never ready, past its deadline, or taken back already: a new worker is started."""
     for sibling in (worker(1, "draining", served=False), worker(1, "drain_timed_out")):
         assert brief(scale(fleet("ready", sibling), "+1").or_raise()) == [("SpawnWorker", "VllmWorker_2")]
     returning = fleet("ready", "draining/returning")
@@ -142,12 +132,10 @@ def test_capacity_on_its_way_counts(state: str) -> None:
 
 @pytest.mark.parametrize("state", ["draining", "drain_timed_out", "exited", "faulted", "crashed/leaving"])
 def test_what_leaves_or_is_faulted_is_no_capacity(state: str) -> None:
-    """One more is needed for two."""
     assert len(scale(fleet("ready", state), "=2").or_raise()) == 1
 
 
 def test_a_person_clears_a_fault_by_asking_for_more() -> None:
-    """The lowest name without a process, a faulted one included."""
     assert brief(scale(fleet("ready", "faulted"), "+2").or_raise()) == [
         ("Revive", "VllmWorker_1"),
         ("SpawnWorker", "VllmWorker_2"),
@@ -165,19 +153,16 @@ def test_a_planner_does_not_clear_a_fault() -> None:
 
 
 def test_a_planner_may_still_take_a_drain_back_beside_a_fault() -> None:
-    """Nothing is started by that."""
     view = fleet("ready", "faulted", "draining")
     assert brief(scale(view, "+1", by_person=False).or_raise()) == [("CancelDrain", "VllmWorker_2")]
 
 
 def test_a_class_bounds_its_workers() -> None:
-    """A frontend listens on one port."""
     view = on_ledger([worker(0, "ready", FRONTEND)], 1)
     assert isinstance(scale(view, "+1", "Frontend").refused, TooManyWorkers)
 
 
 def test_an_unknown_component_is_refused_with_those_there_are() -> None:
-    """A typing error costs one line."""
     decision = scale(fleet(), "+1", "VlmWorker")
     assert isinstance(decision.refused, UnknownWorker)
     assert "VllmWorker" in str(decision.refused)
@@ -189,7 +174,6 @@ def test_an_unknown_component_is_refused_with_those_there_are() -> None:
 
 
 def test_too_few_gpus_are_refused_with_their_holders() -> None:
-    """All or nothing: two asked for, one free, none started."""
     decision = scale(fleet("ready", gpus=2), "+2")
     assert decision.moves == ()
     assert isinstance(decision.refused, NotEnoughGpus)
@@ -199,14 +183,12 @@ def test_too_few_gpus_are_refused_with_their_holders() -> None:
 
 @pytest.mark.parametrize("state", ["pending", "backing_off", "exited/restarting"])
 def test_a_device_is_kept_for_a_worker_on_its_way(state: str) -> None:
-    """A worker that backs off has given its GPU back, and another must not take it away."""
     decision = scale(fleet("ready", state, gpus=2), "+1", wait_for_gpus=True)
     assert isinstance(decision.refused, NotEnoughGpus)
     assert f"1 free kept for {name(1)}" in str(decision.refused)
 
 
 def test_devices_of_leaving_workers_are_not_free_but_named() -> None:
-    """A GPU goes with the process."""
     view = on_ledger([worker(0, "ready"), worker(0, "draining", PREFILL)], 2)
     decision = scale(view, "+1")
     assert isinstance(decision.refused, NotEnoughGpus)
@@ -214,7 +196,6 @@ def test_devices_of_leaving_workers_are_not_free_but_named() -> None:
 
 
 def test_one_may_wait_for_devices_of_leaving_workers() -> None:
-    """planner-rules, 4 and case 8: planned now, spawned when the device is really free."""
     view = on_ledger([worker(0, "ready"), worker(0, "ready", PREFILL), worker(1, "draining", PREFILL)], 4)
     first, second = scale(view, "+2", wait_for_gpus=True).or_raise()
     assert isinstance(first, SpawnWorker)
@@ -234,20 +215,17 @@ def test_a_drain_taken_back_cancels_who_waits_for_its_devices() -> None:
 
 
 def test_the_only_worker_of_a_component_goes_on_waiting() -> None:
-    """A drain taken back elsewhere does not undo the last hope of a component."""
     view = on_ledger([worker(0, "pending"), worker(0, "ready", PREFILL), worker(1, "draining", PREFILL)], 2)
     assert brief(scale(view, "+1", "PrefillWorker").or_raise()) == [("CancelDrain", "PrefillWorker_1")]
 
 
 def test_the_template_counts_a_device_once() -> None:
-    """Bare, exited, its GPU still being checked: that one is its own, and no hope for the next."""
     bare = worker(0, "exited", gpus=("x",))
     assert brief(scale(fleet(bare, gpus=1), "+1").or_raise()) == [("Revive", "VllmWorker")]
     assert scale(fleet(bare, gpus=1), "+2", wait_for_gpus=True).refused is not None
 
 
 def test_the_template_does_not_take_what_another_waits_for() -> None:
-    """Its own device is still being checked, and somebody was told that it comes back."""
     bare = worker(0, "exited", PREFILL, gpus=("x",))
     view = on_ledger([worker(0, "ready"), worker(1, "pending"), bare], 2)
     decision = scale(view, "+1", "PrefillWorker", wait_for_gpus=True)
@@ -259,13 +237,11 @@ def test_the_template_does_not_take_what_another_waits_for() -> None:
 
 
 def test_the_highest_suffix_goes_first_and_the_bare_one_last() -> None:
-    """The default policy."""
     view = fleet("ready", "ready", "ready")
     assert brief(scale(view, "-2").or_raise()) == [("BeginDrain", "VllmWorker_2"), ("BeginDrain", "VllmWorker_1")]
 
 
 def test_what_still_starts_is_taken_back_before_anything_drains() -> None:
-    """It serves nothing yet; what failed goes before what waits, and that before what loads."""
     view = fleet("ready", "ready", "starting", "pending", "backing_off")
     assert brief(scale(view, "-4").or_raise()) == [
         ("TakeBack", "VllmWorker_4"),
@@ -276,25 +252,21 @@ def test_what_still_starts_is_taken_back_before_anything_drains() -> None:
 
 
 def test_a_worker_that_is_called_back_is_drained_again() -> None:
-    """It may have registered in this moment: only a drain is safe."""
     assert brief(scale(fleet("ready", "draining/returning"), "-1").or_raise()) == [("BeginDrain", "VllmWorker_1")]
 
 
 @pytest.mark.parametrize("state", ["drain_timed_out/returning", "exited/returning"])
 def test_a_worker_that_was_called_back_too_late_is_not_drained_again(state: str) -> None:
-    """Its session is being ended: it is just not started again (found by the state machine)."""
     assert brief(scale(fleet("ready", state), "-1").or_raise()) == [("TakeBack", "VllmWorker_1")]
 
 
 def test_a_restart_is_called_off_before_a_ready_worker_goes() -> None:
-    """It drains already; it is just not started again."""
     view = fleet("ready", "draining/restarting", "ready")
     assert brief(scale(view, "-1").or_raise()) == [("TakeBack", "VllmWorker_1")]
 
 
 @pytest.mark.parametrize("text", ["-2", "=0", "0"])
 def test_the_last_ready_worker_is_kept(text: str) -> None:
-    """Nothing at all is done, and the error says why and how."""
     decision = scale(fleet("ready", "ready"), text)
     assert decision.moves == ()
     assert isinstance(decision.refused, LastReadyWorker)
@@ -303,32 +275,27 @@ def test_the_last_ready_worker_is_kept(text: str) -> None:
 
 
 def test_a_worker_that_starts_does_not_stand_in_for_a_ready_one() -> None:
-    """It may never be ready; the error says whom to wait for."""
     decision = decide_drain(fleet("ready", "starting"), name(), stimulus_id="t")
     assert isinstance(decision.refused, LastReadyWorker)
     assert f"wait until {name(1)} (starting) is ready" in str(decision.refused)
 
 
 def test_a_draining_worker_does_not_stand_in_for_a_ready_one() -> None:
-    """It takes nothing new."""
     assert isinstance(scale(fleet("ready", "draining"), "-1").refused, LastReadyWorker)
 
 
 def test_another_component_of_the_role_does_not_stand_in() -> None:
-    """Requests are addressed to a component."""
     other = replace(DECODE, component="OtherWorker")
     view = on_ledger([worker(0, "ready"), worker(0, "ready", other)], 2, (DECODE, other))
     assert isinstance(scale(view, "-1").refused, LastReadyWorker)
 
 
 def test_the_only_worker_on_its_way_is_kept_too() -> None:
-    """With none ready the last one that starts is the last hope."""
     assert isinstance(scale(fleet("starting"), "-1").refused, LastReadyWorker)
     assert brief(scale(fleet("starting", "starting"), "-1").or_raise()) == [("TakeBack", "VllmWorker_1")]
 
 
 def test_force_takes_the_last_one() -> None:
-    """The bare entry stays as a template; `+1` brings the same name back."""
     view = fleet("ready")
     decision = scale(view, "=0", force=True)
     assert brief(decision.or_raise()) == [("BeginDrain", "VllmWorker")]
@@ -336,21 +303,18 @@ def test_force_takes_the_last_one() -> None:
 
 
 def test_more_than_there_are_cannot_be_taken() -> None:
-    """Not clamped: the person meant another fleet."""
     decision = scale(fleet("ready", "draining", "faulted"), "-2", force=True)
     assert isinstance(decision.refused, BadTarget)
     assert "it has 1 " in str(decision.refused)
 
 
 def test_a_policy_chooses_among_ready_workers() -> None:
-    """The bare one may go first; its entry stays."""
     view = fleet(worker(0, "ready", load=load(5)), worker(1, "ready", load=load(50)))
     decision = scale(view, "-1", victim_policy=VictimPolicy.LEAST_LOADED)
     assert brief(decision.or_raise()) == [("BeginDrain", "VllmWorker")]
 
 
 def test_nothing_is_decided_where_it_is_so_already() -> None:
-    """No instruction, no refusal."""
     assert scale(fleet("ready", "starting", "draining"), "=2") == ScalingDecision("t")
 
 

@@ -30,7 +30,6 @@ def test_registration_is_possible_where_the_row_says_so(state: S) -> None:
 
 @pytest.mark.parametrize("state", S)
 def test_traits_that_exclude_each_other(state: S) -> None:
-    """Nobody serves and leaves, or serves without a process; who was killed, or failed, does not serve."""
     traits = TRAITS[state]
     assert traits.serves + traits.comes_up + traits.leaves <= 1
     assert not (traits.serves and (traits.killed or traits.failed or not traits.runs))
@@ -47,7 +46,6 @@ def test_every_end_of_a_drain_is_counted() -> None:
 
 
 def test_who_drains_and_who_is_gone() -> None:
-    """The two that the table does not say itself but that follow from a row."""
     assert states_with("drains") == {S.DRAINING}
     assert states_with("gone") == {S.EXITED}
 

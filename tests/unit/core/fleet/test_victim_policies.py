@@ -16,26 +16,22 @@ def order(policy: VictimPolicy, *loads: Load | Missing) -> list[int]:
 
 
 def test_the_highest_suffix_goes_whatever_the_load() -> None:
-    """A worker of which nothing is known too: the name alone decides."""
     assert order(VictimPolicy.HIGHEST_SUFFIX, load(1), load(0), NO_LOAD) == [2, 1, 0]
 
 
 def test_the_least_loaded_has_the_fewest_tokens_left() -> None:
-    """Then the fewest requests; then the highest suffix."""
     assert order(VictimPolicy.LEAST_LOADED, load(30), load(10), load(20)) == [1, 2, 0]
     assert order(VictimPolicy.LEAST_LOADED, load(10, active=1), load(10, active=1, waiting=3)) == [0, 1]
     assert order(VictimPolicy.LEAST_LOADED, load(10), load(10), load(10)) == [2, 1, 0]
 
 
 def test_the_coldest_has_the_least_useful_cache() -> None:
-    """Hit rate times size; then the fewest blocks in use; then the highest suffix."""
     assert order(VictimPolicy.COLDEST, load(hits=0.9), load(hits=0.1), load(hits=0.5)) == [1, 2, 0]
     assert order(VictimPolicy.COLDEST, load(hits=0.5, active=1), load(hits=0.5, active=2)) == [0, 1]
     assert order(VictimPolicy.COLDEST, load(hits=0.5), load(hits=0.5)) == [1, 0]
 
 
 def test_an_idle_worker_with_a_warm_cache_is_not_cold() -> None:
-    """No block is in use, and yet its cache answers nine prompts of ten."""
     assert cache_at_stake(load(hits=0.9)) == pytest.approx(900.0)
     assert order(VictimPolicy.COLDEST, load(hits=0.9, active=0), load(hits=0.2, active=8)) == [1, 0]
 
@@ -48,7 +44,6 @@ def test_a_missing_load_is_not_an_idle_worker(policy: VictimPolicy) -> None:
 
 
 def test_what_is_furthest_from_serving_is_taken_back_first() -> None:
-    """Failed, waiting, loading, about to come back; then the highest suffix."""
     states = ["draining/returning", "starting", "exited/restarting", "pending", "crashed", "backing_off", "starting"]
     found = arrivals(worker(n, state) for n, state in enumerate(states))
     assert [w.n for w in found] == [5, 4, 3, 6, 1, 2, 0]

@@ -10,7 +10,6 @@ from dynamo_local.core.routing.estimates import CORRECTION_MAX, AnswerLengths, C
 
 
 def test_lengths_that_were_seen_replace_what_was_believed() -> None:
-    """After as many answers as there were in the prior, only those count."""
     lengths = AnswerLengths()
     for _ in range(20):
         lengths.ended(100)
@@ -20,7 +19,6 @@ def test_lengths_that_were_seen_replace_what_was_believed() -> None:
 
 
 def test_an_answer_that_is_longer_than_all_may_end_at_any_time() -> None:
-    """It is neither sure to end nor sure to go on."""
     lengths = AnswerLengths()
     for _ in range(20):
         lengths.ended(100)
@@ -28,7 +26,6 @@ def test_an_answer_that_is_longer_than_all_may_end_at_any_time() -> None:
 
 
 def test_only_the_last_lengths_count() -> None:
-    """A service that changes is followed."""
     lengths = AnswerLengths(kept=16)
     for tokens in [10] * 30 + [1000] * 16:
         lengths.ended(tokens)

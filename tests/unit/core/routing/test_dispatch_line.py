@@ -8,7 +8,6 @@ from dynamo_local.core.routing.prompts import LATE_EVERY, PrefillLine, Turns
 
 
 def test_what_can_keep_its_target_comes_first() -> None:
-    """Late ones follow in their own order."""
     line, turns = PrefillLine[str](), Turns()
     for name, start_by_s in (("late 1", 0.5), ("a", 2.0), ("late 2", 0.6), ("b", 2.0)):
         line.append(name, start_by_s)
@@ -17,7 +16,6 @@ def test_what_can_keep_its_target_comes_first() -> None:
 
 
 def test_without_targets_it_is_first_in_first_out() -> None:
-    """As before there were any."""
     line, turns = PrefillLine[int](), Turns()
     for number in range(20):
         line.append(number, None)
@@ -25,14 +23,12 @@ def test_without_targets_it_is_first_in_first_out() -> None:
 
 
 def test_an_entry_that_is_late_alone_is_not_put_behind_anything() -> None:
-    """Nobody is waiting for it to make room."""
     line = PrefillLine[str]()
     line.append("late", 0.0)
     assert line.popleft(Turns(), 1.0) == "late"
 
 
 def test_removal_from_either_line() -> None:
-    """What is not wanted any more is in neither."""
     line, turns = PrefillLine[str](), Turns()
     for name, start_by_s in (("late", 0.0), ("a", 2.0), ("b", 2.0)):
         line.append(name, start_by_s)
@@ -46,7 +42,6 @@ def test_removal_from_either_line() -> None:
 
 
 def test_every_eighth_turn_is_for_what_is_late() -> None:
-    """Even if what can keep its target never ends."""
     line, turns = PrefillLine[str](), Turns()
     line.append("late", 0.0)
     order = []

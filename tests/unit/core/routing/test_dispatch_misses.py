@@ -24,7 +24,6 @@ def all_of(tokens: int) -> AnswerLengths:
 
 
 def test_a_first_token_far_below_its_target_is_safe_and_far_above_lost() -> None:
-    """Between them it is a matter of probability; where no time is left, of none."""
     assert misses_first_token(0.5, 2.0, RISK) == 0.0
     assert 0.0 < misses_first_token(1.5, 2.0, RISK) < misses_first_token(2.0, 2.0, RISK) < 1.0
     assert misses_first_token(3.0, 2.0, RISK) == 1.0
@@ -39,14 +38,12 @@ def test_a_stream_that_has_saved_time_bears_a_pause() -> None:
 
 
 def test_a_pause_is_made_up_for_by_further_tokens() -> None:
-    """At its first token nothing is saved: 0.4 s need ten tokens at 40 ms each."""
     stream = Stream(1, 0.0)
     assert misses_gap(stream, 0.0, 0.4, 0.01, 0.05, all_of(20)) == 0.0
     assert misses_gap(stream, 0.0, 0.4, 0.01, 0.05, all_of(5)) == 1.0
 
 
 def test_a_stream_that_cannot_catch_up_is_lost_once_its_savings_are() -> None:
-    """Its gaps are above the target: it keeps it only if it ends soon."""
     saved, lost = Stream(101, 0.0), Stream(2, 0.0)
     assert misses_gap(saved, 1.0, 0.0, 0.1, 0.05, all_of(110)) == 0.0
     assert misses_gap(saved, 1.0, 0.0, 0.1, 0.05, all_of(1000)) == 1.0
@@ -54,7 +51,6 @@ def test_a_stream_that_cannot_catch_up_is_lost_once_its_savings_are() -> None:
 
 
 def test_harm_counts_only_what_this_pause_adds() -> None:
-    """A stream that misses anyway is not harmed; without a target nobody is."""
     lost, fresh = Stream(3, 0.0), Stream(1, 10.0)
     lengths = all_of(5)
     assert harm([lost], 10.0, before_s=0.0, more_s=1.0, itl_s=0.01, target_s=0.05, lengths=lengths) == 0.0

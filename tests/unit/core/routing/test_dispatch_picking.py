@@ -23,19 +23,16 @@ def sample(active: int = 0, usage: float = 0.0, slots: int = 256, at_s: float = 
 
 
 def test_fewer_tokens_of_kv_win() -> None:
-    """As many requests, but one of them is long: the gap between tokens is shorter elsewhere."""
     assert make().pick([1, 2], {1: sample(4, 0.5), 2: sample(4, 0.1)}, prompt_tokens=100) == 2
 
 
 def test_a_prefix_that_is_held_is_worth_its_prefill() -> None:
-    """A second less to compute outweighs a gap that is a little longer."""
     loads = {1: sample(4, 0.01), 2: sample(4, 0.005)}
     assert make().pick([1, 2], loads, {}, prompt_tokens=5_000) == 2
     assert make().pick([1, 2], loads, {1: 0.95}, prompt_tokens=5_000) == 1
 
 
 def test_a_worker_without_room_comes_last() -> None:
-    """No slot, or no KV, is a target missed."""
     assert make().pick([1, 2], {1: sample(10, 0.1, slots=10), 2: sample(100, 0.2)}, prompt_tokens=100) == 2
     assert make().pick([1, 2], {1: sample(1, 0.95), 2: sample(90, 0.8)}, prompt_tokens=10_000) == 2
 
@@ -54,7 +51,6 @@ def test_a_burst_is_spread() -> None:
 
 
 def test_missing_is_not_idle() -> None:
-    """A worker whose load, or whose KV use, is not known counts as the busiest."""
     nothing = Sample(Missing("no load yet"), 1.0)
     unknown = Sample(Load(1, 256, gpu_cache_usage_perc=Missing("not told")), 1.0)
     for missing in (nothing, unknown):
@@ -89,6 +85,5 @@ def test_the_plane_orders_workers_as_the_profile_does() -> None:
 
 
 def test_without_a_profile_slo_is_least_loaded() -> None:
-    """Then it has nothing to decide by."""
     assert isinstance(make_picker("slo"), LeastLoaded)
     assert isinstance(make_picker("slo", costs=COSTS), SloPicker)

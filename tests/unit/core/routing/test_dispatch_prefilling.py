@@ -42,7 +42,6 @@ def decide(side: DecodeSide, prompt: int = 10_000, queue: QueueView | Missing = 
 
 
 def test_a_prompt_that_would_stop_running_streams_goes_away() -> None:
-    """A second's pause is more than answers of ten tokens can make up for."""
     choice = decide(with_streams(make(), 5))
     assert choice.remote
     assert choice.harmed > 4
@@ -58,14 +57,12 @@ def test_with_nobody_to_harm_and_a_long_queue_it_stays() -> None:
 
 
 def test_harm_is_weighed_against_the_own_target() -> None:
-    """Against one stream the request itself counts as much; against five it gives way, and is late elsewhere."""
     full = QueueView(20, 21)
     assert not decide(with_streams(make(), 0), queue=full).remote
     assert decide(with_streams(make(), 5), queue=full).remote
 
 
 def test_prompts_that_wait_here_count_as_much_as_those_there() -> None:
-    """Ten prompts are before it on either side: one worker there is as busy, four are not."""
     side = make(max_kv_tokens=10_000_000)
     for number in range(10):
         side.began(f"r{number}", 10_000, 10.0)
@@ -76,7 +73,6 @@ def test_prompts_that_wait_here_count_as_much_as_those_there() -> None:
 
 
 def test_an_unknown_queue_is_not_an_empty_one() -> None:
-    """Then nothing goes there, and it is said that this was no choice."""
     choice = decide(with_streams(make(), 5), queue=Missing("nats timeout"))
     assert not choice.remote
     assert choice.fallback
@@ -101,7 +97,6 @@ def test_a_prompt_for_which_there_is_no_kv_goes_away() -> None:
 
 
 def test_cached_tokens_are_not_computed_here() -> None:
-    """A prefix that is held here makes here cheaper."""
     side = make()
     cached = side.decide(Ask(10_000, 9_900), 10.0, queue=EMPTY, prefill_workers=1)
     assert cached.local_s == pytest.approx(0.01)
@@ -109,7 +104,6 @@ def test_cached_tokens_are_not_computed_here() -> None:
 
 
 def test_the_latest_start_leaves_time_for_the_prefill() -> None:
-    """Target less what it has waited, its prefill and the hand-over."""
     side = make()
     start_by_s = side.start_by_s(Ask(10_000, waited_s=0.5), 10.0)
     assert start_by_s == pytest.approx(10.0 + 2.0 - 0.5 - 1.0, abs=0.05)
@@ -135,7 +129,6 @@ def test_what_is_seen_corrects_the_estimates_within_a_bound() -> None:
 
 
 def test_nothing_is_left_when_all_have_ended() -> None:
-    """Whatever came of them: answered, given up away, here, or handed over."""
     side = make()
     for number, way in enumerate(("away", "here", "handed", "runs", "failed")):
         name = str(number)
@@ -203,7 +196,6 @@ def test_streams_that_are_paused_often_cannot_make_up_for_one_more() -> None:
 
 
 def test_what_came_of_an_estimate_is_counted_by_way() -> None:
-    """Of those that went as was chosen; one that came back is none of them."""
     side = make()
     for name, comes_back in (("a", False), ("b", True)):
         ask = Ask(10_000)

@@ -6,7 +6,6 @@ from dynamo_local.core.routing.kv_index import KvIndex
 
 
 def test_expired_blocks_are_forgotten_unless_matched() -> None:
-    """With an expiry: what was neither stored nor matched for so long is gone, for all workers."""
     index = KvIndex(expiry_s=10.0)
     index.stored(1, [1, 2], now_s=0.0)
     index.stored(2, [8, 9], now_s=0.0)

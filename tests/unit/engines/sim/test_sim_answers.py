@@ -49,7 +49,6 @@ async def test_a_script_that_is_prefilled_for_another_engine_is_held():
 
 
 async def test_a_seed_gives_other_tokens_unless_nothing_is_left_to_chance():
-    """Without one, and at temperature 0, the output is that of the prompt."""
     plain, _ = expected_output(PROMPT, max_tokens=20, ignore_eos=True)
     one, again, two, greedy = [
         tokens(await outputs(SamplingParams(20, ignore_eos=True, seed=seed, temperature=temperature)))
@@ -61,7 +60,6 @@ async def test_a_seed_gives_other_tokens_unless_nothing_is_left_to_chance():
 
 
 async def test_logprobs_do_not_depend_on_how_tokens_came_together():
-    """Each token has its own numbers: itself first, each alternative another token, in all no more than 1."""
     found = await outputs(SamplingParams(20, ignore_eos=True, extras=SamplingExtras(logprobs=5, prompt_logprobs=2)))
     numbers = [one for output in found for one in output.logprobs or ()]
     assert [one[0][0] for one in numbers] == tokens(found)

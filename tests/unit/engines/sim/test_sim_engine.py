@@ -72,7 +72,6 @@ def test_tokens_come_one_pass_at_a_time_and_are_the_expected_ones() -> None:
 
 
 def test_an_output_ends_where_its_prompt_says() -> None:
-    """The oracle `expected_output` agrees, for all that sampling can ask."""
 
     async def body(sim: SimEngine) -> None:
         names = ("token_low", "token_high", "mean_output_tokens", "seed")
@@ -93,7 +92,6 @@ def test_an_output_ends_where_its_prompt_says() -> None:
 
 @pytest.mark.parametrize("coalesce", [False, True])
 def test_many_streams_through_a_small_cache_are_all_right(coalesce: bool) -> None:
-    """Preemption, prefix reuse and queueing never change a token."""
 
     async def body(sim: SimEngine) -> int:
         prompts = [[n % 3, *range(4 * (n % 5)), n] for n in range(40)]
@@ -108,7 +106,6 @@ def test_many_streams_through_a_small_cache_are_all_right(coalesce: bool) -> Non
 
 
 def test_coalescing_changes_how_outputs_are_grouped_and_nothing_else() -> None:
-    """Same tokens, same first and last moment, fewer outputs."""
 
     async def body(sim: SimEngine) -> tuple[list[int], float, float, int]:
         clock, outputs, times = AsyncioClock(), [], []
@@ -123,7 +120,6 @@ def test_coalescing_changes_how_outputs_are_grouped_and_nothing_else() -> None:
 
 
 def test_load_is_what_the_scheduler_holds() -> None:
-    """Two of three run; 11 tokens each may still come; the blocks are counted."""
 
     async def body(sim: SimEngine) -> None:
         assert sim.load() == Load(request_total_slots=2, kv_total_blocks=250)
@@ -144,7 +140,6 @@ def test_load_is_what_the_scheduler_holds() -> None:
 
 
 def test_load_changed_returns_when_something_happens_and_not_before() -> None:
-    """Nothing for a second; then a request."""
 
     async def body(sim: SimEngine) -> None:
         with pytest.raises(TimeoutError):
@@ -160,7 +155,6 @@ def test_load_changed_returns_when_something_happens_and_not_before() -> None:
 
 
 def test_the_prefix_hit_rate_is_the_cached_share_of_a_prompt() -> None:
-    """8 of 10 tokens lie in cached full blocks; an answer is reusable as the next prompt's prefix."""
 
     async def body(sim: SimEngine) -> None:
         prompt = list(range(8))
@@ -177,7 +171,6 @@ def test_the_prefix_hit_rate_is_the_cached_share_of_a_prompt() -> None:
 
 
 def test_closing_the_iterator_aborts_the_request() -> None:
-    """Its blocks are free at once, its place too."""
 
     async def body(sim: SimEngine) -> None:
         stream = sim.generate(request([1] * 40, 200))
@@ -195,7 +188,6 @@ def test_closing_the_iterator_aborts_the_request() -> None:
 
 
 def test_closing_the_engine_ends_what_runs_as_aborted() -> None:
-    """And nothing can be asked of it any more."""
 
     async def main() -> None:
         sim = engine()
@@ -229,7 +221,6 @@ def test_closing_the_engine_ends_what_runs_as_aborted() -> None:
     ],
 )
 def test_a_wrong_request_is_refused_naming_the_parameter(bad: EngineRequest, param: str, message: str) -> None:
-    """Nothing is queued for it."""
 
     async def body(sim: SimEngine) -> None:
         with pytest.raises(InvalidRequest, match=message) as caught:
@@ -241,7 +232,6 @@ def test_a_wrong_request_is_refused_naming_the_parameter(bad: EngineRequest, par
 
 
 def test_output_is_cut_at_the_models_length() -> None:
-    """990 tokens of 1,000: ten more, by length."""
 
     async def body(sim: SimEngine) -> None:
         outputs = await collect(sim, request([1] * 990, 500))
@@ -251,7 +241,6 @@ def test_output_is_cut_at_the_models_length() -> None:
 
 
 def test_the_start_takes_its_time_at_the_speed_asked_for() -> None:
-    """30 s at speed 10 are 3 s."""
 
     async def main() -> float:
         sim = engine(start_up_s=30, speed=10)
@@ -263,7 +252,6 @@ def test_the_start_takes_its_time_at_the_speed_asked_for() -> None:
 
 
 def test_the_default_is_the_h200_profile_at_speed_1_and_says_so() -> None:
-    """Start-up 0, 945,029 KV tokens in blocks of 64; status and logs can print it."""
 
     async def main() -> Any:
         sim = make_engine("sim")
@@ -283,7 +271,6 @@ def test_the_default_is_the_h200_profile_at_speed_1_and_says_so() -> None:
 
 
 def test_engines_that_cannot_be_are_refused() -> None:
-    """An unknown kind, an unknown profile, a model longer than the cache."""
     with pytest.raises(ConfigError, match="no engine 'tgi'; the engines are: sim"):
         make_engine("tgi")
     with pytest.raises(ConfigError, match="no engine profile"):
@@ -293,7 +280,6 @@ def test_engines_that_cannot_be_are_refused() -> None:
 
 
 async def test_requests_of_one_turn_of_the_loop_share_a_pass() -> None:
-    """Real time: the clock goes on between two submits, and still they are one batch."""
     sim = engine()
     await sim.start()
     await asyncio.gather(*(collect(sim, request([n, 1], 1)) for n in range(8)))
@@ -303,7 +289,6 @@ async def test_requests_of_one_turn_of_the_loop_share_a_pass() -> None:
 
 @pytest.mark.timing
 async def test_a_loop_that_was_busy_catches_up_without_drift() -> None:
-    """Real time: 100 ms in which nothing could run cost nothing in the end, for deadlines are absolute."""
     sim = engine()
     await sim.start()
     started_s = asyncio.get_running_loop().time()
@@ -340,7 +325,6 @@ def test_a_failure_inside_reaches_every_stream(prompt: list[int]) -> None:
 
 
 def test_an_engine_can_be_made_to_die_at_a_certain_request() -> None:
-    """`fail_after_requests`: that request and those that run fail with it, and nothing is taken any more."""
 
     async def main() -> None:
         sim = SimEngine(SimOptions(fail_after_requests=2), transport=InMemoryTransport(), perf_model=FixedModel())
@@ -360,7 +344,6 @@ def test_an_engine_can_be_made_to_die_at_a_certain_request() -> None:
 
 
 def test_an_engine_that_is_closed_has_not_failed() -> None:
-    """Whoever watches for its death is let go."""
 
     async def main() -> None:
         sim = engine()

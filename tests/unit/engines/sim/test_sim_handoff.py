@@ -75,7 +75,6 @@ def virtual(body: Body, **options: Any) -> None:
 
 
 def test_a_decode_from_remote_kv_equals_the_aggregated_output() -> None:
-    """Token 0 comes again, from the decode engine; the transfer takes its time; both sides free their blocks."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         clock = AsyncioClock()
@@ -135,7 +134,6 @@ def test_what_the_decode_engine_has_cached_is_not_pulled_again() -> None:
     ],
 )
 def test_a_decode_without_the_right_identity_is_an_error(change: dict[str, Any], message: str) -> None:
-    """Never a silent prefill, never somebody else's KV; the right one can still be pulled afterwards."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         params = await prefill(p, PROMPT)
@@ -148,7 +146,6 @@ def test_a_decode_without_the_right_identity_is_an_error(change: dict[str, Any],
 
 
 def test_kv_of_another_prompt_is_an_error() -> None:
-    """The source compares digests of the prompts: one token that differs is enough."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         params = await prefill(p, PROMPT)
@@ -177,7 +174,6 @@ def test_kv_can_be_pulled_once_and_only_within_its_lease() -> None:
 
 
 def test_waiting_for_hand_offs_ends_with_the_pull_or_the_lease() -> None:
-    """A prefill worker told to stop keeps its KV until then."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         clock = AsyncioClock()
@@ -197,7 +193,6 @@ def test_waiting_for_hand_offs_ends_with_the_pull_or_the_lease() -> None:
 
 
 def test_a_pull_in_progress_outlives_the_lease() -> None:
-    """It began in time: the blocks are pinned until it ends."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         params = await prefill(p, PROMPT)
@@ -226,7 +221,6 @@ def test_a_decode_that_is_aborted_in_mid_pull_gives_everything_back() -> None:
 
 
 def test_a_hand_off_that_is_released_is_not_waited_for() -> None:
-    """Nobody will pull it; one that is unknown is no error."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         params = await prefill(p, PROMPT)
@@ -241,7 +235,6 @@ def test_a_hand_off_that_is_released_is_not_waited_for() -> None:
 
 
 def test_a_hand_off_that_nobody_heard_of_is_freed_at_once() -> None:
-    """The prefill's consumer left before the answer: no need to wait for the lease."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         stream = p.generate(EngineRequest("r", PROMPT, SamplingParams(1), ASK))
@@ -258,7 +251,6 @@ def test_a_hand_off_that_nobody_heard_of_is_freed_at_once() -> None:
 
 
 def test_a_pull_has_a_deadline() -> None:
-    """0.4 s of transfer in a deadline of 0.3 s."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         params = await prefill(p, PROMPT)
@@ -270,7 +262,6 @@ def test_a_pull_has_a_deadline() -> None:
 
 
 def test_an_engine_closed_in_mid_pull_is_an_error_for_the_other() -> None:
-    """In memory, at the end of the transfer at the latest."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         params = await prefill(p, PROMPT)
@@ -284,7 +275,6 @@ def test_an_engine_closed_in_mid_pull_is_an_error_for_the_other() -> None:
 
 
 def test_other_passes_go_on_during_a_pull() -> None:
-    """A decode engine that waits for 0.4 s of transfer computes somebody else's tokens meanwhile."""
 
     async def body(p: SimEngine, d: SimEngine) -> None:
         params = await prefill(p, PROMPT)
@@ -333,7 +323,6 @@ async def started(transport: LoopbackTransport | None = None, **options: Any) ->
 
 
 async def test_a_hand_off_over_loopback() -> None:
-    """The real side channel, real time: right tokens, blocks freed, the wrong prompt refused."""
     p, d = await started(), await started()
     params = await prefill(p, PROMPT)
     assert params["remote_host"] == "127.0.0.1"
@@ -346,7 +335,6 @@ async def test_a_hand_off_over_loopback() -> None:
 
 
 async def test_a_dead_prefill_engine_is_noticed_at_once_over_loopback() -> None:
-    """Before the pull: refused. In the middle of it: the connection breaks. Neither waits for a deadline."""
     side = WatchedTransport()
     p, d = await started(side, kv_transfer_latency_s=60.0), await started()
     params = await prefill(p, PROMPT)
@@ -363,7 +351,6 @@ async def test_a_dead_prefill_engine_is_noticed_at_once_over_loopback() -> None:
 
 
 async def test_a_decode_engine_that_goes_away_over_loopback_leaves_the_lease() -> None:
-    """The source sees the connection close, and the KV can be pulled by another one."""
     side = WatchedTransport()
     p, d = await started(side, kv_transfer_latency_s=0.2), await started()
     params = await prefill(p, PROMPT)
@@ -379,7 +366,6 @@ async def test_a_decode_engine_that_goes_away_over_loopback_leaves_the_lease() -
 
 
 async def test_a_stranger_on_the_side_channel_is_answered_with_an_error() -> None:
-    """Bytes that are no pull request; and a connection that says nothing does not outlive the engine."""
     p = await started()
     assert p.info.handoff_address is not None
     reader, writer = await asyncio.open_connection(*p.info.handoff_address)

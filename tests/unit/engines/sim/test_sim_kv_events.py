@@ -47,7 +47,6 @@ async def answer(subject: SimEngine, name: str, prompt: Sequence[int], tokens: i
 
 
 def test_a_prompts_full_blocks_are_stored_in_a_chain_and_an_outputs_behind_them() -> None:
-    """Ten tokens are two blocks; with the output's there are more, and each event names its parent."""
 
     async def main() -> None:
         listener = Listener()
@@ -69,7 +68,6 @@ def test_a_prompts_full_blocks_are_stored_in_a_chain_and_an_outputs_behind_them(
 
 
 def test_what_is_evicted_is_said_to_be_removed_and_a_busy_cache_is_not_reset() -> None:
-    """Four blocks: the second prompt takes the first one's, its tail first."""
 
     async def main() -> None:
         listener = Listener()
@@ -98,7 +96,6 @@ def test_what_is_evicted_is_said_to_be_removed_and_a_busy_cache_is_not_reset() -
 def test_an_index_that_listens_matches_what_the_engine_matches(
     prompts: list[tuple[int, int, int]], apart_ms: int
 ) -> None:
-    """Shared prefixes, a small cache, preemptions: after everything both know the same of every prompt."""
 
     async def main() -> None:
         listener = Listener()
@@ -118,7 +115,6 @@ def test_an_index_that_listens_matches_what_the_engine_matches(
 
 
 def test_blocks_that_others_hold_already_are_not_said_again() -> None:
-    """Two sequences computed the middle block at once: it stays with the first; events name the true parents."""
     journal: list[KvEvent] = []
     pool = BlockPool(8, journal)
     pool.store(pool.take(1), [2])

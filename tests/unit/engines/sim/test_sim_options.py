@@ -9,7 +9,6 @@ from dynamo_local.errors import ConfigError
 
 
 def test_options_say_which_one_is_wrong_and_why() -> None:
-    """Unknown ones with the nearest spelling; wrong types and bounds with the rule."""
     assert SimOptions.from_mapping({"max-num-seqs": 4, "speed": 10}) == SimOptions(max_num_seqs=4, speed=10)
     for mapping, message in [
         ({"max-num-seq": 4}, "no option 'max-num-seq'; did you mean 'max_num_seqs'"),
@@ -30,6 +29,5 @@ def test_options_say_which_one_is_wrong_and_why() -> None:
 
 
 def test_a_transfer_takes_latency_and_size_over_bandwidth() -> None:
-    """1,000 tokens of 1,000 bytes over 1 MB/s, twice as fast."""
     options = SimOptions(kv_bytes_per_token=1000, kv_transfer_bytes_per_s=1e6, kv_transfer_latency_s=0.5, speed=2)
     assert options.transfer_s(1000) == pytest.approx(0.75)

@@ -124,7 +124,6 @@ def test_an_idle_engine_says_so_each_second() -> None:
 
 
 def test_an_engine_in_a_long_pass_does_not_look_idle() -> None:
-    """Its heartbeats carry what the pass computes, and what came meanwhile."""
 
     async def scenario() -> PassRecorder:
         recorder = PassRecorder()

@@ -49,7 +49,6 @@ def token_times(events: list[Any], name: str) -> list[float]:
 
 
 def test_one_request_is_prefilled_then_decoded() -> None:
-    """7 prompt tokens: first token at 7 s, then one every 10 s."""
     engine = scheduler()
     engine.submit(request("a", 7, 3), 0)
     events = play(engine)
@@ -62,7 +61,6 @@ def test_one_request_is_prefilled_then_decoded() -> None:
 
 
 def test_requests_of_one_instant_share_a_pass_and_later_ones_join_the_next() -> None:
-    """Continuous batching: nobody waits for a batch to end, nobody breaks into a pass."""
     engine = scheduler()
     engine.submit(request("a", 2, 3), 0)
     engine.submit(request("b", 3, 1), 0)
@@ -76,7 +74,6 @@ def test_requests_of_one_instant_share_a_pass_and_later_ones_join_the_next() -> 
 
 
 def test_a_long_prompt_is_chunked_and_decodes_go_on_beside_it() -> None:
-    """Budget 4: the decoding one takes 1, the prompt gets 3 per pass, each pass 13 s."""
     engine = scheduler(max_num_batched_tokens=4)
     engine.submit(request("a", 4, 4), 0)
     events = play(engine, 0)
@@ -87,7 +84,6 @@ def test_a_long_prompt_is_chunked_and_decodes_go_on_beside_it() -> None:
 
 
 def test_no_more_than_max_num_seqs_run_and_the_queue_is_first_in_first_out() -> None:
-    """A small request behind a large one does not overtake it."""
     engine = scheduler(max_num_seqs=2)
     for name, prompt in (("a", 1), ("b", 1), ("c", 50), ("d", 1)):
         engine.submit(request(name, prompt, 2), 0)
@@ -100,7 +96,6 @@ def test_no_more_than_max_num_seqs_run_and_the_queue_is_first_in_first_out() -> 
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
-    """8 of 11 tokens are cached: only 3 are prefilled; the last token never comes from the cache."""
     engine = scheduler()
     engine.submit(request("a", 9, 1, family="x"), 0)
     play(engine)
@@ -115,7 +110,6 @@ def test_a_shared_prefix_is_computed_once() -> None:
 
 
 def test_output_is_reusable_too_once_its_request_has_ended() -> None:
-    """The next turn of a conversation finds the prompt and the answer of the one before."""
     engine = scheduler()
     keys = [("talk", n) for n in range(4)]
     first = SimRequest("a", 5, 8, block_keys=keys[:1], output_keys=lambda computed: keys[1 : computed // 4])
@@ -139,7 +133,6 @@ def test_when_the_cache_is_full_the_latest_is_preempted_and_computed_again() -> 
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
-    """As are an empty one and an id in use."""
     engine = scheduler(num_gpu_blocks=2)
     with pytest.raises(ValueError, match="does not fit the KV cache of 8 tokens"):
         engine.submit(request("a", 7, 3), 0)
@@ -151,7 +144,6 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
 
 
 def test_an_aborted_request_leaves_nothing_behind() -> None:
-    """Running, in the middle of a pass, or waiting; the pass under way still ends at its time."""
     engine = scheduler(max_num_seqs=1)
     engine.submit(request("a", 6, 50), 0)
     engine.submit(request("b", 6, 50), 0)
@@ -167,7 +159,6 @@ def test_an_aborted_request_leaves_nothing_behind() -> None:
 
 
 def test_held_kv_waits_for_its_pull_and_is_freed_by_it() -> None:
-    """The blocks of the prompt stay used until the release; nothing expires while it is pinned."""
     engine = scheduler(kv_lease_duration_s=5)
     engine.submit(request("p", 7, 1, hold_kv=True), 0)
     finished = play(engine, 7)[-1]
@@ -183,7 +174,6 @@ def test_held_kv_waits_for_its_pull_and_is_freed_by_it() -> None:
 
 
 def test_held_kv_expires_with_its_lease_and_lets_others_in() -> None:
-    """Lease over at 12 s: only then is there room for the next one."""
     engine = scheduler(num_gpu_blocks=2, kv_lease_duration_s=5)
     engine.submit(request("p", 7, 1, hold_kv=True), 0)
     engine.submit(request("q", 6, 1), 1)
@@ -193,7 +183,6 @@ def test_held_kv_expires_with_its_lease_and_lets_others_in() -> None:
 
 
 def test_a_pull_that_failed_leaves_the_lease_as_it_was() -> None:
-    """Past its end, it ends when the pin goes."""
     engine = scheduler(kv_lease_duration_s=5)
     engine.submit(request("p", 7, 1, hold_kv=True), 0)
     play(engine, 7)
@@ -206,7 +195,6 @@ def test_a_pull_that_failed_leaves_the_lease_as_it_was() -> None:
 
 
 def test_a_pulled_prompt_counts_as_computed_but_for_its_last_token() -> None:
-    """Blocks first, then the pull, then one decode pass to the first token; others run meanwhile."""
     engine = scheduler()
     engine.submit(request("d", 7, 2, pull_kv=True), 0)
     assert engine.next_event_at() == 0
@@ -221,7 +209,6 @@ def test_a_pulled_prompt_counts_as_computed_but_for_its_last_token() -> None:
 
 
 def test_a_pull_asks_only_for_what_is_not_cached() -> None:
-    """And a pull for nothing is asked for too, for the other side has to free its blocks."""
     engine = scheduler()
     engine.submit(request("a", 8, 1, family="x"), 0)
     play(engine)
@@ -244,14 +231,12 @@ def test_a_running_request_does_not_strand_one_that_waits_with_its_kv() -> None:
 
 
 def test_speed_divides_every_pass() -> None:
-    """Ten times as fast."""
     engine = scheduler(speed=10)
     engine.submit(request("a", 7, 2), 0)
     assert token_times(play(engine), "a") == pytest.approx([0.7, 1.7])
 
 
 def test_a_quiet_run_is_one_event() -> None:
-    """30 passes, one wake-up, the time of every token."""
     engine = scheduler()
     engine.submit(request("a", 5, 31), 0)
     engine.advance(engine.next_event_at(quiet=True) or 0)
@@ -264,7 +249,6 @@ def test_a_quiet_run_is_one_event() -> None:
 
 
 def test_blocks_are_evicted_least_recently_used_first_and_tails_before_heads() -> None:
-    """Blank blocks go first of all; content that is evicted is no longer found."""
     pool = BlockPool(4)
     old, new = pool.take(1), pool.take(2)
     pool.store(old, ["old"])
@@ -279,7 +263,6 @@ def test_blocks_are_evicted_least_recently_used_first_and_tails_before_heads() -
 
 
 def test_a_matched_block_that_is_free_is_not_counted_twice() -> None:
-    """Two free blocks, one of them matched: there is room for one new block, not for two."""
     pool = BlockPool(2)
     block = pool.take(1)
     pool.store(block, ["x"])

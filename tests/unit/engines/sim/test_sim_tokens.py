@@ -18,13 +18,11 @@ GOLDEN_LENGTH = 93
 
 
 def test_tokens_are_the_same_in_every_release() -> None:
-    """A golden value: tests and benchmarks of other processes and days compare with it."""
     assert expected_tokens([1, 2, 3], 8) == GOLDEN
     assert expected_output_length([1, 2, 3]) == GOLDEN_LENGTH
 
 
 def test_another_prompt_or_seed_gives_other_tokens() -> None:
-    """A stream that belongs to another request is told from the right one by its first tokens."""
     base = expected_tokens([1, 2, 3], 16)
     assert expected_tokens([1, 2, 4], 16) != base
     assert expected_tokens([1, 2], 16) != base
@@ -32,12 +30,10 @@ def test_another_prompt_or_seed_gives_other_tokens() -> None:
 
 
 def test_tokens_lie_in_the_range_given() -> None:
-    """token_low is in, token_high is not."""
     assert set(expected_tokens([7], 500, token_low=10, token_high=13)) == {10, 11, 12}
 
 
 def test_a_part_of_the_stream_equals_that_part_of_the_whole() -> None:
-    """Tokens can be taken from anywhere, in pieces of any size."""
     whole = expected_tokens(range(5), 100)
     stream = TokenStream(prompt_digest(range(5)), token_low=259, token_high=2048)
     assert [*stream.take(0, 1), *stream.take(1, 30), *stream.take(31, 69)] == whole
@@ -46,7 +42,6 @@ def test_a_part_of_the_stream_equals_that_part_of_the_whole() -> None:
 
 
 def test_the_natural_length_has_the_mean_asked_for() -> None:
-    """Uniform over half to one and a half of the mean."""
     lengths = [expected_output_length([n], mean_output_tokens=40) for n in range(2000)]
     assert min(lengths) == 20
     assert max(lengths) == 60
@@ -55,7 +50,6 @@ def test_the_natural_length_has_the_mean_asked_for() -> None:
 
 
 def test_output_stops_by_itself_or_at_max_tokens() -> None:
-    """The two finish reasons; a natural end at exactly max_tokens is a stop."""
     natural = expected_output_length([9])
     assert expected_output([9], max_tokens=natural + 5)[1] == "stop"
     assert len(expected_output([9], max_tokens=natural + 5)[0]) == natural
@@ -73,7 +67,6 @@ def test_ignore_eos_and_min_tokens_put_the_end_off() -> None:
 
 
 def test_a_stop_token_ends_the_output_and_is_part_of_it() -> None:
-    """Not before min_tokens."""
     tokens = expected_tokens([9], 40, token_low=0, token_high=8)
     stream = TokenStream(prompt_digest([9]), token_low=0, token_high=8)
     stop = tokens[3]

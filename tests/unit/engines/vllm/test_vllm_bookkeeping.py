@@ -52,7 +52,6 @@ def test_an_engine_without_work_uses_nothing() -> None:
 
 
 def test_the_hit_rate_forgets() -> None:
-    """It is that of the last thousand requests."""
     statistics = Statistics(1, 1)
     statistics.record(scheduler(prefix=(1000, 1000, 1000)), None)
     statistics.record(scheduler(prefix=(500, 1000, 0)), None)
@@ -68,7 +67,6 @@ def test_prompt_tokens_are_counted_by_source() -> None:
 
 
 def test_handed_over_kv_is_held_until_it_was_pulled() -> None:
-    """An empty cache without requests says so; while requests live, nothing does."""
     handoffs = Handoffs(30.0)
     handoffs.add(kv("a"), 100.0)
     handoffs.observe(scheduler(usage=0.0), num_live=1)
@@ -80,7 +78,6 @@ def test_handed_over_kv_is_held_until_it_was_pulled() -> None:
 
 
 def test_handed_over_kv_that_nobody_pulls_ends_with_its_lease() -> None:
-    """The other side waits for less than a lease and renews it for one more."""
     handoffs = Handoffs(30.0)
     handoffs.add(kv("a"), 100.0)
     handoffs.add(kv("b"), 110.0)
@@ -90,7 +87,6 @@ def test_handed_over_kv_that_nobody_pulls_ends_with_its_lease() -> None:
 
 
 def test_handed_over_kv_that_nobody_wants_is_not_waited_for() -> None:
-    """The others are."""
     handoffs = Handoffs(30.0)
     for n, name in enumerate("ab"):
         handoffs.add(kv(name), 100.0 + n)
@@ -105,7 +101,6 @@ def kv(request_id: str) -> dict[str, str]:
 
 
 def test_eight_engines_have_nothing_in_common(short_folder: Path) -> None:
-    """Ports, sockets and caches; and two workers of one name (of two namespaces) have not either."""
     taken = []
     try:
         for n in range(8):
@@ -129,7 +124,6 @@ def test_eight_engines_have_nothing_in_common(short_folder: Path) -> None:
 
 
 def test_a_lease_ends_with_its_process() -> None:
-    """Whatever ends it, the kernel gives the name back."""
     code = (
         "import sys\nfrom dynamo_local.system.host_leases import lease\nheld = lease('test/ends')\n"
         "print(held is not None, flush=True)\nsys.stdin.read()"
@@ -158,7 +152,6 @@ def test_a_long_runtime_folder_moves_the_sockets_elsewhere(tmp_path: Path) -> No
 
 
 def test_an_engines_process_ends_with_its_worker() -> None:
-    """The plugin watches from inside: neither a parent-death signal nor anybody's sweep is needed."""
     engine = (
         "from dynamo_local.engines.vllm import plugin\nplugin.register()\n"
         "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)"

@@ -32,13 +32,11 @@ WORDS = ("--VllmWorker.model=/models/llama", "--VllmWorker.block-size=32", "--Pr
 
 
 def test_the_simulation_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process, no import, on any host."""
     monkeypatch.setattr(checking, "what_is_wrong", lambda sections: pytest.fail("vLLM was asked"))
     assert check() == ()
 
 
 def test_a_host_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan is printed all the same; a start is refused, with what to do."""
     monkeypatch.setattr(checking, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match=r"VllmWorker, PrefillWorker: the engine is vllm, which is not installed"):
         check(*WORDS)
@@ -47,7 +45,6 @@ def test_a_host_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_vllm_refuses_is_named_with_its_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sections in one question, each with its words and with our own options, for a better guess."""
     asked: dict[str, VllmSection] = {}
 
     def refuse(sections: Mapping[str, VllmSection]) -> dict[str, str]:
@@ -64,14 +61,12 @@ def test_what_vllm_refuses_is_named_with_its_section(monkeypatch: pytest.MonkeyP
 
 
 def test_gpus_that_do_not_fit_are_refused_before_vllm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`resources.gpu` is known only with the whole configuration."""
     monkeypatch.setattr(checking, "is_installed", lambda: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=r"VllmWorker: tensor-parallel-size 2 needs 2 GPUs"):
         check(*WORDS, "--VllmWorker.tensor-parallel-size=2")
 
 
 def test_what_passed_once_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ten seconds of importing torch; a refusal is asked again, and so is another section."""
     runs: list[list[Any]] = []
     answers: list[str | None] = []
 
@@ -93,7 +88,6 @@ def test_what_passed_once_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_vllm_that_cannot_be_imported_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The last line of its traceback, not all of it."""
     done = SimpleNamespace(returncode=1, stdout="", stderr="Traceback …\nImportError: libcudart.so.13: cannot open\n")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", lambda *_words, **_more: done)

@@ -163,7 +163,6 @@ async def test_kv_that_does_not_come_ends_at_the_deadline(engine_of: Make) -> No
 
 
 async def test_the_deadline_is_over_with_the_first_token(engine_of: Make) -> None:
-    """A slow decode is no failed transfer."""
     engine, llm = await engine_of(output(7), None, timeout_s=0.05)
     asked = EngineRequest("r", (1, 2, 3), SamplingParams(5), PULL)
     async with contextlib.aclosing(cast(AsyncGenerator[EngineOutput, None], engine.generate(asked))) as stream:
@@ -189,7 +188,6 @@ async def test_the_deadline_is_over_with_the_first_token(engine_of: Make) -> Non
 async def test_each_failure_has_its_error(
     engine_of: Make, params: Any, script: list[Any], error: type[Exception]
 ) -> None:
-    """Only what may be tried again elsewhere, or here without the transfer, says so."""
     engine, _ = await engine_of(*script)
     with pytest.raises(error) as caught:
         await collect(engine, params)
@@ -197,7 +195,6 @@ async def test_each_failure_has_its_error(
 
 
 async def test_an_engine_that_died_is_told_to_whoever_waits(engine_of: Make) -> None:
-    """The worker ends by it; a request after that is refused."""
     engine, _ = await engine_of(EngineDeadError("EngineCore is dead"))
     waiting = asyncio.ensure_future(engine.wait_failed())
     with pytest.raises(EngineDead):

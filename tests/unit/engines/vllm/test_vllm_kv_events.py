@@ -43,7 +43,6 @@ def test_blocks_are_named_as_everybody_here_names_them() -> None:
 
 
 def test_a_block_is_gone_with_its_last_copy() -> None:
-    """Two requests computed the same block; one copy was evicted."""
     blocks = KvBlocks()
     assert blocks.translate([stored([b"a"], TOKENS[:4]), stored([b"a", b"b"], TOKENS[:8])]) == [
         BlocksStored((OURS[0],), None),
@@ -56,7 +55,6 @@ def test_a_block_is_gone_with_its_last_copy() -> None:
 
 
 def test_what_tokens_do_not_name_is_left_out() -> None:
-    """Images and salts, other tiers, other groups; and what hangs on them."""
     blocks = KvBlocks()
     assert blocks.translate([stored([b"a"], TOKENS[:4], extra_keys=[("image", 0)])]) == []
     assert blocks.translate([stored([b"b"], TOKENS[4:8], b"a")]) == []
@@ -81,7 +79,6 @@ def frames(seq: int, *events: dict[str, Any]) -> list[bytes]:
 
 
 def test_after_a_gap_nothing_counts_as_cached() -> None:
-    """The lost batch may have removed anything."""
     published = Published()
     bridge = KvEventBridge("ipc:///nowhere", published)
     bridge.received(frames(0, stored([b"a"], TOKENS[:4])))

@@ -31,7 +31,6 @@ def option(words: list[str], name: str) -> str | None:
 
 
 def test_a_model_of_its_own_means_vllm_and_the_built_in_one_the_simulation() -> None:
-    """Nobody who names a model is answered with simulated tokens unasked."""
     assert section().engine_name == "sim"
     assert section(model="/models/llama").engine_name == "vllm"
     assert section(model="/models/llama", engine="sim").engine_name == "sim"
@@ -91,13 +90,11 @@ def test_tensor_parallelism_follows_the_gpus_of_a_worker(gpus: int, args: dict[s
     ],
 )
 def test_what_cannot_be_is_refused_before_vllm_is_asked(options: dict[str, Any], words: str) -> None:
-    """With the reason, in the words of the section."""
     with pytest.raises(ConfigError, match=words):
         VllmOptions("m", **options).words()
 
 
 def test_each_side_of_a_hand_off_gets_its_connector() -> None:
-    """NixlConnector that fails at once; the section may say more, and nothing is configured where nothing is moved."""
     decode = section(model="m", remote_prefill=True, kv_transfer_config={"kv_buffer_size": 1})
     prefill = validate_section(PrefillWorkerConfig, "PrefillWorker", {"model": "m"})
     asked = [json.loads(option(c.vllm_options(1).words(), "kv-transfer-config") or "") for c in (decode, prefill)]
@@ -131,7 +128,6 @@ def test_the_simulation_takes_none_of_vllms_keys_and_the_other_way_round(values:
 
 
 async def test_an_engine_without_vllm_says_what_is_missing() -> None:
-    """A worker that was started all the same ends with a reason, not with a traceback."""
     pytest.importorskip  # noqa: B018  # vLLM may be installed where the units run: then there is nothing to show
     from dynamo_local.engines.vllm.checks import is_installed
 

@@ -93,7 +93,6 @@ def test_the_queue_has_prompts_and_decodes() -> None:
 
 
 def test_a_pass_lasts_from_the_result_before_it_or_from_its_schedule_after_idleness() -> None:
-    """Asynchronous scheduling: the second is scheduled while the first still runs."""
     engine = Engine()
     engine.scheduler.requests = {"a": request(64), "b": request(32)}
     first = engine.schedule(a=64)
@@ -149,7 +148,6 @@ def test_in_a_long_pass_the_heartbeat_says_what_is_computed_and_what_waits() -> 
 
 
 def test_a_long_queue_is_not_counted_at_each_pass() -> None:
-    """Looking at it takes half a percent of the time, however long it is."""
     looks = 0
 
     class Queue(list[Any]):

@@ -70,7 +70,6 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_nixls_progress_thread_pauses_where_it_was_told_not_to(nixl: SimpleNamespace) -> None:
-    """`nixl_agent` writes 0, with which an idle engine keeps a core busy; a pause of somebody's own stays."""
     let_nixl_pause(1000)
     config = nixl.nixlAgentConfig()
     config.pthrDelay = 0
@@ -82,7 +81,6 @@ def test_nixls_progress_thread_pauses_where_it_was_told_not_to(nixl: SimpleNames
 
 
 def test_another_nixl_is_left_alone(nixl: SimpleNamespace) -> None:
-    """One whose configuration has no such field."""
     nixl.nixlAgentConfig = SimpleNamespace
     let_nixl_pause(1000)
     assert nixl.nixlAgentConfig is SimpleNamespace

@@ -92,7 +92,6 @@ def test_roles_workers_gpus_and_words_are_those_of_the_configuration() -> None:
     ],
 )
 def test_every_example_is_valid_by_dynamos_own_schemas(file: str, target: str | None, wish: Wish) -> None:
-    """Both versions; and each of them has a frontend and workers."""
     found = exported((EXAMPLES / file).read_text(), wish, target=target)
     types = {one["type"] for one in components(found).values()}
     assert "frontend" in types
@@ -200,7 +199,6 @@ def test_own_workers_with_vllm_become_dynamos_workers_too() -> None:
 
 
 def test_a_secret_is_named_and_never_written() -> None:
-    """In variables, before the command, as an option, and inside a URL."""
     keys = """
   ServiceArgs:
     envs: {HF_TOKEN: secret1, PLAIN: "1", PROXY: "http://me:secret2@host/"}
@@ -220,7 +218,6 @@ def test_a_secret_is_named_and_never_written() -> None:
 
 
 def test_a_json_word_without_a_secret_is_left_as_it_is() -> None:
-    """Masking writes JSON anew; that alone makes no secret of it."""
     command = """python -m dynamo.vllm --model m --kv-transfer-config '{"kv_connector":"X","kv_role":"kv_both"}'"""
     assert words_of(components(exported(worker("", command=command)))["W"])[-1] == (
         '{"kv_connector":"X","kv_role":"kv_both"}'

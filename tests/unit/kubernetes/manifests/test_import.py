@@ -40,7 +40,6 @@ def test_a_component_becomes_a_command_with_its_workers_and_gpus() -> None:
     ],
 )
 def test_a_frontend_is_what_the_operator_starts(main: dict[str, Any], words: list[str]) -> None:
-    """Most manifests give it no command at all. Its port is the section's."""
     found = section(manifest(component("Frontend", "frontend", **main)), "Frontend")
     assert found["command"][-len(words) :] == words
     assert found["ports"] == {"http": 9000 if "--http-port" in str(main) else 8000}
@@ -48,7 +47,6 @@ def test_a_frontend_is_what_the_operator_starts(main: dict[str, Any], words: lis
 
 
 def test_a_shells_single_command_is_its_words() -> None:
-    """The operator runs arguments without a command by a shell, and examples do so themselves."""
     script = "exec python3 -m dynamo.vllm --model $MODEL --served-model-name ${NAME} --x '{\"a\":1}'"
     env = [{"name": "MODEL", "value": "org/name"}, {"name": "NAME", "value": "n"}]
     for main in ({"args": [script]}, {"command": ["/bin/sh", "-c"], "args": [script]}):
@@ -57,14 +55,12 @@ def test_a_shells_single_command_is_its_words() -> None:
 
 
 def test_a_shells_arguments_stand_where_it_puts_them() -> None:
-    """`"$@"` is what comes after the script's own name; it is not passed on as a word."""
     script = 'exec python3 -m dynamo.vllm "$@" --enforce-eager'
     found = section(manifest(component(command=["/bin/sh", "-c", script, "--"], args=["--model", "org/name"])))
     assert found["command"] == [*VLLM, "--model", "{model}", "--enforce-eager"]
 
 
 def test_variables_before_a_shells_program_are_the_components() -> None:
-    """Those that are this host's to set are left out, as elsewhere."""
     script = "A=1 NVIDIA_VISIBLE_DEVICES=0 python3 -m dynamo.vllm --model org/name"
     found = imported(manifest(component(command=["bash", "-c", script])))
     assert found.sections["W"]["command"][:3] == VLLM
@@ -116,7 +112,6 @@ def test_a_workers_role_is_what_its_command_says_else_what_the_graph_is(
 
 
 def test_ports_that_pods_share_are_each_workers_own_here() -> None:
-    """Two workers on one host cannot both listen on 20080, or on NIXL's port."""
     args = ["--model", "m", "--kv-events-config", '{"endpoint":"tcp://*:20080"}', "--disaggregation-mode", "prefill"]
     found = section(manifest(worker(args, env=[{"name": "SOME_PORT", "value": "4444"}])))
     assert found["command"][:3] == ["env", "SOME_PORT={port:some}", "VLLM_NIXL_SIDE_CHANNEL_PORT={port:nixl}"]
@@ -215,7 +210,6 @@ def test_dynamos_first_planner_is_the_policy_sla() -> None:
     ],
 )
 def test_a_planner_that_cannot_be_is_left_out_and_told(part: dict[str, Any], why: str | None) -> None:
-    """The graph can be served without one."""
     found = imported(manifest(worker(), part))
     assert ("Planner" in found.sections) is (why is None)
     assert why is None or why in told(found.notes, "left out")["Planner"]
@@ -225,7 +219,6 @@ def test_a_planner_that_cannot_be_is_left_out_and_told(part: dict[str, Any], why
 
 
 def test_every_field_that_says_nothing_here_is_told() -> None:
-    """Also those that nobody here has heard of."""
     text = manifest(
         worker(
             workingDir="/workspace",
@@ -313,7 +306,6 @@ def test_the_older_version_is_refused_for_the_same_reasons(text: str, why: str) 
 
 
 def test_the_older_version_has_its_own_places_for_the_same_things() -> None:
-    """Resources, variables and a Secret of the service itself."""
     resources = {"limits": {"gpu": "2", "cpu": "4"}, "requests": {"custom": {"ephemeral-storage": "2Gi"}}}
     envs = [{"name": "A", "value": "1"}]
     more = {"envFromSecret": "hf", "failover": {"enabled": False}, "type": "prefill"}
@@ -331,7 +323,6 @@ def test_all_reasons_are_told_at_once() -> None:
 
 
 def test_what_serve_would_refuse_is_refused_now() -> None:
-    """Here: a budget that the planner could never keep."""
     many = worker(resources={"limits": {"nvidia.com/gpu": 4}}, own={"replicas": 3})
     with pytest.raises(NotCarried, match="max_gpu_budget is 8"):
         imported(manifest(many, planner("--config", "{}")))

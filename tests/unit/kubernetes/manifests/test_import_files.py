@@ -30,7 +30,6 @@ from tests.unit.kubernetes.manifests.carried import manifest, worker
     ],
 )
 def test_what_is_no_manifest_is_refused_in_one_line(text: str, why: str) -> None:
-    """And never with a traceback."""
     with pytest.raises(ConfigError, match=why) as refused:
         read_documents(text, "test")
     assert isinstance(refused.value, BadInput)

@@ -57,7 +57,6 @@ def written(sections: Any) -> str:
 @pytest.mark.parametrize("older", [False, True], ids=["v1beta1", "v1alpha1"])
 @pytest.mark.parametrize(("file", "target"), FILES)
 def test_what_was_exported_and_imported_is_exported_the_same(file: str, target: str | None, older: bool) -> None:
-    """The second manifest is the first one: nothing is lost, and nothing is added, on the way."""
     first = exported((EXAMPLES / file).read_text(), PLANNED, target=target)
     graph = document(as_v1alpha1(first.graph) if older else first.graph)
     back = imported(written(graph))
@@ -66,7 +65,6 @@ def test_what_was_exported_and_imported_is_exported_the_same(file: str, target: 
 
 @pytest.mark.parametrize("name", ["disagg", "vllm_disagg"])
 def test_the_components_of_a_host_come_back_as_they_were(name: str) -> None:
-    """Roles, workers, GPUs, words, model and variables; ports of the NIXL kind too."""
     text = (EXAMPLES / f"dynamo_1x/{name}.yaml").read_text()
     back = imported(yaml.safe_dump(document(exported(text).graph)))
     assert served(written(back.sections)) == served(text)
@@ -101,7 +99,6 @@ def test_dynamos_examples_become_a_graph_for_this_host(name: str, roles: dict[st
 
 
 def test_every_manifest_of_dynamos_that_is_there_is_imported_or_refused_with_a_reason() -> None:
-    """Those in `shared/data/kube`, or all 44 where DYN_KUBE names a checkout's folder of them."""
     imported_files = []
     for file in dynamos_manifests():
         text = file.read_text(encoding="utf-8")

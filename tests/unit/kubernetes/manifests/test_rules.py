@@ -19,7 +19,6 @@ def found(*components: dict[str, Any], name: str = "g") -> tuple[str, ...]:
 
 
 def test_a_graph_that_keeps_all_rules_has_no_fault() -> None:
-    """A planner's workers have an adapter each; names take all the room that they may."""
     adapted = {**PREFILL, "scalingAdapter": {}}
     assert found(PREFILL, component("F", "frontend"), name="g" * (NAMES_MAX - 1)) == ()
     assert found(adapted, PLANNER) == ()
@@ -44,7 +43,6 @@ def test_each_rule_is_told(components: list[dict[str, Any]], name: str, why: str
 
 
 def test_a_leaders_name_counts_twice() -> None:
-    """Of a replica on several nodes the component's name stands in the leader's pod, too."""
     for length, fault in ((20, False), (21, True)):
         assert found(component("W" * length)) == ()
         assert bool(found({**component("W" * length), "multinode": {"nodeCount": 2}})) is fault

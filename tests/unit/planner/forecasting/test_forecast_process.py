@@ -58,7 +58,6 @@ def stopped(pid: int) -> None:
 
 
 async def test_its_answers_are_those_of_the_twin(forecasts: ForecastProcess) -> None:
-    """Notes and reasons included, over one process."""
     failing = ForecastTask("kalman", ((1e308, 0.0, 1e308, 0.0, 1e308), (-1.0,)), options=(("min_points", 3.0),))
     unknown = ForecastTask("arma", ((1.0,),))
     pid = await started(forecasts)
@@ -105,7 +104,6 @@ async def test_past_the_deadline_it_is_killed_and_the_next_forecast_starts_anoth
 
 
 async def test_waiting_for_another_s_forecast_is_part_of_the_deadline(forecasts: ForecastProcess) -> None:
-    """Whose own deadline still holds: it is not killed by the one who waits."""
     pid = await started(forecasts)
     stopped(pid)
     first = asyncio.ensure_future(forecasts.run(TASK, LONG_S))
@@ -127,7 +125,6 @@ async def test_its_death_is_a_missing_forecast_with_its_reason(forecasts: Foreca
 
 
 async def test_to_close_it_ends_a_forecast_that_is_waited_for(forecasts: ForecastProcess) -> None:
-    """A planner that is stopped does not stay until the deadline."""
     stopped(await started(forecasts))
     asked = asyncio.ensure_future(forecasts.run(TASK, LONG_S))
     await asyncio.sleep(0)
@@ -184,7 +181,6 @@ async def test_what_is_no_answer_is_not_taken_for_one(
 
 
 async def test_after_a_while_without_tasks_it_is_ended() -> None:
-    """Hundreds of megabytes are free between two windows."""
     forecasts = ForecastProcess(idle_s=0.05)
     pid = await started(forecasts)
     await auntil(lambda: forecasts.pid is None and not is_alive(pid))
@@ -213,7 +209,6 @@ async def test_it_gives_way_to_those_who_serve(forecasts: ForecastProcess) -> No
 
 
 def test_it_never_outlives_the_arbiter() -> None:
-    """Killed in the middle of a fit: nobody is left to read the answer."""
     arbiter = (
         "import asyncio, os, signal\n"
         "from dynamo_local.planner.forecasting.process import ForecastProcess\n"
@@ -258,7 +253,6 @@ def test_the_arbiter_imports_none_of_the_libraries() -> None:
 
 
 async def test_a_real_fit_comes_back_from_the_process(forecasts: ForecastProcess) -> None:
-    """Whatever its libraries print, import or start."""
     pytest.importorskip("prophet", reason="the extra predictors is not installed")
     told = await forecasts.run(ForecastTask("prophet", (tuple(100.0 + 10 * number for number in range(20)),)), 150.0)
     assert isinstance(told, Forecasts)

@@ -26,7 +26,6 @@ PREFILL, DECODE, AGG = (Engine(MODELS[kind], limits_of(LIMITS)) for kind in (Kin
 
 
 def test_ttft_is_the_time_of_the_queue_in_whole_batches_and_a_rest() -> None:
-    """33,517 tokens: four passes of 8192, one of 749."""
     assert ttft_s(PREFILL, 30_000) == pytest.approx(4 * (0.010 + 0.16384) + 0.010 + 0.01498)
     assert ttft_s(PREFILL, 0) == pytest.approx(0.010 + 20e-6 * 3517)
 
@@ -70,7 +69,6 @@ def test_a_stricter_target_never_gives_more(osl: float) -> None:
 
 
 def test_an_aggregated_engine_prefills_for_as_many_as_it_ends() -> None:
-    """With longer prompts the same answers take more of each pass."""
     short = agg_capacity(AGG, isl=200, osl=200, ttft_target_s=1.0, itl_target_s=0.05)
     long = agg_capacity(AGG, isl=4000, osl=200, ttft_target_s=1.0, itl_target_s=0.05)
     assert short.within

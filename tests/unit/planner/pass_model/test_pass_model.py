@@ -64,7 +64,6 @@ def test_a_longer_pass_for_less_work_is_not_believed() -> None:
 
 
 def test_more_requests_with_the_same_kv_do_not_make_a_pass_shorter() -> None:
-    """Then the KV alone decides."""
     passes = [
         replace(decode_pass(r, kv), wall_time_s=0.010 + 1e-7 * kv - 1e-6 * r)
         for r, kv in ((10, 10_000), (60, 20_000), (20, 40_000), (50, 80_000), (5, 90_000))
@@ -84,14 +83,12 @@ def test_what_took_no_time_or_no_number_is_not_learned() -> None:
 
 
 def test_a_decode_worker_s_own_prefills_are_no_decode_passes() -> None:
-    """It computes short prompts by itself."""
     mixed = ForwardPass(TRAINER, 0, 0.2, Requests(1, 500, num_decode_requests=3, sum_decode_kv_tokens=900))
     assert PassModel(Kind.DECODE).observed([mixed]).samples == ()
     assert len(PassModel(Kind.AGG).observed([mixed]).samples) == 1
 
 
 def test_the_features_of_the_seed() -> None:
-    """Decode by its KV alone; aggregated by the means of a worker's passes."""
     seed = Learning(features=Features.SEED)
     decode = PassModel(Kind.DECODE, seed).observed(DECODE_PASSES)
     assert {len(sample.x) for sample in decode.samples} == {1}
@@ -132,7 +129,6 @@ def test_the_first_source_that_makes_a_model_is_taken() -> None:
 
 
 def test_a_trained_model_knows_times_and_not_the_traffic() -> None:
-    """It goes on learning from live passes."""
     model = bootstrapped(PassModel(Kind.PREFILL), PROFILE)
     assert model.ready
     assert model.isl.mean is None

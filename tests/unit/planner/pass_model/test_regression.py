@@ -17,7 +17,6 @@ def test_a_plane_is_found_again() -> None:
 
 
 def test_two_features_that_rise_together_share_the_effect() -> None:
-    """Under constant load KV is requests times a constant: no large numbers of opposite sign."""
     found = fitted([Sample((n, 2000.0 * n), 0.005 + 0.001 * n) for n in range(1, 9)])
     assert found is not None
     assert min(found.coefficients) > 0
@@ -37,7 +36,6 @@ def test_no_pass_takes_less_than_a_microsecond() -> None:
 
 
 def test_the_fullest_bucket_loses_its_oldest() -> None:
-    """An hour of the same load leaves what was learned of others."""
     rare = [Sample((x,), 1.0) for x in (0.0, 5000.0, 10_000.0)]
     same = [Sample((2000.0 + n / 1000,), 1.0) for n in range(500)]
     samples: tuple[Sample, ...] = tuple(rare)

@@ -19,7 +19,6 @@ def pulled(traffic: Traffic | Missing | None = None, **more: object) -> Pull:
 
 
 def test_workers_are_counted_and_an_absent_role_is_none() -> None:
-    """None is not 0."""
     seen = context_of(Pull(reading(1.0, None, 0.5), worker_pools(None, pool(DECODE, 2, coming=1))), "r").observations
     assert seen.workers == Workers(ready_decode=2, expected_decode=3, decode_scaling_in_progress=True)
 
@@ -61,7 +60,6 @@ def test_engines_are_parted_by_their_role() -> None:
     ],
 )
 def test_required_paths(paths: tuple[str, ...], first_unset: str | None) -> None:
-    """A value that is Missing, or a path that no context has, is unset."""
     seen = context_of(pulled(BUSY), "r").observations
     context = PipelineContext("r", 60.0, observations=seen, predictions=Prediction(num_req=0.0))
     assert unset(context, paths) == first_unset
@@ -81,7 +79,6 @@ def test_needs_decide_what_is_collected() -> None:
 
 
 def test_the_policy_keeps_its_window() -> None:
-    """It counts requests in windows of one length."""
     assert (
         wanted(Wants(traffic_window_s=180.0), (spec("observations.traffic", window_s=600.0),), 60.0).traffic_window_s
         == 180.0

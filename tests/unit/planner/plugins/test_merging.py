@@ -43,7 +43,6 @@ def test_a_bound_alone_moves_what_is_there_only_where_it_must() -> None:
 
 
 def test_a_final_one_is_heard_alone() -> None:
-    """Of two the smaller number; roles of which it does not speak stay as they are."""
     loud = says("loud", 7, ("prefill", 5, SET), final=True)
     louder = says("louder", 6, ("prefill", 6, SET), final=True)
     others = says("a", 1, ("prefill", 9, SET), ("decode", 9, SET), ("prefill", 9, AT_LEAST))
@@ -71,7 +70,6 @@ def test_an_accept_says_nothing() -> None:
 
 
 def test_a_later_stage_goes_on_from_the_one_before() -> None:
-    """RECONCILE without a word about decode leaves what PROPOSE said of it."""
     assert numbers(says("a", 0, ("prefill", 5, SET)), so_far={"decode": 7, "prefill": 7}) == {"prefill": 5, "decode": 7}
     assert numbers(says("a", 0, ("decode", 6, AT_MOST)), so_far={"decode": 7}) == {"decode": 6}
 

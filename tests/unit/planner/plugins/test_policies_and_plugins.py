@@ -52,13 +52,11 @@ def test_a_plugin_moves_workers(options: PolicyOptions) -> None:
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_a_plugin_does_not_get_past_floors_and_budget(options: PolicyOptions) -> None:
-    """Seven and eleven workers of eight GPUs; none at all."""
     assert sum(decided(options, override(prefill=7, decode=11)).targets.values()) <= 8
     assert min(decided(options, override(prefill=0, decode=0)).targets.values()) >= 1
 
 
 def test_the_budget_is_shared_as_dynamo_shares_it() -> None:
-    """Its reference example under a budget of eight: 7 and 11 become 3 and 5."""
     found = decided(POLICIES["throughput-load"], override(prefill=7, decode=11))
     assert dict(found.targets) == {PREFILL: 3, DECODE: 5}
 

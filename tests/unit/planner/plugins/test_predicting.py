@@ -13,7 +13,6 @@ def test_the_first_who_says_something_about_a_field_is_believed() -> None:
 
 
 def test_zero_is_an_opinion_and_none_is_not() -> None:
-    """None is not 0: who predicts no request at all has said so."""
     silence = filled(None, Prediction(num_req=0.0), "a")
     assert filled(silence, Prediction(num_req=50.0), "b") == Prediction(num_req=0.0, source="a")
 

@@ -43,7 +43,6 @@ FAULTS = [
 
 @pytest.mark.parametrize("first", range(len(FAULTS)))
 def test_of_several_faults_the_first_is_told(first: int) -> None:
-    """In the order of `FAULTS`."""
     wrong = GOOD
     for _, change in FAULTS[first:]:
         wrong = replace(wrong, **change)
@@ -68,7 +67,6 @@ def test_of_several_faults_the_first_is_told(first: int) -> None:
     ],
 )
 def test_versions_are_compared_as_numbers(version: str, code: str | None) -> None:
-    """1.10 comes after 1.2, and a version of five thousand digits is not read as a number."""
     found = reason(replace(GOOD, protocol_version=version), rules=Rules(protocol_version_max="1.10"))
     assert (None if found is None else found.partition(":")[0]) == code
 

@@ -22,7 +22,6 @@ def test_it_fires_first_one_whole_interval_after_its_registration() -> None:
 
 
 def test_plugins_that_come_shortly_after_each_other_are_due_together() -> None:
-    """Their turns are counted from the last moment of the grid of ticks, which began at 1000.3."""
     anchors = {scheduling.registered(now, 1000.3, 5.0).anchor_s for now in (1010.4, 1012.0, 1015.2)}
     assert sorted(anchors) == [pytest.approx(1010.3)] * len(anchors)
 

@@ -111,7 +111,6 @@ def _this_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_class_of_the_configuration(tmp_path: Path) -> None:
-    """It is made with its arguments, and runs beside the loop."""
     side = Side(tmp_path, in_process_plugins=[here("Fixed", "propose", priority=1, kwargs={"decode": 9})])
     await side.service.start()
     assert (await side.tick())[1] == {"decode": 9}
@@ -122,7 +121,6 @@ async def test_a_class_of_the_configuration(tmp_path: Path) -> None:
 
 
 async def test_an_installed_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its entry point; one that cannot be loaded, or is none, is told and stops nobody."""
     points = [
         EntryPoint("broken", "no_such_module:Plugin", in_process.GROUP),
         EntryPoint("fixed", f"{__name__}:Fixed", in_process.GROUP),
@@ -181,7 +179,6 @@ async def test_a_class_that_cannot_be_used_is_told(tmp_path: Path, entry: dict[s
 
 
 async def test_servers_of_the_configuration_are_held_against_the_rules(tmp_path: Path) -> None:
-    """Each by itself: one that is refused costs the others nothing."""
 
     def server(plugin_id: str, **more: Any) -> dict[str, Any]:
         endpoint = {"endpoint": f"unix://{tmp_path}/p.sock"}
@@ -210,7 +207,6 @@ async def test_servers_of_the_configuration_are_held_against_the_rules(tmp_path:
 
 
 def test_without_such_plugins_nobody_imports_grpc() -> None:
-    """A planner's pipeline starts, ticks and stops; what the extra brings stays outside of the arbiter."""
     code = f"""
 import asyncio, sys
 from pathlib import Path

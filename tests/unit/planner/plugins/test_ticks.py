@@ -69,7 +69,6 @@ async def test_each_stage_goes_on_from_the_one_before() -> None:
 
 @on_virtual_time
 async def test_who_proposes_is_asked_at_once_and_who_predicts_one_after_the_other() -> None:
-    """Three that take 2 s each: 2 s together in PROPOSE, 6 s in PREDICT."""
 
     async def slowly(_: PipelineContext) -> Answer:
         await asyncio.sleep(2.0)
@@ -155,7 +154,6 @@ async def test_a_plugin_that_raises_anything_is_a_plugin_that_failed() -> None:
 
 @on_virtual_time
 async def test_an_answer_without_a_result_is_an_accept_and_an_error() -> None:
-    """And no reason to leave the plugin alone."""
     plugins = Plugins()
     plugins.add(Stage.PROPOSE, Nothing())
     for _ in range(FAILURES_MAX + 1):
@@ -166,7 +164,6 @@ async def test_an_answer_without_a_result_is_an_accept_and_an_error() -> None:
 
 @on_virtual_time
 async def test_after_five_errors_it_is_left_alone_and_then_probed() -> None:
-    """The person is told once, and told again when it is over."""
     plugins = Plugins()
     plugin = plugins.add(Stage.PROPOSE, fails, name="away")
     for _ in range(FAILURES_MAX):
@@ -185,7 +182,6 @@ async def test_after_five_errors_it_is_left_alone_and_then_probed() -> None:
 
 @on_virtual_time
 async def test_what_is_held_goes_when_the_circuit_opens() -> None:
-    """An override of a plugin that is gone must not stand for ever."""
     plugins = Plugins()
     plugin = plugins.add(
         Stage.PROPOSE, override(decode=7), name="minute", interval_s=60.0, hold_policy=HoldPolicy.HOLD_LAST
@@ -220,7 +216,6 @@ async def test_a_plugin_without_what_it_requires_is_skipped_and_its_turn_stays()
 
 @on_virtual_time
 async def test_a_tick_that_takes_too_long_is_given_up() -> None:
-    """Nothing is done in it, what hung is to blame, and the next tick begins anew."""
     plugins = Plugins(tick_max_s=12.0)
     for number in range(4):
         plugins.add(Stage.PREDICT, never, name=f"p{number}")

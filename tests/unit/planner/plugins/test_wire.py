@@ -59,7 +59,6 @@ PROPOSALS = (
 
 
 def test_the_compiled_descriptors_are_those_of_the_proto() -> None:
-    """After a change of it: `python tests/tools/compile_proto.py`."""
     ours, made = (descriptor_pb2.FileDescriptorSet.FromString(raw) for raw in (COMPILED.read_bytes(), compiled()))
     assert ours == made
 
@@ -95,6 +94,5 @@ def test_answers_come_back_as_they_were_given(stage: Stage, answer: Answer) -> N
 @settings(max_examples=examples(300))
 @given(st.sampled_from(list(Stage)), st.binary(max_size=200))
 def test_any_bytes_are_an_answer_or_unusable(stage: Stage, raw: bytes) -> None:
-    """Never another error."""
     with contextlib.suppress(Unusable):
         assert isinstance(codec.answer(stage, raw), Answer)

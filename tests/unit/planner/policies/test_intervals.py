@@ -71,7 +71,6 @@ def test_an_interval_ends_in_one_decision_from_all_its_readings() -> None:
 
 
 def test_late_pulls_do_not_make_the_deadlines_drift() -> None:
-    """Ten intervals, each pull up to half a pull late: the tenth still ends where it should."""
     intervals, policy = made()
     for _ in range(10):
         until_decided(intervals, late_s=0.4)
@@ -96,7 +95,6 @@ def test_intervals_that_were_slept_over_are_left_out() -> None:
 
 @pytest.mark.parametrize(("interval_s", "pull_s"), [(0.7, 0.1), (30.0, 7.0), (1.0, 1.0), (2.3, 0.3)])
 def test_the_last_pull_is_exactly_at_the_end(interval_s: float, pull_s: float) -> None:
-    """Where pulls do not fit, and where floats do not add up."""
     options = LoadOptions(adjustment_interval_s=interval_s, metric_pulling_interval_s=pull_s)
     intervals, policy = made(options, now_s=0.0)
     for n in range(1, 6):
@@ -105,7 +103,6 @@ def test_the_last_pull_is_exactly_at_the_end(interval_s: float, pull_s: float) -
 
 
 def test_nothing_is_sampled_while_an_adjustment_is_under_way() -> None:
-    """Rule 2: the interval begins anew when it has ended, from its own readings alone."""
     intervals, policy = made()
     for _ in range(10):
         assert pull(intervals) is None
@@ -120,7 +117,6 @@ def test_nothing_is_sampled_while_an_adjustment_is_under_way() -> None:
 
 
 def test_a_worker_that_only_finishes_its_streams_holds_nothing_up() -> None:
-    """Rule 2's end: out of routing, it holds its GPU and no more."""
     intervals, _ = made()
     assert until_decided(intervals, worker_pools(1, pool(DECODE, 2, leaving=1)), most=30).now_s == 130.0
 
@@ -193,7 +189,6 @@ def deferred() -> tuple[AdjustmentIntervals, Recorder]:
 
 
 def test_a_deferred_up_is_carried_out_when_the_gpu_is_really_free() -> None:
-    """Rule 5: spawned only then."""
     intervals, _ = deferred()
     for _ in range(10):
         assert pull(intervals, DRAINING, **SHIFT) is None
@@ -227,7 +222,6 @@ def test_a_drain_taken_back_cancels_the_up_that_waited_for_it() -> None:
 
 
 def test_a_drain_that_is_seen_a_pull_late_cancels_nothing() -> None:
-    """The down was just asked for."""
     intervals, _ = deferred()
     for seen in (FULL, FULL, DRAINING, FULL, FULL, DRAINING):
         pull(intervals, seen, **SHIFT)
@@ -235,7 +229,6 @@ def test_a_drain_that_is_seen_a_pull_late_cancels_nothing() -> None:
 
 
 def test_a_down_that_another_environment_has_yet_to_carry_out_is_waited_for() -> None:
-    """However long that takes, and even where the GPU is free before it says so."""
     intervals, _ = deferred()
     for seen in (*[replace(FULL, pending=True)] * 10, replace(GONE, pending=True)):
         assert pull(intervals, seen, **SHIFT) is None
@@ -261,7 +254,6 @@ def test_a_persons_change_forgets_a_deferred_up() -> None:
 
 
 def test_lesson_14_an_interval_without_samples_holds_and_the_next_one_recovers() -> None:
-    """The predecessor divided by no samples, and compared with NaN for ever."""
     intervals, _ = made()
     lost = Missing("nats timeout")
     for _ in range(30):
@@ -273,14 +265,12 @@ def test_lesson_14_an_interval_without_samples_holds_and_the_next_one_recovers()
 
 
 def test_lesson_7_a_step_of_a_large_engine_counts_all_its_gpus() -> None:
-    """An engine of 4 GPUs does not fit into the 3 that are left."""
     intervals, _ = made()
     decision = until_decided(intervals, worker_pools(1, 1, decode_gpus=4), kv=0.95)
     assert {reason.component: reason.rule for reason in decision.reasons}[DECODE] is Rule.BUDGET
 
 
 def test_lesson_16_a_slow_start_is_answered_by_one_worker_only() -> None:
-    """A worker that takes ten intervals to load: 2 workers become 3, not 4, 8 and 16."""
     intervals, _ = made()
     assert until_decided(intervals, kv=0.95).acts == ((DECODE, 1),)
     assert all(pull(intervals, STARTING, kv=0.95) is None for _ in range(300))

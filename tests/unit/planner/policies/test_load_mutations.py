@@ -105,7 +105,6 @@ def test_every_mutant_of_the_rules_fails_a_case() -> None:
 
 
 def test_every_mutant_of_the_measuring_fails_a_case() -> None:
-    """Means, samples, ages."""
     alive = []
     for changed, tree in mutants(_source(load)):
         with pytest.MonkeyPatch.context() as patch:

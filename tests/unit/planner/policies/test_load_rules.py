@@ -9,5 +9,4 @@ from tests.fakes.planner.load_cases import CASES, Case
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_case(case: Case) -> None:
-    """Steps, rules, and what is to be carried out now."""
     case.check(case.decide())

@@ -32,7 +32,6 @@ def test_ready_coming_and_leaving_are_told_apart() -> None:
 
 @pytest.mark.parametrize("state", ["pending", "backing_off", "crashed", "start_timed_out"])
 def test_what_waits_is_capacity_but_no_adjustment(state: str) -> None:
-    """It needs its GPUs and will take them."""
     found = decode("ready", state)
     assert (found.capacity, found.waiting, found.adjusting) == (2, 1, False)
     assert (found.gpus_held + found.gpus_lacking, found.gpus_spoken_for) == (2, 2)

@@ -64,7 +64,6 @@ def test_where_a_fit_fails_the_last_value_stands_in_and_the_reason_is_said(answe
 
 
 def test_after_a_failure_the_next_forecast_sees_every_point() -> None:
-    """Nothing is remembered between forecasts, so nothing can be lost."""
     seen: list[list[float]] = []
 
     def flaky(series: Sequence[float], steps: int) -> Sequence[float]:
@@ -83,7 +82,6 @@ def test_a_negative_value_is_none_at_all() -> None:
 
 
 def test_with_log1p_the_predictor_sees_logarithms_and_its_values_are_taken_back() -> None:
-    """A series that doubles is a straight line for it."""
 
     def straight(series: Sequence[float], steps: int) -> Sequence[float]:
         return [series[-1] + (series[-1] - series[-2]) * step for step in range(1, steps + 1)]

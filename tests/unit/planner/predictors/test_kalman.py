@@ -14,7 +14,6 @@ def next_value(series: list[float], kalman: Kalman | None = None) -> float:
 
 
 def test_a_series_that_rises_steadily_is_followed_from_the_fifth_value_on() -> None:
-    """Before, the last value stands in."""
     assert [next_value(RISING[:points]) for points in range(1, 8)] == pytest.approx(
         [10, 20, 30, 40, 59.95, 69.97, 79.98], abs=0.005
     )

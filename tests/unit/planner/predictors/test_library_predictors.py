@@ -60,7 +60,6 @@ def test_arima_follows_a_sine_better_than_the_last_value_does_and_the_filter_wor
 
 @pytest.mark.parametrize("name", ["arima", "prophet"])
 def test_a_library_that_is_gone_is_a_failed_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may take it away while the planner runs."""
     for module in ("statsforecast.models", "prophet"):
         monkeypatch.setitem(sys.modules, module, None)
     told = continued(Arima() if name == "arima" else Prophet(180.0), [1.0, 2.0, 1.0, 3.0, 2.0], 1)

@@ -56,7 +56,6 @@ def test_our_own_need_no_library(name: str, installed: set[str]) -> None:
 
 
 def test_a_task_asks_for_the_predictor_that_was_chosen(installed: set[str]) -> None:
-    """Each gets its own numbers, and no other's."""
     installed.update(("statsforecast", "prophet"))
     series = Series(window_s=60.0).warmed_up([Window(3.0, 100.0, 20.0)])
     numbers = {"kalman_q_level": 2.0, "kalman_q_trend": 0.5, "kalman_r": 7.0, "kalman_min_points": 3}
@@ -86,7 +85,6 @@ def test_prophet_alone_may_look_back_further_than_the_usual_history(installed: s
     ],
 )
 def test_a_task_that_cannot_be_done_is_missing_with_the_reason(task: ForecastTask, words: str) -> None:
-    """A NaN is not taken for an idle window."""
     (value,) = answer(task).values
     assert isinstance(value, Missing)
     assert words in value.reason
@@ -99,7 +97,6 @@ def test_one_bad_series_leaves_the_others() -> None:
 
 
 def test_a_failed_fit_is_told_in_the_notes() -> None:
-    """1e308 twice overflows in the filter."""
     told = answer(ForecastTask("kalman", (RISING, (1e308, 0.0, 1e308, 0.0, 1e308))))
     assert told.values[1] == (1e308,)
     assert len(told.notes) == 1

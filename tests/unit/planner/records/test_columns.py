@@ -41,7 +41,6 @@ def _columns(count: int) -> st.SearchStrategy[list[float]]:
     ids=["zeros", "numbers of passes", "times", "counts", "durations"],
 )
 def test_what_is_alike_takes_no_room(column: list[float], most: float) -> None:
-    """In memory each takes 32 kB."""
     assert len(packed([column])) <= most
 
 

@@ -49,7 +49,6 @@ def test_silence_is_0_requests_without_means() -> None:
 
 @pytest.mark.parametrize("window_s", [5.0, 20.0, 45.0])
 def test_any_window_can_be_asked_for(window_s: float) -> None:
-    """Of scrapes every five seconds, while one request a second comes."""
     history = scraped(*((at_s, [frontend(requests=at_s)]) for at_s in (n * SCRAPE_EVERY_S for n in range(13))))
     traffic = told(history, window_s, 60.0)
     assert (traffic.num_req, traffic.duration_s) == (window_s, window_s)
@@ -78,7 +77,6 @@ def test_a_frontend_that_ended_in_the_window_counts_up_to_its_end() -> None:
 
 
 def test_counters_that_begin_anew_within_a_process_go_on() -> None:
-    """A command behind a runner was started again."""
     history = scraped(*((at_s, [frontend(requests=n)]) for at_s, n in ((0.0, 90), (30.0, 100), (60.0, 5))))
     assert told(history, 60.0, 60.0).num_req == 15.0
 

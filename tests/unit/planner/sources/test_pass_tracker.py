@@ -81,7 +81,6 @@ def test_an_engine_is_forgotten_with_its_worker() -> None:
 
 
 def test_a_worker_with_another_id_has_none_of_its_old_engines() -> None:
-    """Its lease was granted anew."""
     tracker = PassTracker()
     tracker.heard("dynamo_Decode", [passed(7, 1.0)])
     tracker.heard("dynamo_Decode", [passed(8, 2.0, worker="5")])

@@ -77,7 +77,6 @@ def test_where_requests_are_counted_at_their_end_that_is_taken() -> None:
 
 
 def test_what_is_not_scraped_any_more_is_unknown() -> None:
-    """The increase of a window still has what was scraped before."""
     assert isinstance(told({**FULL, "started_at": ()}), Missing)
 
 

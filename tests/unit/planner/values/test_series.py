@@ -60,7 +60,6 @@ def test_lengths_that_were_never_known_are_no_series_of_zeros() -> None:
 
 
 def test_after_a_warm_up_leading_zeros_are_skipped_anew() -> None:
-    """The warm-up's own gaps stay: its first window has a request by its nature."""
     warm = EMPTY.warmed_up([Window(4, 100, 10), Window(0, 100, 10), Window(6, 120, 12)])
     series = after(traffic(0), traffic(0), traffic(9, 200, 20), traffic(0), start=warm)
     assert series.columns == ((4, 0, 6, 9, 0), (100, 100, 120, 200, 200), (10, 10, 12, 20, 20))
@@ -73,7 +72,6 @@ def test_the_oldest_windows_are_forgotten() -> None:
 
 
 def test_a_count_over_another_time_is_scaled_to_the_window() -> None:
-    """A tick that came late counted for longer."""
     assert after(traffic(10, 300, 20, duration_s=200.0)).windows == (Window(9, 300, 20),)
     assert after(traffic(10, 300, 20, duration_s=0.0)).windows == ()
 

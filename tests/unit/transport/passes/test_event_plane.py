@@ -31,7 +31,6 @@ def test_an_envelope_has_what_dynamo_reads() -> None:
 
 
 def test_a_payload_may_be_a_list_of_numbers() -> None:
-    """As Rust writes bytes where nobody told it to do otherwise."""
     assert unseal(msgspec.msgpack.encode({"payload": [1, 2, 255]})) == b"\x01\x02\xff"
 
 

@@ -60,7 +60,6 @@ def test_a_pass_is_written_as_dynamo_writes_it() -> None:
 
 
 def test_digits_that_nobody_measured_may_be_left_out() -> None:
-    """And a pass of no time at all stays one."""
     short = wire(wall_time=1e-9, queued_requests={"num_decode_requests": 3, "var_decode_kv_tokens": 6.51})
     told, rounded = decode_pass(short), decode_pass(short, exact=False)
     assert told is not None

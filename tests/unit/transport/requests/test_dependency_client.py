@@ -45,25 +45,21 @@ def make(plane: FakePlane) -> DependencyClient:
 
 
 async def test_a_streaming_endpoint_is_iterated() -> None:
-    """`async for` over the call is `async for` over the handler's items."""
     plane = FakePlane(generate=FakeEndpointClient(count))
     assert [n async for n in make(plane).generate(3)] == [0, 1, 2]
     assert plane.asked == [("ns", "Worker", "generate")]
 
 
 async def test_a_unary_endpoint_is_awaited() -> None:
-    """`await` gives the one value."""
     assert await make(FakePlane(score=FakeEndpointClient(double))).score(21) == 42
 
 
 async def test_awaiting_a_stream_is_an_error() -> None:
-    """It names what to do instead."""
     with pytest.raises(errors.RequestError, match="iterate"):
         await make(FakePlane(generate=FakeEndpointClient(count))).generate(3)
 
 
 async def test_method_names_map_to_endpoint_names() -> None:
-    """`chat` serves `chat/completions`."""
     plane = FakePlane(chat_completions=FakeEndpointClient(double))
     dependency = make(plane)
     assert await dependency.chat(1) == 2
@@ -82,7 +78,6 @@ async def test_direct_goes_to_that_instance() -> None:
 
 
 async def test_random_reaches_every_instance() -> None:
-    """And nobody else."""
     fake = FakeEndpointClient({7: count, 8: count})
     dependency = make(FakePlane(generate=fake))
     for _ in range(64):
@@ -91,13 +86,11 @@ async def test_random_reaches_every_instance() -> None:
 
 
 async def test_an_unknown_method_names_the_known_ones() -> None:
-    """A typing mistake is told at once, before anything is sent."""
     with pytest.raises(AttributeError, match=r"generat.*it has: chat, generate, score"):
         make(FakePlane()).generat(1)
 
 
 async def test_wait_ready_waits_for_every_endpoint() -> None:
-    """`NoWorkers` while one is missing."""
     late = FakeEndpointClient()
     plane = FakePlane(generate=FakeEndpointClient(count), score=late, chat_completions=FakeEndpointClient(double))
     dependency = make(plane)
@@ -108,7 +101,6 @@ async def test_wait_ready_waits_for_every_endpoint() -> None:
 
 
 async def test_request_id_and_deadline_go_along() -> None:
-    """A call from within a handler carries the handler's request id and what is left of its time."""
     fake = FakeEndpointClient(count)
     dependency = make(FakePlane(generate=fake))
     now_s = asyncio.get_running_loop().time()
@@ -125,7 +117,6 @@ async def test_request_id_and_deadline_go_along() -> None:
 
 
 async def test_breaking_out_of_a_call_closes_the_handler() -> None:
-    """`finally` in the handler runs although the loop was left early."""
     ended = asyncio.Event()
 
     async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:

@@ -46,7 +46,6 @@ class Watched:
 
 
 async def test_a_worker_that_takes_nothing_is_silent():
-    """Each offer waits as long as any other: from when it came."""
     watched = Watched()
     first = watched.joined()
     assert watched.after(3.0) == []
@@ -69,7 +68,6 @@ async def test_a_line_that_moves_is_waited_for():
 
 
 async def test_who_was_overtaken_is_not_waited_for():
-    """What came later was taken: this one's message is lost, and no worker will ever come for it."""
     watched = Watched()
     lost = watched.joined()
     for _ in range(5):
@@ -81,7 +79,6 @@ async def test_who_was_overtaken_is_not_waited_for():
 
 
 async def test_our_own_lateness_is_no_silence():
-    """An event loop that was busy for a minute has heard nobody."""
     watched = Watched()
     waiting = watched.joined()
     assert watched.after(60.0, step_s=15.0) == []
@@ -114,7 +111,6 @@ async def house() -> AsyncIterator[House]:
 
 
 async def test_one_question_for_a_whole_line(house: House):
-    """A thousand that wait for one worker ask NATS as often as one, and have the same answer."""
     offers = [offer() for _ in range(1000)]
     with ExitStack() as waiting:
         for each in offers:
@@ -130,7 +126,6 @@ async def test_one_question_for_a_whole_line(house: House):
 
 
 async def test_where_nats_is_away_all_that_wait_are_told(house: House):
-    """Each with an error of its own: callers write into it how often they have tried."""
     house.failure = NatsUnavailable("not connected to NATS")
     offers = [offer(), offer()]
     with house.lines.waiting(offers[0], 0), house.lines.waiting(offers[1], 0):
@@ -140,7 +135,6 @@ async def test_where_nats_is_away_all_that_wait_are_told(house: House):
 
 
 async def test_what_went_over_another_connection_is_refused(house: House):
-    """After a restart of NATS: what was sent before it is lost, what came after it is not."""
     before, after = offer(), offer()
     with house.lines.waiting(before, 0), house.lines.waiting(after, 1):
         await asyncio.wait_for(house.asked.wait(), 5)
@@ -152,7 +146,6 @@ async def test_what_went_over_another_connection_is_refused(house: House):
 
 
 async def test_a_worker_that_has_taken_something_lately_is_busy(house: House):
-    """One that was only asked is not."""
     taken, asked = offer(), offer("dynamo.worker.2")
     with house.lines.waiting(taken, 0), house.lines.waiting(asked, 0):
         taken.answer.set_result(InboundStream(lambda *_: None, lambda _: None))

@@ -38,7 +38,6 @@ async def forever(request: Any, context: RequestContext) -> AsyncIterator[Any]:
 
 
 async def test_a_request_is_made_into_the_endpoints_model_and_a_wrong_one_is_refused_before_the_handler_runs() -> None:
-    """With the parameter's name, as when it comes from the wire."""
 
     async def echo(request: Ask, context: RequestContext) -> AsyncIterator[Any]:
         yield request
@@ -51,7 +50,6 @@ async def test_a_request_is_made_into_the_endpoints_model_and_a_wrong_one_is_ref
 
 
 async def test_a_handler_sees_its_own_request_and_its_components_context_and_the_caller_never_does() -> None:
-    """Between two items the caller's own are back, also while the handler waits in between."""
 
     async def tell(request: Any, context: RequestContext) -> AsyncIterator[Any]:
         for _ in range(2):
@@ -65,7 +63,6 @@ async def test_a_handler_sees_its_own_request_and_its_components_context_and_the
 
 
 async def test_a_deadline_that_passes_while_nobody_reads_is_told_to_the_next_read() -> None:
-    """And the handler is closed then."""
     ended = asyncio.Event()
 
     async def guarded(request: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -84,7 +81,6 @@ async def test_a_deadline_that_passes_while_nobody_reads_is_told_to_the_next_rea
 
 
 async def test_the_readers_own_deadline_stays_its_own() -> None:
-    """`asyncio.wait_for` around a read ends as `TimeoutError`, and leaves no cancellation behind."""
     stream = await client_of(forever).call(None, timeout_s=30.0)
     assert await anext(stream) == "first"
     with pytest.raises(TimeoutError):
@@ -96,7 +92,6 @@ async def test_the_readers_own_deadline_stays_its_own() -> None:
 
 
 async def test_a_handler_that_awaits_something_cancelled_is_told_as_such() -> None:
-    """Its caller was not cancelled, and goes on."""
 
     async def unlucky(request: Any, context: RequestContext) -> AsyncIterator[Any]:
         task = asyncio.ensure_future(asyncio.Event().wait())
@@ -108,7 +103,6 @@ async def test_a_handler_that_awaits_something_cancelled_is_told_as_such() -> No
 
 
 async def test_a_stream_that_is_dropped_half_read_is_closed() -> None:
-    """It does not live until its deadline."""
     ended = asyncio.Event()
 
     async def guarded(request: Any, context: RequestContext) -> AsyncIterator[Any]:
@@ -126,7 +120,6 @@ async def test_a_stream_that_is_dropped_half_read_is_closed() -> None:
 
 
 async def test_only_guests_are_called_here() -> None:
-    """Others go over the plane; an endpoint that the guest has not is an error that names it."""
     asked: list[tuple[str, str]] = []
 
     class Plane:

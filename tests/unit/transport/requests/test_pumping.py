@@ -61,7 +61,6 @@ async def test_a_taker_that_must_catch_up_is_given_nothing_meanwhile() -> None:
 
 
 async def test_what_a_stream_ends_with_comes_after_its_items() -> None:
-    """A gap, a lost worker: what came before has been taken."""
     inbound, _ = make_inbound()
     taken: list[Any] = []
     pumping = asyncio.create_task(pump(ResponseStream(1, inbound), taken.extend))
@@ -73,7 +72,6 @@ async def test_what_a_stream_ends_with_comes_after_its_items() -> None:
 
 
 async def test_a_taker_that_raises_ends_the_pumping_with_just_that() -> None:
-    """Also `Enough`; nothing is given to it afterwards. Over the wire, and within the process."""
     for error in (Enough(), ZeroDivisionError("its own"), errors.EngineError("its own")):
         inbound, _ = make_inbound()
         inbound.data_received(data(0, "a"))
@@ -116,7 +114,6 @@ class Known:
 
 
 async def test_a_handlers_own_stream_is_pumped_and_its_deadline_stops_it_where_it_waits() -> None:
-    """With the component's context around it; the reader hears of the deadline, not of a cancellation."""
     ended = asyncio.Event()
 
     async def answer(request: Any, context: RequestContext) -> Known:
@@ -133,7 +130,6 @@ async def test_a_handlers_own_stream_is_pumped_and_its_deadline_stops_it_where_i
 
 
 async def test_a_unary_handler_and_one_that_waits_for_its_reader_are_pumped_as_well() -> None:
-    """One value is one item; a generator goes on when the taker has room."""
 
     async def one(request: Any, context: RequestContext) -> int:
         return 7

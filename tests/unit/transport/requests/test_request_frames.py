@@ -33,7 +33,6 @@ HEADER = RequestHeader(WIRE_VERSION, "r-1", 2.5, "127.0.0.1", 4711, b"t" * 16, b
     bodies=st.lists(st.binary(max_size=300), max_size=12), cuts=st.lists(st.integers(1, 40), min_size=1, max_size=40)
 )
 def test_frames_survive_any_cutting(bodies: list[bytes], cuts: list[int]) -> None:
-    """TCP cuts where it likes: the same frames come out, in order, and nothing is left."""
     wire = b"".join(frame(FrameKind.DATA, n, body) for n, body in enumerate(bodies))
     decoder, found, at, step = FrameDecoder(), [], 0, 0
     while at < len(wire):
@@ -45,7 +44,6 @@ def test_frames_survive_any_cutting(bodies: list[bytes], cuts: list[int]) -> Non
 
 
 def test_a_large_frame_in_pieces_is_looked_at_once_it_is_whole() -> None:
-    """A megabyte in 4 KiB pieces comes out once, unchanged."""
     body = bytes(range(256)) * 4096
     wire, decoder = frame(FrameKind.GO, 0, body), FrameDecoder()
     found = [f for at in range(0, len(wire), 4096) for f in decoder.feed(wire[at : at + 4096])]
@@ -53,7 +51,6 @@ def test_a_large_frame_in_pieces_is_looked_at_once_it_is_whole() -> None:
 
 
 def test_an_oversized_frame_is_refused_by_its_announcement() -> None:
-    """Nine bytes suffice: nothing of the body is buffered."""
     decoder = FrameDecoder(max_frame_bytes=100)
     with pytest.raises(errors.StreamGap, match="101 bytes"):
         decoder.feed(frame(FrameKind.DATA, 0, b"x" * 101)[:9])
@@ -70,7 +67,6 @@ def items_of(*groups: list[int]) -> list[tuple[int, bytes]]:
 
 
 def test_numbered_frames_give_their_items() -> None:
-    """A frame's number is the count of items before it; the end's is the total."""
     sequence = ItemSequence()
     found = [item for number, body in items_of([1, 2, 3], [4], [5, 6]) for item in sequence.data(number, body)]
     sequence.end(6)
@@ -79,7 +75,6 @@ def test_numbered_frames_give_their_items() -> None:
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_a_missing_frame_is_a_gap(left_out: int) -> None:
-    """Whichever is missing, the next frame or the end notices, and says at which item."""
     sequence, frames = ItemSequence(), items_of([1, 2, 3], [4, 5, 6], [7])
     del frames[left_out]
 
@@ -95,7 +90,6 @@ def test_a_missing_frame_is_a_gap(left_out: int) -> None:
 
 
 def test_a_repeated_frame_is_a_gap() -> None:
-    """Repeated text is as wrong as missing text."""
     sequence, [(number, body)] = ItemSequence(), items_of([1, 2])
     sequence.data(number, body)
     with pytest.raises(errors.StreamGap, match="repeated"):
@@ -103,50 +97,42 @@ def test_a_repeated_frame_is_a_gap() -> None:
 
 
 def test_a_damaged_body_is_a_gap() -> None:
-    """Bytes that are no msgpack list never become items."""
     with pytest.raises(errors.StreamGap, match="cannot be read"):
         ItemSequence().data(0, b"\xdd\x00")
 
 
 def test_headers_come_back_equal() -> None:
-    """The NATS message carries all that a worker needs."""
     assert decode_header(encode_header(HEADER)) == HEADER
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"hello", encode_value({"a": 1}), encode_value([1, "r"])])
 def test_nonsense_is_no_header(data: bytes) -> None:
-    """Anything may be published on a subject."""
     with pytest.raises(errors.InvalidRequest):
         decode_header(data)
 
 
 def test_another_version_is_refused_by_name() -> None:
-    """A caller of another installation is told so."""
     header = RequestHeader(WIRE_VERSION + 1, "r-1", None, "127.0.0.1", 1, b"", None)
     with pytest.raises(errors.InvalidRequest, match=f"version {WIRE_VERSION + 1}"):
         decode_header(encode_header(header))
 
 
 def test_errors_keep_type_message_and_details() -> None:
-    """Our errors come back as themselves."""
     error = decode_error(encode_error(errors.WorkerBusy("full", retry_after_s=1.5)))
     assert (type(error), error.message, error.details) == (errors.WorkerBusy, "full", {"retry_after_s": 1.5})
 
 
 def test_details_that_cannot_travel_are_shown() -> None:
-    """An error must arrive whatever somebody put into its details."""
     error = decode_error(encode_error(errors.EngineError("broken", cause=ValueError("x"))))
     assert error.details == {"cause": "ValueError('x')"}
 
 
 @pytest.mark.parametrize("body", [b"\xc1", encode_value([1])])
 def test_an_unreadable_error_is_still_an_error(body: bytes) -> None:
-    """It says that it could not be read."""
     assert isinstance(decode_error(body), errors.RemoteError)
 
 
 def test_dataclasses_travel_as_dicts() -> None:
-    """Components may yield what they like to compute with."""
 
     @dataclass
     class Chunk:
@@ -156,6 +142,5 @@ def test_dataclasses_travel_as_dicts() -> None:
 
 
 def test_a_value_above_the_frame_limit_is_refused() -> None:
-    """Where it is made, with its size."""
     with pytest.raises(ValueError, match="exceeds the frame limit"):
         encode_value(bytes(MAX_FRAME_BYTES))

@@ -38,7 +38,6 @@ def lines() -> Iterator[io.StringIO]:
 
 @pytest.mark.parametrize("given", ["abc", "a/b:c=d%20e", "x" * MAX_LENGTH])
 def test_a_clients_id_is_kept(given: str) -> None:
-    """It is what the client will look for."""
     assert accept_or_make(given) == given
 
 
@@ -55,7 +54,6 @@ def test_an_id_that_could_forge_or_flood_a_log_is_replaced(bad: str) -> None:
 
 
 async def test_lines_within_a_request_carry_its_id(lines: io.StringIO) -> None:
-    """Also those of tasks that it starts, and of no other request at the same time."""
     log = logging.getLogger("test_request_log")
 
     async def below(text: str) -> None:
@@ -76,7 +74,6 @@ async def test_lines_within_a_request_carry_its_id(lines: io.StringIO) -> None:
 
 
 def test_dates_are_those_of_the_library() -> None:
-    """Of each line, whichever second the line before was of."""
     ours, theirs = OncePerSecond(FORMAT), logging.Formatter(FORMAT)
     for created_s in (0.0, 1_795_000_000.25, 1_795_000_000.9996, 1_795_000_001.0, 1_795_000_000.5):
         record = logging.makeLogRecord({"created": created_s, "msecs": int(created_s % 1 * 1000)})
@@ -84,6 +81,5 @@ def test_dates_are_those_of_the_library() -> None:
 
 
 def test_a_request_of_an_older_worker_is_understood() -> None:
-    """Its header has no `x_request_id`: a rolling restart has both kinds side by side."""
     old = encode_value([WIRE_VERSION, "r-1", None, "127.0.0.1", 4711, b"t" * 16, b"\xc0"])
     assert decode_header(old).x_request_id == ""

@@ -83,7 +83,6 @@ def data(number: int, *items: Any) -> bytes:
 
 
 async def test_items_of_one_pass_share_a_frame() -> None:
-    """Many tokens per frame under load; one alone does not wait."""
     sender, transport = make_sender()
     assert [sender.put(n) for n in range(10)] == [None] * 10
     assert transport.written == b""
@@ -98,7 +97,6 @@ async def test_items_of_one_pass_share_a_frame() -> None:
 
 
 async def test_a_handler_that_never_waits_lets_others_run() -> None:
-    """After a full frame it has to await, even though the socket takes everything."""
     sender, _ = make_sender()
     waits = [sender.put(n) for n in range(FLUSH_ITEMS)]
     assert waits[:-1] == [None] * (FLUSH_ITEMS - 1)
@@ -124,7 +122,6 @@ async def test_a_full_socket_makes_the_handler_wait() -> None:
 
 
 async def test_the_end_goes_out_once() -> None:
-    """Whoever ends first wins; later items and ends are no frames."""
     sender, transport = make_sender()
     sender.put("a")
     sender.end(errors.DeadlineExceeded("late"))
@@ -136,7 +133,6 @@ async def test_the_end_goes_out_once() -> None:
 
 
 async def test_a_lost_connection_frees_the_waiting_handler() -> None:
-    """Nothing waits for ever."""
     sender, _ = make_sender()
     sender.pause_writing()
     room = [sender.put("x") for _ in range(FLUSH_ITEMS)][-1]
@@ -148,7 +144,6 @@ async def test_a_lost_connection_frees_the_waiting_handler() -> None:
 
 
 async def test_unread_data_stops_the_socket_from_being_read() -> None:
-    """And reading goes on when the reader has come."""
     inbound, transport = make_inbound()
     inbound.data_received(data(0, "x" * READ_AHEAD_BYTES))
     assert not transport.reading
@@ -159,7 +154,6 @@ async def test_unread_data_stops_the_socket_from_being_read() -> None:
 
 
 async def test_a_half_received_large_frame_does_not_stop_reading() -> None:
-    """An item larger than the read-ahead must still be completed."""
     inbound, transport = make_inbound()
     wire = data(0, "x" * (3 * READ_AHEAD_BYTES))
     inbound.data_received(wire[: 2 * READ_AHEAD_BYTES])
@@ -169,7 +163,6 @@ async def test_a_half_received_large_frame_does_not_stop_reading() -> None:
 
 
 async def test_frames_that_waited_are_read_as_one_batch() -> None:
-    """A reader that comes late catches up in one step."""
     inbound, _ = make_inbound()
     inbound.data_received(data(0, 1, 2) + data(2, 3) + data(3, 4) + frame(FrameKind.END, 4))
     assert [batch async for batch in ResponseStream(1, inbound).batches()] == [[1, 2, 3, 4]]
@@ -187,7 +180,6 @@ async def test_an_injected_gap_ends_the_stream_typed() -> None:
 
 
 async def test_a_missing_end_is_a_lost_worker() -> None:
-    """A connection that closes without END or ERROR is not a short answer."""
     inbound, _ = make_inbound()
     inbound.data_received(data(0, "a"))
     inbound.connection_lost(ConnectionResetError("reset by peer"))
@@ -198,7 +190,6 @@ async def test_a_missing_end_is_a_lost_worker() -> None:
 
 
 async def test_an_end_that_promises_more_is_a_gap() -> None:
-    """The total in END is checked."""
     inbound, _ = make_inbound()
     inbound.data_received(data(0, "a") + frame(FrameKind.END, 2))
     stream = ResponseStream(1, inbound)
@@ -208,7 +199,6 @@ async def test_an_end_that_promises_more_is_a_gap() -> None:
 
 
 async def test_an_unknown_frame_is_an_error() -> None:
-    """Mixed versions are told, not guessed at."""
     inbound, _ = make_inbound()
     inbound.data_received(frame(FrameKind.GO, 0, b"") + data(0, "a"))
     with pytest.raises(errors.StreamGap, match="unknown kind"):
@@ -216,7 +206,6 @@ async def test_an_unknown_frame_is_an_error() -> None:
 
 
 async def test_after_the_end_iteration_stays_ended() -> None:
-    """Also after `aclose`, which raises nothing."""
     inbound, _ = make_inbound()
     inbound.data_received(data(0, "a") + frame(FrameKind.END, 1))
     stream = ResponseStream(1, inbound)
@@ -226,7 +215,6 @@ async def test_after_the_end_iteration_stays_ended() -> None:
 
 
 async def test_reading_a_closed_stream_says_so() -> None:
-    """Not a silent end: somebody closed it before it was complete."""
     inbound, transport = make_inbound()
     inbound.data_received(data(0, "a"))
     stream = ResponseStream(1, inbound)
@@ -237,7 +225,6 @@ async def test_reading_a_closed_stream_says_so() -> None:
 
 
 async def test_a_dropped_stream_closes_its_connection() -> None:
-    """A reader that breaks out of its loop and forgets the stream leaves no handler waiting."""
     inbound, transport = make_inbound()
     inbound.data_received(data(0, "a", "b"))
     async for _ in ResponseStream(1, inbound):

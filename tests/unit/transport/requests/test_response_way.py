@@ -47,18 +47,15 @@ async def answered(listener: ResponseListener, *, port: int, name: str) -> list[
 
 
 async def test_an_answer_takes_the_unix_socket_where_the_caller_has_one(listener: ResponseListener) -> None:
-    """TCP costs more, on loopback too: a third of the requests per second were gained."""
     assert await answered(listener, port=NO_PORT, name=listener.name) == ["hello", "hello"]
 
 
 @pytest.mark.parametrize("name", ["", f"{NAMES}of-nobody"])
 async def test_it_takes_the_port_where_there_is_none(listener: ResponseListener, name: str) -> None:
-    """An older caller, or one whose socket takes no more at the moment."""
     assert await answered(listener, port=listener.port, name=name) == ["hello", "hello"]
 
 
 async def test_a_message_cannot_name_a_socket_of_somebody_else(listener: ResponseListener) -> None:
-    """Whoever can send requests must not have workers connect to whatever listens on this host."""
     name = f"somebodys-{listener.name}"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"\0{name}")
@@ -70,7 +67,6 @@ async def test_a_message_cannot_name_a_socket_of_somebody_else(listener: Respons
 
 
 async def test_who_shows_no_token_there_is_turned_away(listener: ResponseListener) -> None:
-    """Any user of the host can connect to an abstract socket, as to a port."""
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.setblocking(False)
         loop = asyncio.get_running_loop()

@@ -54,7 +54,6 @@ def test_an_example_is_a_graph_with_our_frontend(name: str, roles: dict[str, Rol
 
 
 def test_the_disaggregated_examples_words_reach_vllm_as_they_are() -> None:
-    """JSON in braces is no placeholder, and each server has a side channel of its own."""
     command = spec_of(EXAMPLES / "disagg.yaml").service("Decode").config["command"]
     words = placeholders.words_of(command)
     config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}

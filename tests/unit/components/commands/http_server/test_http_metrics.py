@@ -82,7 +82,6 @@ def test_the_old_name_of_the_cache_use_is_read_too() -> None:
 
 
 def test_engines_behind_one_server_are_counted_together_and_their_shares_averaged() -> None:
-    """Data parallel: one exposition, a label per engine."""
     second = VLLM.replace('engine="0"', 'engine="1"').replace("0.25", "0.75")
     both = "\n".join(line for line in (VLLM + second).splitlines() if not line.startswith("#"))
     found = numbers(both)

@@ -19,7 +19,6 @@ def url(server: Server) -> str:
 
 
 async def test_an_idle_server_has_the_other_role_and_takes_its_own_for_a_success(server: Server) -> None:
-    """So whoever does not know which role it has asks for the one that it is to have."""
     server.role = "decode"
     for _ in range(2):
         await switch_role(url(server), DEFAULT_BODY, "prefill")
@@ -28,7 +27,6 @@ async def test_an_idle_server_has_the_other_role_and_takes_its_own_for_a_success
 
 
 async def test_one_that_still_holds_something_is_asked_again(server: Server) -> None:
-    """Its last prompt was fetched a moment ago, as far as others know."""
     server.role = "prefill"
     server.kept.add("a prompt")
     switching = asyncio.create_task(switch_role(url(server), DEFAULT_BODY, "decode"))
@@ -42,7 +40,6 @@ async def test_one_that_still_holds_something_is_asked_again(server: Server) -> 
 
 
 async def test_a_change_that_was_given_up_halfway_is_waited_for(server: Server) -> None:
-    """Cancelled, nobody knows which role it has; asked for the old one it ends there."""
     server.role, server.switch_s = "prefill", 0.3
     switching = asyncio.create_task(switch_role(url(server), DEFAULT_BODY, "decode"))
     async with asyncio.timeout(DEADLINE_S):
@@ -60,7 +57,6 @@ async def test_a_change_that_was_given_up_halfway_is_waited_for(server: Server) 
 async def test_what_does_not_pass_is_told_in_the_servers_words(
     server: Server, role: str | None, stuck: str | None, why: str
 ) -> None:
-    """And not asked again."""
     server.role, server.stuck = role, stuck
     with pytest.raises(FlipFailed, match=why):
         await switch_role(url(server), DEFAULT_BODY, "prefill")
@@ -68,7 +64,6 @@ async def test_what_does_not_pass_is_told_in_the_servers_words(
 
 
 async def test_a_server_that_is_gone_is_no_success(server: Server) -> None:
-    """Nor one without such a call."""
     with pytest.raises(FlipFailed, match="does not become prefill"):
         await switch_role("http://127.0.0.1:9/pd_role_switch", DEFAULT_BODY, "prefill")
     with pytest.raises(FlipFailed, match="404"):
@@ -76,7 +71,6 @@ async def test_a_server_that_is_gone_is_no_success(server: Server) -> None:
 
 
 def test_the_body_is_sglangs_unless_it_is_given() -> None:
-    """What a section without one means."""
     config = HttpConfig(command="s {port:http}", runtime="http", role_switch="/pd_role_switch")
     assert config.role_switch_body == {"new_role": "{role}"}
     with pytest.raises(ValueError, match="role_switch must be a path"):

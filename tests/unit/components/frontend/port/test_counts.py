@@ -29,14 +29,12 @@ def samples(page: bytes) -> dict[str, float]:
 
 
 def test_the_sum_of_pages_is_the_page_of_all_requests():
-    """Counters, gauges, and every bucket of every histogram, the one of our own among them."""
     two = counts.added(counts.counts_of(metrics.registry) for metrics in (served(3, open_ones=1), served(4)))
     assert samples(counts.page(two)) == samples(served(7, open_ones=1).exposition())
     assert counts.page(counts.counts_of(served(2).registry)) == served(2).exposition()
 
 
 def test_what_is_now_ends_with_its_process_and_what_was_does_not():
-    """A killed Frontend has no request in flight, and those that it answered were answered."""
     left = counts.counts_of_ended(counts.counts_of(served(3, open_ones=2).registry))
     found = samples(counts.page(counts.added((left, counts.counts_of(served(1, open_ones=1).registry)))))
     assert found["dynamo_frontend_inflight_requests"] == 1.0
@@ -45,7 +43,6 @@ def test_what_is_now_ends_with_its_process_and_what_was_does_not():
 
 
 def test_counts_come_back_from_a_file_as_they_were():
-    """They are JSON in between."""
     told = counts.counts_of(served(2).registry)
     assert msgspec.json.decode(msgspec.json.encode(told), type=counts.Counts) == told
     assert msgspec.convert(msgspec.to_builtins(told), counts.Counts) == told

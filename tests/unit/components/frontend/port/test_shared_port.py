@@ -108,7 +108,6 @@ async def ask(url: str) -> int:
 
 
 async def test_they_have_one_port_and_both_take_requests(frontend: Make):
-    """The second one is given the first one's socket, whatever port 0 has come to."""
     a, b = await frontend("a").start(), await frontend("b").start()
     assert a.url == b.url
     assert set(await asyncio.gather(*(ask(a.url) for _ in range(60)))) == {200}
@@ -117,7 +116,6 @@ async def test_they_have_one_port_and_both_take_requests(frontend: Make):
 
 
 async def test_one_that_starts_leaves_requests_to_those_that_serve(frontend: Make):
-    """Until it is registered; alone it answers from the beginning."""
     a = await frontend("a").start(ready=False)
     assert await ask(a.url) == 200
     await a.be_ready()
@@ -153,7 +151,6 @@ async def test_one_that_leaves_loses_no_request(frontend: Make):
 
 
 async def test_a_request_on_a_kept_connection_is_served_while_it_leaves(frontend: Make):
-    """A client's pool does not know; it is told with the answer."""
     a = await frontend("a").start()
     async with client(a.url) as kept:
         assert (await kept.post("/v1/completions", json=ASK)).status_code == 200
@@ -187,7 +184,6 @@ async def test_where_nobody_else_serves_it_refuses(frontend: Make):
 
 
 async def test_another_port_is_not_theirs(frontend: Make):
-    """A new configuration's Frontend has its own socket, and one that others have is refused as ever."""
     a = await frontend("a").start()
     port = int(a.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use"):
@@ -197,7 +193,6 @@ async def test_another_port_is_not_theirs(frontend: Make):
 
 
 async def test_metrics_are_the_sum_and_never_fall(frontend: Make):
-    """Whoever is scraped; with one that left, one that was killed after a scrape, and its successor."""
 
     async def started(one: One) -> float:
         async with client(one.url) as http:

@@ -15,7 +15,6 @@ from dynamo_local.errors import StartTimedOut
 
 
 async def test_each_hears_what_the_others_say(short_folder: Path):
-    """And not itself; a descriptor comes along, and is the asker's own."""
     a, b, c = (Siblings(short_folder / "deep" / "of-Frontend", name) for name in "abc")
     with socket.socket() as theirs:
         inode = os.fstat(theirs.fileno()).st_ino

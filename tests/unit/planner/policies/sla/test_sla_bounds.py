@@ -29,7 +29,6 @@ R = SlaRule
 def test_both_give_way_in_proportion(
     wanted: tuple[int, int], floors: tuple[int, int], gpus: tuple[int, int], budget: int, expected: tuple[int, int]
 ) -> None:
-    """Prefill rounded down, decode the rest; what decode does not want goes back to prefill."""
     assert fitting(wanted, floors, gpus, budget) == list(expected)
 
 
@@ -39,7 +38,6 @@ def test_decode_never_grows_above_what_it_wanted() -> None:
 
 
 def test_a_budget_below_the_floors_changes_nothing() -> None:
-    """Upstream scaled to zero: budget 1, 1P1D became 0P0D."""
     decision = decided(policy(max_gpu_budget=1), pull(traffic(), (2, 3)))
     assert targets_of(decision) == (2, 3)
     assert [reason.rule for reason in decision.reasons] == [R.MAX_GPU_BUDGET] * 2
@@ -62,7 +60,6 @@ def test_a_budget_below_the_floors_changes_nothing() -> None:
 def test_the_bound_that_decided_is_the_reason(
     options: dict[str, int], pools: tuple[int, int], prefill: tuple[int, SlaRule], decode: tuple[int, SlaRule]
 ) -> None:
-    """The demand wants 3P3D."""
     decision = decided(policy(**options), pull(traffic(), pools))
     assert targets_of(decision) == (prefill[0], decode[0])
     assert [reason_of(decision, name).rule for name in (PREFILL, DECODE)] == [prefill[1], decode[1]]
@@ -77,7 +74,6 @@ def test_workers_on_their_way_count() -> None:
 
 
 def test_a_role_goes_down_before_the_other_goes_up() -> None:
-    """Its GPUs may be needed."""
     decision = decided(policy(), pull(traffic(), (1, 6)))
     assert decision.acts == ((DECODE, -3), (PREFILL, 2))
 

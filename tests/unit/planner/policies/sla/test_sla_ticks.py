@@ -42,7 +42,6 @@ def after_one(one: SlaPolicy, pools: tuple[int, int] = (3, 3)) -> SlaState:
 
 
 def test_it_decides_at_each_intervals_end_and_not_before() -> None:
-    """The first one comes a whole interval after the start."""
     one = policy()
     state = one.first(1000.0)
     assert one.next_at_s(state) == 1000.0 + INTERVAL_S
@@ -54,7 +53,6 @@ def test_it_decides_at_each_intervals_end_and_not_before() -> None:
 
 @pytest.mark.parametrize(("late_s", "next_s"), [(0.0, 360.0), (7.5, 360.0), (INTERVAL_S, 540.0), (400.0, 720.0)])
 def test_a_late_tick_moves_no_interval(late_s: float, next_s: float) -> None:
-    """Upstream's ticks drift, its window does not. Intervals that were slept through are left out."""
     one = policy()
     seen = pull(traffic(), at_s=INTERVAL_S + late_s)
     state, decision = tick(one, one.first(0.0), seen)
@@ -64,13 +62,11 @@ def test_a_late_tick_moves_no_interval(late_s: float, next_s: float) -> None:
 
 @pytest.mark.parametrize("duration_s", [90.0, 180.0, 720.0])
 def test_a_window_of_another_length_counts_by_its_rate(duration_s: float) -> None:
-    """40 requests a second."""
     seen = traffic(40 * duration_s, duration_s=duration_s)
     assert targets_of(decided(policy(), pull(seen))) == (3, 3)
 
 
 def test_somebody_who_scales_begins_the_interval_anew() -> None:
-    """What was learned stays."""
     one = policy()
     state = after_one(one)
     later = one.manual(state, 250.0)
@@ -79,7 +75,6 @@ def test_somebody_who_scales_begins_the_interval_anew() -> None:
 
 
 def test_new_options_keep_what_was_learned() -> None:
-    """Counts are per interval, and follow its length."""
     state = after_one(policy())
     other = policy(adjustment_interval_s=60.0, itl_ms=20.0)
     taken = other.taking_over(state)
@@ -88,7 +83,6 @@ def test_new_options_keep_what_was_learned() -> None:
 
 
 def test_where_it_stands_is_told() -> None:
-    """For the status, and for the record of its last decision."""
     one = policy()
     seen = pull(traffic())
     state, _ = tick(one, one.first(0.0), seen)
@@ -105,7 +99,6 @@ def test_where_it_stands_is_told() -> None:
     [NOT_HAD, None, traffic(NOT_HAD), traffic(float("nan")), traffic(-3.0), traffic(100.0, duration_s=0.0)],
 )
 def test_traffic_that_is_not_known_holds(unknown: Traffic | Missing | None) -> None:
-    """And is no window: the next forecast does not know of it."""
     one = policy()
     state = after_one(one)
     seen = pull(unknown, (3, 3), at_s=2 * INTERVAL_S)
@@ -123,7 +116,6 @@ def test_why_it_holds_is_said() -> None:
 
 
 def test_silence_is_known_and_goes_to_the_floors() -> None:
-    """The first SLA planner skipped such a window, and kept its fleet through the night."""
     one = policy(min_endpoint=2)
     quiet = Traffic(2 * INTERVAL_S, INTERVAL_S, num_req=0.0)
     _, decision = tick(one, after_one(one), pull(quiet, (3, 3), at_s=2 * INTERVAL_S))
@@ -132,7 +124,6 @@ def test_silence_is_known_and_goes_to_the_floors() -> None:
 
 
 def test_before_the_first_request_nothing_is_planned() -> None:
-    """There is no length to plan for. Then the first window is one."""
     one = policy()
     quiet = Traffic(INTERVAL_S, INTERVAL_S, num_req=0.0)
     state, decision = tick(one, one.first(0.0), pull(quiet, (2, 2)))
@@ -170,14 +161,12 @@ def test_without_a_forecast_it_holds(failed: Forecasts | Missing) -> None:
 
 
 def test_a_length_that_a_trend_takes_below_one_token_is_the_last_one() -> None:
-    """There is no shorter prompt."""
     decision = decided(policy(), pull(traffic()), forecasts=Forecasts(((7200.0,), (0.0,), (0.3,))))
     numbers = reason_of(decision, PREFILL).numbers
     assert (numbers["next_isl"], numbers["next_osl"]) == (3000.0, 300.0)
 
 
 def test_what_is_forecast_are_requests_and_lengths() -> None:
-    """By the predictor that was chosen, one window ahead."""
     one = policy(predictor=PredictorOptions("kalman", kalman_r=3.0))
     task = one.forecasting(one.first(0.0), pull(traffic()))
     assert task is not None
@@ -187,7 +176,6 @@ def test_what_is_forecast_are_requests_and_lengths() -> None:
 
 
 def test_start_ups_that_were_seen_are_the_lead_and_the_shortest_interval() -> None:
-    """With `adaptive-intervals`: a worker that starts now sees the fourth window whole."""
     slow = pool(PREFILL, 1, start_up_s=400.0), pool(DECODE, 1, start_up_s=20.0, drain_s=90.0)
     one = policy(adaptive_intervals=True)
     seen = pull(traffic(), slow)
@@ -203,7 +191,6 @@ def test_start_ups_that_were_seen_are_the_lead_and_the_shortest_interval() -> No
 
 
 def test_while_the_workers_cannot_be_observed_it_holds() -> None:
-    """Also where a plugin asks for something."""
     seen = pull(NOT_HAD, blind="etcd does not answer")
     for plugin in (None, (ComponentTarget("decode", 5),)):
         decision = decided(policy(), seen, plugin=plugin)
@@ -211,14 +198,12 @@ def test_while_the_workers_cannot_be_observed_it_holds() -> None:
 
 
 def test_a_graph_without_prefill_workers_is_left_alone() -> None:
-    """002 is for disaggregated graphs; the reason names the policy that is not."""
     decision = decided(policy(), pull(traffic(), (None, 2)))
     assert held(decision) == {SlaRule.DISAGGREGATED_ONLY}
     assert "throughput-load" in decision.reasons[0].why
 
 
 def test_a_decision_that_another_environment_has_not_acknowledged_is_waited_for() -> None:
-    """What it sees meanwhile, it remembers."""
     one = policy()
     seen = pull(traffic())
     state, decision = tick(one, one.first(0.0), replace(seen, pools=replace(seen.pools, pending=True)))
@@ -228,7 +213,6 @@ def test_a_decision_that_another_environment_has_not_acknowledged_is_waited_for(
 
 
 def test_what_was_forecast_meanwhile_is_decided_as_soon_as_it_is_acknowledged() -> None:
-    """Upstream's was lost for an interval. It is looked for at each pull, and said once."""
     one = policy()
     seen = pull(traffic())
     waits = replace(seen.pools, pending=True)
@@ -245,7 +229,6 @@ def test_what_was_forecast_meanwhile_is_decided_as_soon_as_it_is_acknowledged() 
 
 
 def test_a_decision_that_waits_gives_way_to_the_next_window() -> None:
-    """And to a person."""
     one = policy()
     seen = pull(traffic())
     state, _ = tick(one, one.first(0.0), replace(seen, pools=replace(seen.pools, pending=True)))
@@ -260,7 +243,6 @@ def test_a_decision_that_waits_gives_way_to_the_next_window() -> None:
 
 
 def test_the_prediction_of_a_plugin_counts() -> None:
-    """It stands in the place of one's own, and where there is none."""
     one = policy()
     seen = pull(NOT_HAD)
     state, prediction = one.predicted(one.first(0.0), seen, constant(one, one.first(0.0), seen))
@@ -273,14 +255,12 @@ def test_the_prediction_of_a_plugin_counts() -> None:
 
 
 def test_half_a_prediction_is_none() -> None:
-    """Nothing is made up."""
     one = policy()
     seen = pull(traffic())
     assert one.propose(one.first(0.0), seen, Prediction(7200.0, 3000.0))[1] == ()
 
 
 def test_a_plugins_target_is_kept_within_the_bounds() -> None:
-    """And is the reason, where nothing bounds it."""
     decision = decided(policy(max_gpu_budget=8), pull(traffic()), plugin=(ComponentTarget("decode", 5),))
     assert targets_of(decision) == (3, 5)
     assert reason_of(decision, DECODE).rule == SlaRule.OVERRIDDEN
@@ -291,18 +271,15 @@ def test_a_plugins_target_is_kept_within_the_bounds() -> None:
 
 
 def test_what_a_plugin_rejects_is_not_done() -> None:
-    """Nothing was proposed then."""
     assert held(decided(policy(), pull(traffic()), plugin=())) == {SlaRule.OVERRIDDEN}
 
 
 def test_a_plugin_may_plan_where_the_traffic_is_not_known() -> None:
-    """The other role stays as it is."""
     decision = decided(policy(), pull(NOT_HAD, (2, 2)), plugin=(ComponentTarget("decode", 4),))
     assert targets_of(decision) == (2, 4)
 
 
 def test_a_plugins_ceiling_takes_no_worker_back_that_is_on_its_way() -> None:
-    """It is merged into the number of ready ones where the policy itself has none."""
     starting = (2, pool(DECODE, 2, coming=1))
     decision = decided(policy(), pull(NOT_HAD, starting), plugin=(ComponentTarget("decode", 2),))
     assert targets_of(decision) == (2, 3)

@@ -33,7 +33,6 @@ def test_it_says_the_load_the_capacity_and_the_bound(
 
 
 def test_corrections_are_said_where_they_are_some() -> None:
-    """A TTFT below what was expected, an ITL above it."""
     seen = traffic(ttft_ms=24.0, itl_ms=30.0, request_duration_s=3.6)
     told = "\n".join(explain(decided(policy(), pull(seen))))
     assert "in 180 s × 0." in told
@@ -49,13 +48,11 @@ def test_what_is_extrapolated_is_noted() -> None:
 
 
 def test_a_plugins_word_is_told_from_ones_own() -> None:
-    """With what the formula wanted."""
     decision = decided(policy(), pull(traffic()), plugin=(ComponentTarget("prefill", 7),))
     assert "3 wanted, but a plugin asked for 7" in "\n".join(explain(decision))
 
 
 def test_the_number_of_requests_that_would_decide_otherwise() -> None:
-    """The forecast at which a fourth engine, or no third one, is needed."""
     reason = reason_of(decided(policy(), pull(traffic())), DECODE)
     other = reason.otherwise
     assert other is not None
@@ -80,7 +77,6 @@ def test_more_requests_are_not_said_to_be_below_a_number() -> None:
 
 
 def test_the_budget_that_would_decide_otherwise() -> None:
-    """One GPU more."""
     reason = reason_of(decided(policy(max_gpu_budget=5), pull(traffic(), (2, 3))), PREFILL)
     assert reason.otherwise is not None
     assert (reason.otherwise.name, reason.otherwise.needed, reason.otherwise.step) == ("max_gpu_budget", 6, 1)

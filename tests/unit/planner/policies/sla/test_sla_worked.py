@@ -21,25 +21,21 @@ def decode_engines(factor: float) -> int:
 
 
 def test_the_load_of_the_worked_case() -> None:
-    """120,000 prompt tokens and 12,000 tokens of answers a second."""
     assert prefill_need(ISL, 1.0, 500.0, 1, H200[0]).load(NUM_REQ, INTERVAL_S) == pytest.approx(120_000)
     assert decode_need(CONTEXT, OSL, 1.0, 10.0, 1, H200[1]).load(NUM_REQ, INTERVAL_S) == pytest.approx(12_000)
 
 
 @pytest.mark.parametrize(("factor", "engines"), [(1.0, 3), (0.4, 1), (3.0, 3)])
 def test_prefill_of_the_worked_case(factor: float, engines: int) -> None:
-    """Prompts that took less than expected were cached; prompts that waited do not make an engine slower."""
     assert prefill_engines(factor) == engines
 
 
 @pytest.mark.parametrize(("factor", "engines"), [(1.0, 3), (1.25, 4)])
 def test_decode_of_the_worked_case(factor: float, engines: int) -> None:
-    """Slower than expected: the target is divided by that."""
     assert decode_engines(factor) == engines
 
 
 def test_the_policy_decides_the_worked_case() -> None:
-    """From 1P1D to 3P3D in one step, with the numbers that it compared."""
     decision = decided(policy(), pull(traffic()))
     assert targets_of(decision) == (3, 3)
     assert decision.acts == ((PREFILL, 2), (DECODE, 2))
@@ -68,13 +64,11 @@ def test_the_policy_decides_the_worked_case_with_both_corrections() -> None:
 
 
 def test_without_correction_the_profile_is_believed() -> None:
-    """`no-correction`."""
     seen = traffic(ttft_ms=1.0, itl_ms=500.0, request_duration_s=3.6)
     assert targets_of(decided(policy(no_correction=True), pull(seen))) == (3, 3)
 
 
 def test_engines_of_more_gpus_are_fewer() -> None:
-    """Throughput is per GPU."""
     decision = decided(policy(), pull(traffic(), prefill_gpus=2, decode_gpus=4))
     assert targets_of(decision) == (2, 1)
 
@@ -98,7 +92,6 @@ def test_a_factor_that_cannot_be_computed_stays_as_it_was(unknown: dict[str, flo
 
 
 def test_without_a_ready_decode_worker_nothing_is_said_of_decode() -> None:
-    """Nor divided by."""
     seen = traffic(itl_ms=20.0, request_duration_s=3.6)
     assert corrected(Corrections(), seen, 0, *H200).decode == 1.0
     assert corrected(Corrections(), seen, 2, *H200).decode > 1.0

@@ -97,7 +97,6 @@ def reading(*usages: float, waiting: int = 0) -> Reading:
 
 
 def test_no_decode_worker_flips_whose_kv_the_others_cannot_bear() -> None:
-    """Without this check a flip rule collapsed: streams waited for KV, so decode looked idle, so more flipped."""
     assert quick(pools(), reading(0.1, 0.1, 0.1, 0.1)).flippable == (3, 3)
     assert quick(pools(), reading(0.5, 0.5, 0.5, 0.5)).flippable == (3, 1)
     assert quick(pools(), reading(0.7, 0.7, 0.7, 0.7)).flippable == (3, 0)

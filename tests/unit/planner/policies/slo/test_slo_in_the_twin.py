@@ -48,7 +48,6 @@ def kept(run: Run, from_s: float, until_s: float) -> float:
 
 @pytest.mark.parametrize("conditional", [False, True])
 def test_a_fleet_that_is_too_small_from_the_first_request_on_recovers(conditional: bool) -> None:
-    """It stayed at one worker of each role for ever: waiting was taken for slow engines."""
     run = planned(came((150.0, 40.0)), 15.0, conditional=conditional)
     assert kept(run, 100.0, 150.0) > 0.95
     assert max(sum(acted.decision.targets.values()) for acted in run.acted) <= BUDGET

@@ -175,7 +175,6 @@ def test_a_price_follows_what_was_kept() -> None:
 
 
 def test_a_target_that_no_fleet_reaches_makes_no_gpu_cheaper() -> None:
-    """On long prompts a third of the misses is nobody's fault: chasing them bought GPUs without end."""
     late, fine = Ended(1.0, 100, 10, 9.0, 0.01), Ended(1.0, 100, 10, 0.1, 0.01)
     answers = [late] * 400 + [fine] * 9_600
 

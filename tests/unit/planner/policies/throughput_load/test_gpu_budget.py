@@ -31,7 +31,6 @@ def test_what_a_cut_leaves_over_goes_to_prefill() -> None:
 
 
 def test_no_role_is_cut_for_the_other_unless_it_wants_less_itself() -> None:
-    """At the maximum: a whole swap, or nothing."""
     assert counts(Wish(6, 6, 1, 1), Wish(2, 3, 1, 1)) == [6, 2]
     assert fits(Wish(6, 6, 1, 1), Wish(2, 3, 1, 1)) == [WANTED, HOLD]
     assert counts(Wish(6, 5, 1, 1), Wish(2, 3, 1, 1)) == [5, 3]

@@ -44,7 +44,6 @@ def test_ticks_divide_the_intervals_of_the_loops_that_run(options: ThroughputLoa
 
 
 def test_dynamos_defaults_are_the_load_loop_by_a_table() -> None:
-    """And with nothing but `sla` the throughput loop alone."""
     defaults, bare = ThroughputLoadOptions(), ThroughputLoadOptions(optimization_target=Target.SLA)
     assert (defaults.loads, defaults.predicts) == (True, False)
     assert (bare.loads, bare.predicts) == (False, True)
@@ -60,7 +59,6 @@ def test_traffic_is_asked_for_where_the_throughput_loop_is_due() -> None:
 
 
 def test_a_person_is_respected_for_an_interval() -> None:
-    """And what was planned before is forgotten."""
     drives = driver(both_loops())
     while drives.next_at_s < 180.0:
         drives.tick_now(pull(drives.next_at_s))
@@ -92,7 +90,6 @@ def test_traffic_that_is_not_known_holds() -> None:
 
 
 def test_the_predictor_is_asked_for_three_series() -> None:
-    """Those of a warm-up trace first."""
     options = sla(load_predictor="kalman", predictor_options=(("q_level", 2.0),))
     policy = ThroughputLoadPolicy(options, MODELS, (Window(10.0, 100.0, 20.0),))
     task = policy.forecasting(policy.first(0.0), pull(180.0, seen=traffic(180.0, 7200)))
@@ -102,7 +99,6 @@ def test_the_predictor_is_asked_for_three_series() -> None:
 
 
 def test_blind_means_hold() -> None:
-    """Nobody may be started or ended while etcd or NATS is away."""
     decision = decide(load_loop(), 2, 1, queues=[None, None], blind="etcd does not answer")
     assert (replicas(decision), rules(decision)[PREFILL]) == ((2, 1), "no_fpm_data")
     assert decision.reasons[0].why == "etcd does not answer"
@@ -116,7 +112,6 @@ def test_nothing_is_done_while_another_environment_has_not_acknowledged() -> Non
 
 
 def test_a_worker_that_waits_for_a_gpu_counts_and_blocks_nothing() -> None:
-    """It is not started twice, and is the first that is not needed."""
     waits = pool(PREFILL, 1, coming=1, waiting=1)
     assert replicas(decide(load_loop(), waits, 1, queues=[30_000])) == (2, 1)
     assert replicas(decide(load_loop(), waits, 1)) == (1, 1)
@@ -141,7 +136,6 @@ def test_only_the_throughput_loop_reaches_and_leaves_zero() -> None:
 
 
 def test_proposals_are_those_of_dynamos_builtin_plugins() -> None:
-    """The load loop's targets, and the throughput loop's lower bounds."""
     policy = ThroughputLoadPolicy(
         both_loops(throughput_adjustment_interval_s=10.0, load_adjustment_interval_s=5.0), MODELS
     )
@@ -183,7 +177,6 @@ def test_a_plugin_that_rejects_leaves_all_as_it_is() -> None:
 
 
 def test_speculation_makes_decode_faster_up_to_what_can_be_accepted() -> None:
-    """An accept length of 3 where 1 token is speculated counts as 2; without speculation as 1."""
     needed = [replicas(sized(sla(speculative_nextn=nextn), 14_400, accept_length=3.0))[1] for nextn in (0, 1, 3)]
     assert needed == sorted(needed, key=lambda count: -(count or 0))
     assert needed[0] != needed[1]
@@ -197,7 +190,6 @@ def test_decode_alone_and_prefill_alone_have_their_own_floors() -> None:
 
 
 def test_it_looks_as_far_ahead_as_a_start_takes() -> None:
-    """400 s are three windows more, of which the second needs most. Without the option: the next window."""
     starting_up = pool(PREFILL, 1, start_up_s=400.0)
     ahead = Forecasts(((900.0, 900.0, 7200.0, 900.0), (2000.0,) * 4, (200.0,) * 4))
     for adaptive, expected in ((True, (2, 3)), (False, (1, 1))):
@@ -212,7 +204,6 @@ def test_it_looks_as_far_ahead_as_a_start_takes() -> None:
 
 
 def test_prompts_in_the_graphs_own_queue_count_for_those_who_pull_from_it() -> None:
-    """20 of 3517 tokens for two workers are 35,170 each, whatever the engines themselves have queued."""
     waits = decide(load_loop(), 2, 1, waiting=20)
     assert (replicas(waits), numbers(waits, PREFILL)["estimated_ttft_ms_min"]) == (
         (3, 1),

@@ -38,7 +38,6 @@ from tests.fakes.planner.observations import DECODE, PREFILL, pool
 
 @pytest.mark.parametrize("ttft_ms", [500.0, 60.0, 51.0, 49.0, 20.0, 1.0])
 def test_a_stricter_target_never_takes_fewer_workers(ttft_ms: float) -> None:
-    """Also where no engine can keep it."""
     strict, lax = sized(sla(ttft_ms=ttft_ms), 7200), sized(sla(ttft_ms=ttft_ms * 1.5), 7200)
     assert (replicas(strict)[0] or 0) >= (replicas(lax)[0] or 0)
 
@@ -54,7 +53,6 @@ def test_a_model_that_is_not_ready_leaves_the_bound_where_it_was() -> None:
 
 
 def test_a_bound_stands_while_traffic_is_not_known() -> None:
-    """An outage of the metrics is no reason to give the predicted workers back."""
     drives = driver(both_loops())
     for at_s, window in ((180.0, traffic(180.0, 7200)), (360.0, None)):
         while drives.next_at_s < at_s:
@@ -112,7 +110,6 @@ def test_an_engine_that_hangs_is_no_reason_for_one_more() -> None:
 
 
 def test_heartbeats_that_tell_the_queue_are_believed() -> None:
-    """An engine in a pass of several seconds: it is loaded as it says."""
     engine = EngineId("10")
     seen = {engine: EngineSeen(PREFILL, last=heartbeat(engine, at_s=5.0, queued_tokens=30_000))}
     decision = decide(load_loop(), 1, 1, engines=seen | dict([decode_engine("20", 0, 5.0)]))
@@ -130,7 +127,6 @@ def test_a_queue_that_was_there_a_moment_ago_counts() -> None:
 
 
 def test_a_role_that_is_busy_most_of_the_time_does_not_shrink() -> None:
-    """Two engines in passes for 60 % of the time, whose queue is empty whenever one looks."""
     engines = {}
     for name in ("10", "11"):
         engine = EngineId(name)
@@ -141,7 +137,6 @@ def test_a_role_that_is_busy_most_of_the_time_does_not_shrink() -> None:
 
 
 def test_what_was_measured_long_ago_is_not_known() -> None:
-    """Three load intervals."""
     old = dict([prefill_engine("10", 30_000, 4.0), decode_engine("20", 0, 20.0)])
     drives = driver(load_loop())
     for at_s in (5.0, 10.0, 15.0):
@@ -199,7 +194,6 @@ def test_a_target_that_no_empty_engine_keeps_neither_grows_nor_holds_an_idle_rol
 
 
 def test_models_are_known_before_there_are_metrics() -> None:
-    """And one kind's model says nothing about another's."""
     only_prefill = untrained() | {Kind.PREFILL: MODELS[Kind.PREFILL]}
     decision = decide(load_loop(), 1, 1, models=only_prefill, queues=[30_000])
     assert rules(decision) == {PREFILL: "partner_not_ready", DECODE: "insufficient_data"}

@@ -30,7 +30,6 @@ from tests.fakes.planner.observations import DECODE, PREFILL, pool
 
 
 def test_1_requests_per_second_over_what_an_engine_takes() -> None:
-    """7200 requests in 180 s are 40 per second: 23.53 and 17.03 per engine."""
     decision = sized(sla(), 7200)
     assert replicas(decision) == (2, 3)
     capacity = {r.component: r.numbers["engine_capacity_requests_per_second"] for r in decision.reasons}
@@ -54,7 +53,6 @@ def test_3_an_unreachable_target_gives_no_more_capacity_than_a_reachable_one() -
 
 
 def test_4_a_jump_of_eight_and_the_budget() -> None:
-    """17P24D are wanted, 9P9D may be jumped to, 8P8D fit."""
     decision = sized(sla(), 72_000)
     assert replicas(decision) == (8, 8)
     assert {r.component: r.numbers["predicted_replicas"] for r in decision.reasons} == {PREFILL: 17, DECODE: 24}
@@ -83,7 +81,6 @@ def test_6_all_engines_must_be_over_the_target() -> None:
 
 
 def test_7_two_short_queues_are_one_long_one() -> None:
-    """270 ms each; on one engine 380 ms of waiting, where 336 may be."""
     queues = [9_000, 9_000]
     refused = decide(load_loop(), 2, 1, queues=queues)
     assert (replicas(refused), rules(refused)[PREFILL]) == ((2, 1), "scale_down_refused_consolidation")
@@ -95,7 +92,6 @@ def test_7_two_short_queues_are_one_long_one() -> None:
 
 
 def test_8_two_half_full_caches_are_one_slow_one() -> None:
-    """13.6 ms each; on one engine 22.0 ms, where 16 may be."""
     kvs = [80_000, 80_000]
     refused = decide(load_loop(), 1, 2, kvs=kvs)
     assert (replicas(refused), rules(refused)[DECODE]) == ((1, 2), "scale_down_refused_consolidation")
@@ -132,7 +128,6 @@ def test_10_every_worker_must_be_seen_and_none_may_be_starting() -> None:
 
 
 def test_11_a_start_is_taken_back_when_it_was_not_needed_twice() -> None:
-    """5 s: remembered; 10 s: done. With a queue it goes on."""
     starting = pool(PREFILL, 1, coming=1)
     idle = driver(load_loop())
     first = idle.tick_now(pull(5.0, starting, 1))
@@ -203,7 +198,6 @@ def static(target: Target, **more: object) -> ThroughputLoadOptions:
     ],
 )
 def test_static_tables_of_prefill(target: Target, queues: list[int], expected: int) -> None:
-    """The queue as a share of the context length."""
     assert replicas(decide(static(target), 2, 1, queues=queues))[0] == expected
 
 
@@ -220,7 +214,6 @@ def test_static_tables_of_prefill(target: Target, queues: list[int], expected: i
     ],
 )
 def test_static_tables_of_decode(target: Target, kvs: list[int], expected: int) -> None:
-    """Scheduled and queued KV as a share of the cache."""
     assert replicas(decide(static(target), 1, 2, kvs=kvs))[1] == expected
 
 
@@ -256,7 +249,6 @@ def test_a_static_target_without_the_limit_that_it_divides_by_holds() -> None:
     ],
 )
 def test_an_aggregated_graph_moves_by_prompts_and_by_answers(kv: int, queued: int, expected: int) -> None:
-    """Up by either, down by both."""
     engines = dict(decode_engine(f"2{n}", kv, 5.0, queued_prompt_tokens=queued) for n in range(2))
     options = load_loop(itl_ms=100.0, load_scaling_down_sensitivity=100)
     assert replicas(decide(options, None, 2, engines=engines)) == (None, expected)
