@@ -12,7 +12,7 @@
 | full (`WorkerBusy`, `max_inflight`) | 429 | rate_limit_error | yes |
 | the engine, or a handler, failed (`EngineError`, `RemoteError`) | 500 | server_error | |
 | a worker was lost (`WorkerLost`, `StreamGap`, `KvTransferError`, `UpstreamError`) | 502 | server_error | |
-| no worker (`NoWorkers`, `WorkerDraining`, `RequestCancelled`; no etcd or NATS) | 503 | service_unavailable_error | yes |
+| `NoWorkers`, `WorkerDraining`, `RequestCancelled`; no etcd or NATS | 503 | service_unavailable_error | yes |
 | `DeadlineExceeded` | 504 | timeout_error | |
 
 Source of the format: https://platform.openai.com/docs/guides/error-codes and the `openai` Python client, which
