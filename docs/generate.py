@@ -108,22 +108,22 @@ def lifecycle() -> str:
     return f"```mermaid\n{mermaid()}```"
 
 
-def rooms() -> str:
-    """The rooms from the top to the bottom, as `.importlinter` orders them, and what each says it is."""
+def packages() -> str:
+    """The packages from the top to the bottom, as `.importlinter` orders them, each with its docstring."""
     rows = []
     for layer in _layers():
-        for room in layer:
-            module = importlib.import_module(f"dynamo_local.{room}")
+        for package in layer:
+            module = importlib.import_module(f"dynamo_local.{package}")
             what = " ".join(inspect.cleandoc(module.__doc__ or "").split("\n\n")[0].split())
-            rows.append((f"`{room}`", what, ", ".join(f"`{other}`" for other in layer if other != room)))
-    return table(("Room", "What it is", "Beside it, and unknown to it"), rows)
+            rows.append((f"`{package}`", what, ", ".join(f"`{other}`" for other in layer if other != package)))
+    return table(("Package", "Subject", "In the same row"), rows)
 
 
 def _layers() -> list[list[str]]:
     config = configparser.ConfigParser()
     config.read(ROOT / ".importlinter")
     layers = config["importlinter:contract:layers"]["layers"].strip().splitlines()
-    return [[room.strip() for room in re.split(r"[|:]", layer)] for layer in layers]
+    return [[package.strip() for package in re.split(r"[|:]", layer)] for layer in layers]
 
 
 def import_contracts() -> str:
@@ -135,14 +135,14 @@ def import_contracts() -> str:
 
 
 def role_traits() -> str:
-    """What each role means: the table of `core/life/roles.py`."""
+    """The traits of each role: the table of `core/life/roles.py`."""
     from dynamo_local.core.life.roles import ROLES
 
     return _traits_table("Role", ROLES)
 
 
 def state_traits() -> str:
-    """What each state means: the table of `core/life/states.py`."""
+    """The traits of each state: the table of `core/life/states.py`."""
     from dynamo_local.core.life.states import TRAITS
 
     return _traits_table("State", TRAITS)
@@ -160,16 +160,16 @@ def _trait(value: Any) -> str:
     return ("yes" if value else "") if isinstance(value, bool) else "" if value is None else str(value)
 
 
-def stimuli() -> str:
-    """What goes into the machine, by the headings of its module."""
+def events() -> str:
+    """The events that the machine takes, under the headings of their module."""
     from dynamo_local.core.life import stimuli as module
     from dynamo_local.core.life.machine import HANDLERS
 
     return _listed(module, {kind.__name__ for kind in HANDLERS})
 
 
-def instructions() -> str:
-    """What comes out of the machine."""
+def effects() -> str:
+    """The effects that the machine returns."""
     from dynamo_local.core.life import instructions as module
 
     return _listed(module, {kind.__name__ for kind in typing.get_args(module.Instruction)})
@@ -192,18 +192,18 @@ def _listed(module: types.ModuleType, names: set[str]) -> str:
 
 
 def _episode(name: str) -> Callable[[], str]:
-    """The machine's steps in an episode of `docs/scenarios.py`, below what its docstring tells."""
+    """The machine's steps in an episode of `docs/scenarios.py`, below its docstring."""
 
     def render() -> str:
         script = _sibling("scenarios").EPISODES[name]
-        told = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
+        summary = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
         more = [" ".join(part.split()) for part in inspect.cleandoc(script.__doc__).split("\n\n")[1:]]
         rows = (
-            (f"{row.at_s:.2f}", row.stimulus, "<br>".join(row.transitions), "<br>".join(row.instructions))
+            (f"{row.at_s:.2f}", row.event, "<br>".join(row.transitions), "<br>".join(row.effects))
             for row in script().rows
         )
-        head = ("s", "Stimulus (cause)", "Transitions (event, cause)", "Instructions")
-        return "\n\n".join([told, *more, table(head, rows)])
+        head = ("s", "Event (cause)", "Transitions (kind, cause)", "Effects")
+        return "\n\n".join([summary, *more, table(head, rows)])
 
     return render
 
@@ -269,7 +269,7 @@ def http_errors() -> str:
 
 
 def parameters() -> str:
-    """What each endpoint takes, ignores and refuses."""
+    """The parameters that each endpoint takes, ignores and refuses."""
     from dynamo_local.components.openai import params, requests
     from dynamo_local.components.openai.rich import extras
 
@@ -293,24 +293,24 @@ def _names(names: Iterable[str]) -> str:
 
 
 def vllm_oracle() -> str:
-    """What tests/vllm/test_vllm_oracle*.py found: by path, which parameters were asked for, and what differs."""
-    told = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
-    graphs, models = told["graphs"], told["models"]
+    """The findings of tests/vllm/test_vllm_oracle*.py: by path, the parameters of the requests, and what differs."""
+    oracle = json.loads((ROOT / "docs" / "vllm_oracle.json").read_text(encoding="utf-8"))
+    graphs, models = oracle["graphs"], oracle["models"]
     paths = list(dict.fromkeys(path for found in graphs.values() for path in found))
     rows = [_oracle_row(path, [found[path] for found in graphs.values() if path in found]) for path in paths]
     head = ("Path", "Requests (streamed)", "About", "What differs")
-    made = f"Against `vllm serve` {told['vllm']}, graphs: {', '.join(graphs)}.\n\n{table(head, rows)}\n"
+    made = f"Against `vllm serve` {oracle['vllm']}, graphs: {', '.join(graphs)}.\n\n{table(head, rows)}\n"
     rows = [(name, *_oracle_row(path, [row])) for name, found in models.items() for path, row in found.items()]
     return f"{made}\nWith other options, and other models:\n\n{table(('Of', *head), rows)}"
 
 
 def _oracle_row(path: str, every: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
-    asked = ", ".join(f"`{name}`" if " " not in name else name for name in every[0]["parameters"])
+    parameters = ", ".join(f"`{name}`" if " " not in name else name for name in every[0]["parameters"])
     differs = {f"{name}: {how}" for row in every for name, how in row["differs"].items()}
     return (
         f"`{path}`",
         f"{every[0]['requests']} ({every[0]['streamed']})",
-        asked,
+        parameters,
         "; ".join(sorted(differs)) or "nothing",
     )
 
@@ -319,18 +319,20 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "allowed-environment": allowed_environment,
     "arbiter-metrics": arbiter_metrics,
     "commands": commands,
+    "effects": effects,
     "episode-adoption": _episode("adoption"),
     "episode-crash": _episode("crash"),
     "episode-drain": _episode("drain"),
     "episode-rolling-restart": _episode("rolling-restart"),
+    "episode-scale": _episode("scale"),
     "episode-swap": _episode("swap"),
+    "events": events,
     "generator-keys": generator_keys,
     "frontend-options": _section("Frontend"),
     "http-errors": http_errors,
     "http-frontend-options": http_frontend_options,
     "http-options": http_options,
     "import-contracts": import_contracts,
-    "instructions": instructions,
     "lifecycle": lifecycle,
     "metrics": metrics,
     "parameters": parameters,
@@ -339,10 +341,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,
     "role-traits": role_traits,
-    "rooms": rooms,
+    "packages": packages,
     "router-options": _section("Router"),
     "state-traits": state_traits,
-    "stimuli": stimuli,
     "vllm-oracle": vllm_oracle,
     "vllm-worker-options": _section("VllmWorker"),
 }
