@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import types
@@ -132,6 +133,19 @@ def import_contracts() -> str:
     config.read(ROOT / ".importlinter")
     names = (config[section]["name"] for section in config.sections() if ":contract:" in section)
     return "\n".join(f"* {name}" for name in names)
+
+
+def navigation() -> str:
+    """All pages, as the navigation of the site arranges them, linked from the folder `docs`."""
+    website = _sibling("website")
+    sources = {name: page for page, name in website.pages().items()}
+    lines, last = [], ""
+    for group, title, name in website.navigation():
+        if group != last:
+            lines.append(f"\n## {group}\n")
+            last = group
+        lines.append(f"- [{title}]({os.path.relpath(sources[name], ROOT / 'docs')})")
+    return "\n".join(lines).strip()
 
 
 def role_traits() -> str:
@@ -341,6 +355,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "processor-options": _section("Processor"),
     "refused-commands": refused_commands,
     "role-traits": role_traits,
+    "navigation": navigation,
     "packages": packages,
     "router-options": _section("Router"),
     "state-traits": state_traits,

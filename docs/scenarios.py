@@ -39,7 +39,7 @@ FIRST_PID = 101
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step: its time, the event, the state changes (`worker: before -> after, by which transition`), the effects."""
+    """One step: time, event, state changes (`worker: before -> after, by which transition`), effects."""
 
     at_s: float
     event: str

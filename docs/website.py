@@ -30,7 +30,8 @@ FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 def pages() -> dict[Path, str]:
     """Each page of the repository that is on the site -> its name there."""
     top = {ROOT / name: shown for name, shown in TOP.items()}
-    return top | {page: page.name for page in sorted((ROOT / "docs").glob("*.md"))}
+    below = {page: page.name for page in sorted((ROOT / "docs").glob("*.md"))}
+    return top | below | {ROOT / "docs" / "README.md": "pages.md"}
 
 
 def stage() -> None:
