@@ -139,13 +139,11 @@ def navigation() -> str:
     """All pages, as the navigation of the site arranges them, linked from the folder `docs`."""
     website = _sibling("website")
     sources = {name: page for page, name in website.pages().items()}
-    lines, last = [], ""
+    groups: dict[str, list[str]] = {}
     for group, title, name in website.navigation():
-        if group != last:
-            lines.append(f"\n## {group}\n")
-            last = group
-        lines.append(f"- [{title}]({os.path.relpath(sources[name], ROOT / 'docs')})")
-    return "\n".join(lines).strip()
+        link = os.path.relpath(sources[name], ROOT / "docs")
+        groups.setdefault(group, []).append(f"- [{title}]({link})")
+    return "\n\n".join(f"## {group}\n\n" + "\n".join(links) for group, links in groups.items())
 
 
 def role_traits() -> str:
@@ -362,9 +360,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "vllm-oracle": vllm_oracle,
     "vllm-worker-options": _section("VllmWorker"),
 }
-
-
-# --- pages -------------------------------------------------------------------------------------
 
 
 def pages() -> Iterator[Path]:

@@ -1,6 +1,6 @@
 """Check the language of pages, docstrings, comments and help texts: one fact a sentence, in the field's words.
 
-    python tests/tools/prose/check.py [--skip RULE]... [PATH]...
+    python -m tests.tools.prose [--skip RULE]... [PATH]...
 
 Each finding is printed as `path:line: rule: message`, and any finding makes the exit code 1. Without paths, the
 project's pages and code are checked. The rules:
@@ -17,7 +17,6 @@ project's pages and code are checked. The rules:
 
 Product code is checked in docstrings, comments and the texts of `help=` and `description=`; tests only in docstrings
 of modules and classes. Generated parts of pages are skipped: their text is checked where it is written.
-The file needs nothing but the standard library, so that it can be copied.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.tools.prose.words import EXCEPTIONS, MODULES, NAMES, WORDS
+
 LONGEST_SENTENCE = 30  # words
 LONGEST_LINE = 120  # characters
 UNBREAKABLE = 100  # characters; a word of this length, such as a link, may make its line too long
@@ -45,107 +46,10 @@ OPENINGS = re.compile(r"[\"'â€œ(*_]*(Who|What|Whoever|Of|By|That which)\b(?!['â€
 IT_AFTER_SEMICOLON = re.compile(r";\s+(?:and |but |so )?it\b")
 REFERENCES = re.compile(r"\b(planner-rules|circus-facts|lessons? \d+|seeds? 00\d)\b", re.IGNORECASE)
 
-# Private word in prose -> the field's word.
-WORDS = {
-    r"stimulus|stimuli": "event",
-    r"twins?": "simulator",
-    r"thrift": "cost factor",
-    r"lapsed": "silent at expiry",
-    r"rungs?": "scaling option",
-    r"succession": "adoption",
-    r"autoscale": "planner",
-    r"(?:is|are|was|were) born": "spawn name",
-    r"GpuReturns?": "GPUs pending release",
-    r"onlookers?": "observer",
-}
 _WORDS = [(re.compile(rf"\b(?:{word})\b", re.IGNORECASE), plain) for word, plain in WORDS.items()]
-
-# Private name -> the field's. Leading underscores are not compared; the name of a function ends with `()`.
-NAMES = {
-    r"Shell": "Controller",
-    r"Draft|draft": "step builder",
-    r".*[Ss]timul(us|i)(_id|Id)?": "event, or cause",
-    r"Instructions?": "Effect",
-    r"Course|course": "Intent",
-    r"headed": "target component",
-    r"born": "spawn name",
-    r"Told\w*|told(_\w+)?|\w+_told": "observed, or signalled",
-    r"Asked\w*|asked(_s)?": "requested",
-    r"lapsed": "silent_at_expiry",
-    r"held_back": "waiting for etcd or NATS",
-    r"GpuReturn|returning": "GPUs pending release",
-    r"Standing|standing": "policy status",
-    r"Pull|Puller|Wants": "observation, collector, needs",
-    r"[Rr]ungs?": "scaling option",
-    r"leads?|Leads?": "lead time",
-    r"[Tt]hrift(_\w+)?": "cost factor",
-    r"[Gg]uests?(_\w+)?": "colocated",
-    r"[Ss]pared?\w*": "prewarmed process",
-    r"rooms?": "package",
-    r"[Ww]ish(es)?": "deployment spec",
-    r"Orders": "commands",
-    r"words\(\)": "describe()",
-    r"\w+_seen": "observed",
-    r"Gathered|Observing|Drifting|Keeping|Holding|Spending": "a noun",
-    r"[Oo]nlookers?(_\w+)?": "observer",
-}
 _NAMES = [(re.compile(name), plain) for name, plain in NAMES.items()]
-
-# Module or package -> its subject.
-MODULES = {
-    "shell": "controller",
-    "draft": "step builder",
-    "stimuli": "events",
-    "instructions": "effects",
-    "lacking": "degraded",
-    "living": "liveness",
-    "succession": "adoption",
-    "autoscale": "planner",
-    "twin": "simulator",
-    "wish": "deployment spec",
-    "rich": "sim API",
-    "extras": "sim API",
-    "orders": "commands",
-    "standing": "policy status",
-    "puller": "collector",
-    "pulling": "collector",
-    "thrift": "cost factor",
-    "guests": "colocated",
-    "spares": "prewarmed",
-    "spare": "prewarmed",
-    "spared": "prewarmed",
-    "leads": "lead times",
-    "keeping": "a subject",
-    "holding": "a subject",
-    "spending": "a subject",
-    "observing": "observation",
-    "drifting": "drift",
-    "asking": "a subject",
-}
 IN_CODE = re.compile(rf"(?:^|[/.])({'|'.join(MODULES)})(?:/|\.py\b|\.[a-z_]+\b|$)")
 PATH_LIKE = re.compile(r"^(?:dynamo_local|tests|[a-z_0-9]+)(?:[/.][\w*]+)+/?$|^(?:autoscale|succession|twin)/?$")
-
-
-@dataclass(frozen=True, slots=True)
-class Exempt:
-    """A finding that stays: where, under which rule, in which text, and why."""
-
-    path: str
-    rule: str
-    text: str
-    why: str
-
-
-EXCEPTIONS = (
-    Exempt("CHANGELOG.md", "word", "", "what was renamed is named"),
-    Exempt("CHANGELOG.md", "name", "", "what was renamed is named"),
-    Exempt("docs/seeds.md", "reference", "", "the page about the five documents that the customer gave"),
-    Exempt("docs/lessons.md", "reference", "", "the page that has the numbers"),
-    Exempt("tests/tools/prose/*", "word", "", "the checker and its test name what they forbid"),
-    Exempt("tests/tools/prose/*", "reference", "", "the checker and its test name what they forbid"),
-    Exempt("tests/tools/prose/*", "opening", "", "the checker and its test name what they forbid"),
-    Exempt("*", "name", "^spares$", "the option `spares` of a configuration is public"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +374,10 @@ def check_file(path: Path, root: Path) -> list[Finding]:
 
 def main(words: list[str] | None = None) -> int:
     """Check the paths of the command line, and say how many findings there are."""
-    parser = argparse.ArgumentParser(description="Check the language of pages, docstrings, comments and help texts.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.prose",
+        description="Check the language of pages, docstrings, comments and help texts.",
+    )
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="pages, modules and folders")
     parser.add_argument("--skip", action="append", default=[], choices=RULES, help="leave a rule out")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the folder that shown paths begin at")
@@ -483,7 +390,3 @@ def main(words: list[str] | None = None) -> int:
     if found:
         sys.stdout.write(f"{len(found)} findings in {len({finding.path for finding in found})} files\n")
     return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
