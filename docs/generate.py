@@ -188,19 +188,18 @@ def effects() -> str:
 
 
 def _listed(module: types.ModuleType, names: set[str]) -> str:
-    """Those classes of the module in its order: the heading above each, its fields, the first part of its docstring."""
+    """Those classes of the module in its order: the heading above each, and the first part of its docstring."""
     rows, heading = [], ""
     for line in inspect.getsource(module).splitlines():
         if match := re.fullmatch(r"# --- (.+?) -+", line):
             heading = match[1]
         if (match := re.match(r"class (\w+)", line)) and match[1] in names:
             kind = getattr(module, match[1])
-            fields = [f"`{field.name}`" for field in dataclasses.fields(kind) if field.name != "stimulus_id"]
             meaning = " ".join(inspect.cleandoc(kind.__doc__).split("\n\n")[0].split())
-            rows.append((heading, f"`{match[1]}`", ", ".join(fields), meaning))
+            rows.append((heading, f"`{match[1]}`", meaning))
     if not heading:
-        return table(("", "Carries", "Meaning"), (row[1:] for row in rows))
-    return table(("Kind", "", "Carries", "Meaning"), rows)
+        return table(("", "Meaning"), (row[1:] for row in rows))
+    return table(("Kind", "", "Meaning"), rows)
 
 
 def _episode(name: str) -> Callable[[], str]:
