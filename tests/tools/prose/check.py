@@ -15,8 +15,9 @@ project's pages and code are checked. The rules:
 | `name` | a private word as the name of a module, class, function, field or parameter |
 | `reference` | a reference that leads nowhere, such as "lesson 12" |
 
-Product code is checked in docstrings, comments and the texts of `help=` and `description=`; tests only in docstrings
-of modules and classes. Generated parts of pages are skipped: their text is checked where it is written.
+Product code is checked in docstrings, comments, the texts of `help=` and `description=`, log lines and errors; tests
+only in docstrings of modules and classes. Generated parts of pages are
+skipped: their text is checked where it is written.
 """
 
 from __future__ import annotations
@@ -75,8 +76,6 @@ class Paragraph:
     is_sentence: bool = True
     """A heading or the head of a table is none: it may begin with any word."""
 
-
-# --- text -> paragraphs ---------------------------------------------------------------------------
 
 _FENCE = re.compile(r"^\s*(```+|~~~+)")
 _ITEM = re.compile(r"^(\s*)(?:[-*+]|\d+[.)])\s+")
@@ -153,8 +152,6 @@ def paragraphs(text: str, first_line: int = 1) -> Iterator[Paragraph]:
     yield from close()
 
 
-# --- paragraph -> sentences -----------------------------------------------------------------------
-
 _ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|al|approx|resp|No|Nos|Fig|incl)\.", re.IGNORECASE)
 _END = re.compile(r"(?<=[.!?…])[\"'”’)\]*_]*\s+")
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
@@ -214,9 +211,6 @@ def check_paragraph(path: str, paragraph: Paragraph) -> Iterator[Finding]:
         yield found("reference", f"{match[0]!r} leads nowhere: say the fact, or name a page", match[0])
 
 
-# --- files ------------------------------------------------------------------------------------------
-
-
 def check_markdown(path: str, text: str) -> Iterator[Finding]:
     """A page: its sentences, its lines, and the modules that it names."""
     for paragraph in paragraphs(text):
@@ -258,10 +252,11 @@ def check_python(path: str, text: str, *, whole: bool = True) -> Iterator[Findin
 
 
 TEXTS = frozenset({"help", "description", "epilog", "short_help"})  # keywords whose value is prose for users
+SAYING = frozenset({"debug", "info", "warning", "error", "exception", "critical", "echo"})  # methods: log, click
 
 
 def _strings(tree: ast.Module, *, whole: bool) -> Iterator[tuple[int, str]]:
-    """Docstrings, also those of attributes, and the texts of options; each with its first line."""
+    """Docstrings, also those of attributes, help texts, log lines and errors; each with its first line."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef) if whole else (ast.Module, ast.ClassDef)
     for node in ast.walk(tree):
         values: list[ast.expr] = []
@@ -270,9 +265,22 @@ def _strings(tree: ast.Module, *, whole: bool) -> Iterator[tuple[int, str]]:
             values = [child.value for child in body if isinstance(child, ast.Expr)]
         elif isinstance(node, ast.Call) and whole:
             values = [keyword.value for keyword in node.keywords if keyword.arg in TEXTS]
+            if isinstance(node.func, ast.Attribute) and node.func.attr in SAYING:
+                values += node.args[:1]
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and whole:
+            values = node.exc.args[:1]
         for value in values:
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield value.lineno, _dedented(value.value)
+            if (text := _text(value)) is not None:
+                yield value.lineno, _dedented(text)
+
+
+def _text(value: ast.expr) -> str | None:
+    """A literal's text; what an f-string inserts counts as inline code. None if the value is no literal."""
+    if isinstance(value, ast.Constant):
+        return value.value if isinstance(value.value, str) else None
+    if isinstance(value, ast.JoinedStr):
+        return "".join(_text(part) or "`code`" for part in value.values)
+    return None
 
 
 def _dedented(docstring: str) -> str:
@@ -333,9 +341,6 @@ def _defined(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.attr
-
-
-# --- the program --------------------------------------------------------------------------------------
 
 
 def _is_exempt(finding: Finding) -> bool:

@@ -86,10 +86,12 @@ class Wish:
 def run(told: str) -> None:
     """Run."""
     option(help="Whoever runs.")
+    log.info("What %s runs.", told)
+    raise ValueError(f"{told}. Of no use.")
 '''
 
 
-def test_a_module_is_checked_in_docstrings_comments_texts_and_names() -> None:
+def test_a_module_is_checked_in_docstrings_comments_messages_and_names() -> None:
     assert sorted(names(MODULE)) == [
         (3, "opening"),
         (5, "opening"),
@@ -99,6 +101,8 @@ def test_a_module_is_checked_in_docstrings_comments_texts_and_names() -> None:
         (12, "opening"),
         (15, "name"),
         (17, "opening"),
+        (18, "opening"),
+        (19, "opening"),
     ]
 
 
