@@ -16,8 +16,8 @@ project's pages and code are checked. The rules:
 | `reference` | a reference that leads nowhere, such as "lesson 12" |
 
 Product code is checked in docstrings, comments, the texts of `help=` and `description=`, log lines and errors; tests
-only in docstrings of modules and classes. Generated parts of pages are
-skipped: their text is checked where it is written.
+only in docstrings of modules and classes. Generated parts of pages are skipped: their text is checked where it is
+written.
 """
 
 from __future__ import annotations

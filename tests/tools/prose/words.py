@@ -42,7 +42,7 @@ NAMES = {
     r"[Ww]ish(es)?": "deployment spec",
     r"Orders": "commands",
     r"words\(\)": "describe()",
-    r"\w+_seen": "observed",
+    r"(?!first_|last_)\w+_seen": "observed",
     r"Gathered|Observing|Drifting|Keeping|Holding|Spending": "a noun",
     r"[Oo]nlookers?(_\w+)?": "observer",
 }
