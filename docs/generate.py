@@ -161,15 +161,18 @@ def state_traits() -> str:
 
 
 def _traits_table(what: str, traits_of: Mapping[Any, Any]) -> str:
-    names = [field.name for field in dataclasses.fields(next(iter(traits_of.values())))]
-    rows = ((f"`{key}`", *(_trait(getattr(traits, name)) for name in names)) for key, traits in traits_of.items())
-    return table((what, *(f"`{name}`" for name in names)), rows)
+    rows = ((f"`{key}`", ", ".join(_traits(traits))) for key, traits in traits_of.items())
+    return table((what, "Traits"), rows)
 
 
-def _trait(value: Any) -> str:
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    return ("yes" if value else "") if isinstance(value, bool) else "" if value is None else str(value)
+def _traits(traits: Any) -> Iterator[str]:
+    """Each trait that is set: its name alone if it is true, else with its value."""
+    for field in dataclasses.fields(traits):
+        value = getattr(traits, field.name)
+        if value is True:
+            yield f"`{field.name}`"
+        elif value is not None and value is not False:  # 0 is a value
+            yield f"`{field.name}={value.value if isinstance(value, enum.Enum) else value}`"
 
 
 def events() -> str:
@@ -188,18 +191,16 @@ def effects() -> str:
 
 
 def _listed(module: types.ModuleType, names: set[str]) -> str:
-    """Those classes of the module in its order: the heading above each, and the first part of its docstring."""
-    rows, heading = [], ""
+    """Those classes of the module below its headings, each with the first part of its docstring."""
+    tables: dict[str, list[tuple[str, str]]] = {}
+    heading = ""
     for line in inspect.getsource(module).splitlines():
         if match := re.fullmatch(r"# --- (.+?) -+", line):
-            heading = match[1]
+            heading = f"### {match[1][:1].upper()}{match[1][1:]}\n\n"
         if (match := re.match(r"class (\w+)", line)) and match[1] in names:
-            kind = getattr(module, match[1])
-            meaning = " ".join(inspect.cleandoc(kind.__doc__).split("\n\n")[0].split())
-            rows.append((heading, f"`{match[1]}`", meaning))
-    if not heading:
-        return table(("", "Meaning"), (row[1:] for row in rows))
-    return table(("Kind", "", "Meaning"), rows)
+            meaning = " ".join(inspect.cleandoc(getattr(module, match[1]).__doc__).split("\n\n")[0].split())
+            tables.setdefault(heading, []).append((f"`{match[1]}`", meaning))
+    return "\n\n".join(heading + table(("", "Meaning"), rows) for heading, rows in tables.items())
 
 
 def _episode(name: str) -> Callable[[], str]:
