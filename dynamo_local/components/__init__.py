@@ -1,4 +1,4 @@
-"""The services that ship: `from dynamo_local.components.frontend import Frontend, Processor, Router, VllmWorker,
+"""The services that ship: `from dynamo_local.components import Frontend, Processor, Router, VllmWorker,
 PrefillWorker`.
 
 Each is imported when it is first asked for: a worker's start-up should not pay for its siblings' libraries.
@@ -10,11 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynamo_local.components.frontend import Frontend
-    from dynamo_local.components.prefill_worker import PrefillWorker
-    from dynamo_local.components.processor import Processor
-    from dynamo_local.components.router import Router
-    from dynamo_local.components.vllm_worker import VllmWorker
+    from dynamo_local.components import Frontend, PrefillWorker, Processor, Router, VllmWorker
 
 _MODULES = {
     "Frontend": "frontend",
