@@ -30,8 +30,8 @@ from dynamo_local.core.fleet.states import Traits, traits_of
 from dynamo_local.errors import BadInput, NotRunning
 from dynamo_local.system.paths import Paths
 
-# Below: from the values of a status to tables of rich. No clock, no terminal, no arbiter. An unknown number is `-`, and a
-# gap in a history, never 0.
+# Below: from the values of a status to tables of rich. No clock, no terminal, no arbiter. An unknown number is `-`,
+# and a gap in a history, never 0.
 
 Graph = Mapping[str, Any]
 """The object of `dynamo status --json`."""

@@ -20,7 +20,10 @@ from dynamo_local.sdk.service_config import underscored
 PREFILL, DECODE, AGG = "prefill", "decode", "agg"
 WAITING_MAX = 4096
 SLOW_START_S = 900.0
-"""Start deadline of engines that import and compile. On a busy host the five minutes of `dynamo serve` were too short."""
+"""Start deadline of engines that import and compile.
+
+On a busy host the five minutes of `dynamo serve` were too short.
+"""
 
 
 @dataclass(frozen=True, slots=True)

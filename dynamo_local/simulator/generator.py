@@ -35,8 +35,9 @@ from dynamo_local.simulator.trace import HASH_BLOCK_TOKENS, TraceRequest
 #
 # `code` follows the code completion service of Patel et al., "Splitwise" (ISCA '24, section III): medians of 1,500 and
 # 13 tokens. Its data set is the Azure LLM inference trace 2023: 8,819 requests at 2.57 per second. There 95 % of the
-# prompts have less than 7,302 tokens, which gives their spread. Our own choices: 1.24 for the answers' spread, and 2 for
-# `cv`. BurstGPT (Wang et al., arXiv:2401.17644) finds services burstier than Poisson, and uses a Gamma distribution, too.
+# prompts have less than 7,302 tokens, which gives their spread. Our own choices: 1.24 for the answers' spread, and 2
+# for `cv`. BurstGPT (Wang et al., arXiv:2401.17644) finds services burstier than Poisson, and uses a Gamma
+# distribution, too.
 # Shared prefixes are not published, so the prompts share none.
 #
 # `sin` is the load of Dynamo's load-planner benchmark: Poisson arrivals between 5 and 20 per second with a period of
