@@ -46,7 +46,6 @@ def process_faults(paths: Paths) -> list[str]:
 
 
 def _asleep(statefile: Path) -> set[int]:
-    """Pids of workers that sleep."""
     try:
         entries = load(statefile).components.values()
     except StateError:  # `statefile_faults` says so

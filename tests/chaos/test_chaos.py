@@ -87,7 +87,6 @@ async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFix
 
 
 def test_a_seed_replays_its_plan_and_every_kind_of_action_is_in_it() -> None:
-    """Without this a failing seed would tell nothing."""
     for seed in range(20):
         plan = make_plan(seed, 120)
         assert plan == make_plan(seed, 120) != make_plan(seed + 1, 120)

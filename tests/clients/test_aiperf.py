@@ -67,9 +67,7 @@ def profiled(graph: Served, folder: Path, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("chat", ["--streaming"]), ("completions", [])],
-    ids=["a chat, streamed", "a completion, whole"],
+    ("kind", "words"), [("chat", ["--streaming"]), ("completions", [])], ids=["a chat, streamed", "a completion, whole"]
 )
 def test_aiperf_loses_no_request_and_counts_every_token(
     graph: Served, tmp_path: Path, kind: str, words: list[str]

@@ -20,7 +20,6 @@ from tests.drivers.circus_arbiter import PYTHON, Harness
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    """A running arbiter, until its end."""
     harness = Harness(tmp_path)
     await harness.arbiter.start()
     yield harness
@@ -28,7 +27,6 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 async def written(path: Path, timeout_s: float = 5.0) -> str:
-    """The file's text, once it has some."""
     deadline_s = time.monotonic() + timeout_s
     while not (path.exists() and path.read_text().endswith("\n")):
         assert time.monotonic() < deadline_s, f"nothing was written to {path}"
@@ -70,8 +68,6 @@ async def test_output_goes_to_the_workers_own_file_and_survives_the_arbiter(harn
 
 
 async def test_a_watcher_has_another_name_and_the_same_process(harness: Harness) -> None:
-    """A worker that has changed its role: circusctl agrees, its exit is told under the new name, and the old name is
-    free."""
     pid = await harness.run("ns_A", "import time; time.sleep(60)")
     harness.arbiter.rename("ns_A", "ns_Other", pid + 1)  # another process than it was: nothing is changed
     assert (await harness.ask("list"))["watchers"] == ["ns_a"]
@@ -88,7 +84,6 @@ async def test_a_watcher_has_another_name_and_the_same_process(harness: Harness)
 
 
 async def test_a_spare_is_a_worker_and_the_same_process(harness: Harness) -> None:
-    """circusctl shows the worker's own command; its exit is told by the worker's name."""
     pid = await harness.run("ns_spare", "import time; time.sleep(60)")
     worker = harness.spec("ns_W", "import time; time.sleep(70)")
     assert harness.arbiter.rename_process("ns_spare", worker) == pid
@@ -109,7 +104,6 @@ async def test_a_spare_is_a_worker_and_the_same_process(harness: Harness) -> Non
 
 
 async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harness) -> None:
-    """Lesson 20, lesson 13: list/status/options/numprocesses work, reload and its like say why not."""
     await harness.run("ns_A", "import time; time.sleep(60)")
     assert (await harness.ask("list"))["watchers"] == ["ns_a"]
     assert (await harness.ask("status"))["statuses"] == {"ns_A": "active"}
@@ -137,7 +131,6 @@ ASKS_AND_SLEEPS = (
 
 @pytest.mark.parametrize("asks_itself", [False, True])
 async def test_the_worker_dies_with_its_arbiter(tmp_path: Path, asks_itself: bool) -> None:
-    """Lesson 3: no orphan keeps VRAM after a `kill -9` of the manager. Our entry points ask the kernel themselves."""
     code = ASKS_AND_SLEEPS if asks_itself else SLEEPS
     script = (
         "import asyncio, sys, os\n"

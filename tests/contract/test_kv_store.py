@@ -31,7 +31,6 @@ class Subject:
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.infra)])
 async def kv(request: pytest.FixtureRequest) -> AsyncIterator[KeyValueStore]:
-    """A store that answers."""
     store: KeyValueStore
     if request.param == "fake":
         store = FakeEtcd()
@@ -44,7 +43,6 @@ async def kv(request: pytest.FixtureRequest) -> AsyncIterator[KeyValueStore]:
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.infra)])
 async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Subject]:
-    """A store whose server can be taken away."""
     if request.param == "fake":
         fake = FakeEtcd()
 
@@ -75,12 +73,10 @@ async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 
 async def following(events: AsyncIterator[WatchEvent]) -> WatchEvent:
-    """The next event, with a deadline."""
     return await asyncio.wait_for(anext(events), EVENT_DEADLINE_S)
 
 
 async def settled(kv: KeyValueStore) -> None:
-    """Wait until the store answers again."""
     async with asyncio.timeout(EVENT_DEADLINE_S):
         while True:
             try:
@@ -109,7 +105,6 @@ async def test_a_prefix_lists_its_keys_in_order_and_no_others(kv: KeyValueStore,
 
 
 async def test_several_keys_come_in_one_revision_or_not_at_all(kv: KeyValueStore, namespace: str) -> None:
-    """Whoever sees one of them finds the others; with a lease that is gone there is none, and the error is typed."""
     lease_id = await kv.grant(10)
     await kv.put(f"{namespace}/a", b"old")
     revision = await kv.put_all({f"{namespace}/a": b"1", f"{namespace}/b": b"2"}, lease_id)
@@ -190,7 +185,6 @@ async def test_a_watch_begins_with_the_truth_and_goes_on_with_changes(kv: KeyVal
 
 
 async def test_nothing_is_missed_between_snapshot_and_changes(kv: KeyValueStore, namespace: str) -> None:
-    """Keys written while the watch starts show up once in its picture of the truth, whichever way they come."""
     writers = asyncio.gather(*(kv.put(f"{namespace}/r/{n:03}", b"") for n in range(100)))
     keys: set[str] = set()
     async with aclosing(kv.watch_prefix(f"{namespace}/r/")) as events:  # type: ignore[type-var]

@@ -93,7 +93,6 @@ class Tried:
         host.on_exit = lambda name, pid, code: self.exits.put_nowait((name, pid, code, time.monotonic()))
 
     def spec(self, name: str, argv: tuple[str, ...], **changes: Any) -> ProcessSpec:
-        """One process to be."""
         spec = ProcessSpec(
             name,
             argv,
@@ -106,25 +105,21 @@ class Tried:
         return replace(spec, **changes)
 
     async def start(self, name: str, argv: tuple[str, ...] = RUNS, **changes: Any) -> int:
-        """Start it; its pid."""
         pid = await self.host.start_process(self.spec(name, argv, **changes))
         self.pids.append(pid)
         return pid
 
     async def exit(self) -> tuple[str, int, int | None]:
-        """The next exit that the host tells of."""
         name, pid, code, _ = await asyncio.wait_for(self.exits.get(), 10)
         return name, pid, code
 
     async def end(self, pid: int) -> None:
-        """Kill a process and take note of its exit."""
         self.place.signal(pid, signal.SIGKILL)
         assert (await self.exit())[1] == pid
 
 
 @asynccontextmanager
 async def own_arbiter(folder: Path) -> AsyncIterator[tuple[ProcessHost, Place]]:
-    """Our own arbiter."""
     arbiter = DynamoArbiter(endpoint=f"ipc://{folder}/ctl.sock", pubsub_endpoint=f"ipc://{folder}/pub.sock")
     await arbiter.start()
 
@@ -142,7 +137,6 @@ async def own_arbiter(folder: Path) -> AsyncIterator[tuple[ProcessHost, Place]]:
 
 @asynccontextmanager
 async def stock(circusd: StockCircusd, folder: Path) -> AsyncIterator[tuple[ProcessHost, Place]]:
-    """A stock circusd that runs, by its client."""
     host = CircusClientHost(circusd.endpoint, socket=folder / "run.sock", circusd_pid=circusd.pid)
     await host.start()
 
@@ -173,7 +167,6 @@ def circusd() -> Iterator[StockCircusd]:
 
 @pytest.fixture(params=["arbiter", "circusd", "fake"])
 async def tried(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
-    """Each host in turn."""
     kind: str = request.param
     with tempfile.TemporaryDirectory(prefix="ph-") as name:  # short: a unix socket's path has 107 bytes
         folder = Path(name)
@@ -194,7 +187,6 @@ async def test_a_started_process_runs_under_its_name(tried: Tried) -> None:
 
 
 async def test_an_exit_is_told_with_its_code(tried: Tried) -> None:
-    """Whoever collects the process: circusd's own children's codes are read before it does."""
     for name, argv, code in (("ns_A", ENDS_7, 7), ("ns_B", ENDS_0, 0)):
         pid = await tried.start(name, argv)
         assert await tried.exit() == (name, pid, code)
@@ -247,7 +239,6 @@ async def test_a_dead_process_is_not_started_again_by_itself(tried: Tried) -> No
 
 
 async def test_a_name_in_use_is_refused_and_its_process_lives(tried: Tried) -> None:
-    """Lesson 20: there is never a second copy of a worker."""
     pid = await tried.start("ns_A")
     with pytest.raises(KeyError):
         await tried.start("ns_A")
@@ -324,14 +315,12 @@ SHOWS = (
 
 @pytest.fixture
 def real(tried: Tried) -> Tried:
-    """Hosts with real processes."""
     if tried.kind == "fake":
         pytest.skip("the fake has no processes")
     return tried
 
 
 async def test_a_process_has_its_folder_session_log_and_environment_and_no_other(real: Tried) -> None:
-    """Its log is a private file, and no pipe of ours: a process whose log pipe closes dies of SIGPIPE."""
     await real.start("ns_A", SHOWS)
     async with asyncio.timeout(10):
         while "fds" not in await _written(real.folder / "ns_A.log"):

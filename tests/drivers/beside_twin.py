@@ -50,7 +50,6 @@ Prompt = Callable[[TraceRequest], list[int]]
 
 
 def by_chance() -> Prompt:
-    """Prompts that share nothing."""
     rng = random.Random(1)
     return lambda request: [rng.randrange(TOKENS.start, TOKENS.stop) for _ in range(request.input_length)]
 
@@ -149,7 +148,6 @@ def unless_busy(watched: Watched) -> Iterator[None]:
 
 
 def all_answered(watched: Watched) -> None:
-    """No request was lost."""
     assert watched.failed == [], f"{len(watched.failed)} requests failed: {watched.failed[:3]}"
 
 

@@ -26,7 +26,6 @@ def counts() -> list[str]:
 
 
 async def flip_to(served: Served, wanted: dict[str, int]) -> None:
-    """As many of each component as it says."""
     await settled(served)
     for gives in BASE:
         while len(there := names(served, gives)) > wanted[gives]:
@@ -34,7 +33,6 @@ async def flip_to(served: Served, wanted: dict[str, int]) -> None:
 
 
 async def aflip(served: Served, name: str, **properties: Any) -> dict[str, Any]:
-    """The command alone, beside other tasks of the loop."""
     return await asyncio.to_thread(command, served, "flip", name=f"{served.namespace}_{name}", **properties)
 
 

@@ -79,7 +79,6 @@ class Hostile:
     size: int
 
     def body(self) -> bytes:
-        """For the Frontend."""
         value = JSON_FILLINGS[self.filling](self.size)
         if not self.name:
             return value
@@ -109,7 +108,6 @@ def hostile_bodies(max_bytes: int) -> st.SearchStrategy[Hostile]:
 
 
 def resident_mib(served: Served, names: Sequence[str]) -> dict[str, float]:
-    """Memory of these workers' processes, by name."""
     pids = served.pids()
     return {name: psutil.Process(pids[name]).memory_info().rss / MIB for name in names}
 

@@ -46,7 +46,6 @@ class Asked:
 
     @property
     def stream(self) -> bool:
-        """Whether it asks for server-sent events."""
         return self.body.get("stream") is True
 
 
@@ -158,7 +157,6 @@ def _error(status: int, body: bytes, kind: str) -> Mapping[str, Any] | None:
 
 
 def judge(asked: Asked, answer: Any, truth: Any) -> tuple[str, str]:
-    """`("right" | "cut" | "wrong", why)`"""
     error = answer["error"]
     if error is None:
         differs = difference(answer, truth)
@@ -193,14 +191,12 @@ def _begins(part: Any, whole: Any, name: str = "") -> bool:
 
 @asynccontextmanager
 async def http_client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Without a limit of connections, and without retries."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as http:
         yield http
 
 
 async def truths(url: str, asked: Sequence[Asked], *, at_once: int = 1) -> list[Any]:
-    """What a graph answers that is left alone."""
     slots = asyncio.Semaphore(at_once)
     async with http_client(url) as http:
 
@@ -265,7 +261,6 @@ async def disturb(served: Served, *, crashing: Sequence[str], patience_s: float)
 
 
 async def crash(served: Served, name: str, patience_s: float) -> None:
-    """SIGKILL to one, and wait for its successor."""
     pid = served.pids()[name]
     os.kill(pid, signal.SIGKILL)
     await auntil(lambda: served.pids().get(name) not in (None, pid), patience_s, what=served.states)

@@ -34,7 +34,6 @@ def scale(served: Served, component: str, target: str, **properties: Any) -> lis
 
 
 async def ascale(served: Served, component: str, target: str, **properties: Any) -> list[tuple[str, str]]:
-    """`scale` beside other tasks of the loop."""
     return await asyncio.to_thread(scale, served, component, target, **properties)
 
 
@@ -49,7 +48,6 @@ async def settled(served: Served, timeout_s: float = 30.0) -> None:
 
 
 def names(served: Served, component: str) -> list[str]:
-    """Of the component's ready workers, without the namespace."""
     return [
         row["watcher_name"].removeprefix(f"{served.namespace}_")
         for row in served.status()["workers"]
@@ -64,7 +62,6 @@ def events(served: Served, name: str | None = None) -> list[dict[str, Any]]:
 
 
 def kinds(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Their event names."""
     return [record["event"] for record in records]
 
 
@@ -91,7 +88,6 @@ Ask = Callable[[AsyncOpenAI, int, int], Awaitable[str | None]]
 
 
 async def ask_sim(http: AsyncOpenAI, number: int, turn: int) -> str | None:
-    """A chat whose answer the simulated engine's oracle knows."""
     prompt = f"Client {number} asks for the {turn}th time: what is it like to be one of many?"
     tokens = TOKENS[(number + turn) % len(TOKENS)]
     answer = await stream_chat(http, prompt, tokens, ignore_eos=True)

@@ -102,8 +102,6 @@ class Served(Registry):
         self._shared_memory = host_facts.shared_memory()
         self._foreground: subprocess.Popen[str] | None = None
 
-    # --- commands --------------------------------------------------------------------------------
-
     def cli(
         self, *words: str, timeout_s: float | None = None, env: Mapping[str, str] | None = None, **popen: Any
     ) -> subprocess.CompletedProcess[str]:
@@ -121,12 +119,10 @@ class Served(Registry):
         )
 
     def serve_words(self, *more: str) -> tuple[str, ...]:
-        """The command line behind `dynamo`."""
         namespace = () if self.namespace == "dynamo" else ("--namespace", self.namespace)
         return ("serve", *self._words, *namespace, *more)
 
     def serve_with(self, file: str) -> None:
-        """From now on `serve_words` name that configuration."""
         self._words = (*(word for word in self._words if word != "-f" and not word.endswith(".yaml")), "-f", file)
 
     def start(self) -> Self:
@@ -194,8 +190,6 @@ class Served(Registry):
         assert not done.returncode, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.cli_status()}"
         return done
 
-    # --- what is -----------------------------------------------------------------------------------
-
     def cli_status(self) -> dict[str, Any]:
         """`dynamo status --json`; empty where it fails."""
         done = self.cli("status", "--json", "--namespace", self.namespace)
@@ -211,7 +205,6 @@ class Served(Registry):
         return next(w for w in self.status()["workers"] if w["watcher_name"] == f"{self.namespace}_{name}")
 
     def states(self) -> dict[str, str]:
-        """Watcher name without namespace -> state."""
         return {w["watcher_name"].removeprefix(f"{self.namespace}_"): w["state"] for w in self.status()["workers"]}
 
     def pids(self) -> dict[str, int]:
@@ -226,11 +219,9 @@ class Served(Registry):
 
     @property
     def url(self) -> str:
-        """Of the frontend, without `/v1`."""
         return str(self.status()["frontend_url"])
 
     def statefile(self) -> dict[str, Any]:
-        """Its content."""
         content: dict[str, Any] = json.loads(self.paths.statefile.read_text())
         return content
 
@@ -243,8 +234,6 @@ class Served(Registry):
         """The `openai` package's client, without its retries: a test wants to see what happened."""
         async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0) as client:
             yield client
-
-    # --- the end -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         return self
@@ -328,13 +317,9 @@ class Served(Registry):
 
 
 def kill_processes(pids: Iterable[int]) -> None:
-    """SIGKILL to each that is still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-# --- waiting -------------------------------------------------------------------------------------
 
 
 def until(condition: Callable[[], T], timeout_s: float = 30.0, *, what: Callable[[], object] | str = "") -> T:
@@ -348,21 +333,15 @@ def until(condition: Callable[[], T], timeout_s: float = 30.0, *, what: Callable
 
 
 async def auntil(condition: Callable[[], T], timeout_s: float = 30.0, *, what: Callable[[], object] | str = "") -> T:
-    """`until` beside other tasks of the loop."""
     return await asyncio.to_thread(until, condition, timeout_s, what=what)
-
-
-# --- what is right -------------------------------------------------------------------------------
 
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """The one of the shipped graph."""
     return load_tokenizer(MODEL)
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
-    """A chat of one user's message."""
     return [{"role": "user", "content": prompt}]
 
 
@@ -374,18 +353,12 @@ def expected(prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> tuple
 
 
 def asking(prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> dict[str, Any]:
-    """Arguments of `client.chat.completions.create`; `ignore_eos` streams `max_tokens` exactly."""
     extra = {"extra_body": {"ignore_eos": True}} if ignore_eos else {}
     return {"model": MODEL, "messages": messages(prompt), "max_tokens": max_tokens, **extra}
 
 
 async def stream_chat(
-    client: AsyncOpenAI,
-    prompt: str,
-    max_tokens: int,
-    *,
-    ignore_eos: bool = False,
-    started: asyncio.Event | None = None,
+    client: AsyncOpenAI, prompt: str, max_tokens: int, *, ignore_eos: bool = False, started: asyncio.Event | None = None
 ) -> tuple[str, str | None]:
     """`(text, finish_reason)` of one streamed chat; sets `started` at its first text."""
     text, reason = "", None

@@ -43,7 +43,6 @@ class Stranger:
             return False
 
     def run(self, words: Sequence[str | Path], text: str = "") -> subprocess.CompletedProcess[str]:
-        """A command of his."""
         return subprocess.run(
             words,
             input=text,

@@ -38,7 +38,6 @@ def serve_on_terminal(served: Served) -> tuple[subprocess.Popen[str], Callable[[
 
 
 def _drain(terminal: int, closing: threading.Event) -> None:
-    """Read what is written there, and forget it."""
     while not closing.is_set():
         if select.select([terminal], [], [], POLL_S)[0]:
             os.read(terminal, 65536)

@@ -34,7 +34,6 @@ class DynamoServed(Served):
 
 
 def graph(name: str, *words: str, **more: Any) -> Served:
-    """`examples/dynamo_1x/NAME.yaml` on any free port."""
     return DynamoServed(
         "--Frontend.ports.http=0", *words, target=("-f", f"{name}.yaml"), cwd=EXAMPLE, frontend=False, **more
     )
@@ -120,7 +119,6 @@ async def load(served: Served, clients: int = 6) -> AsyncIterator[Load]:
 
 
 async def until_right(found: Load, count: int, timeout_s: float = 120.0) -> None:
-    """So many requests more have been answered."""
     wanted = found.right + count
     await auntil(lambda: found.right >= wanted, timeout_s, what=lambda: (found.right, wanted, found.failures[:3]))
 
@@ -153,13 +151,11 @@ def listening(served: Served) -> list[tuple[str, str, int]]:
 
 
 def in_flight(served: Served, name: str) -> int:
-    """Requests that the worker is said to hold."""
     load = served.worker(name)["load"]
     return 0 if load is None else int(load["request_active_slots"] + load["num_requests_waiting"])
 
 
 def json_of(served: Served, *words: str) -> Any:
-    """What a command says with `--json`."""
     done = served.cli(*words, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

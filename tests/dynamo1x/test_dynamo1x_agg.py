@@ -32,7 +32,6 @@ LONG = 4000
 
 
 async def test_workers_come_and_go_under_load_without_a_failed_request() -> None:
-    """1 to 4 to 1: each new one is routed to, each that leaves finishes its streams, and nothing is left of it."""
     with graph("agg") as served:
         served.start()
         await listed(served)
@@ -110,7 +109,6 @@ async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
 
 @pytest.mark.full
 async def test_they_are_seen_like_native_workers_and_listen_on_loopback_alone() -> None:
-    """Statefile, status, top, events, circusctl; no socket of any process is open to another host."""
     with graph("agg") as served:
         served.start()
         await listed(served)

@@ -67,7 +67,6 @@ async def test_a_killed_worker_costs_nothing_with_migration(victim: str) -> None
 
 @pytest.mark.full
 async def test_without_an_arbiter_a_dead_workers_key_goes_at_once_and_the_others_are_taken_back() -> None:
-    """The guardian knows the lease under which Dynamo's own key stands: its TTL is 30 s."""
     with graph("agg", "--on-arbiter-death", "keep", "--Mocker.ServiceArgs.workers=3") as served:
         served.start()
         await listed(served)

@@ -47,7 +47,6 @@ async def test_requests_passes_and_cards_of_dynamos_workers(plane: str) -> None:
 
 @pytest.mark.full
 async def test_each_data_parallel_rank_of_a_worker_is_an_engine() -> None:
-    """One worker of two ranks: both are heard, also while one has nothing to do, and requests go to both."""
     command = "--Mocker.command=python -m dynamo.mocker --model-path {model} --model-name tiny --data-parallel-size 2"
     with graph("agg", command) as served:
         served.start()
@@ -73,5 +72,4 @@ def test_the_format_of_a_pass_is_dynamos_own() -> None:
 
 
 def lease(instance: object) -> str:
-    """Of an instance's key."""
     return str(instance).rpartition("/")[2]

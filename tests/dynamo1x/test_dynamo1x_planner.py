@@ -90,8 +90,6 @@ async def _open_loop(served: Served, rate: float, seconds: float, tokens: int) -
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICY_WORDS)
 async def test_each_policy_follows_a_load_that_rises_and_falls(policy: str, tmp_path: Path) -> None:
-    """Dynamo's mockers play the profile that the planner sizes by; it sees them through their frontend's counts and
-    their passes. It adds decode workers, takes them away again, and no request is lost."""
     profile = slow_engine(tmp_path / "profile")
     plays = f"--planner-profile-data {slow_mocker(tmp_path / 'mocker.npz')} --block-size {BLOCK_SIZE}"
     plays += f" --num-gpu-blocks-override {SLOW_KV_TOKENS // BLOCK_SIZE}"

@@ -41,7 +41,6 @@ async def side(*words: str, etcd: Mapping[str, str]) -> AsyncIterator[Process]:
 
 
 async def line(process: Process) -> dict[str, Any]:
-    """The next line that it says."""
     assert process.stdout is not None
     async with asyncio.timeout(LINE_S):
         raw = await process.stdout.readline()
@@ -51,7 +50,6 @@ async def line(process: Process) -> dict[str, Any]:
 
 
 async def go_on(process: Process) -> None:
-    """It may decide again."""
     assert process.stdin is not None
     process.stdin.write(b"\n")
     await process.stdin.drain()
@@ -60,7 +58,6 @@ async def go_on(process: Process) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("through", ["coordinator", "connector"])
 async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(through: str) -> None:
-    """1 to 3 to 1 under load: each decision is acknowledged when it is so, and no request fails."""
     with graph("agg", "--follow", "virtual") as served:
         served.start()
         await listed(served)

@@ -50,7 +50,6 @@ class Empty(MetaPathFinder, Loader):
 
 
 def say(**facts: Any) -> None:
-    """One line."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -110,7 +109,6 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def environment(runtime: DistributedRuntime, namespace: str, targets: Sequence[Target]) -> None:
-    """Take decisions and complete them."""
     client = VirtualConnectorClient(runtime, namespace)
     last = -1
     say(waits=True)
@@ -127,7 +125,6 @@ SIDES = {"connector": connector, "coordinator": coordinator, "environment": envi
 
 
 async def main(side: str, namespace: str, *numbers: str) -> None:
-    """Without NATS: neither side needs it."""
     runtime = DistributedRuntime(asyncio.get_running_loop(), "etcd", "tcp", event_plane="zmq")
     pairs = [number.rpartition(":") for number in numbers]
     await SIDES[side](runtime, namespace, [(int(first) if first else None, int(last)) for first, _, last in pairs])

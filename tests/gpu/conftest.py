@@ -45,7 +45,6 @@ class Cards:
     env: dict[str, str] = field(default_factory=dict)
 
     def device(self, uuid: str) -> GpuDevice:
-        """As it is now."""
         (found,) = (device for device in self.inventory.sample() if device.uuid == uuid)
         return found
 

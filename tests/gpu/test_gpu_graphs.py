@@ -48,7 +48,6 @@ class Holder:
 
 @pytest.fixture
 def holder(cards: Cards, idle: GpuDevice) -> Iterator[Served]:
-    """One such worker, on the idle device."""
     words = ("--gpus", idle.uuid, "--Host.restart.first-s=0.1")
     files = {"holder_graph.py": HOLDER}
     with Served(*words, target=("holder_graph:Holder",), files=files, frontend=False, env=cards.env) as served:
@@ -57,7 +56,6 @@ def holder(cards: Cards, idle: GpuDevice) -> Iterator[Served]:
 
 
 def seen_by(served: Served, pid: int) -> dict[str, Any]:
-    """What CUDA showed that worker."""
     found: dict[str, Any] = json.loads(Path(served.cwd, SEEN.format(pid=pid)).read_text())
     return found
 
@@ -101,7 +99,6 @@ def test_a_killed_worker_comes_back_on_its_device(cards: Cards, idle: GpuDevice,
 def test_a_device_whose_memory_does_not_come_back_is_quarantined(
     cards: Cards, idle: GpuDevice, holder: Served, saw: Saw
 ) -> None:
-    """A stranger has come onto it meanwhile. It goes to nobody, `status` says why, and it is free once it is empty."""
     with cards.holding(idle):
         drained = holder.cli("drain", "dynamo_Holder", "--force", timeout_s=RETURN_S)
         assert drained.returncode == 0, drained.stderr
@@ -116,7 +113,6 @@ def test_a_device_whose_memory_does_not_come_back_is_quarantined(
 
 
 def test_a_device_with_a_stranger_on_it_starts_nothing(cards: Cards, idle: GpuDevice, saw: Saw) -> None:
-    """lesson 4: `dynamo serve` names who is on it, and leaves nothing behind."""
     with cards.holding(idle):
         cards.until(idle.uuid, lambda device: occupant(device) is not None)
         with Served("--gpus", idle.uuid, target=AGG, env=cards.env) as served:

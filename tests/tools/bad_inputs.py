@@ -102,12 +102,10 @@ class BadInput:
 
 
 def _graph(id: str, expect: str, body: str, args: Sequence[str] = (TARGET,)) -> BadInput:
-    """A graph of one file."""
     return BadInput(id, expect, {"graphs/disagg.py": HEADER + body}, args)
 
 
 def _yaml(id: str, expect: str, text: str, *words: str) -> BadInput:
-    """The good graph under a broken configuration file."""
     return BadInput(id, expect, {"c.yaml": text}, (TARGET, "-f", "c.yaml", *words))
 
 
@@ -125,9 +123,7 @@ GRAPHS = (
         args=("graphs.disag:Frontend",),
     ),
     BadInput(
-        "folder_missing",
-        r"no module 'grafs'.*did you mean 'graphs.disagg:Frontend'\?",
-        args=("grafs.disagg:Frontend",),
+        "folder_missing", r"no module 'grafs'.*did you mean 'graphs.disagg:Frontend'\?", args=("grafs.disagg:Frontend",)
     ),
     BadInput("attribute_missing", r"has no 'Fronted'.*did you mean 'Frontend'\?", args=("graphs.disagg:Fronted",)),
     _graph("not_a_service", r"is not a service but a plain class", "class Frontend:\n    pass\n"),

@@ -41,7 +41,6 @@ def asked(count: int | None = None) -> Sequence[str]:
 
 
 async def reference(host: VllmHost, folder: Path, answers: dict[str, str]) -> dict[str, str]:
-    """The aggregated graph's answers, asked for once per run."""
     if not answers:
         with host.aggregated(folder) as served:
             served.start()
@@ -134,8 +133,6 @@ class Routed:
     async def test_a_repeated_prefix_goes_to_the_worker_that_holds_it(
         self, vllm_host: VllmHost, tmp_path: Path
     ) -> None:
-        """New prompts are spread over two workers; each comes back to its own, which finds as much in its cache as the
-        Router foresaw; so does a longer prompt with the same beginning."""
         two = {"ServiceArgs": {"workers": 2}, "enable-prefix-caching": True}
         block_size = vllm_host.block_size
         with vllm_host.aggregated(tmp_path, router="kv", **two) as served:
@@ -221,7 +218,6 @@ class Leaving:
         assert asked_for == prefilled["local_compute"], (decoded, prefilled, late)
 
     async def _one_more(self, served: Served, component: str) -> None:
-        """Started beside the others, and ready."""
         await ascale(served, component, "+1")
         await auntil(lambda: served.states().get(f"{component}_1") == "ready", START_S, what=served.states)
 
@@ -246,8 +242,6 @@ class PrefillDies:
     async def test_a_killed_prefill_worker_costs_a_pause(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """Killed while prompts wait for it: each is prefilled again, elsewhere or here, and the texts are right. The
-        one that comes back is used again."""
         expected = await reference(vllm_host, tmp_path, answers)
         some = list(asked())[:8]
         texts = [expected[prompt] for prompt in some]
@@ -272,8 +266,6 @@ class Planned:
     """The load planner sees vLLM's own cache use."""
 
     async def test_a_full_cache_brings_another_worker(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """KV load above 0.9 over an interval: one more worker is started and used, the decision says why, and no stream
-        fails."""
         planner = {"adjustment-interval": 5, "metric-pulling-interval": 1, "max-gpu-budget": 2}
         small = {"num-gpu-blocks-override": 9600 // vllm_host.block_size}
         with vllm_host.aggregated(tmp_path, planner=planner, **small) as served:
@@ -289,9 +281,6 @@ class Planned:
         assert up[0]["numbers"]["average_kv_load"] > 0.9
 
 
-# --- what is seen --------------------------------------------------------------------------------
-
-
 def _load(served: Served, name: str) -> dict[str, Any]:
     load: dict[str, Any] | None = served.worker(name)["load"]
     return load or {"request_active_slots": None}
@@ -302,7 +291,6 @@ def _idle(load: dict[str, Any]) -> bool:
 
 
 def _sent_away(served: Served) -> int:
-    """Prefills that the decode worker has given to others."""
     return served.log("VllmWorker").count("Remote prefill: True")
 
 

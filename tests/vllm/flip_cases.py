@@ -108,7 +108,6 @@ async def _flips(served: Served) -> tuple[list[float], int]:
 
 
 def _told_by(logs: Sequence[str]) -> list[str]:
-    """What the workers say of their flips, by time."""
     lines = [line for log in logs for line in log.splitlines() if TELLS.search(line)]
     return sorted(lines)
 

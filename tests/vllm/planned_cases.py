@@ -34,7 +34,6 @@ class Kept:
 
 
 def arrivals() -> list[float]:
-    """Seconds, evenly within each stretch."""
     begins = accumulate((seconds for seconds, _ in RATES), initial=0.0)
     return [
         begin_s + number / rate
@@ -44,7 +43,6 @@ def arrivals() -> list[float]:
 
 
 async def asked(client: AsyncOpenAI, prompt: str, found: Kept) -> None:
-    """One request, by its client's clock."""
     began_s, times_s, tokens = time.monotonic(), list[float](), 0
     try:
         stream = await greedy_stream(client, prompt, TOKENS)
@@ -64,7 +62,6 @@ async def asked(client: AsyncOpenAI, prompt: str, found: Kept) -> None:
 
 
 async def play(served: Served) -> Kept:
-    """The load, whatever becomes of single requests."""
     found, times = Kept(), arrivals()
     async with served.client() as client, asyncio.TaskGroup() as group:
         began_s = time.monotonic()

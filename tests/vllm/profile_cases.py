@@ -27,7 +27,6 @@ FEW, MANY = 2, 16
 
 
 def profiled(served: Served, graph: str, file: Path, folder: Path, *words: str) -> dict[str, Any]:
-    """`profile.json` of what that file configures."""
     done = served.cli(
         *("profile", f"graphs.{graph}:Frontend", "-f", str(file), "-o", str(folder), "-n", served.namespace),
         *("--json", *words),
@@ -124,7 +123,6 @@ class Profiled:
     async def test_of_two_settings_that_were_measured_the_better_one_is_named(
         self, vllm_host: VllmHost, tmp_path: Path
     ) -> None:
-        """Two sequences at once need more engines for the same load than sixteen do; the YAML says which."""
         folders = {seqs: tmp_path / f"profile-{seqs}" for seqs in (FEW, MANY)}
         with vllm_host.aggregated(tmp_path) as served:
             for seqs, folder in folders.items():

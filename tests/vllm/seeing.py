@@ -22,13 +22,11 @@ def engine_pids(served: Served, watcher: str | None = None) -> list[int]:
 
 
 def engine_cores(served: Served) -> list[int]:
-    """Those of them that call themselves EngineCore."""
     mine = set(engine_pids(served))
     return [pid for pid, line in served.processes() if pid in mine and "EngineCore" in line]
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those that are there, and no zombies."""
     return [pid for pid in pids if psutil.pid_exists(pid) and _status(pid) != psutil.STATUS_ZOMBIE]
 
 

@@ -29,8 +29,6 @@ class Spared:
     async def test_a_spare_becomes_a_worker_in_a_third_of_the_time_and_answers_as_any(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """From the command to ready, beside cold starts in the same run; greedy answers token for token; a secret of
-        the environment that `dynamo serve` has is neither in the spare's environment nor in the worker's."""
         expected = await reference(vllm_host, tmp_path, answers)
         host = VllmHost(vllm_host.model, vllm_host.gpus, vllm_host.args, {**vllm_host.env, "MY_API_KEY": SECRET})
         took_s: dict[str, list[float]] = {"spare": [], "cold": []}
@@ -57,8 +55,6 @@ class Spared:
 
 
 async def _warm(served: Served) -> dict[str, Any]:
-    """The one spare, once its modules are imported."""
-
     def warm() -> dict[str, Any] | None:
         spares: list[dict[str, Any]] = served.status()["spares"]["spares"]
         return next((spare for spare in spares if spare["state"] == "warm"), None)

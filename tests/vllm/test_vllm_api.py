@@ -112,7 +112,6 @@ class Graph:
 
 
 async def outputs_of(graph: Graph) -> list[EngineCoreOutput]:
-    """Of one request, until the last."""
     core = GraphCore(graph, ["generate"])
     await core.add_request_async(request())
     found: list[EngineCoreOutput] = []
@@ -153,7 +152,6 @@ async def test_an_aborted_request_is_cancelled_at_its_worker():
 
 
 async def test_a_client_may_not_say_where_kv_comes_from():
-    """A worker would connect to whatever host the request names."""
     graph = Graph()
     with pytest.raises(VLLMValidationError, match="by itself"):
         await GraphCore(graph, []).add_request_async(request(extra_args={"kv_transfer_params": {"remote_host": "x"}}))
@@ -175,16 +173,13 @@ class Llm:
         """The test calls `process_outputs` itself."""
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """EngineCore has it."""
         self.added.put_nowait(request)
 
     async def abort(self, request_id: str, internal: bool) -> None:
-        """EngineCore is to forget it."""
         self.aborted += self.output_processor.abort_requests([request_id], internal)
 
 
 def asked(**more: Any) -> EngineRequest:
-    """As a Processor sends it."""
     return EngineRequest("r1", [5, 6, 7], OurSampling(max_tokens=9), core=Wire().encode(request(**more)))
 
 

@@ -46,7 +46,6 @@ def _clean_imports() -> Iterator[None]:
 
 
 async def applied(server: RealKube, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the server makes of it, without keeping it."""
     base = "/api" if manifest["apiVersion"] == "v1" else "/apis"
     where = f"{base}/{manifest['apiVersion']}/namespaces/default/{PLURALS[manifest['kind']]}?dryRun=All"
     answer = await server.client().request("POST", where, manifest)

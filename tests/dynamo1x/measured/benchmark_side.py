@@ -14,7 +14,6 @@ from typing import Any
 
 
 def answer(rows: str) -> dict[str, Any]:
-    """In the form of Dynamo's vLLM worker."""
     if not rows:
         return {"status": "error", "message": "no benchmark data"}
     results = []
@@ -31,7 +30,6 @@ def answer(rows: str) -> dict[str, Any]:
 
 
 async def main() -> None:
-    """Serves until it is ended."""
     from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
     from dynamo.runtime import DistributedRuntime
 

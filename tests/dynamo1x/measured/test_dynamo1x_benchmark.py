@@ -33,10 +33,7 @@ def source(served: Served) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "told"),
-    [
-        (",".join(PREFILLS + DECODES), "worker"),
-        ("''", "none yet (its get_perf_metrics says: no benchmark data)"),
-    ],
+    [(",".join(PREFILLS + DECODES), "worker"), ("''", "none yet (its get_perf_metrics says: no benchmark data)")],
     ids=["measured", "not measured"],
 )
 async def test_a_worker_that_measured_itself_is_asked_over_dynamos_request_plane(rows: str, told: str) -> None:

@@ -47,7 +47,6 @@ class Kube:
     """Writes arrive, and nobody hears of it."""
 
     def served(self, plural: str) -> tuple[str, ...]:
-        """In which versions of Dynamo's API its objects are."""
         return ("v1alpha1",) if plural == METADATA else self.versions
 
     def client(self, allowed: frozenset[Rule] | None = None, *, known: bool = True) -> FakeTransport:
@@ -65,7 +64,6 @@ class FakeTransport:
         self._known = known
 
     async def request(self, method: str, path: str, body: Any = None, *, content: str = JSON) -> Answer:
-        """Within no time."""
         await asyncio.sleep(0)
         kube = self._kube
         if kube.before is not None:

@@ -63,12 +63,10 @@ def channel(
 
 
 def sealed(told: ForwardPass, number: int) -> bytes:
-    """A pass in the envelope of Dynamo's event plane."""
     return event_plane.seal(encode_pass(told), publisher_id=7, sequence=number, wall_s=0.0)
 
 
 def framed(message: bytes) -> list[bytes]:
-    """An envelope as it is sent over ZeroMQ."""
     return [event_plane.TOPIC.encode(), bytes(8), bytes(8), b"\x01" + len(message).to_bytes(4, "big") + message]
 
 

@@ -129,7 +129,6 @@ def test_keys_are_nowhere_but_in_the_frontends_own_environment(guarded: tuple[Se
 
 
 def test_metrics_on_the_socket_are_this_users_and_all_else_goes_on_as_before(guarded: tuple[Served, Path]) -> None:
-    """`dynamo top` and `dynamo status` never needed the port."""
     served, _ = guarded
     path = served.paths.metrics_socket
     assert served.status()["metrics_url"] == f"unix://{path}"

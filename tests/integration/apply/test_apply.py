@@ -33,7 +33,6 @@ def config(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(served: Served, deployment: dict[str, Any], name: str = "wanted.yaml") -> str:
-    """That deployment as a file; its path."""
     path = served.folder / name
     path.write_text(yaml.safe_dump(deployment))
     return str(path)
@@ -49,7 +48,6 @@ async def apply(served: Served, deployment: dict[str, Any], *words: str) -> dict
 
 
 def changes(said: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differed, by its path."""
     return {each["what"]: (each["before"], each["after"]) for each in said["changes"]}
 
 
@@ -62,14 +60,12 @@ def folder_with_config() -> Served:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    """One graph for the module."""
     with folder_with_config() as served:
         yield served.start()
 
 
 @pytest.fixture
 async def graph(shared: Served) -> Served:
-    """The module's graph, as it was served first."""
     await apply(shared, config())
     await settled(shared)
     return shared

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 @pytest.mark.full
 async def test_the_edited_file_is_applied_and_outlives_the_plugin() -> None:
-    """Workers are replaced under load; a plugin that is killed comes back with that file, and takes them back."""
     with guest() as under:
         served, before = under.ready().served, under.served.pids()
         file = served.folder / "disagg.yaml"

@@ -42,7 +42,6 @@ async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None
 
 @pytest.mark.full
 def test_workers_hold_their_gpus_locks_and_their_logs(under: Guest) -> None:
-    """As under our own arbiter: a GPU is reserved as long as the worker lives, and no pipe is circusd's."""
     pid = under.served.pids()["VllmWorker"]
     files = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
     assert sum(path.endswith(".lock") and "/gpus/" in path for path in files) == 1
@@ -53,7 +52,6 @@ def test_workers_hold_their_gpus_locks_and_their_logs(under: Guest) -> None:
 
 
 async def test_scale_up_and_down(under: Guest) -> None:
-    """`dynamo scale` and its waiting work unchanged; siblings live on (lesson 2)."""
     before = under.served.pids()
     up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "+1", "--wait")
     assert up.returncode == 0, up.stdout + up.stderr
@@ -66,7 +64,6 @@ async def test_scale_up_and_down(under: Guest) -> None:
 
 @pytest.mark.full
 async def test_the_planner_scales_their_watchers() -> None:
-    """A `Planner` section works there too: workers come with the load, go with it, and no request is lost."""
     sections = {
         "VllmWorker": {"max-local-prefill-length": 1000, "sim": {"speed": 0.1, "num-gpu-blocks": 30}},
         "Planner": {
@@ -93,7 +90,6 @@ async def test_the_planner_scales_their_watchers() -> None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
-    """By the supervisor, after its back-off; circusd's `respawn` is off. The cause is told."""
     pid = under.served.pids()["VllmWorker"]
     os.kill(pid, signal.SIGKILL)
     killed_s = time.monotonic()
@@ -106,7 +102,6 @@ async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
 
 @pytest.mark.full
 def test_ctl_says_where_circus_commands_are_answered(under: Guest) -> None:
-    """Our endpoint answers ours; the watchers are their circusd's."""
     done = under.served.cli("ctl", "list")
     assert f"circusctl --endpoint {under.circusd.endpoint} list" in done.stdout + done.stderr
     done = under.served.cli("ctl", "dynamo_status")
@@ -121,7 +116,6 @@ def test_serve_beside_it_is_refused(under: Guest) -> None:
 
 
 async def test_circusctl_stop_of_a_worker_is_a_drain(under: Guest) -> None:
-    """circusd signals nothing that hurts; the plugin hears of it, and the stream is finished."""
     up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
     assert up.returncode == 0, up.stderr
     async with under.served.client() as client:
@@ -155,7 +149,6 @@ async def test_circusctl_reload_of_a_worker_drains_it_and_starts_it_again(under:
 
 @pytest.mark.full
 async def test_a_killed_etcd_is_started_again(under: Guest) -> None:
-    """The embedded servers are watchers, too, which circusd does not restart: the plugin does."""
     pid = under.circusd.pids("dynamo_etcd")[0]
     os.kill(pid, signal.SIGKILL)
     await auntil(lambda: under.circusd.pids("dynamo_etcd") not in ([], [pid]), 5.0, what=under.logs)
@@ -205,7 +198,6 @@ def test_reloadconfig_drains_the_graph_and_a_restart_of_the_plugin_brings_it_bac
 
 @pytest.mark.full
 def test_down_leaves_their_watchers_and_stays_down() -> None:
-    """And `circusctl start plugin:dynamo` brings it up again."""
     with guest() as under:
         other = under.ready().circusd.pids("other")
         under.served.down()
@@ -224,7 +216,6 @@ def test_down_leaves_their_watchers_and_stays_down() -> None:
 
 @pytest.mark.full
 async def test_quit_finishes_what_streams() -> None:
-    """circusd would SIGTERM all at once, and the plugin with them; the plugin ends the workers in order."""
     with guest() as under:
         under.ready()
         async with under.served.client() as client:
@@ -237,7 +228,6 @@ async def test_quit_finishes_what_streams() -> None:
 
 @pytest.mark.full
 async def test_a_killed_plugin_comes_back_and_takes_the_graph_back() -> None:
-    """circusd starts it again; it adopts the running workers, and no stream is cut."""
     with guest() as under:
         pids = under.ready().served.pids()
         plugin = under.plugin_pid()
@@ -275,7 +265,6 @@ async def test_a_killed_plugin_and_dead_workers_start_anew() -> None:
 
 @pytest.mark.full
 async def test_a_reload_of_circusd_brings_the_graph_down_and_up_again() -> None:
-    """Lesson 20: SIGHUP starts a second plugin before it ends the first; it waits for the namespace."""
     with guest() as under:
         pids = under.ready().served.pids()
         plugin = under.plugin_pid()
@@ -290,7 +279,6 @@ async def test_a_reload_of_circusd_brings_the_graph_down_and_up_again() -> None:
 
 @pytest.mark.full
 async def test_a_killed_circusd_takes_the_graph_with_it_in_order() -> None:
-    """Lesson 3: nothing of ours outlives it; the plugin hears of its death, and lets streams finish first."""
     with guest() as under:
         pids = under.ready().served.pids()
         other = under.circusd.pids("other")
@@ -308,7 +296,6 @@ async def test_a_killed_circusd_takes_the_graph_with_it_in_order() -> None:
 
 @pytest.mark.full
 def test_a_deployment_that_cannot_run_is_said_once() -> None:
-    """circusd would start a failing plugin every second, for ever."""
     with guest(graph="graphs.disagg:Nobody") as under:
         until(lambda: under.circusd.statuses()["plugin:dynamo"] == "stopped", 15.0, what=under.logs)
         log = (under.served.paths.logs.parent / "circusd_plugin.log").read_text()

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def agg() -> Iterator[Served]:
-    """The shipped aggregated graph, detached."""
     with Served(target=AGG) as served:
         yield served.start()
 

@@ -28,7 +28,6 @@ SEEN_S = 0.05
 
 
 async def put(store: EtcdStore, namespace: str, endpoint: str = "generate") -> Instance:
-    """Register a worker under a lease of its own."""
     lease_id = await store.grant(60)
     instance = make_instance(namespace, "VllmWorker", endpoint, lease_id)
     await store.put(key_of(instance), instance_to_value(instance), lease_id)
@@ -36,7 +35,6 @@ async def put(store: EtcdStore, namespace: str, endpoint: str = "generate") -> I
 
 
 async def until_it_is(view: InstanceView, *expected: Instance, deadline_s: float = DEADLINE_S) -> None:
-    """Wait for exactly these instances."""
     async with asyncio.timeout(deadline_s):
         while view.instances() != expected:
             await view.changed()
@@ -49,7 +47,6 @@ def client_of(view: InstanceView) -> NatsEndpointClient:
 
 @pytest.fixture
 async def store(etcd_server: RealEtcd) -> AsyncIterator[EtcdStore]:
-    """A connection to the shared etcd."""
     found = await EtcdStore.connect(etcd_server.endpoint)
     yield found
     await found.close()
@@ -96,7 +93,6 @@ async def test_a_view_lists_who_was_there_before_it(store: EtcdStore, namespace:
 
 
 async def test_waiting_for_an_instance(view: InstanceView, store: EtcdStore, namespace: str) -> None:
-    """lesson 12 and 23: it returns with the first one, and past its deadline it names what is missing."""
     with pytest.raises(NoWorkers, match=r"no VllmWorker serves 'generate' \(waited 0.05 s\)"):
         await client_of(view).wait_for_instances(0.05)
     waiting = asyncio.create_task(client_of(view).wait_for_instances(DEADLINE_S))
@@ -111,12 +107,7 @@ async def test_etcdctl_reads_the_registry(store: EtcdStore, etcd_server: RealEtc
         await store.put(key_of(instance), instance_to_value(instance), lease_id)
     etcdctl = find_server("etcd").path.with_name("etcdctl")
     process = await asyncio.create_subprocess_exec(
-        etcdctl,
-        f"--endpoints={etcd_server.endpoint}",
-        "get",
-        "--prefix",
-        namespace,
-        stdout=asyncio.subprocess.PIPE,
+        etcdctl, f"--endpoints={etcd_server.endpoint}", "get", "--prefix", namespace, stdout=asyncio.subprocess.PIPE
     )
     output, _ = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     lines = output.decode().splitlines()
@@ -187,7 +178,6 @@ async def test_a_view_heals_after_etcd_lost_its_data(own_etcd: RealEtcd) -> None
 
 
 async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own_etcd: RealEtcd) -> None:
-    """Workers need a moment to notice and register under new leases: until then the last known are better than none."""
     store = await EtcdStore.connect(own_etcd.endpoint)
     view = InstanceView(store, "dynamo", "VllmWorker", "generate")
     await view.start(DEADLINE_S)
@@ -231,7 +221,6 @@ async def test_a_view_may_start_before_etcd(tmp_path: Path) -> None:
 
 
 async def until_it_answers(store: EtcdStore) -> None:
-    """Wait until calls work."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
@@ -243,7 +232,6 @@ async def until_it_answers(store: EtcdStore) -> None:
 
 
 async def until_current(view: InstanceView) -> None:
-    """Wait until the view is not stale."""
     async with asyncio.timeout(DEADLINE_S):
         while view.stale:
             await view.changed()
@@ -290,7 +278,6 @@ async def test_another_endpoint_takes_over(tmp_path: Path, etcd_server: RealEtcd
 
 @pytest.mark.timing
 async def test_a_silent_etcd_fails_calls_at_their_deadline(own_etcd: RealEtcd) -> None:
-    """lesson 12: a stopped server holds no call longer than `timeout_s`."""
     store = await EtcdStore.connect(own_etcd.endpoint, timeout_s=0.3)
     own_etcd.pause()
     loop = asyncio.get_running_loop()

@@ -136,8 +136,6 @@ async def test_slo_keeps_more_targets_than_the_seeds_rule_and_says_why(graphs: t
 
 @pytest.mark.full
 async def test_prefixes_first_and_prefills_by_targets(graphs: tuple[Served, Served]) -> None:
-    """`router: kv`, changed while the graph runs, with `disagg-policy: slo`: what the Router knows to be cached need
-    not be computed, so a prompt that is asked for again is prefilled where its prefix is."""
     slo, _ = graphs
     slo.etcdctl("put", f"dynamo/router/{MODEL}", json.dumps({"router": "kv"}))
     again, found = [300 + number % 1000 for number in range(2000)], Outcome()

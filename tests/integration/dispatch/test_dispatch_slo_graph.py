@@ -52,8 +52,6 @@ async def ask_long(http: AsyncOpenAI, number: int, turn: int) -> str | None:
 
 @pytest.mark.full
 async def test_drains_under_load_lose_nothing_and_each_prompt_goes_where_it_costs_less(graph: Served) -> None:
-    """Prefills queue up and streams run on both sides: some prompts go here and some there, as the estimates say, while
-    a prefill worker and a decode worker leave and come back."""
     async with load(graph, 16, ask_long) as found:
         await found.more(24)
         for component in ("PrefillWorker", "VllmWorker"):
@@ -75,7 +73,6 @@ async def test_drains_under_load_lose_nothing_and_each_prompt_goes_where_it_cost
 
 @pytest.mark.full
 async def test_nothing_is_left_in_either_line_of_the_queue(graph: Served) -> None:
-    """Both lines are empty once the load has ended."""
     async with load(graph, 4, ask_long) as found:
         await found.more(4)
     found.check()

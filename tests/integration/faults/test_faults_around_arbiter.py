@@ -37,9 +37,6 @@ COMMANDS = 100
 PATIENCE_S = 30.0
 
 
-# --- the disk ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def no_room(folder: Path, arbiter: psutil.Process, *, mounted: bool) -> Iterator[None]:
     """Nothing can be written there by the arbiter: the disk is full, or (without one) no file of its may grow."""
@@ -54,7 +51,6 @@ def no_room(folder: Path, arbiter: psutil.Process, *, mounted: bool) -> Iterator
 
 
 def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
-    """Commands are carried out, the status says what cannot be written, and with room the file is right again."""
     folder = tmp_path / "disk"
     with (
         small_disk(folder, DISK_BYTES) as mounted,
@@ -92,11 +88,7 @@ def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
 
 
 def _unwritten(served: Served) -> list[dict[str, Any]]:
-    """The status's notes of a statefile that is behind."""
     return [note for note in served.status()["notes"] if "the statefile cannot be written" in note["text"]]
-
-
-# --- the statefile -------------------------------------------------------------------------------
 
 
 def _truncated(text: str) -> str:
@@ -147,11 +139,7 @@ def _readable(path: Path) -> object:
     return state.components.keys() if state.namespace == "dynamo" else None
 
 
-# --- commands ------------------------------------------------------------------------------------
-
-
 def _asked(served: Served, name: str, /, **properties: Any) -> str:
-    """`ok`, or the code of the refusal."""
     try:
         command(served, name, **properties)
     except ArbiterRefused as refusal:
@@ -190,7 +178,6 @@ async def test_a_hundred_commands_at_once_are_all_answered(echo: Served) -> None
 
 
 async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served) -> None:
-    """Drained twice it drains once; what is gone is named as unknown, with those there are; the graph is the same."""
     await asyncio.to_thread(command, echo, "scale", component="Echo", target="=3")
     await auntil(lambda: list(echo.states().values()) == ["ready"] * 3, PATIENCE_S, what=echo.states)
     last = max(echo.states())  # which names there are depends on the tests before
@@ -215,20 +202,13 @@ async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served
     await auntil(lambda: set(echo.states().values()) == {"ready"}, PATIENCE_S, what=echo.states)
 
 
-# --- who is who ----------------------------------------------------------------------------------
-
-
 def test_the_workers_are_known_by_their_marks(echo: Served) -> None:
     workers = {found.name: found.pid for found in marked(echo.paths) if found.is_worker}
     assert workers == {f"dynamo_{name}": pid for name, pid in echo.pids().items()}
 
 
-# --- descriptors ---------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_a_worker_that_is_started_while_the_arbiter_may_open_few_files_may_open_more() -> None:
-    """It inherits the arbiter's limit: a frontend of that time would later reset its clients' connections."""
     with alone() as served:
         served.start()
         arbiter = psutil.Process(served.status()["arbiter_pid"])

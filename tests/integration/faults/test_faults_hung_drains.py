@@ -28,7 +28,6 @@ def _served(*words: str) -> Served:
 
 
 def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline() -> None:
-    """Ten minutes are for streams; one that answers nothing streams nothing, and holds a GPU. It does not come back."""
     with _served() as served:
         served.start()
         pid = served.pids()["Echo_2"]
@@ -71,7 +70,6 @@ def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_i
 
 @pytest.mark.full
 def test_failures_before_the_arbiters_death_count_after_it() -> None:
-    """A worker that dies again and again is faulted at the policy's number, whoever saw the first of them."""
     with _served(*KEEP, "--Host.restart.first-s=0.2", "--Host.restart.failures-max=3") as served:
         served.start()
         for _ in range(2):

@@ -29,7 +29,6 @@ def _hang(served: Served) -> None:
 
 
 def test_with_a_hung_driver_scale_and_down_still_work_and_status_says_so() -> None:
-    """More than once: every decision would lose a thread, and the default executor has few."""
     with _served() as served:
         served.start()
         assert served.status()["gpu_inventory"]["stale"] is None

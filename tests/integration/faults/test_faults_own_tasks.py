@@ -61,13 +61,11 @@ def served() -> Iterator[Served]:
 
 
 def _task(served: Served, name: str) -> dict[str, Any]:
-    """The status of one task."""
     tasks: list[dict[str, Any]] = served.status()["tasks"]
     return next(task for task in tasks if task["task"] == name)
 
 
 def _counted(served: Served, name: str) -> float:
-    """Its deaths in `/metrics`."""
     with urllib.request.urlopen(served.status()["metrics_url"], timeout=10.0) as answer:
         lines = answer.read().decode().splitlines()
     return next(
@@ -78,7 +76,6 @@ def _counted(served: Served, name: str) -> float:
 
 
 def test_sampling_that_dies_is_started_again_and_no_worker_is_held_to_be_silent(served: Served) -> None:
-    """It dies again and again, for longer than a worker may be silent; then there are loads as before."""
     bug, pids = Path(served.cwd, "sampling"), served.pids()
     assert _task(served, "load sampling")["deaths"] == 0
     bug.touch()

@@ -71,9 +71,6 @@ def _stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-# --- an outage -----------------------------------------------------------------------------------
-
-
 async def test_workers_that_die_in_an_outage_of_etcd_come_back_spread_and_none_of_it_is_their_failure(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
@@ -106,9 +103,6 @@ async def test_workers_that_die_in_an_outage_of_etcd_come_back_spread_and_none_o
 
 def _spawned(served: Served) -> list[dict[str, object]]:
     return [record for record in events(served) if record["event"] == "Spawned"]
-
-
-# --- leases that are revoked while nobody watches --------------------------------------------------
 
 
 @pytest.mark.full
@@ -169,9 +163,6 @@ def _busy(served: Served) -> str | None:
         if worker["component"] == "VllmWorker" and worker["load"] and worker["load"]["request_active_slots"]:
             return str(worker["watcher_name"]).removeprefix(f"{served.namespace}_")
     return None
-
-
-# --- leases of what is behind a worker -------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -28,7 +28,6 @@ def served(etcd: RealEtcd, nats: RealNats, namespace: str) -> Served:
 
 @contextmanager
 def away(etcd: RealEtcd) -> Iterator[None]:
-    """Connections stay open and nothing answers."""
     etcd.pause()
     try:
         yield

@@ -24,7 +24,6 @@ LONGER_THAN_A_FLIP = 1500
 
 @pytest.fixture(scope="module")
 def shared_graph() -> Iterator[Served]:
-    """Two decode and two prefill workers, on simulated GPUs."""
     with Served(*counts()) as served:
         yield served.start()
 
@@ -34,9 +33,6 @@ async def graph(shared_graph: Served) -> AsyncIterator[Served]:
     """The module's graph, with two workers of each role, before and after; their names may be others."""
     yield shared_graph
     await flip_to(shared_graph, BASE)
-
-
-# --- under load ------------------------------------------------------------------------------------
 
 
 async def test_flips_both_ways_under_load_lose_nothing(graph: Served) -> None:
@@ -122,8 +118,6 @@ async def test_requests_of_the_old_role_are_served_or_sent_on(graph: Served) -> 
 async def test_half_a_second_from_the_command_to_the_first_request(
     graph: Served, gives: str, takes: str, endpoint: str
 ) -> None:
-    """Whatever streams: from the command to the first answer of the new role (the best of three: others share the
-    machine)."""
     took_s = []
     async with streaming(graph, *(f"Stay a while, {n}." for n in range(4)), tokens=12_000) as streams:
         async with endpoint_client(graph, takes, endpoint) as client:
@@ -132,9 +126,6 @@ async def test_half_a_second_from_the_command_to_the_first_request(
                 await flip(graph, names(graph, takes)[-1])
         assert not any(stream.done() for stream in streams)
     assert min(took_s) < 0.5, took_s
-
-
-# --- that fail, and that are taken back ----------------------------------------------------------------
 
 
 async def test_a_flip_whose_canary_dies_ends_in_the_old_role(graph: Served) -> None:
@@ -174,12 +165,8 @@ async def test_a_flip_is_taken_back(graph: Served) -> None:
     streams.check()
 
 
-# --- the arbiter ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_knows() -> None:
-    """Killed at several moments of a flip, under load: each time the worker is adopted in one role, never in both."""
     with Served(*counts(), "--on-arbiter-death", "keep") as served:
         served.start()
         pids = set(facts(served))
@@ -202,8 +189,6 @@ async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_kno
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 async def test_a_thousand_flips(graph: Served) -> None:
-    """Under load: nothing is lost, nothing piles up; 99 of 100 take less than half a second from the command to the
-    first request that the worker answers in its new role. DYN_FLIPS says how many, for a slice of it."""
     before, took_s, count = facts(graph), [], int(os.environ.get("DYN_FLIPS", "1000"))
     endpoints = {"PrefillWorker": "canary", "VllmWorker": "generate"}
     async with load(graph, streams=4) as streams, contextlib.AsyncExitStack() as stack:

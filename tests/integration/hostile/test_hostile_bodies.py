@@ -59,7 +59,6 @@ def agg() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def before_mib(agg: Served) -> dict[str, float]:
-    """What its processes take before anybody means it harm."""
     return resident_mib(agg, NAMES)
 
 
@@ -87,7 +86,6 @@ async def _post(served: Served, hostile: Hostile) -> tuple[httpx.Response, Watch
 
 
 def _lags(seen: Watched) -> list[str]:
-    """Those of the two whose loop stood still."""
     return [name for name in (FRONTEND, PROCESSOR) if seen.lag_s(name, UNTOUCHED) >= LAG_S]
 
 
@@ -153,7 +151,6 @@ async def _send(served: Served, endpoint: str, name: str, value: bytes) -> tuple
 def test_a_payload_costs_the_processor_no_more_than_its_size(
     agg: Served, before_mib: dict[str, float], endpoint: str, name: str, filling: str, size: int
 ) -> None:
-    """Also from somebody who asks its endpoint and not the Frontend: no check of the Frontend's is relied upon."""
     tries: list[Watched] = []
     while not tries or (_lags(tries[-1]) and len(tries) < TRIES):
         ended, seen = asyncio.run(_send(agg, endpoint, name, MSGPACK_FILLINGS[filling](size)))

@@ -62,7 +62,6 @@ async def test_openais_client_gets_answers_whole_and_streamed_from_both(graph: S
 
 
 async def test_a_servers_own_error_reaches_the_client_as_it_is(graph: Served) -> None:
-    """Its 404 is about the model; ours would be about the route."""
     async with httpx.AsyncClient(base_url=graph.url) as http:
         answer = await http.post("/v1/chat/completions", json={"model": "other"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

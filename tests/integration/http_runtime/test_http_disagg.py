@@ -20,7 +20,6 @@ def graph() -> Iterator[Served]:
 
 
 def handed(served: Served, member: str) -> list[dict[str, object]]:
-    """Requests whose `kv_transfer_params` say so."""
     asked = [note for note in seen(served, body=None)]
     return [note for note in asked if note["body"].get("kv_transfer_params", {}).get(member)]
 

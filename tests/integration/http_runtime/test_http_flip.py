@@ -71,7 +71,6 @@ async def test_servers_flip_both_ways_under_load_and_no_request_fails(graph: Ser
 
 
 async def test_a_flip_waits_for_its_streams_and_is_taken_back(graph: Served) -> None:
-    """A long answer is not cut; meanwhile it takes nothing new. Taken back it serves on, and the stream too."""
     async with graph.client() as client:
         streams = [asyncio.create_task(ask(client, 400, stream=True)) for _ in range(2)]  # one for each server
         victim = names(graph, "Decode")[-1]
@@ -92,7 +91,6 @@ async def test_a_flip_waits_for_its_streams_and_is_taken_back(graph: Served) -> 
 
 @pytest.mark.full
 async def test_a_server_that_does_not_change_stays_what_it_was() -> None:
-    """It says so, and is routed to again in its old role; one that cannot have that either ends."""
     stuck = ("--stuck", "cannot rebuild")
     with http_graph(Decode=switched("decode", *stuck), Prefill=switched("prefill", *stuck)) as served:
         served.start()

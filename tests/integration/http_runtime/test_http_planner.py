@@ -12,11 +12,7 @@ from tests.drivers.served import auntil
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(150)]
 
-PLANNER = {
-    "adjustment-interval": 2,
-    "metric-pulling-interval": 0.5,
-    "max-gpu-budget": 2,
-}
+PLANNER = {"adjustment-interval": 2, "metric-pulling-interval": 0.5, "max-gpu-budget": 2}
 STREAMS = 20
 """The server has room for so many: its KV is full."""
 

@@ -24,7 +24,6 @@ async def test_probe_etcd_returns_the_endpoint_that_answers(etcd_server: RealEtc
 
 
 async def test_probe_etcd_waits_for_a_server_that_is_starting(own_etcd: RealEtcd) -> None:
-    """lesson 23: readiness is observed: the probe begins before the server listens."""
     await own_etcd.kill()
     probe = asyncio.create_task(probe_etcd(own_etcd.endpoint, 10.0))
     await asyncio.sleep(0)
@@ -33,7 +32,6 @@ async def test_probe_etcd_waits_for_a_server_that_is_starting(own_etcd: RealEtcd
 
 
 async def test_probe_of_nobody_ends_at_its_deadline_and_names_the_address() -> None:
-    """lesson 12: the wait has a deadline and a named outcome."""
     with PortLease() as nobody:
         with pytest.raises(EtcdUnavailable, match=rf"0.1 s at http://127.0.0.1:{nobody.port} .*refused"):
             await probe_etcd(f"http://127.0.0.1:{nobody.port}", 0.1)
@@ -68,7 +66,6 @@ async def test_an_etcd_address_that_cannot_be_used_is_refused(url: str) -> None:
 
 
 async def test_the_token_is_not_on_the_servers_command_line(nats_server: RealNats) -> None:
-    """lesson 11, on the running process."""
     process = psutil.Process(nats_server.pid)
     assert nats_server.token not in " ".join(process.cmdline()) + repr(process.environ())
 
@@ -81,7 +78,6 @@ async def test_servers_listen_on_loopback_only(etcd_server: RealEtcd, nats_serve
 
 
 async def test_servers_come_back_on_the_same_port(own_etcd: RealEtcd, own_nats: RealNats) -> None:
-    """A killed server can be started again at once where its clients look for it."""
     for server in (own_etcd, own_nats):
         first = server.pid
         await server.restart()

@@ -18,7 +18,6 @@ PASSWORD = "hush-hush-4711"
 
 @pytest.fixture
 def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
-    """Both demand a certificate that their own authority signed."""
     servers = RealEtcd(tmp_path / "etcd", tls=True), RealNats(tmp_path / "nats", tls=True)
     for server in servers:
         server.start_now()
@@ -28,9 +27,7 @@ def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
 
 
 @pytest.mark.full
-async def test_a_graph_lives_on_servers_that_demand_certificates(
-    with_certificates: tuple[RealEtcd, RealNats],
-) -> None:
+async def test_a_graph_lives_on_servers_that_demand_certificates(with_certificates: tuple[RealEtcd, RealNats]) -> None:
     etcd, nats = with_certificates
     with Served(target=AGG, env={**etcd.env, **nats.env}) as served:
         served.start()

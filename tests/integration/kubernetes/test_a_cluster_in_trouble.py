@@ -31,7 +31,6 @@ TICKS = 3
 async def test_an_api_server_that_is_away_and_one_that_hangs_are_waited_for(
     real_kube: RealKube, tmp_path: Path
 ) -> None:
-    """It holds and says so; its pod stays alive and healthy; and it goes on from what is there."""
     async with real_cluster(real_kube, tmp_path) as here, here.planner(CONFIG) as planner:
         await here.until_asked(3, 4)
         await asyncio.to_thread(real_kube.stop)
@@ -136,7 +135,6 @@ async def test_a_planner_that_is_killed_is_followed_by_the_other_one(real_kube: 
 
 
 async def test_pods_that_pend_do_not_keep_a_graph_large(real_kube: RealKube, tmp_path: Path) -> None:
-    """There are four devices: three pods pend for ever. They are taken away as soon as they are too many."""
     async with real_cluster(real_kube, tmp_path, devices=4) as here, here.planner(CONFIG):
         await here.until_asked(3, 4)
 

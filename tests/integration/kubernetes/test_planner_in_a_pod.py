@@ -41,7 +41,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def fake(folder: Path) -> Iterator[tuple[Transport, Path]]:
-    """The fake API server, over HTTP."""
     kube = Kube(("v1beta1",))
     with serving(api_over_http(kube)) as url:
         yield kube.client(), kubeconfig(url, folder / "kubeconfig")
@@ -73,8 +72,6 @@ async def test_a_planner_in_a_pod_follows_a_load_up_and_down(tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_each_policy_does_on_a_real_api_server(policy: str, tmp_path: Path, real_kube: RealKube) -> None:
-    """Its answers, versions and TLS, and the token of an account with the manifest's Role alone. The frontend tells no
-    latencies."""
     async with real_cluster(real_kube, tmp_path) as here:
         here.rate, here.lengths = LOADS.get(policy, (here.rate, here.lengths))
         await up_and_down(here, POLICIES[policy])

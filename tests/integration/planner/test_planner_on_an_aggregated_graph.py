@@ -23,7 +23,6 @@ WORDS = (
 
 @pytest.mark.full
 async def test_an_aggregated_graph_grows_and_shrinks_with_its_load() -> None:
-    """Some nine streams at once nearly fill one worker, and are a third of two; no request is lost on the way."""
     load = steady(rate=2, seconds=12, prompt_words=8, tokens=100)
     with Served(*WORDS, target=AGG) as served:
         served.start()

@@ -74,13 +74,11 @@ def shared(servers: tuple[RealEtcd, RealNats]) -> Iterator[Served]:
 
 @pytest.fixture
 async def graph(shared: Served) -> Served:
-    """The planner has brought it back to 1P1D."""
     await at_base(shared)
     return shared
 
 
 async def at_base(served: Served) -> None:
-    """Return when 1P1D is all there is."""
     await auntil(lambda: capacity(served) == BASE and len(served.pids()) == 3, 60.0, what=served.states)
 
 
@@ -100,7 +98,6 @@ async def test_workers_come_and_go_with_the_load_and_no_request_is_lost(graph: S
 
 
 async def test_tensorboard_tells_what_the_decision_log_tells(graph: Served) -> None:
-    """Of all decisions since the start; the workers and GPUs of every pull are within the budget, and end at 1P1D."""
     folder = Path(planner(graph, "status")["tensorboard"])
     planner(graph, "stop")
     points = read_points(folder)
@@ -137,10 +134,6 @@ async def test_gpus_move_from_one_role_to_the_other(graph: Served) -> None:
 async def test_while_a_server_is_away_it_holds_and_says_so_and_goes_on(
     graph: Served, name: str, servers: tuple[RealEtcd, RealNats]
 ) -> None:
-    """A second decode worker is idle: after the grace it would be taken away, and is once the server is back.
-
-    The server is away for half a minute: longer than a lease lives, and twenty of the planner's intervals.
-    """
     server = servers[0] if name == "etcd" else servers[1]
     planner(graph, "pause")
     await ascale(graph, DECODE, "+1")

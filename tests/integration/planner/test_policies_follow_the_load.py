@@ -21,7 +21,6 @@ ITL_MS, TTFT_MS = 60.0, 1500.0
 @pytest.mark.parametrize("policy", ["sla", pytest.param("throughput-load", marks=pytest.mark.full)])
 @pytest.mark.full
 async def test_it_follows_the_load_in_whole_decisions_and_loses_no_request(policy: str, tmp_path: Path) -> None:
-    """Two requests a second of 150 tokens need some three decode workers; a request now and then needs one."""
     profile = slow_engine(tmp_path / "profile")
     words = (
         "--VllmWorker.conditional-disagg=false",

@@ -53,7 +53,6 @@ WORDS = (
 
 
 def recorded() -> list[TraceRequest]:
-    """The first minutes, without what no engine takes."""
     longest = shape_of(SimOptions(), ProfileModel.load(DEFAULT_PROFILE))[1]
     requests = conversation()
     print(requests.told)
@@ -97,7 +96,6 @@ def twins(trace: Sequence[TraceRequest]) -> list[tuple[float, float]]:
 
 
 def beyond(value: float, draws: Sequence[float]) -> float:
-    """By how much it is outside of their range."""
     return max(0.0, min(draws) - value, value - max(draws))
 
 

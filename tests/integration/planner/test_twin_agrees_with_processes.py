@@ -92,11 +92,6 @@ PLANNER_WORDS = (
 
 
 async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
-    """A load that rises and falls: at every moment the two fleets differ by one worker of a role at most.
-
-    The plateaus give loads well off the thresholds (0.9, 0.45 and 0.3 on one, two and three workers; then 0.08): with
-    one on a threshold, a decision hangs on a millisecond, in both worlds, and says nothing of the other.
-    """
     trace = evenly([(9.0, 0.25), (30.0, 2.6), (27.0, 0.25)], isl=500, osl=160)
     start_up = f"--Common.sim.start-up-s={(START_UP_S - 1.0) * SPEED}"  # a process takes about a second besides
     with Served(*WORDS, start_up, *PLANNER_WORDS, "--planner") as served:
@@ -138,11 +133,6 @@ def by_targets(policy: str, profile: str) -> tuple[PolicyOptions, tuple[str, ...
 
 @pytest.mark.parametrize("policy", ["sla", "throughput-load"])
 async def test_a_fleet_planned_by_targets_is_the_twins_within_one_worker(policy: str, tmp_path: Path) -> None:
-    """The same for `sla`, which goes by windows of traffic and by the profile that the engines run by; and for the
-    throughput loop of `throughput-load`, which goes by the same windows and by what the engines' passes taught it.
-
-    Three requests a second need 2.7 decode workers, and a request now and then half of one.
-    """
     profile = slow_engine(tmp_path / "profile")
     sim = SimOptions(profile=profile, start_up_s=START_UP_S - 1.0)
     planner, own = by_targets(policy, profile)

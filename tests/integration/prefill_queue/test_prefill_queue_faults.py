@@ -57,7 +57,6 @@ async def enqueue_at_last(queue: JetStreamPrefillQueue) -> None:
 
 @pytest.fixture
 async def nats(nats_server: RealNats) -> AsyncIterator[Client]:
-    """A connection to the run's shared server."""
     client = await connect_nats(nats_server.url, nats_server.access, name="test")
     yield client
     await close_quietly(client)
@@ -160,7 +159,6 @@ async def depth_until_it_fails(queue: JetStreamPrefillQueue) -> None:
 
 
 async def test_calls_fail_within_their_deadline_while_the_server_hangs(own_nats: RealNats) -> None:
-    """Lesson 12: a server that holds the connection and says nothing costs two seconds, not for ever."""
     async with queue_on(own_nats) as queue:
         await queue.start()
         own_nats.pause()
@@ -224,7 +222,6 @@ async def until_waiting(queue: JetStreamPrefillQueue, nats: Client) -> None:
 async def test_what_is_no_entry_becomes_a_dead_letter(
     queue: JetStreamPrefillQueue, nats: Client, namespace: str
 ) -> None:
-    """Bytes that cannot be decoded end no worker; they are put where a person sees them, with the reason."""
     headers = {"Dynamo-Run-Id": "run", "Dynamo-Request-Id": "r"}
     await nats.jetstream().publish(f"{namespace}_prefill_queue.run.r", b"\xc1garbage", headers=headers)
     assert await queue.pull(0.2) is None
@@ -255,7 +252,6 @@ async def test_dead_letters_are_bounded(nats: Client, namespace: str, monkeypatc
 
 
 async def test_purging_touches_no_other_namespace(nats: Client, namespace: str) -> None:
-    """Lesson 18, and 10: what is ours ends with our namespace's name, also where one name starts another."""
     ours = JetStreamPrefillQueue(nats, namespace, "new")
     theirs = JetStreamPrefillQueue(nats, f"{namespace}_x", "old")
     await theirs.enqueue("r", {}, deadline_s=60)
@@ -271,7 +267,6 @@ async def test_a_changed_configuration_is_applied_to_what_exists(nats: Client, n
 
 
 async def test_a_deleted_queue_leaves_nothing_and_comes_back_at_next_use(nats_server: RealNats, namespace: str) -> None:
-    """After `dynamo down` no stream of the run stays on a NATS that is not ours; a later run makes its own."""
     nats = await connect_nats(nats_server.url, nats_server.access)
     try:
         queue = JetStreamPrefillQueue(nats, namespace, "run1")

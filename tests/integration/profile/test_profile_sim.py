@@ -20,7 +20,6 @@ NAMESPACE = "profile"
 
 
 def words(target: tuple[str, ...], folder: Path, *more: str) -> tuple[str, ...]:
-    """The command line."""
     return ("profile", *target, f"--Common.sim.speed={SPEED}", "-o", str(folder), *more)
 
 

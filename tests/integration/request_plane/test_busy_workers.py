@@ -26,7 +26,6 @@ REQUESTS = 12
 
 
 async def echo(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-    """The payload."""
     yield payload
 
 
@@ -60,7 +59,6 @@ async def test_a_busy_worker_is_waited_for(nats_server: RealNats, namespace: str
 
 
 async def test_those_that_wait_do_not_ask_each_for_itself(nats_server: RealNats, namespace: str) -> None:
-    """Five hundred cost NATS as many messages, and a few more; each one is told when the worker goes."""
     async with slow(nats_server, namespace, 30.0) as bench:
         connection, server_side = bench.connections[0], bench.connections[-1]
         waiting = [asyncio.create_task(asked(bench, n, instance_id=1)) for n in range(500)]
@@ -75,7 +73,6 @@ async def test_those_that_wait_do_not_ask_each_for_itself(nats_server: RealNats,
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection whose other end says nothing."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield ours, theirs
@@ -86,7 +83,6 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 async def test_who_waits_on_a_kept_connection_of_a_busy_worker_joins_its_line(
     busy: bool, ends: tuple[socket.socket, socket.socket], nats_server: RealNats, namespace: str
 ) -> None:
-    """It takes others, so it does not hang, and is asked again by NATS. One that takes nothing is given up."""
     async with request_bench(nats_server, namespace, accept_timeout_s=SILENCE_S) as bench:
         await bench.serve(echo)
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ends[0])

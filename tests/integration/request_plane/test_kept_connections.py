@@ -33,12 +33,10 @@ def kept(bench: Bench) -> int:
 
 
 def sent_by_nats(bench: Bench) -> int:
-    """How many messages the caller has sent to NATS."""
     return int(bench.connections[0].stats["out_msgs"])
 
 
 async def test_the_next_request_needs_neither_nats_nor_a_connection(bench: Bench) -> None:
-    """One connection for one after the other, as many as there are at once for others; each answer whole."""
     await bench.serve(count)
     assert await asked(bench) == [0, 1]
     assert kept(bench) == 1
@@ -97,7 +95,6 @@ async def test_a_closed_endpoint_is_asked_by_nats_which_knows(bench: Bench) -> N
 
 
 async def test_a_new_lease_ends_the_connections_of_the_old(bench: Bench) -> None:
-    """Who asks under the old name is told that nobody serves it, also where the answer under it went on meanwhile."""
     gate = asyncio.Event()
 
     async def gated(payload: Any, context: RequestContext) -> AsyncIterator[Any]:

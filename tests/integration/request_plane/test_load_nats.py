@@ -113,7 +113,6 @@ async def test_other_namespaces_do_not_answer(nats: Client, namespace: str, star
 
 
 async def test_a_sample_without_nats_is_an_error(nats: Client, namespace: str) -> None:
-    """An outage is not "no worker has any load" (lesson 14)."""
     await close_quietly(nats)
     with pytest.raises(NatsUnavailable):
         await LoadSampler(nats, namespace).sample(expected=1)

@@ -34,9 +34,6 @@ def gated(gate: asyncio.Event) -> Any:
     return handler
 
 
-# --- drains ------------------------------------------------------------------------------------
-
-
 async def test_late_requests_are_served_within_the_linger_window(bench: Bench) -> None:
     gate = asyncio.Event()
     server = await bench.serve(gated(gate))
@@ -57,7 +54,6 @@ async def test_late_requests_are_served_within_the_linger_window(bench: Bench) -
 
 
 async def test_idle_means_that_the_linger_window_is_over_too(bench: Bench) -> None:
-    """A worker that exits in the window would lose what is on its way."""
     server = await bench.serve(count)
     server.stop_accepting(linger_s=0.2)
     start = time.monotonic()
@@ -149,9 +145,6 @@ async def test_a_new_lease_moves_the_endpoint_and_keeps_its_streams(bench: Bench
     assert [item async for item in moved] == ["first", "last"]
 
 
-# --- the registry ------------------------------------------------------------------------------
-
-
 @pytest.mark.alone
 @pytest.mark.timing
 async def test_new_workers_are_used_and_deregistered_ones_avoided_within_50_ms(
@@ -195,11 +188,7 @@ async def test_new_workers_are_used_and_deregistered_ones_avoided_within_50_ms(
         await kv.close()
 
 
-# --- uvloop ------------------------------------------------------------------------------------
-
-
 async def scenario(nats_server: RealNats, namespace: str) -> None:
-    """The main paths in one go."""
     async with request_bench(nats_server, namespace) as bench:
         ended = asyncio.Event()
 

@@ -32,7 +32,6 @@ MIB = 1024 * 1024
 
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Worker processes; those still alive are killed."""
     started: list[subprocess.Popen[bytes]] = []
     yield started
     for process in started:
@@ -60,9 +59,6 @@ async def start_worker(
 async def wait_for_ever(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
     yield "first"
     await asyncio.Event().wait()
-
-
-# --- workers that go ---------------------------------------------------------------------------
 
 
 @pytest.mark.timing
@@ -237,12 +233,7 @@ async def test_the_worker_enforces_the_deadline_by_itself(bench: Bench) -> None:
     await listener.wait_closed()
 
 
-# --- size and speed ----------------------------------------------------------------------------
-
-
 async def test_a_slow_reader_loses_nothing_and_grows_nothing(bench: Bench) -> None:
-    """Lesson of core NATS (3,999 of 5,000 lost): 5,000 items, 50 MB, all arrive while memory stays flat."""
-
     async def bulky(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         for n in range(5000):
             yield [n, "x" * 10_000]
@@ -302,9 +293,6 @@ async def test_a_full_endpoint_is_busy_and_the_next_one_is_asked(bench: Bench) -
     assert await anext(third) == "first"
     await second.aclose()
     await third.aclose()
-
-
-# --- NATS goes and comes -----------------------------------------------------------------------
 
 
 @pytest.mark.timing

@@ -65,7 +65,6 @@ async def test_noise_on_the_response_port_is_dropped(bench: Bench) -> None:
 
 
 async def test_an_injected_gap_in_a_real_stream_is_typed(bench: Bench) -> None:
-    """Lesson of core NATS: a worker whose third item never left gives two items and `StreamGap`, no short answer."""
     connection = await bench.connect()
     tasks: set[asyncio.Task[bytes]] = set()
 

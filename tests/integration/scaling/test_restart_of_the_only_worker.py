@@ -15,8 +15,6 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 @pytest.mark.full
 async def test_the_only_workers_are_replaced_under_load_and_no_request_is_lost() -> None:
-    """A decode worker with a spare GPU, a Processor and a Frontend, which need none: the new one serves first. The new
-    Frontend has the old one's port."""
     with Served("--gpus", "sim:2", "--Frontend.ServiceArgs.colocate=[]", target=AGG) as served:
         served.start()
         url, before = served.url, served.pids()

@@ -21,7 +21,6 @@ BOTH = ["VllmWorker", "VllmWorker_1"]
 
 
 async def test_scaling_under_load_loses_nothing_and_touches_no_sibling(graph: Served) -> None:
-    """lesson 1, lesson 2: up, down and to a number; every stream is right; whoever is not named keeps its pid."""
     before = graph.pids()
     async with load(graph) as streams:
         assert await ascale(graph, "VllmWorker", "+1") == [("spawn", "VllmWorker_2")]
@@ -41,7 +40,6 @@ async def test_scaling_under_load_loses_nothing_and_touches_no_sibling(graph: Se
 
 @pytest.mark.full
 async def test_new_workers_get_the_lowest_free_names_and_their_own_devices(graph: Served) -> None:
-    """lesson 7, lesson 8: one watcher and `gpus_per_worker` devices of the ledger for each; given back at the end."""
     await ascale(graph, "VllmWorker", "+2")
     await settled(graph)
     rows = {row["watcher_name"]: row for row in graph.status()["workers"]}
@@ -98,7 +96,6 @@ def _serves(served: Served, name: str) -> bool:
 
 
 async def test_drain_and_cancel_by_name(graph: Served) -> None:
-    """`dynamo drain NAME` and `--cancel`: a name, a state, and the same process serves on."""
     before = graph.pids()
     prompts = [f"A stream here or there, {n}." for n in range(6)]
     async with streaming(graph, *prompts, tokens=400) as streams:
@@ -169,7 +166,6 @@ async def test_a_worker_that_still_starts_is_taken_back_first(graph: Served) -> 
 
 @pytest.mark.full
 async def test_more_than_there_are_gpus_for_is_refused_as_a_whole(graph: Served) -> None:
-    """lesson 5: nothing is invented and nothing is begun; the message names what is held by whom."""
     with pytest.raises(ArbiterRefused, match=r"too few GPUs: 5 needed, 4 of 8 free"):
         await ascale(graph, "VllmWorker", "+5")
 
@@ -223,10 +219,6 @@ def _busy(served: Served) -> str | None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_commands_are_answered_while_drains_run(graph: Served) -> None:
-    """lesson 13: two drains under way hold up nobody: `status` and `scale` are answered, other workers come.
-
-    `benchmarks.drain` holds the answers to 50 ms; here the machine is shared, with the eight streams first of all.
-    """
     await ascale(graph, "VllmWorker", "=4")
     await settled(graph)
     took_s = []

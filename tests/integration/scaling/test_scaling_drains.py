@@ -21,9 +21,6 @@ pytestmark = pytest.mark.infra
 LONG_PROMPT = "word " * 400
 
 
-# --- out of routing ------------------------------------------------------------------------------
-
-
 @pytest.mark.alone
 @pytest.mark.timing
 @pytest.mark.full
@@ -62,7 +59,6 @@ async def _note_deletes(kv: EtcdStore, gone: dict[str, float]) -> None:
 
 @pytest.mark.full
 async def test_requests_that_were_on_their_way_are_served_or_sent_on(graph: Served) -> None:
-    """A caller that has not heard of the deregistration yet is served at first, then told to go elsewhere."""
     ids = tokenizer().encode_chat(messages("Too late?"))
     request = {"request_id": "late", "token_ids": ids, "sampling": {"max_tokens": 4, "ignore_eos": True}}
     where = ("VllmWorker", "generate")
@@ -91,7 +87,6 @@ async def test_requests_that_were_on_their_way_are_served_or_sent_on(graph: Serv
 
 @pytest.mark.full
 async def test_a_processor_drains_while_everything_streams_through_it() -> None:
-    """It holds no GPU, but half of all streams: they end on it, and new ones take the other one."""
     with Served("--Processor.ServiceArgs.workers=2", target=AGG) as served:
         served.start()
         async with load(served) as streams:
@@ -104,12 +99,8 @@ async def test_a_processor_drains_while_everything_streams_through_it() -> None:
         streams.check()
 
 
-# --- prefill workers -----------------------------------------------------------------------------
-
-
 @pytest.mark.full
 async def test_a_prefill_worker_drains_with_entries_in_the_queue_and_comes_back() -> None:
-    """It finishes what it has pulled and pulls no more; the rest is the other one's. Taken back, it pulls again."""
     words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.03}')
     limits = ("--VllmWorker.max-prefill-queue-size=100", "--VllmWorker.prefill-timeout-s=30")
     with Served(*words, *limits) as served:
@@ -143,12 +134,8 @@ def _idle_queue(served: Served) -> dict[str, int] | None:
     return queue if queue["outstanding"] == 0 and queue["dead_letters"] is not None else None
 
 
-# --- deadlines -----------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 async def test_a_drain_deadline_cuts_what_is_left_and_says_what() -> None:
-    """The session is ended, the cut requests are counted in the event log and named in the notes; then it is gone."""
     words = ("--VllmWorker.ServiceArgs.workers=2", "--VllmWorker.ServiceArgs.drain-deadline-s=1")
     with Served(*words) as served:
         served.start()
@@ -176,12 +163,8 @@ def _slots(served: Served, name: str) -> int | None:
     return None if sample is None else int(sample["request_active_slots"])
 
 
-# --- restarts ------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 async def test_a_rolling_restart_needs_no_spare_gpu_and_loses_nothing() -> None:
-    """Two workers on two GPUs: one after the other gets a new process on its own device, and one always serves."""
     with Served("--VllmWorker.ServiceArgs.workers=2", "--gpus", "sim:2", target=AGG) as served:
         served.start()
         before, gpus = served.pids(), {name: served.worker(name)["gpus"] for name in names(served, "VllmWorker")}

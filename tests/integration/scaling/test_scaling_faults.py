@@ -84,12 +84,8 @@ def _gpus(served: Served) -> list[str]:
     return sorted(gpu for row in served.status()["workers"] for gpu in row["gpus"])
 
 
-# --- starting ------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 async def test_a_start_past_its_deadline_is_ended_and_told_with_its_log(flaky: Served) -> None:
-    """lesson 12: its process ends, its GPU is free, `--wait` says why, with the end of its log; siblings live on."""
     before = flaky.pids()
     (flaky.cwd / "hang").touch()
     done = await asyncio.to_thread(flaky.cli, "scale", "Flaky", "+1", "--wait")
@@ -123,14 +119,9 @@ async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
     assert _gpus(flaky) == ["0", "1", "2", "3"]
 
 
-# --- crashing ------------------------------------------------------------------------------------
-
-
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Served) -> None:
-    """Its lease is revoked, not left to its TTL of ten seconds; the next process follows the back-off within a
-    moment (`benchmarks.drain` measures it: 20 ms); siblings live on."""
     sibling, over_s = flaky.pids()["Flaky"], []
     for _ in range(4):
         seen, row = len(events(flaky)), flaky.worker("Flaky_1")
@@ -151,13 +142,11 @@ async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Ser
 
 
 def _of_flaky_1(flaky: Served) -> list[dict[str, Any]]:
-    """The status's notes of that worker."""
     return [note for note in flaky.status()["notes"] if "Flaky_1" in note["text"]]
 
 
 @pytest.mark.full
 async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(flaky: Served) -> None:
-    """After the policy's number of failures it holds no GPU and says what it last wrote; `dynamo restart` clears it."""
     sibling = flaky.pids()["Flaky"]
     (flaky.cwd / "break").touch()
     os.kill(flaky.pids()["Flaky_1"], signal.SIGKILL)
@@ -194,7 +183,6 @@ async def test_exit_code_0_unasked_is_a_crash(flaky: Served) -> None:
 
 @pytest.mark.full
 async def test_a_worker_that_a_stranger_asks_to_leave_drains_and_is_removed(flaky: Served) -> None:
-    """SIGTERM, as `kill PID` sends it: it leaves in order, as after a revoked lease, and is not started again."""
     pid = flaky.pids()["Flaky_1"]
     os.kill(pid, signal.SIGTERM)
     await auntil(lambda: "Flaky_1" not in flaky.states(), what=flaky.states)
@@ -207,7 +195,6 @@ async def test_a_worker_that_a_stranger_asks_to_leave_drains_and_is_removed(flak
 
 @pytest.mark.full
 async def test_a_hung_worker_is_treated_as_crashed(flaky: Served) -> None:
-    """SIGSTOP: its process lives and its lease does, for now; past the bound it is killed, and another one comes."""
     before = flaky.pids()
     seen = len(events(flaky))
     os.kill(before["Flaky_1"], signal.SIGSTOP)
@@ -222,8 +209,6 @@ async def test_a_hung_worker_is_treated_as_crashed(flaky: Served) -> None:
 
 @pytest.mark.full
 async def test_failures_while_nats_is_away_do_not_count(flaky: Served) -> None:
-    """Each death with NATS away waits for it and is followed by a start; more of them than the policy allows is no
-    fault."""
     seen = len(events(flaky))
     for _ in range(6):
         nats = await auntil(lambda: flaky.server_pid("nats"))
@@ -237,14 +222,10 @@ async def test_failures_while_nats_is_away_do_not_count(flaky: Served) -> None:
     assert "Faulted" not in kinds(events(flaky)[seen:])
 
 
-# --- many ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.timing
 @pytest.mark.full
 @pytest.mark.timeout(240)
 def test_64_workers_are_added_in_one_command(tmp_path: Path) -> None:
-    """One `scale`, all of them ready, each its own name, pid and GPU; then one command takes them away again."""
     files = {"flaky.py": FLAKY}
     with Served("--gpus", "sim:66", target=("flaky:Flaky",), files=files, frontend=False) as served:
         served.start()

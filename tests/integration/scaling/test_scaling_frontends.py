@@ -22,7 +22,6 @@ TWO = "--Frontend.ServiceArgs.workers=2"
 
 
 def started_requests(served: Served) -> float:
-    """What /metrics on the port says."""
     page = httpx.get(f"{served.url}/metrics").text.splitlines()
     (line,) = [line for line in page if line.startswith("dynamo_frontend_requests_started_total{")]
     return float(line.rpartition(" ")[2])

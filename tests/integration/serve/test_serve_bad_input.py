@@ -36,10 +36,7 @@ GPUS = (
 
 CASES = {
     f"{bad.id}{suffix}": (bad, words)
-    for suffix, words, bads in (
-        ("", (), (*BAD_INPUTS, *GPUS)),
-        ("-detached", ("--detach",), (*DETACHED, *GPUS[:1])),
-    )
+    for suffix, words, bads in (("", (), (*BAD_INPUTS, *GPUS)), ("-detached", ("--detach",), (*DETACHED, *GPUS[:1])))
     for bad in bads
 }
 
@@ -50,13 +47,11 @@ ONE_IN = 40
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """Folders, in which nothing is ever started."""
     with Served() as made:
         yield made
 
 
 def _left(served: Served, namespace: str) -> list[str]:
-    """Statefile, sockets and processes of the namespace."""
     runtime, state = served.paths.runtime.parent / namespace, served.paths.statefile.parent / f"{namespace}.json"
     found = [str(path) for path in (runtime, state) if path.exists()]
     return found + [line for _, line in served.processes() if f"--namespace {namespace} " in f"{line} "]

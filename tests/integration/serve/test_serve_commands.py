@@ -28,7 +28,6 @@ LOAD = {
 
 
 def test_status_as_json(disagg: Served) -> None:
-    """The object of the issue: who runs where, and per worker component, state, pid, GPUs, lease, uptime, load."""
     until(lambda: disagg.worker("VllmWorker")["load"] and disagg.worker("PrefillWorker")["load"])
 
     done = disagg.cli("status", "--json")
@@ -70,7 +69,6 @@ def test_status_is_quick(disagg: Served) -> None:
 
 
 def test_circusctl_lists_and_shows(disagg: Served) -> None:
-    """`dynamo ctl list|status|numprocesses|options`: one watcher per process, and one process per watcher."""
     names = [*WORKERS, "dynamo_etcd", "dynamo_nats", "dynamo_guardian"]
 
     listed = disagg.cli("ctl", "list").stdout
@@ -89,7 +87,6 @@ def test_circusctl_lists_and_shows(disagg: Served) -> None:
 
 
 def test_stock_circusctl_needs_nothing_of_ours(disagg: Served) -> None:
-    """`circusctl --endpoint … list|status|options|numprocesses` in a process that never heard of us."""
     from circus.client import CircusClient
 
     client = CircusClient(endpoint=disagg.paths.circus_endpoint, timeout=5.0)
@@ -105,7 +102,6 @@ def test_stock_circusctl_needs_nothing_of_ours(disagg: Served) -> None:
 
 
 def test_commands_that_would_harm_are_refused_and_nobody_is_hurt(disagg: Served) -> None:
-    """lesson 2, lesson 13, lesson 20: reload, restart, incr and kill say why not; all pids stay."""
     before = disagg.pids()
 
     for words in (
@@ -122,7 +118,6 @@ def test_commands_that_would_harm_are_refused_and_nobody_is_hurt(disagg: Served)
 
 
 def test_logs_of_all_and_of_one(disagg: Served) -> None:
-    """`dynamo logs` interleaves with prefixes; a name, with or without the namespace, chooses; a wrong one lists."""
     everything = disagg.cli("logs", "--lines", "3").stdout
     one = disagg.cli("logs", "VllmWorker").stdout
     full = disagg.cli("logs", "dynamo_VllmWorker", "--namespace", "dynamo").stdout
@@ -172,7 +167,6 @@ def test_a_second_serve_says_who_runs_the_namespace(disagg: Served) -> None:
 
 
 def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
-    """`--dry-run` shows watchers, GPUs and environments, and starts nothing; lesson 8: one watcher per worker."""
     before = disagg.processes()
 
     done = disagg.cli(*disagg.serve_words("--dry-run", "--json", "--VllmWorker.ServiceArgs.workers=2"))
@@ -190,7 +184,6 @@ def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
 
 @pytest.mark.full
 async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
-    """lesson 10, lesson 19: a second namespace takes no port, socket, file or watcher of the first, nor removes any."""
     before = disagg.paths.statefile.read_text(), disagg.pids()
     # XDG_RUNTIME_DIR, HOME and all commands are those of the first graph.
     with Served(target=AGG, namespace="other", beside=disagg) as other:
@@ -241,7 +234,6 @@ def test_a_statefile_of_a_stranger_is_left_alone() -> None:
 
 
 def test_a_graph_that_asks_for_too_many_gpus_is_refused_before_anything_starts() -> None:
-    """lesson 5, lesson 6: exit 2, naming what each service asked for per worker, and what there is."""
     with Served("--VllmWorker.ServiceArgs.workers=9", target=DISAGG) as served:
         done = served.cli(*served.serve_words("--detach"))
 

@@ -52,7 +52,6 @@ def _app(hook: str, *words: str) -> Served:
 
 @pytest.mark.timing
 def test_detach_says_what_happens_and_returns_when_ready() -> None:
-    """Exit 0 only when requests can be served; each worker's progress and the URL are shown; it takes seconds."""
     with Served(target=AGG) as served:
         began_s = time.monotonic()
         done = served.cli(*served.serve_words("--detach"))
@@ -98,7 +97,6 @@ def test_the_detached_arbiter_holds_none_of_the_callers_descriptors() -> None:
 
 
 def test_a_failing_worker_fails_the_start_with_its_reason() -> None:
-    """Exit 1, the worker's name and the tail of its log, its traceback among it; nothing is left running."""
     with _app(FAILING) as served:
         done = served.cli(*served.serve_words("--detach"))
 
@@ -138,7 +136,6 @@ def test_a_start_deadline_ends_a_start_that_never_ends() -> None:
 
 @pytest.mark.full
 def test_a_port_that_is_taken_is_named() -> None:
-    """lesson 19: the frontend's port is in use: the reason and the option to change are in the error."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -154,7 +151,6 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 @pytest.mark.full
 def test_a_killed_arbiter_ends_the_wait_for_it() -> None:
-    """The caller is told at once when the arbiter dies in the middle of the start; the next start is clean."""
     with _app(WAITING) as served:
         process = served.popen(*served.serve_words("--detach"))
         until(lambda: served.paths.control_socket.exists() and "Backend" in served.pids())

@@ -60,7 +60,6 @@ def test_no_descriptors() -> None:
 
 @pytest.mark.parametrize("size", [0, pytest.param(20, marks=pytest.mark.full)])
 def test_a_disk_that_takes_nothing_more(size: int) -> None:
-    """A limit of file sizes looks like a full disk to every write: of the lock's owner, or the first later file."""
     with _echo() as served:
         assert "File too large" in _refused(served, *served.serve_words(), limit=_limit(resource.RLIMIT_FSIZE, size))
 
@@ -80,7 +79,6 @@ def test_an_embedded_server_that_cannot_be_executed() -> None:
 
 @pytest.fixture
 def tiny() -> Iterator[Path]:
-    """A file system with room for one page."""
     with tempfile.TemporaryDirectory(prefix="dl-") as folder:
         words = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder]
         if shutil.which("mount") is None or subprocess.run(words, capture_output=True, check=False).returncode:
@@ -101,7 +99,6 @@ def tiny() -> Iterator[Path]:
     ],
 )
 def test_a_folder_without_room(variable: str, detached: bool, tiny: Path) -> None:
-    """Also where `--detach` would have told it in that very folder: it said "exit code 1", and no more."""
     (tiny / "full").write_bytes(b"x" * 4096)
     with _echo(env={variable: str(tiny)}) as served:
         words = served.serve_words("--detach") if detached else served.serve_words()

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.infra
 
 
 async def _ask(served: Served, prompt: str) -> tuple[int, str]:
-    """`(HTTP status, text or error message)`; nothing may hang."""
     async with httpx.AsyncClient(base_url=served.url, timeout=10.0) as http:
         response = await http.post("/v1/chat/completions", json=asking(prompt, 8))
     body = response.json()
@@ -31,11 +30,7 @@ def _right(prompt: str) -> tuple[int, str]:
     return 200, expected(prompt, 8)[0]
 
 
-# --- etcd ----------------------------------------------------------------------------------------
-
-
 async def test_a_killed_etcd_is_restarted_with_its_data_and_no_request_notices() -> None:
-    """Requests during and after; the leases live on, so nobody registers anew, and the arbiter's view is the same."""
     with Served() as served:
         served.start()
         keys, pids, old = served.keys(), served.pids(), served.server_pid("etcd")
@@ -91,15 +86,11 @@ async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, na
 
 
 def _endpoints(served: Served) -> list[str]:
-    """Registered endpoints, without leases."""
     return sorted(key.rpartition(":")[0] for key in served.keys(f"{served.namespace}/components/"))
 
 
 def _with_token(nats: RealNats) -> str:
     return f"nats://{nats.token}@{nats.url.removeprefix('nats://')}"
-
-
-# --- NATS ----------------------------------------------------------------------------------------
 
 
 async def test_a_killed_nats_is_restarted_and_the_graph_heals() -> None:
@@ -144,7 +135,6 @@ async def _until_served(served: Served, timeout_s: float = 10.0) -> None:
 async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
     etcd_server: RealEtcd, own_nats: RealNats
 ) -> None:
-    """An outage of NATS: each request gets a clear 5xx within seconds, and once it is back requests work again."""
     env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": _with_token(own_nats)}
     with Served(target=AGG, namespace="outage", env=env) as served:
         served.start()
@@ -167,7 +157,6 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
 @pytest.mark.timing
 @pytest.mark.full
 async def test_down_works_while_nats_and_etcd_are_away(own_etcd: RealEtcd, own_nats: RealNats) -> None:
-    """lesson 12: leaving waits for nobody who is not there; all is gone within seconds."""
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(own_nats)}
     with Served(namespace="alone", env=env) as served:
         served.start()

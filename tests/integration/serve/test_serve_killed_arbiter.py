@@ -28,9 +28,6 @@ class Parent:
 """
 
 
-# --- the arbiter ---------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_a_killed_arbiter_takes_its_workers_along_and_the_next_start_is_clean() -> None:
     """lesson 3, lesson 10: no orphan keeps a GPU; `status` says so; `serve` clears what was left and starts anew."""
@@ -56,7 +53,6 @@ def test_a_killed_arbiter_takes_its_workers_along_and_the_next_start_is_clean() 
 
 @pytest.mark.full
 def test_children_of_a_dead_worker_die_with_it() -> None:
-    """lesson 3: what an engine started in its session does not outlive its worker (it would keep VRAM)."""
     with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False) as served:
         served.start()
         child = _child(served)
@@ -69,7 +65,6 @@ def test_children_of_a_dead_worker_die_with_it() -> None:
 
 @pytest.mark.full
 def test_orphans_of_a_killed_arbiter_are_swept_at_the_next_start() -> None:
-    """lesson 3: a worker's own child survives `kill -9` of the arbiter; the environment marks it as ours."""
     with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False) as served:
         served.start()
         child = _child(served)
@@ -82,5 +77,4 @@ def test_orphans_of_a_killed_arbiter_are_swept_at_the_next_start() -> None:
 
 
 def _child(served: Served) -> int:
-    """The pid that the last of the Parents wrote."""
     return int(re.findall(r"child (\d+)", served.log("Parent"))[-1])

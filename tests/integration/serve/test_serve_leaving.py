@@ -51,12 +51,7 @@ async def _until_refused(client: openai.AsyncOpenAI) -> None:
                 return
 
 
-# --- in the foreground ---------------------------------------------------------------------------
-
-
 async def test_sighup_is_refused_and_ctrl_c_lets_a_stream_finish() -> None:
-    """lesson 20: no reload, no second copy of a GPU worker; the reason is shown, all pids stay. SIGINT: nothing new is
-    taken, the stream in flight completes with its right text, exit 0."""
     with Served() as served:
         process = served.start_foreground()
         before = served.pids(), served.server_pid("etcd"), served.server_pid("nats")
@@ -80,7 +75,6 @@ async def test_sighup_is_refused_and_ctrl_c_lets_a_stream_finish() -> None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_second_ctrl_c_ends_at_once() -> None:
-    """The stream would go on for minutes; the second SIGINT cuts it, and all is gone within moments."""
     with Served() as served:
         process = served.start_foreground()
         async with streaming(served, "Never finish.", tokens=50_000) as (stream,):
@@ -98,7 +92,6 @@ async def test_a_second_ctrl_c_ends_at_once() -> None:
 
 @pytest.mark.full
 async def test_sigterm_under_a_service_manager(notify_socket: tuple[str, socket.socket]) -> None:
-    """SIGTERM like Ctrl-C; `Type=notify` sees READY=1 once requests are served, then STOPPING=1 (sd_notify(3))."""
     address, manager = notify_socket
     with Served(target=AGG) as served:
         process = served.start_foreground(NOTIFY_SOCKET=address)
@@ -132,12 +125,8 @@ def test_ctrl_c_during_the_start_leaves_nothing() -> None:
         assert "left before it was ready" in served.foreground_output()
 
 
-# --- dynamo down ---------------------------------------------------------------------------------
-
-
 @pytest.mark.timing
 async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None:
-    """lesson 13: while workers drain, `status` and `ctl` answer at once; `down` returns when all is gone."""
     with Served() as served:
         served.start()
         async with streaming(served, "Down, but not out.", tokens=2500) as (stream,):
@@ -181,7 +170,6 @@ async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
 
 @pytest.mark.timing
 def test_a_drain_deadline_ends_what_does_not_end_by_itself() -> None:
-    """lesson 12: a worker that ignores SIGTERM is killed, with its children, at its own deadline."""
     stubborn = """\
 import signal, subprocess, sys
 from dynamo_local.sdk.service import async_on_start, on_shutdown, service

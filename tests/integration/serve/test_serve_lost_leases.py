@@ -22,9 +22,6 @@ async def _ask(served: Served, prompt: str, tokens: int = 8) -> str | None:
         return (await client.chat.completions.create(**asking(prompt, tokens))).choices[0].message.content
 
 
-# --- leases --------------------------------------------------------------------------------------
-
-
 async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back() -> None:
     with Served("--VllmWorker.ServiceArgs.workers=2") as served:
         served.start()
@@ -98,7 +95,6 @@ def _streaming_worker(served: Served) -> str | None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_worker_that_was_stopped_past_its_lease_comes_back() -> None:
-    """SIGSTOP (a suspended laptop, a debugger): its lease expires, and once it goes on it registers again."""
     with Served(env={"DYN_LEASE_TTL_S": "2"}) as served:
         served.start()
         before = served.pids()

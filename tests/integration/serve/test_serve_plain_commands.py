@@ -27,13 +27,11 @@ Idle:
 
 
 def _child(served: Served, name: str) -> int:
-    """The pid of the command behind that worker."""
     return psutil.Process(served.pids()[name]).children()[0].pid
 
 
 @pytest.mark.full
 def test_processes_are_served_scaled_and_started_again() -> None:
-    """The URL is announced; one that is killed comes back; one whose runner is killed does not outlive it."""
     with Served(target=("-f", "graph.yaml"), files={"graph.yaml": FILE}, frontend=False) as served:
         served.start()
         with urllib.request.urlopen(served.url, timeout=10.0) as answer:

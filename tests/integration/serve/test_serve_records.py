@@ -35,11 +35,7 @@ def served() -> Iterator[Served]:
         yield running.start()
 
 
-# --- etcd ----------------------------------------------------------------------------------------
-
-
 def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
-    """`etcdctl get --prefix dynamo`: `{ns}/components/{Component}/{endpoint}:{lease hex}` with the seed's JSON."""
     text = served.etcdctl("get", "--prefix", "dynamo/components/")
     found = dict(zip(*[iter(text.splitlines())] * 2, strict=True))
 
@@ -77,9 +73,6 @@ def test_each_key_hangs_on_its_workers_lease(served: Served) -> None:
     assert "granted with TTL(10s)" in lease
     for key in worker["endpoints"]:
         assert key in lease
-
-
-# --- the statefile -------------------------------------------------------------------------------
 
 
 def test_the_statefile_says_what_runs(served: Served) -> None:
@@ -126,9 +119,6 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-# --- environments and secrets --------------------------------------------------------------------
-
-
 def test_workers_get_an_allow_list_of_the_environment(served: Served) -> None:
     """lesson 11: a worker has what the list names and what was passed on purpose, not the caller's secrets."""
     for name, pid in served.pids().items():
@@ -139,7 +129,6 @@ def test_workers_get_an_allow_list_of_the_environment(served: Served) -> None:
 
 
 def test_envs_of_a_service_reach_its_workers_only(served: Served) -> None:
-    """lesson 22: `ServiceArgs.envs` has an effect; lesson 21: overriding it keeps the service's `resources`."""
     marks = {name: _environ(pid).get("MY_MARK") for name, pid in served.pids().items()}
 
     assert marks == {"Frontend": None, "VllmWorker": "here", "PrefillWorker": None}
@@ -166,7 +155,6 @@ def _environ(pid: int) -> dict[str, str]:
 
 
 def test_nothing_secret_is_shown_or_written(served: Served) -> None:
-    """lesson 11: neither the NATS token nor a secret of the environment is on argv, in logs, statefile or options."""
     token = (served.paths.runtime / "nats" / "token").read_text().strip()
     shown = {f"argv of {pid}": line for pid, line in served.processes()}
     shown |= {path.name: path.read_text(errors="replace") for path in served.paths.logs.glob("*.log*")}
@@ -225,9 +213,6 @@ def _listening(pid: int) -> Iterator[str]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
                 yield fields[1]
-
-
-# --- servers that are not ours -------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -121,7 +121,6 @@ async def test_a_client_that_goes_away_frees_its_slot(disagg: Served) -> None:
 
 
 async def test_frontend_metrics_count_the_requests(disagg: Served) -> None:
-    """`/metrics` carries Dynamo's names, and `/health` says ready."""
     async with disagg.client() as client:
         await client.chat.completions.create(**asking("Count me.", 4))
     async with httpx.AsyncClient(base_url=disagg.url) as http:
@@ -133,16 +132,12 @@ async def test_frontend_metrics_count_the_requests(disagg: Served) -> None:
     assert (health.status_code, health.json()["status"]) == (200, "ready")
 
 
-# --- a client's `x-request-id` in the logs (issue 11, fault 7 of section 3) ------------------------
-
-
 def _about(served: Served, watcher: str, x_request_id: str) -> list[str]:
     """The lines of that worker's log that carry the id."""
     return [line for line in served.log(watcher).splitlines() if f"[{x_request_id}]" in line]
 
 
 async def _ask(served: Served, prompt: str, **headers: str) -> httpx.Response:
-    """One chat, not streamed, with these headers."""
     body = {"model": MODEL, "messages": messages(prompt), "max_tokens": 8}
     async with httpx.AsyncClient(base_url=served.url, timeout=30.0) as client:
         return await client.post("/v1/chat/completions", json=body, headers=headers)
@@ -162,7 +157,6 @@ async def test_the_clients_request_id_is_in_the_logs_of_every_worker(disagg: Ser
 
 
 async def test_an_id_that_a_log_cannot_carry_is_replaced(disagg: Served) -> None:
-    """One that would break lines, or fill the disk, is not taken: the answer names the one that the logs have."""
     answer = await _ask(disagg, "hello there", **{"x-request-id": "x" * 5000})
 
     made = answer.headers["x-request-id"]

@@ -28,15 +28,12 @@ def story(n: int) -> str:
 
 
 async def ask(client: AsyncOpenAI, prompt: str) -> None:
-    """One chat; its answer must be the right one."""
     answer = await client.chat.completions.create(**asking(prompt, 8))
     assert answer.choices[0].message.content == expected(prompt, 8)[0]
 
 
 @pytest.mark.timing
 async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_nothing() -> None:
-    """Repeated prompts go where they are cached; the policy changes at run time; `kill -9` of the Router costs nothing,
-    and the one that comes back knows again what is cached."""
     with Served(*SMALL, target=AGG_ROUTER) as served:
         served.start()
         async with served.client() as client, router_status(served) as status:
@@ -74,8 +71,6 @@ async def test_agg_router_prefixes_go_to_their_holder_and_a_killed_router_fails_
 
 @pytest.mark.full
 async def test_disagg_router_feeds_the_prefill_rule_and_forgets_a_drained_worker() -> None:
-    """What the Router knows to be cached is not prefilled elsewhere; a drained worker leaves the index, and its prompts
-    go to the one that is left."""
     with Served(*SMALL, "--PrefillWorker.ServiceArgs.workers=1", target=DISAGG_ROUTER) as served:
         served.start()
         async with served.client() as client, router_status(served) as status:

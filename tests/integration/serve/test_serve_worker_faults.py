@@ -23,12 +23,8 @@ async def _ask(served: Served, prompt: str, tokens: int = 8) -> str | None:
         return (await client.chat.completions.create(**asking(prompt, tokens))).choices[0].message.content
 
 
-# --- workers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.timing
 async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> None:
-    """lesson 2, lesson 12: the client gets an error at once, the registry forgets the worker, the others live on."""
     with Served() as served:
         served.start()
         before = served.pids()
@@ -81,7 +77,6 @@ async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
-    """lesson 17: the queue delivers an unacknowledged entry again; the client sees a pause of `ack_wait`, no error."""
     words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.02}')
     with Served(*words) as served:
         served.start()
@@ -102,7 +97,6 @@ async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_without_any_prefill_worker_left_the_decode_worker_does_it_itself() -> None:
-    """lesson 17: the only prefill worker is killed in mid-prefill; past its deadline the request is done locally."""
     words = ('--PrefillWorker.sim={"speed": 0.001}', "--VllmWorker.prefill-timeout-s=3")
     with Served(*words) as served:
         served.start()

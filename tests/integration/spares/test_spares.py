@@ -27,7 +27,6 @@ def spares(served: Served) -> list[dict[str, Any]]:
 
 
 def warm(served: Served) -> dict[str, Any]:
-    """The one spare, once its modules are imported."""
     return until(lambda: next((s for s in spares(served) if s["state"] == "warm"), None), WARM_S, what=served.status)
 
 
@@ -37,7 +36,6 @@ def scaled_up(served: Served, step: str = "+1") -> None:
 
 
 def variables(pid: int) -> dict[str, str]:
-    """Its environment, as the kernel shows it."""
     entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 

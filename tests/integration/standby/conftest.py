@@ -35,7 +35,6 @@ def shared_graph() -> Iterator[Served]:
 
 @pytest.fixture
 async def graph(shared_graph: Served) -> AsyncIterator[Served]:
-    """The module's graph, awake, before and after."""
     yield shared_graph
     await wake_all(shared_graph)
     await settled(shared_graph)

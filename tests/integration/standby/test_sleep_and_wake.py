@@ -24,7 +24,6 @@ LATE_MAX_S = 0.05
 
 
 async def test_cycles_under_load_lose_nothing(graph: Served) -> None:
-    """Streams run to their ends, new ones go elsewhere, answers after a wake are the right ones; the process stays."""
     pid = graph.pids()["VllmWorker_1"]
     async with load(graph, 8) as streams:
         for turn in range(CYCLES):
@@ -115,7 +114,6 @@ async def test_a_component_without_standby_says_how_to_have_it(graph: Served) ->
 
 
 async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> None:
-    """Exit codes, JSON, and what `circusctl list` and `status` say."""
     done = await asyncio.to_thread(graph.cli, "sleep", "VllmWorker_1", "--level", "2", "--wait", "--json")
     assert done.returncode == EXIT_OK, done.stderr
     assert json.loads(done.stdout)["watcher_name"] == "dynamo_VllmWorker_1"

@@ -23,11 +23,7 @@ TOKENS = 4000
 did much else."""
 
 
-# --- adopt ---------------------------------------------------------------------------------------
-
-
 async def test_eight_streams_live_through_the_managers_death_and_an_adoption() -> None:
-    """No request fails, no process is new, the run is the same; it scales up and down, and `down` leaves nothing."""
     with Served(*KEEP) as served:
         served.start()
         before, pids = served.status(), served.pids()

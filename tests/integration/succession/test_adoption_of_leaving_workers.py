@@ -36,8 +36,6 @@ async def test_a_drain_goes_on_after_the_adoption() -> None:
 
 @pytest.mark.full
 async def test_a_worker_that_somebody_revoked_goes_on_leaving_and_its_return_is_counted() -> None:
-    """`on-foreign-revoke: restart`, and the arbiter dies while it drains: its successor cuts nothing, and starts it
-    again by the restart policy, as the first would have."""
     with Served("--Host.on-foreign-revoke=restart", "--VllmWorker.ServiceArgs.workers=2", *KEEP) as served:
         served.start()
         before = served.pids()
@@ -59,7 +57,6 @@ async def test_a_worker_that_somebody_revoked_goes_on_leaving_and_its_return_is_
 
 @pytest.mark.full
 async def test_a_rolling_restart_goes_on_after_the_adoption() -> None:
-    """The arbiter dies while the first of two workers drains: its successor restarts that one, and then the other."""
     with Served("--VllmWorker.ServiceArgs.workers=2", *KEEP) as served:
         served.start()
         before = served.pids()

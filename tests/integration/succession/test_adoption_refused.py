@@ -57,9 +57,6 @@ def test_the_policy_stays_unless_said_otherwise() -> None:
         assert nothing.returncode == EXIT_NOT_RUNNING
 
 
-# --- serve, replace, down ------------------------------------------------------------------------
-
-
 def test_serve_beside_live_workers_refuses_and_replace_ends_them() -> None:
     """lesson 3: refused with the three ways out; `--replace` says that it cuts, ends them, and starts anew."""
     with alone(*KEEP, name="Alone") as served:

@@ -50,12 +50,10 @@ def parent() -> Served:
 
 
 def children(served: Served) -> list[int]:
-    """Their pids."""
     return [int(pid) for pid in re.findall(r"children (\d+) (\d+) (\d+)", served.log("Parent"))[-1]]
 
 
 def kill_arbiter(served: Served) -> float:
-    """SIGKILL it; the time of that."""
     pid = served.status()["arbiter_pid"]
     killed_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
@@ -63,12 +61,10 @@ def kill_arbiter(served: Served) -> float:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those that live."""
     return [pid for pid in pids if is_alive(pid)]
 
 
 def nothing_left(served: Served) -> bool:
-    """No process, no file."""
     return served.leftovers() == []
 
 
@@ -155,7 +151,6 @@ def test_killed_in_the_middle_of_its_start_it_leaves_nothing_either() -> None:
 
 @pytest.mark.full
 def test_a_new_serve_right_after_the_kill_starts_anew() -> None:
-    """It waits for a guardian at work, or does the work itself and ends the guardian: never both, never half."""
     with parent() as served:
         served.start()
         first = served.status()["run_id"]
@@ -192,7 +187,6 @@ def test_arbiter_and_guardian_killed_the_next_serve_sweeps_and_says_so() -> None
 
 @pytest.mark.full
 def test_down_ends_what_arbiter_and_guardian_left() -> None:
-    """`dynamo down` needs no arbiter."""
     with parent() as served:
         served.start()
         status = served.status()
@@ -209,7 +203,6 @@ def test_down_ends_what_arbiter_and_guardian_left() -> None:
 
 @pytest.mark.full
 def test_strangers_of_the_same_namespace_elsewhere_are_left_alone() -> None:
-    """A mark is namespace *and* statefile: another user's, or another folder's, run of `dynamo` is not ours."""
     stranger = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"],
         env={"DYN_NAMESPACE": "dynamo", "DYN_STATEFILE": "/elsewhere/dynamo.json", "DYN_WATCHER_NAME": "dynamo_W"},

@@ -115,7 +115,6 @@ def test_a_stranger_to_the_state_folder_is_told_where_it_is(running: Served) -> 
 
 
 def test_two_runs_never_share_a_runtime_folder(running: Served) -> None:
-    """Another state folder is another run, which would have taken the sockets of the first."""
     env = {**running.env, "DYN_LOCAL_STATE_DIR": str(running.folder / "elsewhere")}
     done = running.cli(*running.serve_words(), env=env)
     assert done.returncode == EXIT_BUSY, done.stdout + done.stderr

@@ -33,14 +33,12 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEtcd]:
 
 @pytest.fixture(scope="module")
 def shared(etcd: RealEtcd) -> Iterator[Served]:
-    """The shipped disaggregated graph on eight simulated GPUs, following."""
     with Served("--follow", "virtual", env={"ETCD_ENDPOINTS": etcd.endpoint}) as served:
         yield served.start()
 
 
 @pytest.fixture
 async def store(etcd: RealEtcd) -> AsyncIterator[EtcdStore]:
-    """The planner's own connection."""
     found = await EtcdStore.connect_when_up(etcd.endpoint, 10.0)
     yield found
     await found.close()
@@ -57,7 +55,6 @@ async def planner(shared: Served, store: EtcdStore) -> AsyncIterator[ForeignPlan
 
 
 def ready(served: Served) -> tuple[int, int]:
-    """Prefill and decode workers that serve."""
     return len(names(served, P)), len(names(served, D))
 
 
@@ -68,7 +65,6 @@ def follow(served: Served) -> dict:
 
 
 async def phase(served: Served, wanted: str, decision_id: int) -> dict:
-    """The same, once it stands there."""
     await auntil(
         lambda: (follow(served)["phase"], follow(served)["decision_id"]) == (wanted, decision_id),
         what=lambda: follow(served),
@@ -162,9 +158,6 @@ async def test_a_planner_here_is_refused_while_it_follows_another(shared: Served
     assert done.returncode == 1
     assert "carries out another planner's decisions (--follow)" in done.stderr
     assert shared.status()["planner"]["state"] == "stopped"
-
-
-# --- graphs of their own ----------------------------------------------------------------------------
 
 
 @pytest.mark.full

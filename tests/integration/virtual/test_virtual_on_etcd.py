@@ -25,7 +25,6 @@ SOON_S = 10.0
 
 @asynccontextmanager
 async def connected(endpoint: str, namespace: str, layout: Layout, **options: bool) -> AsyncIterator[VirtualConnector]:
-    """A planner's connector."""
     store = await EtcdStore.connect(endpoint)
     connector = VirtualConnector(
         VirtualKeys(store, namespace, layout),
@@ -44,7 +43,6 @@ async def connected(endpoint: str, namespace: str, layout: Layout, **options: bo
 
 
 async def soon(condition: Callable[[], Awaitable[bool]] | Callable[[], bool]) -> None:
-    """Return when it holds."""
     async with asyncio.timeout(SOON_S):
         while True:
             found = condition()

@@ -61,13 +61,11 @@ class Graph:
 
 @pytest.fixture
 async def graph(etcd_server: RealEtcd, nats_server: RealNats, namespace: str, tmp_path: Path) -> AsyncIterator[Graph]:
-    """Nothing started yet."""
     async with worker_host(etcd_server, nats_server, namespace, tmp_path) as host:
         yield Graph(host)
 
 
 async def test_a_frontend_keeps_its_socket_while_it_drains_and_comes_back(graph: Graph) -> None:
-    """503 with Retry-After and Connection: close for what is new; its stream goes on; then /health is 200 again."""
     await graph.start("Frontend", "Processor", "VllmWorker", "PrefillWorker")
     frontend = graph.workers["Frontend"]
     async with graph.client() as openai, httpx.AsyncClient(base_url=graph.url) as http:
@@ -103,7 +101,6 @@ async def test_a_prefill_worker_pulls_again_when_its_drain_is_taken_back(graph: 
     status = await graph.host.client("PrefillWorker", "status")
 
     async def both_done() -> bool:
-        """It counts a prefill just after its answer."""
         stream = await status.call({})
         (counts,) = [item async for item in stream]
         return int(counts["done"]) == 2
@@ -128,7 +125,6 @@ async def test_a_prefill_worker_pulls_again_when_its_drain_is_taken_back(graph: 
 
 
 async def told(worker: WorkerUnderTest, words: str, times: int) -> bool:
-    """Whether it has logged that so often."""
     return worker.log.count(words) == times
 
 

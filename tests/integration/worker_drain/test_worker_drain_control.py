@@ -41,13 +41,11 @@ def each_time(*ways: str) -> list[Any]:
 async def host(
     etcd_server: RealEtcd, nats_server: RealNats, namespace: str, tmp_path: Path
 ) -> AsyncIterator[WorkerHost]:
-    """A namespace on the shared servers."""
     async with worker_host(etcd_server, nats_server, namespace, tmp_path) as made:
         yield made
 
 
 async def ask_to_leave(worker: WorkerUnderTest, way: str) -> None:
-    """Begin a drain in one of the three ways."""
     if way == "SIGTERM":
         worker.signal(signal.SIGTERM)
     elif way == "message":
@@ -55,9 +53,6 @@ async def ask_to_leave(worker: WorkerUnderTest, way: str) -> None:
     else:
         lease = (await worker.status())["lease"]
         await worker.host.kv.revoke(int(lease, 16))
-
-
-# --- while it starts -----------------------------------------------------------------------------
 
 
 @pytest.mark.timing
@@ -78,14 +73,10 @@ async def test_a_worker_that_still_starts_leaves_at_once(host: WorkerHost, way: 
 
 
 async def test_a_start_past_its_deadline_says_what_it_waited_for(host: WorkerHost) -> None:
-    """lesson 12: exit code 5, and the log names the step."""
     worker = await host.spawn("Sleeper", DYN_START_DEADLINE_S="1")
     assert await worker.exit_code() == 5
     assert "not ready within 1 s: Sleeper's start hooks" in worker.log
     assert await host.keys() == []
-
-
-# --- the control endpoint ------------------------------------------------------------------------
 
 
 async def test_the_status_says_what_is_in_flight(host: WorkerHost) -> None:
@@ -155,13 +146,9 @@ async def test_a_component_without_a_load_source_answers_the_probe_also_while_dr
     assert await worker.exit_code() == 0
 
 
-# --- draining ------------------------------------------------------------------------------------
-
-
 @pytest.mark.timing
 @pytest.mark.parametrize("way", each_time("SIGTERM", "revoked lease"))
 async def test_a_drain_finishes_its_streams_and_takes_nothing_new(host: WorkerHost, way: str) -> None:
-    """Lesson 1. Out of the registry at once, the statefile says why, the stream completes, then exit 0."""
     worker = await host.start("Counter")
     lease = int(await worker.registered(), 16)
     counting = await host.counting(worker, 120)
@@ -259,7 +246,6 @@ async def test_a_drain_may_be_begun_again(host: WorkerHost) -> None:
 
 
 async def test_twenty_drains_taken_back_under_load_lose_nothing(host: WorkerHost) -> None:
-    """One of two workers drains and comes back twenty times while requests stream: every one is complete and right."""
     hammered, other = await asyncio.gather(host.start("Counter"), host.start("Counter", 1))
     going = True
     done: list[list[int]] = []

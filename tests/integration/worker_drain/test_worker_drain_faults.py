@@ -24,7 +24,6 @@ DISAGG = "graphs.disagg:Frontend"
 
 @pytest.fixture
 async def host(own_etcd: RealEtcd, own_nats: RealNats, namespace: str, tmp_path: Path) -> AsyncIterator[WorkerHost]:
-    """A namespace on servers that may be killed."""
     folder = tmp_path / "host"
     folder.mkdir()
     async with worker_host(own_etcd, own_nats, namespace, folder) as made:
@@ -42,9 +41,6 @@ async def refused(worker: WorkerUnderTest, lease: int) -> None:
                 return
             await stream.aclose()
             await asyncio.sleep(0.02)
-
-
-# --- etcd ----------------------------------------------------------------------------------------
 
 
 async def test_a_drain_without_etcd_sends_requests_on_and_finishes(host: WorkerHost, own_etcd: RealEtcd) -> None:
@@ -103,7 +99,6 @@ async def test_a_drain_is_taken_back_before_etcd_has_answered(host: WorkerHost, 
 
 @pytest.mark.parametrize("lose_data", [pytest.param(False, marks=pytest.mark.full), True])
 async def test_a_worker_survives_a_long_outage_of_etcd(host: WorkerHost, own_etcd: RealEtcd, lose_data: bool) -> None:
-    """Longer than the lease's TTL: it serves what it has, and registers again by itself. Same process, same stream."""
     worker = await host.start("Counter", DYN_LEASE_TTL_S="1")
     counting = await host.counting(worker, 800)
     await own_etcd.kill()
@@ -122,9 +117,6 @@ async def test_a_worker_survives_a_long_outage_of_etcd(host: WorkerHost, own_etc
     assert {key.rpartition(":")[2] for key in await host.keys()} == {(await worker.status())["lease"]}
 
 
-# --- NATS ----------------------------------------------------------------------------------------
-
-
 async def test_a_worker_survives_an_outage_of_nats(host: WorkerHost, own_nats: RealNats) -> None:
     worker = await host.start("Counter")
     counting = await host.counting(worker, 100)
@@ -136,11 +128,7 @@ async def test_a_worker_survives_an_outage_of_nats(host: WorkerHost, own_nats: R
     assert list(await host.loads()) == [worker.name]
 
 
-# --- the engine ----------------------------------------------------------------------------------
-
-
 async def generate(host: WorkerHost, lease: str) -> None:
-    """One request straight to a VllmWorker."""
     client = await host.client("VllmWorker", "generate")
     await client.wait_for_instances(5)
     payload = messages.generate_request("r", [300, 301, 302], SamplingParams(max_tokens=2000, ignore_eos=True))
@@ -152,7 +140,6 @@ async def generate(host: WorkerHost, lease: str) -> None:
 
 @pytest.mark.timing
 async def test_a_dead_engine_ends_its_worker_at_once(host: WorkerHost) -> None:
-    """Exit 1 and the reason in the log, for whoever supervises it; its stream fails retryably; it is deregistered."""
     config = {"VllmWorker": {"sim": {"fail_after_requests": 2}}}
     worker = await host.start("VllmWorker", target=DISAGG, config=config)
     lease = await worker.registered()
@@ -187,11 +174,7 @@ async def test_an_engine_that_dies_during_a_drain_ends_it(host: WorkerHost) -> N
     assert await worker.exit_code() == 1
 
 
-# --- the disk ------------------------------------------------------------------------------------
-
-
 async def test_a_statefile_that_cannot_be_written_keeps_no_worker_from_its_work(host: WorkerHost) -> None:
-    """Truncated by somebody: the worker drains, comes back and serves; once repaired it is brought up to date."""
     text = host.store.path.read_text()
     worker = await host.start("Counter")
     good = host.store.path.read_text()

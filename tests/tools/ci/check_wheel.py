@@ -18,7 +18,6 @@ MUST = (
 
 
 def main(folder: Path) -> int:
-    """Print what is wrong; 1 if anything is."""
     wheel = next(folder.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.partition("/")[0] for name in names if ".dist-info/" not in name}

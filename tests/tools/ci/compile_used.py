@@ -68,7 +68,6 @@ def packages() -> Iterator[Path]:
 
 
 def is_small(folder: Path) -> bool:
-    """Whether the package is compiled whole."""
     files = (path for path in folder.rglob("*.py") if not NOT_ITS_TESTS.search(str(path)))
     return sum(path.stat().st_size for path in files) <= SMALL_BYTES
 

@@ -36,7 +36,6 @@ class Lane:
     stopped: bool = False
 
     def run(self, printing: threading.Lock) -> None:
-        """All of them, until `stop`."""
         for command in self.commands:
             if self.stopped:
                 return
@@ -51,7 +50,6 @@ class Lane:
                     print(f"--- {words}\n{told}", end="", flush=True)
 
     def stop(self) -> None:
-        """End what runs; nothing is begun any more."""
         self.stopped = True
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()

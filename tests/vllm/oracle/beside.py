@@ -85,7 +85,6 @@ def graph_of(host: VllmHost, setup: Setup, folder: Path) -> Served:
 
 
 async def compared(host: VllmHost, setup: Setup, folder: Path, cases: Sequence[Case]) -> list[Outcome]:
-    """What both have answered."""
     log = folder / "vllm.log"
     with vllm_serve(host, setup, free_port(), log) as url, graph_of(host, setup, folder / "graph") as served:
         served.start()

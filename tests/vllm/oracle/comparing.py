@@ -26,7 +26,6 @@ THOUGHTS = frozenset({"reasoning", "reasoning_content", "thinking"})
 
 
 def plain(status: int, body: bytes, kind: str) -> dict[str, Any]:
-    """A response as something that can be compared."""
     if kind.startswith("text/event-stream"):
         return {"status": status, "events": _thought(_summed(list(_events(body))))}
     try:
@@ -69,7 +68,6 @@ def _nameless(value: Any) -> Any:
 
 
 def _summed(events: list[tuple[str, Any]]) -> list[Any]:
-    """Neighbours that say "more of the same" as one."""
     if events and isinstance(events[0][1], dict) and "choices" in events[0][1]:
         return _choices([event for _, event in events])
     found: list[Any] = []
