@@ -53,7 +53,6 @@ WORDS = (
 
 @pytest.mark.timeout(SECONDS + SPARE_S)
 async def test_nothing_is_lost_that_a_retry_could_save(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Kills, stops, dead etcd and NATS, dead arbiters and commands, from a seed; every answer is held to the oracle."""
     plan = make_plan(SEED, SECONDS)
     with capsys.disabled():
         print(f"\nchaos: DYN_CHAOS_SEED={SEED} DYN_CHAOS_SECONDS={SECONDS:g}, {len(plan)} actions", flush=True)

@@ -34,39 +34,6 @@ async def written(path: Path, timeout_s: float = 5.0) -> str:
     return path.read_text()
 
 
-@pytest.mark.alone
-@pytest.mark.timing
-async def test_an_exit_is_noticed_with_its_code_within_milliseconds(harness: Harness) -> None:
-    """circus polls once a second; the pidfd tells at once, and the exit code is not lost to waitpid(-1)."""
-    pid = await harness.run("ns_A", "import sys; sys.stdin.read(); raise SystemExit(7)")
-    name, found, code, _ = await asyncio.wait_for(harness.exits.get(), 10)
-    assert (name, found, code) == ("ns_A", pid, 7)
-    pid = await harness.run("ns_B", "import time; time.sleep(60)")
-    killed_s = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    *_, code, at_s = await asyncio.wait_for(harness.exits.get(), 10)
-    assert code == -signal.SIGKILL
-    assert at_s - killed_s < 0.1
-
-
-async def test_a_dead_worker_is_not_started_again_by_circus(harness: Harness) -> None:
-    """The restart policy is ours: circus has no back-off (53 spawns in 10 s)."""
-    pid = await harness.run("ns_A", "pass")
-    await asyncio.wait_for(harness.exits.get(), 10)
-    await harness.arbiter.manage_watchers()
-    assert harness.arbiter.get_watcher("ns_A").pid is None
-    assert not is_alive(pid)
-
-
-async def test_output_goes_to_the_workers_own_file_and_survives_the_arbiter(harness: Harness) -> None:
-    await harness.run(
-        "ns_A", "import sys,time; print('hello'); print('err', file=sys.stderr); sys.stdout.flush(); time.sleep(60)"
-    )
-    text = await written(harness.folder / "ns_A.log")
-    assert "hello" in text
-    assert (harness.folder / "ns_A.log").stat().st_mode & 0o777 == 0o600
-
-
 async def test_a_watcher_has_another_name_and_the_same_process(harness: Harness) -> None:
     pid = await harness.run("ns_A", "import time; time.sleep(60)")
     harness.arbiter.rename("ns_A", "ns_Other", pid + 1)  # another process than it was: nothing is changed
@@ -114,12 +81,6 @@ async def test_stock_commands_answer_and_harmful_ones_are_refused(harness: Harne
         answer = await harness.ask(command, name="ns_A")
         assert answer["status"] == "error"
         assert "refused" in str(answer["reason"])
-
-
-async def test_sighup_does_not_start_a_second_copy(harness: Harness) -> None:
-    """Lesson 20: HUP is not circus's to handle; its handlers are not installed."""
-    before = signal.getsignal(signal.SIGHUP)
-    assert "circus" not in repr(before)
 
 
 SLEEPS = "import time; time.sleep(600)"

@@ -103,7 +103,7 @@ async def stop_stubborn(harness: Harness) -> None:
 
 @pytest.mark.timing
 async def test_a_start_waits_out_somebody_elses_slow_stop(harness: Harness) -> None:
-    """Lesson 13: circusd refuses `add` while any stop runs. It is tried again, and the delay is what the docs say."""
+    """circusd refuses `add` while any stop runs."""
     await stop_stubborn(harness)
     began_s = time.monotonic()
     pid = await harness.start("ns_A")
@@ -203,7 +203,7 @@ async def test_circusds_stop_signal_does_not_cut_what_streams(harness: Harness) 
 
 @pytest.mark.full
 async def test_circusd_never_sees_the_environment(harness: Harness) -> None:
-    """Lesson 11: `circusctl options` and `ps` print what circusd was told, to whoever reaches its endpoint."""
+    """`circusctl options` and `ps` print what circusd was told, to anybody who reaches its endpoint."""
     pid = await harness.start("ns_A", SECRET_TOKEN="hush")
     assert b"SECRET_TOKEN=hush" in Path(f"/proc/{pid}/environ").read_bytes()
     options = await harness.ask("options", name="ns_A")
@@ -260,7 +260,7 @@ async def test_what_a_killed_plugin_left_can_be_taken_back(harness: Harness) -> 
 
 @pytest.mark.full
 async def test_workers_end_with_a_killed_circusd() -> None:
-    """Lesson 3: circus itself would leave them to pid 1, with their VRAM."""
+    """circus itself would leave them to pid 1, with their VRAM."""
     with (
         tempfile.TemporaryDirectory(prefix="ck-") as folder,
         StockCircusd(Path(folder), "[watcher:other]\ncmd = sleep 600\n") as circusd,
@@ -294,7 +294,6 @@ async def test_a_hundred_calls_at_once_get_their_own_answers(circusd: StockCircu
 
 @pytest.mark.full
 async def test_refusals_are_told_apart(harness: Harness) -> None:
-    """Busy is tried again; everything else is an answer."""
     client = harness.host.circusd
     with pytest.raises(CircusdError, match="not found") as unknown:
         await client.call("options", name="nobody")

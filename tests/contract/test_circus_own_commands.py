@@ -45,7 +45,7 @@ async def test_a_refused_command_says_why_and_names_ours(commander: Commander, c
 
 
 async def test_stop_and_rm_are_a_drain_of_the_worker_as_we_spell_it(commander: Commander) -> None:
-    """circus's `list` lower-cases names, so that is what people paste."""
+    """circus's `list` lower-cases names, and people paste these."""
     for command in ("stop", "rm"):
         reply = await commander.ask(command, name=WORKER.lower())
         assert (reply["status"], reply["watcher_name"], reply["state"]) == ("ok", WORKER, "draining")
@@ -56,7 +56,6 @@ async def test_stop_and_rm_are_a_drain_of_the_worker_as_we_spell_it(commander: C
 
 
 async def test_a_stop_that_waits_is_answered_when_the_worker_is_gone(commander: Commander) -> None:
-    """As circus's `--waiting`; other commands are answered meanwhile."""
     stopping = asyncio.ensure_future(commander.ask("stop", name=WORKER, waiting=True))
     while not commander.supervisor.calls:
         await asyncio.sleep(0.005)

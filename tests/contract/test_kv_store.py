@@ -230,7 +230,6 @@ async def test_closing_the_store_ends_its_watches(kv: KeyValueStore, namespace: 
 
 
 async def test_a_store_that_is_away_is_a_typed_error_in_time(subject: Subject) -> None:
-    """lesson 12: no call hangs while etcd is away, and the same store works when it is back."""
     lease_id = await subject.kv.grant(10)
     await subject.kv.put("stays", b"x", lease_id)
     await subject.go_away()
@@ -276,7 +275,6 @@ async def test_a_watch_survives_a_restart_and_says_that_it_was_stale(subject: Su
 
 
 async def test_a_watch_survives_the_loss_of_all_data(subject: Subject) -> None:
-    """The new truth is empty, and writes to the new etcd are seen though its revision is lower."""
     for number in range(20):
         await subject.kv.put(f"p/{number}", b"1")
     async with aclosing(subject.kv.watch_prefix("p/")) as events:  # type: ignore[type-var]

@@ -180,7 +180,6 @@ async def tried(request: pytest.FixtureRequest) -> AsyncIterator[Tried]:
 
 
 async def test_a_started_process_runs_under_its_name(tried: Tried) -> None:
-    """The pid is the process's own, and circus lists its watcher."""
     pid = await tried.start("ns_A")
     assert tried.place.runs(pid)
     assert await tried.place.listed() == {"ns_a"}
@@ -195,7 +194,7 @@ async def test_an_exit_is_told_with_its_code(tried: Tried) -> None:
 @pytest.mark.alone
 @pytest.mark.timing
 async def test_a_killed_process_is_noticed_within_milliseconds(tried: Tried) -> None:
-    """circus looks once per `check_delay` (a second here, five by default); a pidfd tells at once."""
+    """circus looks once per `check_delay` (a second here, five by default). A pidfd tells at once."""
     pid = await tried.start("ns_A")
     killed_s = time.monotonic()
     tried.place.signal(pid, signal.SIGKILL)
@@ -205,7 +204,7 @@ async def test_a_killed_process_is_noticed_within_milliseconds(tried: Tried) -> 
 
 
 async def test_the_pid_is_known_before_the_exit_is_told(tried: Tried) -> None:
-    """Else the supervisor would take the exit for somebody else's."""
+    """Otherwise the supervisor would not know the exited process."""
     known: list[int] = []
     seen: list[bool] = []
     tried.host.on_exit = lambda name, pid, code: seen.append(pid in known)
@@ -230,7 +229,7 @@ async def test_a_name_is_used_again_after_an_exit(tried: Tried) -> None:
 
 
 async def test_a_dead_process_is_not_started_again_by_itself(tried: Tried) -> None:
-    """The restart policy is the supervisor's (circus has no back-off: 53 spawns in 10 s)."""
+    """The restart policy is the supervisor's: circus has no back-off (53 spawns in 10 s)."""
     await tried.end(await tried.start("ns_A"))
     await asyncio.sleep(1.2 if tried.kind != "fake" else 0)  # longer than circus's `check_delay`
     assert tried.exits.empty()
@@ -338,7 +337,7 @@ async def test_a_process_has_its_folder_session_log_and_environment_and_no_other
 
 
 async def test_inherited_descriptors_are_the_same_open_files(real: Tried) -> None:
-    """A GPU's flock belongs to the open file: it holds as long as the worker lives, whoever else lets go."""
+    """A GPU's flock belongs to the open file, so it holds as long as the worker lives."""
     import fcntl
 
     path = real.folder / "gpu.lock"

@@ -81,7 +81,6 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
 
 @pytest.mark.full
 async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
-    """`dynamo down` while clients keep coming: they are refused, what streams is finished."""
     with graph("agg") as served:
         served.start()
         await listed(served)

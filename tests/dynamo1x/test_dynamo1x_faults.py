@@ -110,7 +110,7 @@ async def test_a_short_absence_of_etcd_goes_unnoticed() -> None:
 
 @pytest.mark.full
 async def test_what_a_long_absence_of_etcd_ended_comes_back() -> None:
-    """A minute without etcd ends Dynamo's processes (their own rule, 45 s): all are started again, and serve."""
+    """A minute without etcd ends Dynamo's processes (their own rule, 45 s)."""
     with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
         served.start()
         await listed(served)

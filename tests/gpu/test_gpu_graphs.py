@@ -83,7 +83,7 @@ def test_a_worker_has_its_device_alone(cards: Cards, idle: GpuDevice, holder: Se
 
 
 def test_a_killed_worker_comes_back_on_its_device(cards: Cards, idle: GpuDevice, holder: Served, saw: Saw) -> None:
-    """Only once the memory of the dead one is seen to be back: else the new one would not find room."""
+    """The new worker has no room until the dead one's memory is back."""
     before = holder.pids()["Holder"]
     os.kill(before, signal.SIGKILL)
     until(lambda: holder.states() == {"Holder": "ready"} and holder.pids().get("Holder") not in (None, before), START_S,
@@ -125,8 +125,6 @@ def test_a_device_with_a_stranger_on_it_starts_nothing(cards: Cards, idle: GpuDe
 
 
 async def test_the_shipped_graph_serves_pinned_to_a_real_device(cards: Cards, idle: GpuDevice, saw: Saw) -> None:
-    """The simulated engine computes nothing, but all around it is what vLLM would get: the worker sees its device, what
-    needs none sees none, and a request is answered right."""
     with Served("--gpus", idle.uuid, target=AGG, env=cards.env) as served:
         served.start()
         visible = {name: psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for name, pid in served.pids().items()}

@@ -84,8 +84,6 @@ class Killed:
     """A worker that is killed leaves nothing behind, and is started again."""
 
     async def test_a_killed_worker_leaves_nothing_and_comes_back(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """`kill -9` of the worker, then of EngineCore alone: within seconds the other one is gone too, by an exit code
-        that says why, with all that it had in /dev/shm; the worker comes back, and answers."""
         with vllm_host.aggregated(tmp_path) as served:
             served.start()
             before = await complete_all(served, asked()[:1], ANSWER_TOKENS)
@@ -159,8 +157,6 @@ class Routed:
         assert found["local_cache_hit"] == hits * block_size, (found, foreseen)
 
     async def test_the_hit_rate_decides_between_local_and_remote(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """What was pulled once is cached: the same prompt again is prefilled by the decode worker itself, a prompt that
-        is new is not, and the texts do not differ."""
         conditional = {"conditional-disagg": True, "max-local-prefill-length": 100, "enable-prefix-caching": True}
         with vllm_host.disaggregated(tmp_path, router="kv", **conditional) as served:
             served.start()
@@ -186,8 +182,6 @@ class Leaving:
     """Workers of both roles come and go while streams run."""
 
     async def test_prefill_and_decode_workers_come_and_go(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """From one of each to two and back, prefill by lease revoke and decode by `dynamo scale`, under load: every
-        stream completes, and every prompt was prefilled remotely (again locally, where its KV came too late)."""
         with vllm_host.disaggregated(tmp_path, **{"prefill-timeout-s": 30.0}) as served:
             served.start()
             async with load(served, 3, same_again(asked()[:12], ANSWER_TOKENS)) as answers:

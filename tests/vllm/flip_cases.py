@@ -37,8 +37,6 @@ class Flipping:
     async def test_thirty_flips_under_load_change_no_answer(
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
-        """Greedy answers token for token as an unflipped graph's; the processes are the same; every prompt token of all
-        requests was computed by one engine, once, and whoever decoded it elsewhere had it by transfer."""
         expected = await reference(vllm_host, tmp_path, answers)
         with vllm_host.disaggregated(tmp_path, workers=2, prefill_workers=1) as served:
             served.start()

@@ -75,8 +75,6 @@ class PlannedByTargets:
     """`Planner: {ttft, itl, target}`."""
 
     async def test_a_load_that_rises_and_falls_keeps_its_targets(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """It is planned by `slo`, which nobody has named; it has seen the load rise and fall; no more GPUs than the
-        budget; and the client, who is not asked, kept both targets in as many requests as wanted."""
         section = {"ttft": TTFT_MS, "itl": ITL_MS, "target": TARGET, "budget": BUDGET}
         with vllm_host.disaggregated(tmp_path, planner=section) as served:
             served.start()

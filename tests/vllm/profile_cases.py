@@ -102,9 +102,8 @@ class Profiled:
     async def test_a_whole_profile_in_a_quarter_of_an_hour_is_used_by_the_twin_and_by_slo(
         self, vllm_host: VllmHost, tmp_path: Path
     ) -> None:
-        """Certified, or not and with where it is off. The twin plays these engines, with their limits and cold start;
-        a planner with targets takes the profile for the engines that it was measured of, and says how far they are
-        off it while they serve."""
+        """The certificate says where the profile is off. The simulator plays the measured engines, and a planner takes the
+        profile for the same engines only."""
         folder = tmp_path / "profile"
         with vllm_host.disaggregated(tmp_path) as served:
             words = ("disagg", tmp_path / "disagg.yaml", folder, "--budget", WHOLE)
@@ -140,7 +139,6 @@ class Profiled:
         assert gpus[str(folders[MANY])] <= gpus[str(folders[FEW])]
 
     async def test_equal_engines_measure_every_point(self, vllm_host: VllmHost, tmp_path: Path) -> None:
-        """Side by side where each has a GPU of its own, else one after the other; and the devices are named."""
         with vllm_host.aggregated(tmp_path, ServiceArgs={"workers": 2}) as served:
             words = ("agg", tmp_path / "agg.yaml", tmp_path / "profile", *SMALL)
             document = await asyncio.to_thread(profiled, served, *words)

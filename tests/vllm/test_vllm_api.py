@@ -184,8 +184,8 @@ def asked(**more: Any) -> EngineRequest:
 
 
 async def test_a_worker_gives_vllms_outputs_as_they_are():
-    """To EngineCore with the worker's name and the KV's place; back with log-probabilities, which its own AsyncLLM, who
-    counts, does not see. What is cached is what the prefill worker had cached."""
+    """EngineCore gets the worker's name and the KV's place. Log-probabilities are added where vLLM's AsyncLLM, which counts,
+    does not see them."""
     llm = Llm()
     subject = CoreRequests(llm)
     params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 2}
@@ -222,7 +222,7 @@ async def test_a_request_that_nobody_wants_any_more_is_aborted():
 
 
 async def test_a_dead_engine_ends_its_requests():
-    """By vLLM's own error, which the worker knows."""
+    """vLLM's own error is what the worker knows."""
     llm = Llm()
     running = CoreRequests(llm).run(asked(), "ours", {})
     first = asyncio.ensure_future(anext(running))

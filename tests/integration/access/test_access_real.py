@@ -80,13 +80,6 @@ GRAPH = {
 }
 
 
-def test_insecure_has_to_be_said_and_then_is_enough() -> None:
-    for word in ("--insecure", "--Frontend.insecure=true"):
-        with Served(word, "--Frontend.host=0.0.0.0", target=AGG) as served:
-            done = served.cli(*served.serve_words("--dry-run"))
-            assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
     """HTTPS, keys from the environment, metrics on a socket; and the certificate."""
@@ -140,8 +133,7 @@ def test_metrics_on_the_socket_are_this_users_and_all_else_goes_on_as_before(gua
 
 
 def test_before_http_servers_a_key_can_be_rotated_and_goes_no_further(tmp_path: Path) -> None:
-    """The proxying Frontend, and the arbiter's metrics with the same file: the change is seen within seconds, without a
-    restart, and the servers behind never see a key."""
+    """One file of keys serves the proxying Frontend and the arbiter's metrics. Neither needs a restart."""
     keys = tmp_path / "keys"
     keys.write_text(f"{FIRST}\n")
     keys.chmod(0o600)

@@ -155,7 +155,6 @@ async def test_a_configuration_that_does_not_start_stops_at_the_first_worker_and
 
 @pytest.mark.full
 async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
-    """So does a killed arbiter its successor: with the new file `--adopt` goes on, with the old one it is refused."""
     with folder_with_config() as served:
         served.start()
         before = served.pids()
@@ -180,20 +179,3 @@ async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
         after = served.pids()
         assert {name for name in before if before[name] == after.get(name)} == {"Frontend", "Processor"}
         assert not any(row["outdated"] for row in served.status()["workers"])
-
-
-@pytest.mark.full
-def test_commands_come_and_go_with_the_file() -> None:
-
-    def commands(*names: str) -> dict[str, Any]:
-        return {name: {"command": "sleep 1000"} for name in names}
-
-    with Served(target=(), frontend=False) as served:
-        served.serve_with(write(served, commands("First", "Second"), "served.yaml"))
-        served.start()
-        before = served.pids()
-        done = served.cli("apply", "-f", write(served, commands("First", "Third")), timeout_s=APPLY_TIMEOUT_S)
-        assert done.returncode == 0, (done.stdout, done.stderr)
-        assert served.states() == {"First": "ready", "Third": "ready"}
-        assert served.pids()["First"] == before["First"]
-        assert "dynamo_Second: gone" in done.stdout or "dynamo_Second: exited" in done.stdout

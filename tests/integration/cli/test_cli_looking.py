@@ -46,7 +46,6 @@ def test_ls_lists_a_graph_that_runs_and_one_whose_arbiter_was_killed(agg: Served
 
 
 def test_logs_of_a_component_follow_workers_that_come_later(agg: Served) -> None:
-    """All of its workers by time; those of other components are left out. `--since` takes what was written before."""
     process = agg.popen("logs", "VllmWorker", "-f", "--since", "1h")
     try:
         until(lambda: "[dynamo_VllmWorker] " in agg.foreground_output(), what=agg.foreground_output)

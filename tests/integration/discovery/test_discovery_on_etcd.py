@@ -142,7 +142,6 @@ async def test_a_broken_value_is_logged_once_and_skipped(
 
 
 async def test_the_last_known_view_stays_while_etcd_is_away(own_etcd: RealEtcd) -> None:
-    """Killed: stale, not empty. Back with its data: the same, and changes are seen again."""
     store = await EtcdStore.connect(own_etcd.endpoint)
     view = InstanceView(store, "dynamo", "VllmWorker", "generate")
     await view.start(DEADLINE_S)
@@ -163,7 +162,6 @@ async def test_the_last_known_view_stays_while_etcd_is_away(own_etcd: RealEtcd) 
 
 
 async def test_a_view_heals_after_etcd_lost_its_data(own_etcd: RealEtcd) -> None:
-    """The old instances go, new ones are seen."""
     store = await EtcdStore.connect(own_etcd.endpoint)
     view = InstanceView(store, "dynamo", "VllmWorker", "generate")
     await view.start(DEADLINE_S)
@@ -201,7 +199,6 @@ async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own_e
 
 
 async def test_a_view_may_start_before_etcd(tmp_path: Path) -> None:
-    """All processes are spawned at once: it is empty and stale, says why, and fills when etcd is there."""
     server = RealEtcd(tmp_path)
     store = EtcdStore(server.endpoint)
     view = InstanceView(store, "dynamo", "VllmWorker", "generate")
@@ -238,7 +235,7 @@ async def until_current(view: InstanceView) -> None:
 
 
 async def test_a_watch_whose_etcd_falls_silent_is_found_out(own_etcd: RealEtcd) -> None:
-    """SIGSTOP: no connection breaks, so the heartbeat must; afterwards changes are seen again."""
+    """SIGSTOP breaks no connection, so only the heartbeat can notice it."""
     store = await EtcdStore.connect(own_etcd.endpoint, timeout_s=1.0)
     view = InstanceView(store, "dynamo", "VllmWorker", "generate")
     await view.start(DEADLINE_S)
@@ -292,7 +289,7 @@ async def test_a_silent_etcd_fails_calls_at_their_deadline(own_etcd: RealEtcd) -
 
 @pytest.mark.timing
 async def test_calls_recover_within_a_second_of_etcds_return(own_etcd: RealEtcd) -> None:
-    """gRPC's back-off is capped: after ten seconds away the default would wait for many more."""
+    """gRPC's back-off is capped: after ten seconds away the default waits for many more."""
     store = await EtcdStore.connect(own_etcd.endpoint)
     await own_etcd.kill()
     loop = asyncio.get_running_loop()

@@ -109,8 +109,6 @@ def by_name(served: Served, component: str, prefix: str) -> float:
 
 @pytest.mark.full
 async def test_slo_keeps_more_targets_than_the_seeds_rule_and_says_why(graphs: tuple[Served, Served]) -> None:
-    """The seed's rule sends prompts to the decode worker just when it is loaded. By `slo`, status and metrics tell
-    where prompts went, and estimates that were not far off."""
     slo, seed = graphs
     by_slo, by_seed = await play(slo, 1), await play(seed, 1)
     told = f"slo {by_slo.attainment:.0%}, the seed's rule {by_seed.attainment:.0%} of {by_slo.asked}"

@@ -72,14 +72,6 @@ async def test_drains_under_load_lose_nothing_and_each_prompt_goes_where_it_cost
 
 
 @pytest.mark.full
-async def test_nothing_is_left_in_either_line_of_the_queue(graph: Served) -> None:
-    async with load(graph, 4, ask_long) as found:
-        await found.more(4)
-    found.check()
-    await auntil(lambda: graph.status()["prefill_queue"]["outstanding"] == 0, what=graph.status)
-
-
-@pytest.mark.full
 async def test_without_prefill_workers_all_is_local(graph: Served) -> None:
     await ascale(graph, "PrefillWorker", "=0", force=True)
     await auntil(lambda: names(graph, "PrefillWorker") == [], 60.0, what=graph.states)

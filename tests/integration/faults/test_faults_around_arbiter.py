@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from dynamo_local.arbiter.marks import marked
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import StateError
 from dynamo_local.state.store import load
@@ -148,10 +147,6 @@ def _asked(served: Served, name: str, /, **properties: Any) -> str:
 
 
 async def test_a_hundred_commands_at_once_are_all_answered(echo: Served) -> None:
-    """Each is carried out or refused with a reason; the fleet ends at the last number that was asked for.
-
-    Workers that were asked for and drained again within milliseconds hold their GPUs until they are gone.
-    """
     arbiter = echo.status()["arbiter_pid"]
 
     def ask(n: int) -> str:
@@ -200,11 +195,6 @@ async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served
     assert kinds(events(echo)[seen:]).count("DrainRequested") == 1
     assert not is_alive(worker.pid)
     await auntil(lambda: set(echo.states().values()) == {"ready"}, PATIENCE_S, what=echo.states)
-
-
-def test_the_workers_are_known_by_their_marks(echo: Served) -> None:
-    workers = {found.name: found.pid for found in marked(echo.paths) if found.is_worker}
-    assert workers == {f"dynamo_{name}": pid for name, pid in echo.pids().items()}
 
 
 @pytest.mark.full

@@ -40,7 +40,7 @@ def test_a_worker_that_is_added_is_shown_in_the_foreground() -> None:
 
 @pytest.mark.full
 def test_a_terminal_that_is_closed_ends_nothing() -> None:
-    """The run goes on, with what watches over its logs: their rotation died at the first line that nobody could see."""
+    """The rotation of logs died at the first line that could not be shown."""
     with Served(target=("talks:Talks",), files={"talks.py": TALKS}, frontend=False) as served:
         process, close_terminal = serve_on_terminal(served)
         before = served.pids()

@@ -46,7 +46,6 @@ def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline()
 
 @pytest.mark.full
 def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_in_vain_is_not_forgotten() -> None:
-    """A drain's clock goes on from when it was asked for; a hung worker that was to stay is started anew."""
     with _served(*KEEP, "--Host.health-bound-s=12") as served:
         served.start()
         pids = served.pids()
@@ -66,27 +65,3 @@ def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_i
         assert served.pids()["Echo"] == pids["Echo"]
         assert not is_alive(pids["Echo_1"])
         assert served.pids()["Echo_2"] != pids["Echo_2"]
-
-
-@pytest.mark.full
-def test_failures_before_the_arbiters_death_count_after_it() -> None:
-    with _served(*KEEP, "--Host.restart.first-s=0.2", "--Host.restart.failures-max=3") as served:
-        served.start()
-        for _ in range(2):
-            pid = served.pids()["Echo_2"]
-            os.kill(pid, signal.SIGKILL)
-            until(
-                lambda pid=pid: served.pids().get("Echo_2", pid) != pid and served.states()["Echo_2"] == "ready",  # type: ignore[misc]
-                PATIENCE_S,
-                what=served.status,
-            )
-        served.kill_arbiter()
-        served.adopt()
-        os.kill(served.pids()["Echo_2"], signal.SIGKILL)
-        until(lambda: served.states()["Echo_2"] == "faulted", PATIENCE_S, what=served.status)
-
-        assert "3 failures" in served.worker("Echo_2")["reason"]
-        assert {name: state for name, state in served.states().items() if name != "Echo_2"} == {
-            "Echo": "ready",
-            "Echo_1": "ready",
-        }

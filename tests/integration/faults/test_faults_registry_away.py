@@ -74,10 +74,7 @@ def _stopped(pid: int) -> Iterator[None]:
 async def test_workers_that_die_in_an_outage_of_etcd_come_back_spread_and_none_of_it_is_their_failure(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
-    """All of them died, two before anybody could know of the outage; jitter counts from etcd's return.
-
-    They came back within 0.25 s of each other, and loaded the disk that had just recovered all at once.
-    """
+    """They came back within 0.25 s of each other, and loaded the disk that had just recovered all at once."""
     with _echo(own_etcd, nats_server, f"--Echo.ServiceArgs.workers={WORKERS}", namespace="spread") as served:
         served.start()
         first = served.pids()
@@ -109,10 +106,7 @@ def _spawned(served: Served) -> list[dict[str, object]]:
 async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_workers_lease(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
-    """The worker drains, and its arbiter, who saw nothing of it, finds that out from the whole registry.
-
-    It stayed `ready` with a dead lease, and its end was a crash.
-    """
+    """The worker stayed `ready` with a dead lease, and its end was a crash."""
     words = ("--VllmWorker.ServiceArgs.workers=2",)
     with Served(*words, target=AGG, namespace="unseen", env=_env(own_etcd, nats_server)) as served:
         served.start()
@@ -142,7 +136,7 @@ async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_
 async def test_a_worker_that_left_by_its_lease_while_nobody_watched_has_not_crashed(
     own_etcd: RealEtcd, nats_server: RealNats, watch_breaks: bool
 ) -> None:
-    """Its exit is heard of before its key's end is, for signals are quicker: it had left, and does not come back."""
+    """The arbiter hears of the exit before the end of the key, because signals are quicker."""
     with _echo(own_etcd, nats_server, "--Echo.ServiceArgs.workers=2", namespace="left") as served:
         served.start()
         row, arbiter = served.worker("Echo_1"), served.status()["arbiter_pid"]
@@ -167,10 +161,7 @@ def _busy(served: Served) -> str | None:
 
 @pytest.mark.full
 def test_an_adoption_knows_the_leases_of_what_is_behind_a_worker(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    """Requests are sent to what is behind them: of one that died meanwhile they are revoked at once, of others later.
-
-    They were forgotten, and dead backends stayed in routing until their leases expired.
-    """
+    """They were forgotten, and dead backends stayed in routing until their leases expired."""
     words = ("--Echo.ServiceArgs.workers=2", "--on-arbiter-death", "keep")
     with _echo(own_etcd, nats_server, *words, namespace="adopted", source=OTHER_LEASE) as served:
         served.start()

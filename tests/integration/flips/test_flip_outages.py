@@ -49,7 +49,6 @@ async def flip_while_away(graph: Served, etcd: RealEtcd, delay_s: float, away_s:
 
 @pytest.mark.full
 async def test_a_flip_survives_an_etcd_that_is_away_for_a_moment(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    """Stopped at two moments of a flip, under load: it goes on when etcd is back, the processes are the same."""
     with served(own_etcd, nats_server, "away") as graph:
         graph.start()
         pids = set(facts(graph))
@@ -63,8 +62,6 @@ async def test_a_flip_survives_an_etcd_that_is_away_for_a_moment(own_etcd: RealE
 
 @pytest.mark.full
 async def test_a_flip_that_cannot_register_ends_in_the_old_role(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    """etcd is away for longer than a flip may take: everything is undone, said, and the worker serves on as before; at
-    other moments it may have been past the point of no return."""
     with served(own_etcd, nats_server, "gone") as graph:
         graph.start()
         pids = set(facts(graph))

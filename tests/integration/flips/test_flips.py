@@ -67,7 +67,6 @@ async def test_streams_outlast_the_role_in_which_they_began(graph: Served) -> No
 
 
 async def test_two_components_change_in_one_decision(graph: Served) -> None:
-    """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip --wait`, and back; refused, nothing has changed."""
     there = ("PrefillWorker", "-1", "VllmWorker", "+1", "--flip", "--wait")
     done = await asyncio.to_thread(graph.cli, "scale", *there)
     assert done.returncode == 0, done.stderr

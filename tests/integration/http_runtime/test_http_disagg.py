@@ -70,16 +70,3 @@ async def test_decode_servers_come_and_go_under_load_and_no_request_fails(graph:
             await found.more(5)
     found.check()
     assert list(cut(graph)) == []
-
-
-@pytest.mark.full
-async def test_kv_that_is_gone_when_it_is_fetched_costs_a_second_prefill() -> None:
-    sections = {"Decode": section("decode", 1), "Prefill": section("prefill", 1, "--forgetful")}
-    with http_graph(**sections) as served:
-        served.start()
-        async with served.client() as client:
-            assert await ask(client, 5, stream=True) == text_of(5)
-            assert await ask(client, 5) == text_of(5)
-        assert len(handed(served, "do_remote_prefill")) == 2
-        answered = [note for note in seen(served, ended="complete")]
-        assert len(answered) == 4  # two prefills of one token, two answers

@@ -19,7 +19,6 @@ STREAMS = 20
 
 @pytest.mark.full
 async def test_a_full_cache_brings_another_server_and_an_idle_one_goes() -> None:
-    """Up above 0.9, by `vllm:kv_cache_usage_perc`; down again, after the three intervals of grace, by the same."""
     server = section("aggregated", 1)
     server["ServiceArgs"] = {"workers": 1, "resources": {"gpu": 1}}
     with http_graph(Planner=PLANNER, Server=server) as served:

@@ -42,7 +42,7 @@ def pids(graph: Served) -> list[int]:
 
 
 def test_his_etcdctl_works_where_nothing_is_guarded(stranger: Stranger, own_etcd: RealEtcd) -> None:
-    """Else the refusals below would say nothing."""
+    """Without this, the refusals below would say nothing."""
     assert stranger.etcdctl(own_etcd.endpoint, "put", "a", "b").stdout == "OK\n"
 
 
@@ -113,7 +113,7 @@ def test_he_reaches_none_of_its_sockets(graph: Served, stranger: Stranger) -> No
 
 
 def test_he_reads_no_shared_memory_of_ours(stranger: Stranger) -> None:
-    """As an engine makes it: Python's own, by which vLLM's processes hand their messages on."""
+    """vLLM's processes exchange their messages by Python's own shared memory."""
     block = SharedMemory(create=True, size=16)
     try:
         path = f"/dev/shm/{block.name}"

@@ -57,7 +57,7 @@ def _etcdctl(etcd: RealEtcd, *words: str) -> str:
 async def test_a_killed_arbiters_leases_are_revoked_where_a_password_is_demanded(
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
-    """The guardian knows it, too: what is left of the run leaves etcd long before its leases would expire."""
+    """The guardian knows the password too."""
     for words in (("user", "add", f"root:{PASSWORD}"), ("user", "grant-role", "root", "root"), ("auth", "enable")):
         _etcdctl(own_etcd, *words)
     env = {

@@ -72,7 +72,7 @@ def run(tmp_path: Path, folder: Path, real_kube: RealKube) -> Run:
 
 
 async def test_a_graph_of_a_host_is_deployed_and_scaled(run: Run, folder: Path, real_kube: RealKube) -> None:
-    """The last one, a port to the frontend's pod, needs pods: here it is only seen to name the operator's Service."""
+    """There are no pods here, so of the last command, which forwards a port, only the Service's name is checked."""
     export, secret, apply, wait, forward = commands()
     assert re.fullmatch(rf"kubectl port-forward service/{NAME}-frontend \d+:8000", forward)
     async with real_kube.lent():

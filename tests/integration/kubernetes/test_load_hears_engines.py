@@ -104,7 +104,7 @@ async def test_the_policy_load_hears_the_engines_over_nats(
 
 
 async def test_the_policy_load_hears_the_engines_over_their_sockets(real_kube: RealKube, tmp_path: Path) -> None:
-    """ZeroMQ is what Dynamo's event plane is where nobody says otherwise: there is no NATS at all."""
+    """ZeroMQ is the default of Dynamo's event plane: there is no NATS at all."""
     context = zmq.asyncio.Context()
     sockets, addresses = dict[str, zmq.asyncio.Socket](), dict[str, str]()
     for component in COMPONENTS:

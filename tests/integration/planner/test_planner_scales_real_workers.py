@@ -15,18 +15,7 @@ from dynamo_local.planner.records.figures import (
     NUM_PREFILL_WORKERS,
     PREFILL_SCALING_ACTION,
 )
-from tests.drivers.planned import (
-    DECODE,
-    PREFILL,
-    audited,
-    capacity,
-    committed,
-    decided,
-    one_period,
-    open_loop,
-    planner,
-    steady,
-)
+from tests.drivers.planned import DECODE, PREFILL, audited, capacity, committed, decided, one_period, open_loop, planner
 from tests.drivers.scaled import ascale, events, settled
 from tests.drivers.served import Served, auntil
 from tests.drivers.servers import RealEtcd, RealNats
@@ -109,24 +98,6 @@ async def test_tensorboard_tells_what_the_decision_log_tells(graph: Served) -> N
     for workers in (NUM_PREFILL_WORKERS, NUM_DECODE_WORKERS):
         assert named(points, workers)[-1][1] == 1
     planner(graph, "start")
-
-
-@pytest.mark.full
-async def test_gpus_move_from_one_role_to_the_other(graph: Served) -> None:
-    planner(graph, "set", options={"max_gpu_budget": 4, "decode_kv_scale_up_threshold": 0.35})
-    async with audited(graph) as audit:
-        answers = await open_loop(graph, steady(rate=9, seconds=11, prompt_words=450, tokens=2))
-        assert answers.wrong == []
-        assert audit.most[PREFILL] >= 2
-        first = len(audit.steps())
-        answers = await open_loop(graph, steady(rate=4, seconds=13, prompt_words=8, tokens=150))
-        assert answers.wrong == []
-        moved = [(component, step) for _, component, step in audit.steps()[first:]]
-        assert audit.most[DECODE] >= 2, decided(graph)[-5:]
-        assert (PREFILL, -1) in moved
-        assert (DECODE, 1) in moved
-        assert audit.held_max <= 4
-    planner(graph, "set", options={"max_gpu_budget": BUDGET, "decode_kv_scale_up_threshold": 0.5})
 
 
 @pytest.mark.full

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +20,6 @@ from tests.tools.scraped import Samples, by_label, samples
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 WORKERS, GPUS = "dynamo_arbiter_workers", "dynamo_arbiter_gpus"
-COUNTERS = ("dynamo_arbiter_gpu_held_seconds_total", "dynamo_arbiter_drains_total", "dynamo_arbiter_restarts_total")
 
 
 @pytest.fixture(scope="module")
@@ -36,82 +33,6 @@ async def _scrape(http: httpx.AsyncClient, url: str) -> Samples:
     page = await http.get(url)
     assert page.status_code == 200
     return samples(page.text)
-
-
-def _workers(status: dict[str, Any]) -> dict[tuple[str, ...], float]:
-    return dict(Counter((row["component"], row["state"]) for row in status["workers"]))
-
-
-def _gpus(status: dict[str, Any]) -> dict[tuple[str, ...], float]:
-    return dict(Counter((row["state"],) for row in status["gpus"]))
-
-
-async def _agree(http: httpx.AsyncClient, graph: Served) -> Samples:
-    """A scrape between two equal looks at the status, with which it agrees."""
-    url = graph.status()["metrics_url"]
-    found: list[Samples] = []
-
-    async def look() -> bool:
-        before = await asyncio.to_thread(graph.status)
-        now = await _scrape(http, url)
-        after = await asyncio.to_thread(graph.status)
-        if (_workers(before), _gpus(before)) != (_workers(after), _gpus(after)):
-            return False
-        assert by_label(now, WORKERS) == _workers(before)
-        assert by_label(now, GPUS) == _gpus(before)
-        found.append(now)
-        return True
-
-    async with asyncio.timeout(20.0):
-        while not await look():
-            await asyncio.sleep(0.05)
-    return found[0]
-
-
-@pytest.mark.full
-async def test_metrics_agree_with_the_status_at_every_step_of_a_scaling(graph: Served) -> None:
-    async with httpx.AsyncClient() as http:
-        first = await _agree(http, graph)
-        assert by_label(first, GPUS) == {("held",): 2, ("free",): 6}
-        scrapes, done = [first], asyncio.Event()
-
-        async def watch() -> None:
-            while not done.is_set():
-                scrapes.append(await _agree(http, graph))
-                await asyncio.sleep(0.1)
-
-        watching = asyncio.create_task(watch())
-        await ascale(graph, "VllmWorker", "+2")
-        await settled(graph)
-        await ascale(graph, "VllmWorker", "-1")
-        await auntil(lambda: len(graph.states()) == 4, what=graph.states)
-        await settled(graph)
-        done.set()
-        await watching
-        last = await _agree(http, graph)
-    assert any(by_label(scrape, WORKERS).get(("VllmWorker", "starting")) for scrape in scrapes)
-    assert by_label(last, GPUS) == {("held",): 3, ("free",): 5}
-    assert by_label(last, "dynamo_arbiter_drains_total") == {("VllmWorker", "finished"): 1}
-    for earlier, later in itertools.pairwise(scrapes):
-        for key, value in earlier.items():
-            if key[0] in COUNTERS:
-                assert later[key] >= value, f"{key} fell"
-    await ascale(graph, "VllmWorker", "=1")
-    await auntil(lambda: len(graph.states()) == 3, what=graph.states)
-
-
-@pytest.mark.timing
-async def test_gpu_seconds_are_those_of_the_gpus_held(graph: Served) -> None:
-    loop = asyncio.get_running_loop()
-    async with httpx.AsyncClient() as http:
-        url = graph.status()["metrics_url"]
-        began_s, first = loop.time(), await _scrape(http, url)
-        await asyncio.sleep(1.0)
-        second, ended_s = await _scrape(http, url), loop.time()
-    name = COUNTERS[0]
-    grown = {labels: value - first[name, labels] for labels, value in by_label(second, name).items()}
-    assert set(grown) == {("VllmWorker",), ("PrefillWorker",)}
-    assert all(0.9 <= seconds <= ended_s - began_s for seconds in grown.values())  # one GPU each
 
 
 def test_top_shows_each_gpu_with_its_worker(graph: Served) -> None:
@@ -182,10 +103,3 @@ async def test_a_planner_s_actions_are_the_same_in_its_log_in_tensorboard_and_in
     assert found["dynamo_planner_ticks_total", ()] == graph.status()["planner"]["pulls"]
     last = graph.status()["planner"]["last_decision"]["stimulus_id"]
     assert f"{last} at " in graph.cli("top", "--once").stdout
-
-
-def test_a_log_dir_that_cannot_be_written_refuses_the_start(graph: Served) -> None:
-    done = graph.cli("planner", "start", "--log-dir", str(graph.paths.statefile / "tb"))
-    assert done.returncode == 2
-    assert "log_dir" in done.stderr
-    assert graph.status()["planner"]["state"] == "stopped"

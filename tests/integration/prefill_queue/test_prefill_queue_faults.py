@@ -100,7 +100,7 @@ async def test_a_server_restart_changes_nothing(own_nats: RealNats) -> None:
 
 
 async def test_a_killed_server_loses_no_entry(own_nats: RealNats) -> None:
-    """`kill -9` may cost the server's note of what was in flight (it is delivered again), never an entry."""
+    """`kill -9` may cost the server's note of what was in flight, which is then delivered again."""
     async with queue_on(own_nats, ack_wait_s=1.0) as queue:
         for i in range(20):
             await queue.enqueue(f"r{i}", {"prompt_token_ids": [i]}, deadline_s=120)

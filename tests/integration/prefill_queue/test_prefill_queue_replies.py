@@ -57,7 +57,7 @@ async def test_a_result_reaches_who_expects_it(decode: PrefillReplies, prefill: 
 
 
 async def test_an_error_is_raised_at_the_decode_side(decode: PrefillReplies, prefill: PrefillReplies) -> None:
-    """With its type, so that a retryable one can be told from a final one."""
+    """Its type tells a retryable error from a final one."""
     with decode.expect("r") as reply:
         await prefill.send_reply(decode.reply_subject, "r", EngineError("out of memory"))
         with pytest.raises(EngineError, match="out of memory"):

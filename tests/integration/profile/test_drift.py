@@ -18,7 +18,7 @@ SLOWER = 1.25
 
 
 async def test_engines_slower_than_their_profile_are_seen_in_the_status_the_metrics_and_a_note(tmp_path: Path) -> None:
-    """Four fifths of the speed that was profiled: each decode pass takes a quarter longer, and so do prompts."""
+    """Four fifths of the profiled speed: each decode pass and each prompt takes a quarter longer."""
     profile = slow_engine(tmp_path / "profile")
     words = (
         "--VllmWorker.conditional-disagg=false",

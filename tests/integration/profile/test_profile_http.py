@@ -23,8 +23,6 @@ OVERHEAD_MS = 30.0
 
 @pytest.mark.timing
 def test_servers_are_measured_from_outside_at_their_own_port() -> None:
-    """Two of them side by side: prompts by their tokens, the cached half for nothing, and streams by their number;
-    each point says that it was measured over HTTP. The profile is read like any other."""
     with http_graph(Vllm=section("aggregated", 2, *WORDS)) as served:
         done = served.cli(*PROFILE, "--small", "--budget", "60s", "--max-num-seqs", "8", timeout_s=300.0)
         assert done.returncode == 0, done.stderr
@@ -47,7 +45,6 @@ def test_servers_are_measured_from_outside_at_their_own_port() -> None:
 
 
 def test_what_a_server_does_not_say_is_asked_for_by_its_option() -> None:
-    """Blocks of unknown size, and no number of requests at once: before anything is measured, and the graph is gone."""
     with http_graph(Vllm=section("aggregated", 1)) as served:
         done = served.cli(*PROFILE, timeout_s=200.0)
         assert done.returncode == 1, (done.stdout, done.stderr)

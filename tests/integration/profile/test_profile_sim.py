@@ -37,8 +37,6 @@ def check_points(document: dict[str, Any]) -> None:
 
 @pytest.mark.full
 def test_a_small_profile_of_an_aggregated_graph(tmp_path):
-    """The engines are measured, the files are Dynamo's, the graph is gone; a planner takes the profile for these
-    engines, refuses it for others, and names what differs."""
     with Served(target=AGG, namespace=NAMESPACE) as served:
         folder = tmp_path / "out"
         done = served.cli(*words(AGG, folder, "--small", "--budget", "15s", "--no-actions", "--json"), timeout_s=170.0)
@@ -88,7 +86,6 @@ def test_a_whole_profile_is_right_everywhere_in_three_minutes(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(tmp_path):
-    """The graph is ended in order, and nothing that was measured is measured again."""
     with Served(target=AGG, namespace=NAMESPACE) as served:
         folder = tmp_path / "out"
         process = served.popen(*words(AGG, folder, "--budget", "60s", "--no-actions"))

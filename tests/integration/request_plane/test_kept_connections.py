@@ -181,7 +181,6 @@ async def test_a_worker_that_hung_does_not_begin_what_was_given_up(bench: Bench)
 
 
 async def test_only_requests_may_come_on_it(bench: Bench) -> None:
-    """Anything else ends the connection, and no handler runs."""
     server = await bench.serve(count)
     await asked(bench)
     transport = bench.dispatcher.listener.kept.take(bench.subject(1))
@@ -204,7 +203,7 @@ async def test_what_nobody_uses_is_closed(bench: Bench, monkeypatch: pytest.Monk
 
 
 async def test_a_worker_without_items_yet_says_that_it_has_taken_the_request(bench: Bench) -> None:
-    """Otherwise its caller would ask somebody else."""
+    """Otherwise its caller would ask another worker."""
     gate = asyncio.Event()
 
     async def slow(payload: Any, context: RequestContext) -> AsyncIterator[Any]:

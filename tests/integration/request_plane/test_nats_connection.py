@@ -121,8 +121,7 @@ async def test_a_close_ends_a_flush(own_nats: RealNats) -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
 async def test_who_gives_up_a_flush_hears_on(own_nats: RealNats, how: str) -> None:
-    """chaos seed 1: a flip was taken back while it waited for a flush. At the answer that nobody waited for any more
-    nats-py's reading ended: the worker heard nothing more, and was killed as hung."""
+    """Seen: a flip was cancelled while it waited for a flush. At the late answer nats-py stopped reading for good."""
     client = await connect_nats(own_nats.url, own_nats.access)
     own_nats.pause()
     flushing = asyncio.ensure_future(flush(client))

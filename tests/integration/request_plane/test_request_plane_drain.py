@@ -150,7 +150,6 @@ async def test_a_new_lease_moves_the_endpoint_and_keeps_its_streams(bench: Bench
 async def test_new_workers_are_used_and_deregistered_ones_avoided_within_50_ms(
     nats_server: RealNats, etcd_server: RealEtcd, namespace: str
 ) -> None:
-    """Clients watch etcd: measured from the put, and from the revocation of the lease."""
     nats = await connect_nats(nats_server.url, nats_server.access, name="test")
     kv = await EtcdStore.connect(etcd_server.endpoint)
     plane = RequestPlane(nats)

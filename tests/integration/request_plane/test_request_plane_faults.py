@@ -87,7 +87,6 @@ async def test_a_killed_worker_ends_its_streams_at_once(
 async def test_a_dead_worker_is_found_out_and_passed_over(
     bench: Bench, nats_server: RealNats, processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    """Still registered (its lease lives), nobody on its subject: asked for by name an error at once, else the next."""
     worker = await start_worker(bench, nats_server, 1, processes)
     await bench.serve(count, 2)
     worker.kill()
@@ -141,7 +140,7 @@ async def call_a_silent_worker(bench: Bench) -> tuple[asyncio.Task[ResponseStrea
 
 @pytest.mark.timing
 async def test_a_worker_that_dies_holding_a_request_is_noticed(bench: Bench) -> None:
-    """It took the message and was gone before it connected back: found out by a probe, not by the accept timeout."""
+    """A probe finds this out, not the accept timeout."""
     calling, connection = await call_a_silent_worker(bench)
     await connection.close()
     start = time.monotonic()
@@ -324,7 +323,6 @@ async def test_nats_away_fails_fast_and_back_works_again(own_nats: RealNats, nam
 
 @pytest.mark.timing
 async def test_a_request_on_its_way_while_nats_dies_is_told(own_nats: RealNats, namespace: str) -> None:
-    """No five seconds of waiting: `NatsUnavailable` as soon as the loss is seen."""
     async with request_bench(own_nats, namespace) as bench:
         calling, _ = await call_a_silent_worker(bench)
         await own_nats.kill()

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from dynamo_local.cli.common import ArbiterRefused
-from tests.drivers.scaled import ascale, command, events, kinds, load, names, scale, settled, streaming
+from tests.drivers.scaled import ascale, command, events, kinds, load, names, settled, streaming
 from tests.drivers.served import Served, asking, auntil, expected
 
 pytestmark = pytest.mark.infra
@@ -77,24 +77,6 @@ async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Serv
     after.check()
 
 
-@pytest.mark.full
-async def test_a_drain_can_be_taken_back_in_the_moment_that_it_begins(graph: Served) -> None:
-    before = graph.pids()
-    async with load(graph, streams=4) as streams:
-        for _ in range(10):
-            assert await ascale(graph, "VllmWorker", "-1") == [("drain", "VllmWorker_1")]
-            assert await ascale(graph, "VllmWorker", "+1") == [("cancel_drain", "VllmWorker_1")]
-            await auntil(lambda: _serves(graph, "VllmWorker_1"), what=graph.status)
-    streams.check()
-
-    assert graph.pids() == before
-
-
-def _serves(served: Served, name: str) -> bool:
-    row = served.worker(name)
-    return row["state"] == "ready" and row["lease"] is not None
-
-
 async def test_drain_and_cancel_by_name(graph: Served) -> None:
     before = graph.pids()
     prompts = [f"A stream here or there, {n}." for n in range(6)]
@@ -150,42 +132,9 @@ def _template(served: Served) -> dict[str, Any] | None:
 
 
 @pytest.mark.full
-async def test_a_worker_that_still_starts_is_taken_back_first(graph: Served) -> None:
-    before = graph.pids()
-    coming = await ascale(graph, "VllmWorker", "+1")
-    going = await ascale(graph, "VllmWorker", "-1")
-    await auntil(lambda: "VllmWorker_2" not in graph.states(), 10.0, what=graph.states)
-
-    assert (coming, going) == ([("spawn", "VllmWorker_2")], [("take_back", "VllmWorker_2")])
-    last = events(graph, "VllmWorker_2")
-    assert last[-1]["to"] == "exited"
-    assert "BackoffStarted" not in kinds(last)
-    assert graph.pids() == before
-    assert sorted(g for row in graph.status()["workers"] for g in row["gpus"]) == ["0", "1", "2", "3"]
-
-
-@pytest.mark.full
 async def test_more_than_there_are_gpus_for_is_refused_as_a_whole(graph: Served) -> None:
     with pytest.raises(ArbiterRefused, match=r"too few GPUs: 5 needed, 4 of 8 free"):
         await ascale(graph, "VllmWorker", "+5")
-
-    assert names(graph, "VllmWorker") == BOTH
-
-
-@pytest.mark.full
-def test_what_cannot_be_understood_is_refused_before_anything_happens(graph: Served) -> None:
-    for words, what in (
-        (("scale", "VllmWroker", "+1"), "VllmWroker"),
-        (("scale", "VllmWorker", "many"), "many"),
-        (("scale", "VllmWorker", "-7"), "7"),
-        (("drain", "dynamo_VllmWorker_9"), "VllmWorker_9"),
-        (("restart", "Nobody"), "Nobody"),
-    ):
-        done = graph.cli(*words)
-        assert done.returncode == 2, (words, done.stdout, done.stderr)
-        assert what in done.stderr, words
-    with pytest.raises(ArbiterRefused, match="victim policy"):
-        scale(graph, "VllmWorker", "-1", victim_policy="youngest")
 
     assert names(graph, "VllmWorker") == BOTH
 

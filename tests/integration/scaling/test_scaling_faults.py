@@ -71,19 +71,6 @@ async def flaky(shared_flaky: Served) -> AsyncIterator[Served]:
     await auntil(lambda: len(shared_flaky.states()) == 2, what=shared_flaky.states)
 
 
-def _times(served: Served, name: str, seen: int) -> dict[str, float]:
-    """When each kind of event happened to the worker first, after so many events; seconds since 1970."""
-    found: dict[str, float] = {}
-    for record in events(served)[seen:]:
-        if record["watcher_name"] == f"dynamo_{name}":
-            found.setdefault(record["event"], record["time"])
-    return found
-
-
-def _gpus(served: Served) -> list[str]:
-    return sorted(gpu for row in served.status()["workers"] for gpu in row["gpus"])
-
-
 @pytest.mark.full
 async def test_a_start_past_its_deadline_is_ended_and_told_with_its_log(flaky: Served) -> None:
     before = flaky.pids()
@@ -103,42 +90,6 @@ async def test_a_start_past_its_deadline_is_ended_and_told_with_its_log(flaky: S
 def _without_gpu(served: Served, name: str) -> dict[str, Any] | None:
     row = served.worker(name)
     return row if row["state"] == "backing_off" and row["gpus"] == [] else None
-
-
-@pytest.mark.full
-async def test_several_workers_come_at_the_same_time(flaky: Served) -> None:
-    seen = len(events(flaky))
-    await ascale(flaky, "Flaky", "=4")
-    await settled(flaky)
-    spawned = [record for record in events(flaky)[seen:] if record["event"] == "Spawned"]
-    ready = [record for record in events(flaky)[seen:] if record["event"] == "Registered"]
-
-    assert {record["watcher_name"] for record in spawned} == {"dynamo_Flaky_2", "dynamo_Flaky_3"}
-    assert len(spawned) == 2
-    assert spawned[-1]["time"] < ready[0]["time"], "the second did not wait for the first"
-    assert _gpus(flaky) == ["0", "1", "2", "3"]
-
-
-@pytest.mark.timing
-@pytest.mark.full
-async def test_a_crashed_worker_leaves_routing_at_once_and_comes_back(flaky: Served) -> None:
-    sibling, over_s = flaky.pids()["Flaky"], []
-    for _ in range(4):
-        seen, row = len(events(flaky)), flaky.worker("Flaky_1")
-        killed_s = time.monotonic()
-        os.kill(row["pid"], signal.SIGKILL)
-        await auntil(lambda lease=row["lease"]: lease not in " ".join(flaky.keys()), 5.0, what=flaky.keys)
-        forgotten_s = time.monotonic() - killed_s
-        await auntil(lambda: "Spawned" in _times(flaky, "Flaky_1", seen), what=flaky.states)  # noqa: B023
-        await settled(flaky)
-        times = _times(flaky, "Flaky_1", seen)
-        delay_s = next(r["delay_s"] for r in events(flaky)[seen:] if r["event"] == "BackoffStarted")
-        over_s.append(times["Spawned"] - times["ProcessExited"] - delay_s)
-
-    assert forgotten_s < 2.0
-    assert min(over_s) < 0.1, over_s
-    assert flaky.pids()["Flaky"] == sibling
-    assert flaky.worker("Flaky_1")["restarts"] >= 2
 
 
 def _of_flaky_1(flaky: Served) -> list[dict[str, Any]]:
@@ -170,30 +121,6 @@ async def test_a_worker_that_keeps_dying_is_faulted_until_a_person_restarts_it(f
 
 
 @pytest.mark.full
-async def test_exit_code_0_unasked_is_a_crash(flaky: Served) -> None:
-    seen, pid = len(events(flaky)), flaky.pids()["Flaky_1"]
-    os.kill(pid, signal.SIGUSR1)
-    await auntil(lambda: "Registered" in _times(flaky, "Flaky_1", seen), what=flaky.states)
-    happened = [record for record in events(flaky)[seen:] if record["watcher_name"] == "dynamo_Flaky_1"]
-
-    exited = next(record for record in happened if record["event"] == "ProcessExited")
-    assert (exited["exit_code"], exited["to"]) == (0, "crashed")
-    assert flaky.pids()["Flaky_1"] != pid
-
-
-@pytest.mark.full
-async def test_a_worker_that_a_stranger_asks_to_leave_drains_and_is_removed(flaky: Served) -> None:
-    pid = flaky.pids()["Flaky_1"]
-    os.kill(pid, signal.SIGTERM)
-    await auntil(lambda: "Flaky_1" not in flaky.states(), what=flaky.states)
-    last = events(flaky, "Flaky_1")[-1]
-    await ascale(flaky, "Flaky", "+1")
-
-    assert (last["event"], last["exit_code"], last["to"]) == ("ProcessExited", 0, "exited")
-    assert not is_alive(pid)
-
-
-@pytest.mark.full
 async def test_a_hung_worker_is_treated_as_crashed(flaky: Served) -> None:
     before = flaky.pids()
     seen = len(events(flaky))
@@ -205,21 +132,6 @@ async def test_a_hung_worker_is_treated_as_crashed(flaky: Served) -> None:
     assert happened[:4] == ["HealthFailed", "ProcessExited", "BackoffStarted", "BackoffElapsed"]
     assert not is_alive(before["Flaky_1"])
     assert flaky.pids()["Flaky"] == before["Flaky"]
-
-
-@pytest.mark.full
-async def test_failures_while_nats_is_away_do_not_count(flaky: Served) -> None:
-    seen = len(events(flaky))
-    for _ in range(6):
-        nats = await auntil(lambda: flaky.server_pid("nats"))
-        os.kill(nats, signal.SIGKILL)
-        os.kill(flaky.pids()["Flaky_1"], signal.SIGKILL)
-        await auntil(lambda nats=nats: flaky.server_pid("nats") not in (None, nats))
-        await auntil(lambda: flaky.states()["Flaky_1"] == "ready", 20.0, what=flaky.states)
-
-    deaths = [record for record in events(flaky)[seen:] if record["event"] == "ProcessExited"]
-    assert len(deaths) >= 6
-    assert "Faulted" not in kinds(events(flaky)[seen:])
 
 
 @pytest.mark.timing

@@ -38,8 +38,7 @@ async def asked_anew(served: Served, count: int) -> list[int]:
 
 
 async def test_frontends_come_go_and_are_replaced_under_load_and_no_request_is_lost() -> None:
-    """One port all the time: scaled up and down, restarted one after the other, drained and called back; requests on
-    kept connections and on new ones. /metrics of the port tells the sum, which never falls."""
+    """Requests come on kept connections and on new ones. /metrics of the port tells the sum, which never falls."""
     with Served("--gpus", "sim:1", TWO, target=AGG) as served:
         served.start()
         url, before = served.url, served.pids()

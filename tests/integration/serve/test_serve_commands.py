@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_NOT_RUNNING
-from tests.drivers.served import AGG, DISAGG, Served, asking, expected, until
+from tests.drivers.served import AGG, Served, asking, expected, until
 
 pytestmark = pytest.mark.infra
 
@@ -84,37 +83,6 @@ def test_circusctl_lists_and_shows(disagg: Served) -> None:
     assert numbers == ["1", "1"]
     assert f"dynamo_VllmWorker: ready pid={disagg.pids()['VllmWorker']}" in ours
     assert "numprocesses: 1" in options
-
-
-def test_stock_circusctl_needs_nothing_of_ours(disagg: Served) -> None:
-    from circus.client import CircusClient
-
-    client = CircusClient(endpoint=disagg.paths.circus_endpoint, timeout=5.0)
-    try:
-        assert len(client.call({"command": "list", "properties": {}})["watchers"]) == 6
-        assert set(client.call({"command": "status", "properties": {}})["statuses"].values()) == {"active"}
-        number = client.call({"command": "numprocesses", "properties": {"name": "dynamo_Frontend"}})
-        assert number["numprocesses"] == 1
-        options = client.call({"command": "options", "properties": {"name": "dynamo_Frontend"}})
-        assert options["options"]["singleton"] is True
-    finally:
-        client.stop()
-
-
-def test_commands_that_would_harm_are_refused_and_nobody_is_hurt(disagg: Served) -> None:
-    before = disagg.pids()
-
-    for words in (
-        ("reload",),
-        ("restart", "dynamo_VllmWorker"),
-        ("incr", "dynamo_VllmWorker"),
-        ("kill", "dynamo_etcd"),
-    ):
-        done = disagg.cli("ctl", *words)
-        assert "refused" in done.stdout + done.stderr, (words, done)
-
-    assert disagg.pids() == before
-    assert set(disagg.states().values()) == {"ready"}
 
 
 def test_logs_of_all_and_of_one(disagg: Served) -> None:
@@ -209,36 +177,3 @@ def test_commands_without_a_graph_say_so(disagg: Served) -> None:
         assert done.returncode == EXIT_NOT_RUNNING, (words, done)
         assert "nobody" in done.stderr
         assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.full
-def test_a_statefile_of_a_stranger_is_left_alone() -> None:
-    """lesson 10: leaving removes our own statefile, and only that: not the folder, not another namespace's.
-
-    The host's lead times are kept for the next run.
-    """
-    with Served(target=AGG, namespace="mine") as served:
-        folder = served.paths.statefile.parent
-        folder.mkdir(parents=True, mode=0o700)
-        stranger = folder / "theirs.json"
-        stranger.write_text('{"namespace": "theirs"}')
-        served.start()
-        served.down()
-        served.start()  # at once: `down` returns when the namespace is free
-        assert served.paths.statefile.exists()
-        served.down()
-        left = stranger.read_text(), sorted(os.listdir(folder))
-
-    assert left[0] == '{"namespace": "theirs"}'
-    assert [name for name in left[1] if not name.endswith(".lock")] == [".lead-times", "theirs.json"]
-
-
-def test_a_graph_that_asks_for_too_many_gpus_is_refused_before_anything_starts() -> None:
-    with Served("--VllmWorker.ServiceArgs.workers=9", target=DISAGG) as served:
-        done = served.cli(*served.serve_words("--detach"))
-
-        assert done.returncode == EXIT_BAD_INPUT
-        assert "VllmWorker" in done.stderr
-        assert "per worker" in done.stderr
-        assert "8" in done.stderr
-        assert served.leftovers() == []

@@ -68,7 +68,6 @@ def test_detach_says_what_happens_and_returns_when_ready() -> None:
 
 @pytest.mark.full
 def test_the_detached_arbiter_holds_none_of_the_callers_descriptors() -> None:
-    """EOF on the caller's pipes as soon as `serve --detach` has returned, also on one that was merely inherited."""
     read_end, write_end = os.pipe()
     with Served(target=AGG) as served:
         try:
@@ -120,7 +119,6 @@ def test_a_worker_that_is_killed_while_it_starts_fails_the_start() -> None:
 @pytest.mark.full
 @pytest.mark.timing
 def test_a_start_deadline_ends_a_start_that_never_ends() -> None:
-    """lesson 12, lesson 23: exit 5 past `--start-deadline`, naming who was waited for and what it wrote last."""
     with _app(WAITING, "--start-deadline", "5") as served:
         began_s = time.monotonic()
         done = served.cli(*served.serve_words("--detach"))
@@ -179,7 +177,6 @@ def test_ctrl_c_while_waiting_for_a_detached_start_takes_the_start_back() -> Non
 
 @pytest.mark.full
 def test_a_statefile_that_is_broken_does_not_stop_a_start() -> None:
-    """A truncated statefile of a killed run: the start goes on, and what it was is not taken for ours."""
     with _app("pass") as served:
         served.paths.statefile.parent.mkdir(parents=True, mode=0o700)
         served.paths.statefile.write_text('{"schema_version": 1, "namesp')

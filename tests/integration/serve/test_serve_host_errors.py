@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_made(variable: str, detached: bool) -> None:
 
 
 def test_no_descriptors() -> None:
-    """libzmq would abort, or an import fail, deep inside."""
+    """libzmq would abort, or an import would fail."""
     with _echo() as served:
         line = _refused(served, *served.serve_words(), limit=_limit(resource.RLIMIT_NOFILE, 24))
         assert "only 24 files may be open" in line
@@ -65,7 +65,7 @@ def test_a_disk_that_takes_nothing_more(size: int) -> None:
 
 
 def test_an_embedded_server_that_cannot_be_executed() -> None:
-    """The spawn of a first watcher: the reason of the system is told, which circus keeps to itself."""
+    """circus keeps the system's reason to itself."""
     with _echo() as served:
         folder = served.folder / "bin"
         folder.mkdir()

@@ -8,7 +8,6 @@ import signal
 
 import pytest
 
-from dynamo_local.errors import EXIT_NOT_RUNNING
 from dynamo_local.system.processes import is_alive
 from tests.drivers.served import Served, until
 
@@ -26,29 +25,6 @@ class Parent:
         self.child = subprocess.Popen(["sleep", "1000"])
         print("child", self.child.pid, flush=True)
 """
-
-
-@pytest.mark.full
-def test_a_killed_arbiter_takes_its_workers_along_and_the_next_start_is_clean() -> None:
-    """lesson 3, lesson 10: no orphan keeps a GPU; `status` says so; `serve` clears what was left and starts anew."""
-    with Served() as served:
-        served.start()
-        first = served.status()
-        pids = [first["arbiter_pid"], *served.pids().values(), served.server_pid("etcd"), served.server_pid("nats")]
-        os.kill(first["arbiter_pid"], signal.SIGKILL)
-        until(lambda: not [pid for pid in pids if pid and is_alive(pid)], 5.0, what=served.processes)
-
-        status, down = served.cli("status"), served.cli("down")
-        assert (status.returncode, down.returncode) == (EXIT_NOT_RUNNING, EXIT_NOT_RUNNING)
-        # Its guardian may have cleared it away by then.
-        assert "has been killed" in status.stderr or "nothing runs" in status.stderr, status.stderr
-        assert "dynamo serve" in status.stderr
-
-        served.start()
-        assert served.status()["run_id"] != first["run_id"]
-        assert set(served.states().values()) == {"ready"}
-        leases = {worker["lease"] for worker in served.status()["workers"]}
-        assert {key.rpartition(":")[2] for key in served.keys("dynamo/components/")} <= leases
 
 
 @pytest.mark.full

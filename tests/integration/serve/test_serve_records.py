@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_local.state.store import StateStore
 from dynamo_local.system.processes import start_time_s
 from tests.drivers.served import COMMAND_TIMEOUT_S, DISAGG, Served
 from tests.drivers.servers import RealEtcd, RealNats
@@ -65,7 +64,6 @@ def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
 
 
 def test_each_key_hangs_on_its_workers_lease(served: Served) -> None:
-    """etcd itself says that the lease of the status holds the worker's keys, with the TTL of ten seconds."""
     worker = served.worker("VllmWorker")
 
     lease = served.etcdctl("lease", "timetolive", worker["lease"], "--keys")
@@ -100,12 +98,6 @@ def test_the_statefile_says_who_holds_which_gpu(served: Served) -> None:
     assert state["environment"]["SYSTEM_RESOURCES"] == {"total_gpus": 8, "gpu_info": [str(n) for n in range(8)]}
 
 
-def test_the_product_reads_its_own_statefile(served: Served) -> None:
-    state = StateStore(served.paths.statefile).read()
-
-    assert {entry.state for entry in state.components.values()} == {"ready"}
-
-
 def test_files_are_the_users_alone(served: Served) -> None:
     paths = served.paths
     folders = (paths.runtime.parent, paths.runtime, paths.statefile.parent, paths.logs)
@@ -120,7 +112,6 @@ def _mode(path: Path) -> int:
 
 
 def test_workers_get_an_allow_list_of_the_environment(served: Served) -> None:
-    """lesson 11: a worker has what the list names and what was passed on purpose, not the caller's secrets."""
     for name, pid in served.pids().items():
         env = _environ(pid)
         assert {"SOME_SECRET_TOKEN", "AWS_ACCESS_KEY_ID", "XDG_RUNTIME_DIR"}.isdisjoint(env), name
@@ -136,7 +127,7 @@ def test_envs_of_a_service_reach_its_workers_only(served: Served) -> None:
 
 
 def test_all_workers_are_spawned_at_once(served: Served) -> None:
-    """lesson 23: order governs readiness, not spawning; nothing sleeps for somebody else to be there."""
+    """Order governs readiness, not spawning."""
     started = [entry["started_at"] for entry in served.statefile()["components"].values()]
 
     assert max(started) - min(started) < 0.5
@@ -171,7 +162,6 @@ def test_nothing_secret_is_shown_or_written(served: Served) -> None:
 
 
 def test_stock_circusctl_masks_options_too(served: Served) -> None:
-    """lesson 11: not through our command but circus's own, `circusctl --endpoint … options` and `get … env`."""
     for words in (("options", "dynamo_VllmWorker"), ("get", "dynamo_VllmWorker", "env")):
         shown = circusctl(served, *words).stdout
         assert "WANTED_TOKEN" in shown

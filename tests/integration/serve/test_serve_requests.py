@@ -74,16 +74,7 @@ async def _prefills(served: Served) -> int:
 
 
 async def test_200_concurrent_streams_are_all_right(disagg: Served) -> None:
-    """Each of 200 streams at once completes with its own text and nobody else's."""
     await _many_streams(disagg)
-
-
-@pytest.mark.full
-async def test_200_concurrent_streams_over_two_prefill_and_two_decode_workers(two_by_two: Served) -> None:
-    await _many_streams(two_by_two)
-
-    for name in ("VllmWorker", "VllmWorker_1"):
-        assert "request " in two_by_two.log(name), f"{name} was never asked"
 
 
 async def _many_streams(served: Served) -> None:
@@ -93,15 +84,6 @@ async def _many_streams(served: Served) -> None:
 
     wrong = [prompt for prompt, answer in zip(prompts, answers, strict=True) if answer != expected(prompt, 24)]
     assert wrong == []
-
-
-async def test_an_unknown_model_and_an_over_long_prompt_are_the_clients_errors(disagg: Served) -> None:
-    async with httpx.AsyncClient(base_url=disagg.url) as http:
-        unknown = await http.post("/v1/chat/completions", json={**asking("hello", 4), "model": "gpt-7"})
-        too_long = await http.post("/v1/completions", json={"model": MODEL, "prompt": [300] * 200_000})
-
-    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
-    assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "prompt")
 
 
 async def test_a_client_that_goes_away_frees_its_slot(disagg: Served) -> None:
@@ -144,7 +126,7 @@ async def _ask(served: Served, prompt: str, **headers: str) -> httpx.Response:
 
 
 async def test_the_clients_request_id_is_in_the_logs_of_every_worker(disagg: Served) -> None:
-    """docs/api.md promised it, and it was in none: whoever looks for a slow request had nothing to go by."""
+    """docs/api.md promised this, and no log had it."""
     x_request_id = "order/4711:a%20b"
     prompt = "a prompt above the threshold of ten tokens, so that it is certainly prefilled by the other worker"
     answer = await _ask(disagg, prompt, **{"x-request-id": x_request_id})
@@ -154,12 +136,3 @@ async def test_the_clients_request_id_is_in_the_logs_of_every_worker(disagg: Ser
         await auntil(lambda watcher=watcher: _about(disagg, watcher, x_request_id), what=lambda: disagg.log("Frontend"))
     # Also the lines that say something of a request without naming it (here: why it was prefilled elsewhere).
     assert any("Remote prefill" in line for line in _about(disagg, "VllmWorker", x_request_id))
-
-
-async def test_an_id_that_a_log_cannot_carry_is_replaced(disagg: Served) -> None:
-    answer = await _ask(disagg, "hello there", **{"x-request-id": "x" * 5000})
-
-    made = answer.headers["x-request-id"]
-    assert len(made) == 32
-    await auntil(lambda: _about(disagg, "Frontend", made), what=lambda: disagg.log("Frontend"))
-    assert "x" * 129 not in disagg.log("Frontend")

@@ -61,7 +61,6 @@ async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> No
 
 @pytest.mark.full
 async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
-    """lesson 2: with two workers no later request fails, whichever of them was killed."""
     before = two_by_two.pids()
     os.kill(before["VllmWorker_1"], signal.SIGKILL)
 

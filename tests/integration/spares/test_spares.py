@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.system.processes import is_alive, parent_and_session
-from tests.drivers.scaled import streaming
-from tests.drivers.served import AGG, Served, expected, until
+from tests.drivers.served import AGG, Served, until
 
 pytestmark = pytest.mark.infra
 
@@ -69,14 +68,6 @@ async def test_a_spare_becomes_the_worker_under_its_pid_and_another_one_follows(
     assert warm(served)["pid"] != pid
 
 
-async def test_its_answers_are_those_of_any_worker(served: Served) -> None:
-    warm(served)
-    prompts = [f"Say number {n}." for n in range(24)]
-    async with streaming(served, *prompts, tokens=200) as streams:
-        answers = [await stream for stream in streams]
-    assert answers == [expected(prompt, 200, ignore_eos=True) for prompt in prompts]
-
-
 async def test_a_restart_takes_a_spare(served: Served) -> None:
     spare = warm(served)
     done = served.cli("restart", "dynamo_VllmWorker", "--wait")
@@ -130,12 +121,3 @@ async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> N
         assert own.pids() == pids
         assert warm(own)["pid"] not in (spare["pid"], *pids.values())
         assert own.status()["state"] == "ready"
-
-
-@pytest.mark.full
-async def test_without_spares_nothing_is_said_of_them() -> None:
-    with Served(target=AGG) as own:
-        own.start()
-        assert own.status()["spares"] is None
-        assert "spares" not in own.cli("status").stdout
-        assert "spares" not in own.statefile()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import statistics
-import time
 
 import pytest
 
@@ -48,16 +45,6 @@ async def test_a_long_stream_is_finished_before_its_worker_sleeps(graph: Served)
         await auntil(lambda: graph.states()[victim] in ("falling_asleep", "sleeping"))
         assert [reason for _, reason in await asyncio.gather(*tasks)] == ["length", "length"]
     await until_state(graph, victim, "sleeping")
-
-
-async def test_woken_while_its_streams_end_it_goes_on_serving(graph: Served) -> None:
-    async with streaming(graph, "a", "b", "c", "d", tokens=1200) as tasks:
-        sleep(graph, "VllmWorker_1")
-        assert graph.states()["VllmWorker_1"] == "falling_asleep"
-        await awake(graph, "VllmWorker_1")
-        whole = ["SleepRequested", "WakeRequested", "Woken"]
-        await auntil(lambda: kinds(events(graph, "VllmWorker_1"))[-3:] == whole)
-        assert [reason for _, reason in await asyncio.gather(*tasks)] == ["length"] * 4
 
 
 @pytest.mark.alone
@@ -101,18 +88,6 @@ async def test_scale_wakes_before_it_starts(graph: Served) -> None:
     await auntil(lambda: "VllmWorker_2" not in graph.states())
 
 
-async def test_the_last_ready_worker_is_not_put_to_sleep(graph: Served) -> None:
-    await asleep(graph, "VllmWorker_1")
-    with pytest.raises(ArbiterRefused, match="the last ready worker of VllmWorker"):
-        sleep(graph, "VllmWorker")
-    await awake(graph, "VllmWorker_1")
-
-
-async def test_a_component_without_standby_says_how_to_have_it(graph: Served) -> None:
-    with pytest.raises(ArbiterRefused, match=r"set `ServiceArgs.standby` of Frontend"):
-        sleep(graph, "Frontend", force=True)
-
-
 async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> None:
     done = await asyncio.to_thread(graph.cli, "sleep", "VllmWorker_1", "--level", "2", "--wait", "--json")
     assert done.returncode == EXIT_OK, done.stderr
@@ -128,21 +103,6 @@ async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> 
     assert graph.states()["VllmWorker_1"] == "ready"
 
 
-@pytest.mark.full
-async def test_a_sleeper_that_is_drained_leaves_and_one_that_dies_sleeps_again(graph: Served) -> None:
-    await ascale(graph, "VllmWorker", "+1")
-    await until_state(graph, "VllmWorker_2", "ready")
-    await asleep(graph, "VllmWorker_2")
-    pid = graph.pids()["VllmWorker_2"]
-    os.kill(pid, signal.SIGKILL)
-    await auntil(lambda: graph.pids().get("VllmWorker_2", pid) != pid, 60.0)
-    await until_state(graph, "VllmWorker_2", "sleeping")
-    began_s = time.monotonic()
-    assert (await asyncio.to_thread(graph.cli, "drain", "VllmWorker_2", "--wait")).returncode == EXIT_OK
-    assert time.monotonic() - began_s < 20.0
-    assert "VllmWorker_2" not in graph.states()
-
-
 @pytest.mark.parametrize(
     "state",
     [
@@ -152,7 +112,6 @@ async def test_a_sleeper_that_is_drained_leaves_and_one_that_dies_sleeps_again(g
     ],
 )
 async def test_an_arbiter_that_dies_meanwhile_is_succeeded_by_one_that_goes_on(graph: Served, state: str) -> None:
-    """SIGKILL in mid sleep and mid wake: the successor finds the worker, and brings it where it was to go."""
     async with load(graph, 4) as streams:
         if state == "falling_asleep":
             await asyncio.to_thread(sleep, graph, "VllmWorker_1")

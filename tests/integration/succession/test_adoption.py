@@ -60,7 +60,7 @@ async def test_eight_streams_live_through_the_managers_death_and_an_adoption() -
 
 @pytest.mark.full
 def test_an_adopted_worker_drains_restarts_and_crashes_as_any_other() -> None:
-    """Its exit is seen by a pidfd, without a code; its GPU comes back to it, and is locked by us then."""
+    """A pidfd tells its exit, without a code. Its GPU returns to it, and this arbiter locks it then."""
     with alone(*KEEP, name="Alone") as served:
         served.start()
         assert served.cli("scale", "Alone", "+1", "--wait").returncode == 0
@@ -85,7 +85,6 @@ def test_an_adopted_worker_drains_restarts_and_crashes_as_any_other() -> None:
 
 @pytest.mark.full
 def test_what_died_meanwhile_is_started_again_at_the_adoption() -> None:
-    """A worker and NATS died while nobody was there: both come back, the other worker is the same process."""
     with alone(*KEEP, name="Alone") as served:
         served.start()
         assert served.cli("scale", "Alone", "+1", "--wait").returncode == 0

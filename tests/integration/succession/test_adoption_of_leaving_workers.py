@@ -18,23 +18,6 @@ TOKENS = 2500
 
 
 @pytest.mark.full
-async def test_a_drain_goes_on_after_the_adoption() -> None:
-    with Served(*KEEP) as served:
-        served.start()
-        assert served.cli("scale", "VllmWorker", "+1", "--wait").returncode == 0
-        async with streaming(served, *(f"Drain {n}." for n in range(4)), tokens=TOKENS) as streams:
-            assert (await asyncio.to_thread(served.cli, "drain", "dynamo_VllmWorker_1")).returncode == 0
-            await asyncio.to_thread(served.kill_arbiter)
-            await asyncio.to_thread(served.adopt)
-
-            answers = await asyncio.gather(*streams)
-            await auntil(lambda: "VllmWorker_1" not in served.states(), PATIENCE_S, what=served.status)
-
-        assert answers == [expected(f"Drain {n}.", TOKENS, ignore_eos=True) for n in range(4)]
-        assert served.states()["VllmWorker"] == "ready"
-
-
-@pytest.mark.full
 async def test_a_worker_that_somebody_revoked_goes_on_leaving_and_its_return_is_counted() -> None:
     with Served("--Host.on-foreign-revoke=restart", "--VllmWorker.ServiceArgs.workers=2", *KEEP) as served:
         served.start()

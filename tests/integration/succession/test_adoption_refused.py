@@ -19,9 +19,6 @@ PATIENCE_S = 15.0
 
 @pytest.mark.full
 def test_an_adoption_that_fails_leaves_everything_serving() -> None:
-    """Another command line: refused, nothing is ended, and the right words still work, also where a file has gone
-    meanwhile: the guardian writes it again.
-    """
     with alone(*KEEP, name="Alone") as served:
         served.start()
         pids, guardian = served.pids(), served.status()["guardian_pid"]
@@ -58,7 +55,6 @@ def test_the_policy_stays_unless_said_otherwise() -> None:
 
 
 def test_serve_beside_live_workers_refuses_and_replace_ends_them() -> None:
-    """lesson 3: refused with the three ways out; `--replace` says that it cuts, ends them, and starts anew."""
     with alone(*KEEP, name="Alone") as served:
         served.start()
         pid, run_id = served.pids()["Alone"], served.status()["run_id"]
@@ -81,7 +77,6 @@ def test_serve_beside_live_workers_refuses_and_replace_ends_them() -> None:
 
 @pytest.mark.full
 def test_a_statefile_that_somebody_broke_cannot_be_adopted_but_ended() -> None:
-    """Nobody can tell what the workers are for: refused, then `dynamo down` finds them by their marks."""
     with alone(*KEEP, name="Alone") as served:
         served.start()
         pid = served.pids()["Alone"]

@@ -5,7 +5,6 @@ cron, sudo and a container's exec have no XDG_RUNTIME_DIR; logind removes that f
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ import pytest
 from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_NOT_RUNNING, EXIT_OK
 from dynamo_local.system.gpu_locks import lock_folders
 from dynamo_local.system.processes import is_alive
-from tests.drivers.served import Served, auntil, expected, stream_chat, until
+from tests.drivers.served import Served, until
 from tests.fakes.arbiter.nvml_module import NVML
 from tests.integration.faults.conftest import ECHO
 
@@ -241,24 +240,6 @@ def test_a_run_of_an_earlier_release_is_adopted() -> None:
         assert "adopt" in served.log("arbiter") or served.paths.log_file("dynamo_arbiter").exists()
 
 
-@pytest.mark.full
-async def test_streams_go_on_while_the_runtime_folder_is_removed() -> None:
-    with Served() as served:
-        served.start()
-        async with served.client() as client:
-            started = asyncio.Event()
-            prompt = "A long story, please."
-            stream = asyncio.create_task(stream_chat(client, prompt, 600, ignore_eos=True, started=started))
-            await started.wait()
-            shutil.rmtree(served.paths.runtime)
-            await auntil(served.paths.control_socket.exists)
-            for n in range(6):
-                new = f"Story number {n}. " * 40
-                assert await stream_chat(client, new, 32) == expected(new, 32)
-            assert await stream == expected(prompt, 600, ignore_eos=True)
-            assert {row["state"] for row in served.status()["workers"]} == {"ready"}
-
-
 def test_two_runs_never_hold_one_gpu_because_their_shells_differ() -> None:
     with _echo("--gpus", "0,1", files={"pynvml.py": NVML}) as one:
         one.start()
@@ -273,11 +254,3 @@ def test_two_runs_never_hold_one_gpu_because_their_shells_differ() -> None:
         finally:
             for name in one.statefile()["components"]["dynamo_Echo"]["resources"]["gpu_uuids"]:
                 (lock_folders({})[0] / f"{name}.lock").unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize("name", ["gpus", *(pytest.param(name, marks=pytest.mark.full) for name in ("-x", "v1"))])
-def test_a_name_that_cannot_be_a_namespace_is_refused(running: Served, name: str) -> None:
-    for words in (("down",), ("status",), running.serve_words()):
-        done = running.cli(*words, f"--namespace={name}")
-        assert done.returncode == EXIT_BAD_INPUT, done.stdout + done.stderr
-        assert f"namespace '{name}' is" in done.stderr

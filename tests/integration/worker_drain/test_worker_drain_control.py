@@ -14,7 +14,6 @@ import pytest
 from dynamo_local.core.types import Load, WorkerState
 from dynamo_local.errors import (
     DeadlineExceeded,
-    DrainNotCancellable,
     InvalidRequest,
     NatsUnavailable,
     NoWorkers,
@@ -199,50 +198,6 @@ async def test_a_drain_is_taken_back_within_a_second(host: WorkerHost, way: str)
     assert all(key.endswith(new) for key in await host.keys())
     assert await counting == list(range(150))
     assert (await worker.status())["state"] == "ready"
-
-
-@pytest.mark.full
-async def test_a_second_request_to_drain_changes_nothing(host: WorkerHost) -> None:
-    worker = await host.start("Counter")
-    counting = await host.counting(worker, 60)
-    await worker.call("drain", reason="the first")
-    for _ in range(3):
-        worker.signal(signal.SIGTERM)
-        await worker.call("drain", reason="a later one")
-    assert (await worker.status())["reason"] == "the first"
-    assert await counting == list(range(60))
-    assert await worker.exit_code() == 0
-
-
-async def test_a_drain_that_is_over_cannot_be_taken_back(host: WorkerHost) -> None:
-    worker = await host.start("Counter", SHUTDOWN_S="1")
-    await worker.call("drain")
-    await worker.reaches(state="leaving")
-    with pytest.raises(DrainNotCancellable, match="shutting down"):
-        await worker.call("cancel_drain")
-    assert await worker.exit_code() == 0
-
-
-async def test_taking_back_what_does_not_drain_is_no_error(host: WorkerHost) -> None:
-    worker = await host.start("Counter")
-    lease = await worker.registered()
-    status = await worker.call("cancel_drain")
-    assert (status["state"], status["lease"]) == ("ready", lease)
-    assert await host.count(2) == [0, 1]
-
-
-@pytest.mark.full
-async def test_a_drain_may_be_begun_again(host: WorkerHost) -> None:
-    """Drain, back, drain, each in another way; the revoke of the new lease is seen as well."""
-    worker = await host.start("Counter")
-    counting = await host.counting(worker, 200)
-    for way in (*WAYS, *WAYS):
-        await ask_to_leave(worker, way)
-        await worker.reaches(state="draining")
-        assert (await worker.call("cancel_drain"))["state"] == "ready"
-    await ask_to_leave(worker, "revoked lease")
-    assert await counting == list(range(200))
-    assert await worker.exit_code() == 0
 
 
 async def test_twenty_drains_taken_back_under_load_lose_nothing(host: WorkerHost) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_local.components import messages
-from dynamo_local.errors import EtcdUnavailable, NoWorkers, WorkerDraining, WorkerLost
+from dynamo_local.errors import NoWorkers, WorkerDraining, WorkerLost
 from dynamo_local.ports import SamplingParams
 from tests.drivers.servers import RealEtcd, RealNats
 from tests.drivers.without_arbiter.worker_process import WorkerHost, WorkerUnderTest, worker_host
@@ -58,32 +58,8 @@ async def test_a_drain_without_etcd_sends_requests_on_and_finishes(host: WorkerH
     assert "the keys stay" in worker.log
 
 
-@pytest.mark.full
-async def test_a_drain_that_began_without_etcd_deregisters_when_it_is_back(
-    host: WorkerHost, own_etcd: RealEtcd
-) -> None:
-    worker = await host.start("Counter")
-    lease = int(await worker.registered(), 16)
-    counting = await host.counting(worker, 1500)
-    await own_etcd.kill()
-    await worker.call("drain")
-    await refused(worker, lease)
-    with pytest.raises(EtcdUnavailable):
-        await worker.call("cancel_drain", timeout_s=20)
-    assert (await worker.status())["state"] == "draining"
-    await refused(worker, lease)
-    await own_etcd.start()
-    await worker.reaches(lease=None)
-    assert await host.keys() == []
-    assert (await worker.call("cancel_drain"))["state"] == "ready"
-    assert await host.count(2) == [0, 1]
-    assert not counting.done()
-    counting.cancel()
-    await asyncio.wait([counting])
-
-
 async def test_a_drain_is_taken_back_before_etcd_has_answered(host: WorkerHost, own_etcd: RealEtcd) -> None:
-    """Nothing was stopped yet, so nothing has to be begun again; the prefill worker can be drained again, and goes."""
+    """Nothing was stopped yet, so nothing has to start again."""
     worker = await host.start("PrefillWorker", target=DISAGG)
     own_etcd.pause()
     try:
@@ -158,35 +134,3 @@ async def test_a_dead_engine_ends_its_worker_at_once(host: WorkerHost) -> None:
     assert await host.keys() == []
     with pytest.raises(NoWorkers):
         await worker.status()
-
-
-async def test_an_engine_that_dies_during_a_drain_ends_it(host: WorkerHost) -> None:
-    config = {"VllmWorker": {"sim": {"fail_after_requests": 2}}}
-    worker = await host.start("VllmWorker", target=DISAGG, config=config)
-    lease = await worker.registered()
-    first = asyncio.create_task(generate(host, lease))
-    await worker.reaches(in_flight=1)
-    worker.signal(signal.SIGTERM)
-    with pytest.raises(WorkerLost):
-        await generate(host, lease)  # on its way when the worker deregistered: served, and the engine's last
-    with pytest.raises(WorkerLost):
-        await first
-    assert await worker.exit_code() == 1
-
-
-async def test_a_statefile_that_cannot_be_written_keeps_no_worker_from_its_work(host: WorkerHost) -> None:
-    text = host.store.path.read_text()
-    worker = await host.start("Counter")
-    good = host.store.path.read_text()
-    host.store.path.write_text(text[:20])
-    await worker.call("drain")
-    await worker.reaches(lease=None)
-    status = await worker.call("cancel_drain")
-    assert await host.count(2) == [0, 1]
-    host.store.path.write_text(good)
-
-    async def up_to_date() -> bool:
-        return worker.entry().lease == status["lease"]
-
-    await host.until(up_to_date)
-    assert "the statefile was not updated" in worker.log
