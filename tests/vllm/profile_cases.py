@@ -102,8 +102,6 @@ class Profiled:
     async def test_a_whole_profile_in_a_quarter_of_an_hour_is_used_by_the_twin_and_by_slo(
         self, vllm_host: VllmHost, tmp_path: Path
     ) -> None:
-        """The certificate says where the profile is off. The simulator plays the measured engines, and a planner takes the
-        profile for the same engines only."""
         folder = tmp_path / "profile"
         with vllm_host.disaggregated(tmp_path) as served:
             words = ("disagg", tmp_path / "disagg.yaml", folder, "--budget", WHOLE)

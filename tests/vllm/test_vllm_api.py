@@ -184,8 +184,7 @@ def asked(**more: Any) -> EngineRequest:
 
 
 async def test_a_worker_gives_vllms_outputs_as_they_are():
-    """EngineCore gets the worker's name and the KV's place. Log-probabilities are added where vLLM's AsyncLLM, which counts,
-    does not see them."""
+    """vLLM's own AsyncLLM counts log-probabilities, so it must not see the added ones."""
     llm = Llm()
     subject = CoreRequests(llm)
     params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 2}

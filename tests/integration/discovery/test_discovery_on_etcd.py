@@ -24,7 +24,7 @@ pytestmark = pytest.mark.infra
 
 DEADLINE_S = 5.0
 SEEN_S = 0.05
-"""Issue 2, item 7: a new worker is used, a deregistered one avoided, within 50 ms."""
+"""From the write in etcd until other processes use a new worker, or avoid one that deregistered."""
 
 
 async def put(store: EtcdStore, namespace: str, endpoint: str = "generate") -> Instance:
