@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from dynamo_local.arbiter.event_log import event_log_path, read
 from dynamo_local.cli.common import ask_arbiter
-from tests.drivers.served import Served, auntil, expected, stream_chat
+from tests.drivers.served import Served, asking, auntil, expected, stream_chat
 
 COMMAND_TIMEOUT_S = 60.0
 PATIENCE_S = 120.0
@@ -53,6 +53,20 @@ def names(served: Served, component: str) -> list[str]:
         for row in served.status()["workers"]
         if row["component"] == component and row["state"] == "ready"
     ]
+
+
+def busy(served: Served, component: str) -> str | None:
+    """A worker of the component that has a request in hand, by the samples of its load."""
+    for row in served.status()["workers"]:
+        if row["component"] == component and row["load"] and row["load"]["request_active_slots"]:
+            return str(row["watcher_name"]).removeprefix(f"{served.namespace}_")
+    return None
+
+
+async def answer(served: Served, prompt: str, tokens: int = 8) -> str | None:
+    """The text of one chat. Raises what the client raises."""
+    async with served.client() as client:
+        return (await client.chat.completions.create(**asking(prompt, tokens))).choices[0].message.content
 
 
 def events(served: Served, name: str | None = None) -> list[dict[str, Any]]:

@@ -168,6 +168,11 @@ class RealNats(RealServer):
         return self.spec.token
 
     @property
+    def address(self) -> str:
+        """`url` with the token in it, as a user may write it."""
+        return self.url.replace("://", f"://{self.token}@")
+
+    @property
     def token_file(self) -> Path:
         return self.spec.token_file
 

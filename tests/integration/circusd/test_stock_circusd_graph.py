@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from openai import InternalServerError
 
 from dynamo_local.system.processes import is_alive
 from tests.drivers.guests import NOISY_ENV, READY_TIMEOUT_S, Guest, guest
 from tests.drivers.planned import DECODE, capacity, committed, decided, open_loop, steady
+from tests.drivers.scaled import load, settled, streaming
 from tests.drivers.served import EXAMPLE, Served, auntil, expected, stream_chat, until
 from tests.drivers.stock_circusd import StockCircusd
 
@@ -74,12 +76,12 @@ async def test_the_planner_scales_their_watchers() -> None:
             "decode-kv-scale-down-threshold": 0.2,
         },
     }
-    load = steady(rate=2, seconds=12, prompt_words=8, tokens=100)
+    requests = steady(rate=2, seconds=12, prompt_words=8, tokens=100)
     with guest(sections) as under:
         served = under.ready().served
-        answers = await open_loop(served, load)
+        answers = await open_loop(served, requests)
         assert answers.wrong == []
-        assert answers.right == len(load)
+        assert answers.right == len(requests)
         await auntil(lambda: capacity(served)[DECODE] == 1 and len(served.pids()) == 3, 60.0, what=served.states)
         steps = [step for _, component, step in committed(decided(served)) if component == DECODE]
         assert sum(steps) == 0
@@ -101,15 +103,12 @@ async def test_a_crashed_worker_is_replaced(under: Guest) -> None:
 
 
 @pytest.mark.full
-def test_ctl_says_where_circus_commands_are_answered(under: Guest) -> None:
+def test_our_commands_say_whose_the_watchers_are(under: Guest) -> None:
     done = under.served.cli("ctl", "list")
     assert f"circusctl --endpoint {under.circusd.endpoint} list" in done.stdout + done.stderr
     done = under.served.cli("ctl", "dynamo_status")
     assert "dynamo_VllmWorker: ready" in done.stdout
 
-
-@pytest.mark.full
-def test_serve_beside_it_is_refused(under: Guest) -> None:
     done = under.served.cli(*under.served.serve_words())
     assert done.returncode == 4
     assert "the circusd plugin plugin:dynamo" in done.stderr
@@ -118,13 +117,7 @@ def test_serve_beside_it_is_refused(under: Guest) -> None:
 async def test_circusctl_stop_of_a_worker_is_a_drain(under: Guest) -> None:
     up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
     assert up.returncode == 0, up.stderr
-    async with under.served.client() as client:
-        started = [asyncio.Event() for _ in range(4)]
-        streams = [
-            asyncio.ensure_future(stream_chat(client, f"Story {n}", 400, ignore_eos=True, started=started[n]))
-            for n in range(4)
-        ]
-        await asyncio.gather(*(event.wait() for event in started))
+    async with streaming(under.served, *(f"Story {n}" for n in range(4)), tokens=400) as streams:
         await asyncio.to_thread(under.circusd.ask, "stop", name="dynamo_VllmWorker_1")
         await auntil(lambda: under.served.states().get("VllmWorker_1") == "draining", 2.0, what=under.served.states)
         for n, stream in enumerate(streams):
@@ -218,10 +211,7 @@ def test_down_leaves_their_watchers_and_stays_down() -> None:
 async def test_quit_finishes_what_streams() -> None:
     with guest() as under:
         under.ready()
-        async with under.served.client() as client:
-            started = asyncio.Event()
-            stream = asyncio.ensure_future(stream_chat(client, "To the end", 300, ignore_eos=True, started=started))
-            await started.wait()
+        async with streaming(under.served, "To the end", tokens=300) as (stream,):
             await asyncio.to_thread(under.circusd.quit)
             assert await stream == expected("To the end", 300, ignore_eos=True)
 
@@ -231,10 +221,7 @@ async def test_a_killed_plugin_comes_back_and_takes_the_graph_back() -> None:
     with guest() as under:
         pids = under.ready().served.pids()
         plugin = under.plugin_pid()
-        async with under.served.client() as client:
-            started = asyncio.Event()
-            stream = asyncio.ensure_future(stream_chat(client, "Go on", 600, ignore_eos=True, started=started))
-            await started.wait()
+        async with streaming(under.served, "Go on", tokens=600) as (stream,):
             os.kill(plugin, signal.SIGKILL)
             await auntil(lambda: under.circusd.pids("plugin:dynamo") not in ([], [plugin]), 10.0, what=under.logs)
             await auntil(under.is_ready, READY_TIMEOUT_S, what=under.logs)
@@ -268,10 +255,7 @@ async def test_a_killed_circusd_takes_the_graph_with_it_in_order() -> None:
     with guest() as under:
         pids = under.ready().served.pids()
         other = under.circusd.pids("other")
-        async with under.served.client() as client:
-            started = asyncio.Event()
-            stream = asyncio.ensure_future(stream_chat(client, "Still", 300, ignore_eos=True, started=started))
-            await started.wait()
+        async with streaming(under.served, "Still", tokens=300) as (stream,):
             under.circusd.kill()
             assert await stream == expected("Still", 300, ignore_eos=True)
         await auntil(lambda: not any(is_alive(pid) for pid in pids.values()), 20.0, what=under.logs)
@@ -309,3 +293,36 @@ def test_the_shipped_circus_ini_runs() -> None:
             circusd.quit()
         for socket in Path(served.env["XDG_RUNTIME_DIR"]).glob("circus*.sock"):
             socket.unlink()  # circus leaves them
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+async def test_the_edited_file_is_applied_and_outlives_the_plugin() -> None:
+    with guest() as under:
+        served, before = under.ready().served, under.served.pids()
+        file = served.folder / "disagg.yaml"
+        content = yaml.safe_load(file.read_text())
+        content["VllmWorker"].setdefault("sim", {})["speed"] = 3.0
+        file.write_text(yaml.safe_dump(content))
+        async with load(served, streams=4) as streams:
+            done = await asyncio.to_thread(served.cli, "apply", "-f", str(file), timeout_s=90.0)
+            assert done.returncode == 0, done.stdout + done.stderr
+            await streams.more(8)
+        streams.check()
+        after = served.pids()
+        assert after.keys() == {"Frontend", "PrefillWorker", "VllmWorker_1"}
+        assert after.items() - before.items() == {("VllmWorker_1", after["VllmWorker_1"])}
+
+        other = served.folder / "other.yaml"
+        other.write_text(file.read_text())
+        for words in ((str(other),), (str(file), "--VllmWorker.sim.speed=1")):
+            refused = await asyncio.to_thread(served.cli, "apply", "-f", *words)
+            assert refused.returncode == 2
+            assert f"circusd starts this graph from {file}" in refused.stderr
+
+        plugin = under.plugin_pid()
+        os.kill(plugin, signal.SIGKILL)
+        came_back = lambda: under.is_ready() and under.plugin_pid() != plugin  # noqa: E731
+        await auntil(came_back, READY_TIMEOUT_S, what=under.logs)
+        await settled(served)
+        assert served.pids() == after

@@ -63,6 +63,20 @@ async def view(etcd_server: RealEtcd, namespace: str) -> AsyncIterator[InstanceV
     await store.close()
 
 
+@pytest.fixture
+async def own(own_etcd: RealEtcd) -> AsyncIterator[tuple[EtcdStore, InstanceView]]:
+    """A store, and a view through it, on an etcd that may be killed."""
+    store = await EtcdStore.connect(own_etcd.endpoint, timeout_s=1.0)
+    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
+    await view.start(DEADLINE_S)
+    yield store, view
+    await view.close()
+    await store.close()
+
+
+Own = tuple[EtcdStore, InstanceView]
+
+
 @pytest.mark.alone
 @pytest.mark.timing
 async def test_workers_are_seen_and_avoided_within_50_ms(view: InstanceView, store: EtcdStore, namespace: str) -> None:
@@ -141,10 +155,8 @@ async def test_a_broken_value_is_logged_once_and_skipped(
     assert [record.message.count(key) for record in caplog.records] == [1]
 
 
-async def test_the_last_known_view_stays_while_etcd_is_away(own_etcd: RealEtcd) -> None:
-    store = await EtcdStore.connect(own_etcd.endpoint)
-    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
-    await view.start(DEADLINE_S)
+async def test_the_last_known_view_stays_while_etcd_is_away(own: Own, own_etcd: RealEtcd) -> None:
+    store, view = own
     instance = await put(store, "dynamo")
     await until_it_is(view, instance)
     await own_etcd.kill()
@@ -157,28 +169,20 @@ async def test_the_last_known_view_stays_while_etcd_is_away(own_etcd: RealEtcd) 
     assert view.instances() == (instance,)
     second = await put(store, "dynamo")
     await until_it_is(view, *sorted((instance, second), key=lambda one: one.lease_id))
-    await view.close()
-    await store.close()
 
 
-async def test_a_view_heals_after_etcd_lost_its_data(own_etcd: RealEtcd) -> None:
-    store = await EtcdStore.connect(own_etcd.endpoint)
-    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
-    await view.start(DEADLINE_S)
+async def test_a_view_heals_after_etcd_lost_its_data(own: Own, own_etcd: RealEtcd) -> None:
+    store, view = own
     await until_it_is(view, await put(store, "dynamo"))
     await own_etcd.restart(lose_data=True)
     await until_it_is(view)
     await until_current(view)
     instance = await put(store, "dynamo")
     await until_it_is(view, instance)
-    await view.close()
-    await store.close()
 
 
-async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own_etcd: RealEtcd) -> None:
-    store = await EtcdStore.connect(own_etcd.endpoint)
-    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
-    await view.start(DEADLINE_S)
+async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own: Own, own_etcd: RealEtcd) -> None:
+    store, view = own
     await until_it_is(view, await put(store, "dynamo"))
     seen: list[int] = []
 
@@ -194,8 +198,6 @@ async def test_an_etcd_that_lost_its_data_is_given_time_to_be_filled_again(own_e
     await until_it_is(view, again)
     noting.cancel()
     assert 0 not in seen
-    await view.close()
-    await store.close()
 
 
 async def test_a_view_may_start_before_etcd(tmp_path: Path) -> None:
@@ -234,11 +236,9 @@ async def until_current(view: InstanceView) -> None:
             await view.changed()
 
 
-async def test_a_watch_whose_etcd_falls_silent_is_found_out(own_etcd: RealEtcd) -> None:
+async def test_a_watch_whose_etcd_falls_silent_is_found_out(own: Own, own_etcd: RealEtcd) -> None:
     """SIGSTOP breaks no connection, so only the heartbeat can notice it."""
-    store = await EtcdStore.connect(own_etcd.endpoint, timeout_s=1.0)
-    view = InstanceView(store, "dynamo", "VllmWorker", "generate")
-    await view.start(DEADLINE_S)
+    store, view = own
     own_etcd.pause()
     async with asyncio.timeout(DEADLINE_S):
         while not view.stale:
@@ -247,8 +247,6 @@ async def test_a_watch_whose_etcd_falls_silent_is_found_out(own_etcd: RealEtcd) 
     await until_current(view)
     instance = await put(store, "dynamo")
     await until_it_is(view, instance)
-    await view.close()
-    await store.close()
 
 
 async def test_a_quiet_watch_stays_alive(view: InstanceView, store: EtcdStore, namespace: str) -> None:

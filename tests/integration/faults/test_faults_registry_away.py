@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dynamo_local.system.processes import is_alive
-from tests.drivers.scaled import events, kinds, streaming
+from tests.drivers.scaled import busy, events, kinds, streaming
 from tests.drivers.served import AGG, Served, auntil, expected, until
 from tests.drivers.servers import RealEtcd, RealNats
 from tests.integration.faults.conftest import ECHO
@@ -46,10 +46,6 @@ class Echo:
 """
 
 
-def _env(etcd: RealEtcd, nats: RealNats) -> dict[str, str]:
-    return {"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": f"nats://{nats.token}@{nats.url.removeprefix('nats://')}"}
-
-
 def _echo(etcd: RealEtcd, nats: RealNats, *words: str, namespace: str, source: str = ECHO) -> Served:
     return Served(
         *("--gpus", "sim:8", *words),
@@ -57,7 +53,7 @@ def _echo(etcd: RealEtcd, nats: RealNats, *words: str, namespace: str, source: s
         files={"echo.py": source},
         namespace=namespace,
         frontend=False,
-        env=_env(etcd, nats),
+        env={"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": nats.address},
     )
 
 
@@ -107,11 +103,11 @@ async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
     """The worker stayed `ready` with a dead lease, and its end was a crash."""
-    words = ("--VllmWorker.ServiceArgs.workers=2",)
-    with Served(*words, target=AGG, namespace="unseen", env=_env(own_etcd, nats_server)) as served:
+    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": nats_server.address}
+    with Served("--VllmWorker.ServiceArgs.workers=2", target=AGG, namespace="unseen", env=env) as served:
         served.start()
         async with streaming(served, "Let me finish.", tokens=TOKENS) as (stream,):
-            name = await auntil(lambda: _busy(served), what=served.status)
+            name = await auntil(lambda: busy(served, "VllmWorker"), what=served.status)
             row, arbiter = served.worker(name), served.status()["arbiter_pid"]
             with _stopped(arbiter):
                 served.etcdctl("lease", "revoke", row["lease"])
@@ -150,13 +146,6 @@ async def test_a_worker_that_left_by_its_lease_while_nobody_watched_has_not_cras
 
         assert kinds(events(served, "Echo_1"))[-2:] == ["LeaseRevoked", "ProcessExited"]
         assert served.states() == {"Echo": "ready"}
-
-
-def _busy(served: Served) -> str | None:
-    for worker in served.status()["workers"]:
-        if worker["component"] == "VllmWorker" and worker["load"] and worker["load"]["request_active_slots"]:
-            return str(worker["watcher_name"]).removeprefix(f"{served.namespace}_")
-    return None
 
 
 @pytest.mark.full

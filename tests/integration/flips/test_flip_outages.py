@@ -21,8 +21,7 @@ LEASE_TTL_S = 30
 
 def served(etcd: RealEtcd, nats: RealNats, namespace: str) -> Served:
     """Two workers of each role, on an etcd that may be stopped."""
-    token = f"nats://{nats.token}@{nats.url.removeprefix('nats://')}"
-    env = {"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": token, "DYN_LEASE_TTL_S": str(LEASE_TTL_S)}
+    env = {"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": nats.address, "DYN_LEASE_TTL_S": str(LEASE_TTL_S)}
     return Served(*counts(), namespace=namespace, env=env)
 
 

@@ -56,8 +56,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealEtcd
 def shared(servers: tuple[RealEtcd, RealNats]) -> Iterator[Served]:
     """The example graph, 1P1D on eight simulated GPUs, with its planner."""
     etcd, nats = servers
-    address = nats.url.replace("://", f"://{nats.token}@")
-    with Served(*WORDS, env={"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": address}) as served:
+    with Served(*WORDS, env={"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": nats.address}) as served:
         yield served.start()
 
 

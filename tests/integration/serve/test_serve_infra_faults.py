@@ -63,7 +63,7 @@ def _keys_or_none(served: Served) -> list[str] | None:
 
 @pytest.mark.full
 async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(nats_server), "DYN_LEASE_TTL_S": "3"}
+    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": nats_server.address, "DYN_LEASE_TTL_S": "3"}
     with Served(namespace="lost", env=env) as served:
         served.start()
         before, pids = _endpoints(served), served.pids()
@@ -87,10 +87,6 @@ async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, na
 
 def _endpoints(served: Served) -> list[str]:
     return sorted(key.rpartition(":")[0] for key in served.keys(f"{served.namespace}/components/"))
-
-
-def _with_token(nats: RealNats) -> str:
-    return f"nats://{nats.token}@{nats.url.removeprefix('nats://')}"
 
 
 async def test_a_killed_nats_is_restarted_and_the_graph_heals() -> None:
@@ -135,7 +131,7 @@ async def _until_served(served: Served, timeout_s: float = 10.0) -> None:
 async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
     etcd_server: RealEtcd, own_nats: RealNats
 ) -> None:
-    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": _with_token(own_nats)}
+    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": own_nats.address}
     with Served(target=AGG, namespace="outage", env=env) as served:
         served.start()
         assert await _ask(served, "Before.") == _right("Before.")
@@ -157,7 +153,7 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
 @pytest.mark.timing
 @pytest.mark.full
 async def test_down_works_while_nats_and_etcd_are_away(own_etcd: RealEtcd, own_nats: RealNats) -> None:
-    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": _with_token(own_nats)}
+    env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": own_nats.address}
     with Served(namespace="alone", env=env) as served:
         served.start()
         await own_nats.kill()

@@ -207,8 +207,7 @@ def _listening(pid: int) -> Iterator[str]:
 
 @pytest.mark.full
 def test_external_servers_are_used_and_left_without_a_key(etcd_server: RealEtcd, nats_server: RealNats) -> None:
-    where = nats_server.url.removeprefix("nats://")
-    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": f"nats://{nats_server.token}@{where}"}
+    env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": nats_server.address}
     with Served(namespace="external", env=env) as served:
         served.start()
         keys = served.keys()

@@ -11,16 +11,12 @@ import time
 import httpx
 import pytest
 
+from tests.drivers.scaled import answer, busy
 from tests.drivers.served import Served, asking, auntil, expected
 
 pytestmark = pytest.mark.infra
 
 LONG_PROMPT = "word " * 400
-
-
-async def _ask(served: Served, prompt: str, tokens: int = 8) -> str | None:
-    async with served.client() as client:
-        return (await client.chat.completions.create(**asking(prompt, tokens))).choices[0].message.content
 
 
 @pytest.mark.timing
@@ -44,7 +40,7 @@ async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> No
             refused = await http.post("/v1/chat/completions", json=asking("Anybody there?", 4))
         row = served.worker("VllmWorker")
         await auntil(lambda: served.states()["VllmWorker"] == "ready", what=served.states)
-        assert await _ask(served, "Risen from the dead.") == expected("Risen from the dead.", 8)[0]
+        assert await answer(served, "Risen from the dead.") == expected("Risen from the dead.", 8)[0]
         after = served.pids()
 
     error = json.loads(rest[-1].removeprefix("data: "))["error"]
@@ -65,7 +61,7 @@ async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
     os.kill(before["VllmWorker_1"], signal.SIGKILL)
 
     prompts = [f"Take over, number {n}." for n in range(10)]
-    answers = await asyncio.gather(*(_ask(two_by_two, prompt) for prompt in prompts))
+    answers = await asyncio.gather(*(answer(two_by_two, prompt) for prompt in prompts))
 
     assert answers == [expected(prompt, 8)[0] for prompt in prompts]
     await auntil(lambda: two_by_two.states()["VllmWorker_1"] == "ready", what=two_by_two.states)
@@ -79,15 +75,15 @@ async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
     words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.02}')
     with Served(*words) as served:
         served.start()
-        request = asyncio.create_task(_ask(served, LONG_PROMPT, 16))
-        victim = await auntil(lambda: _computing(served), what=lambda: served.status()["workers"])
+        request = asyncio.create_task(answer(served, LONG_PROMPT, 16))
+        victim = await auntil(lambda: busy(served, "PrefillWorker"), what=lambda: served.status()["workers"])
         began_s = time.monotonic()
         os.kill(served.pids()[victim], signal.SIGKILL)
-        answer = await request
+        text = await request
         took_s = time.monotonic() - began_s
         decode_log = served.log("VllmWorker")
 
-    assert answer == expected(LONG_PROMPT, 16)[0]
+    assert text == expected(LONG_PROMPT, 16)[0]
     assert "Remote prefill: True" in decode_log
     assert "prefilled locally" not in decode_log
     assert took_s < 25.0
@@ -99,22 +95,14 @@ async def test_without_any_prefill_worker_left_the_decode_worker_does_it_itself(
     words = ('--PrefillWorker.sim={"speed": 0.001}', "--VllmWorker.prefill-timeout-s=3")
     with Served(*words) as served:
         served.start()
-        request = asyncio.create_task(_ask(served, LONG_PROMPT, 16))
-        victim = await auntil(lambda: _computing(served), what=lambda: served.status()["workers"])
+        request = asyncio.create_task(answer(served, LONG_PROMPT, 16))
+        victim = await auntil(lambda: busy(served, "PrefillWorker"), what=lambda: served.status()["workers"])
         began_s = time.monotonic()
         os.kill(served.pids()[victim], signal.SIGKILL)
-        answer = await request
+        text = await request
         took_s = time.monotonic() - began_s
         decode_log = served.log("VllmWorker")
 
-    assert answer == expected(LONG_PROMPT, 16)[0]
+    assert text == expected(LONG_PROMPT, 16)[0]
     assert "prefilled locally" in decode_log
     assert took_s < 9.0
-
-
-def _computing(served: Served) -> str | None:
-    """The prefill worker that has an entry in hand, by the samples of its load."""
-    for worker in served.status()["workers"]:
-        if worker["component"] == "PrefillWorker" and worker["load"] and worker["load"]["request_active_slots"]:
-            return str(worker["watcher_name"]).removeprefix("dynamo_")
-    return None
