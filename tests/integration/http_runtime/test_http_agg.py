@@ -47,27 +47,17 @@ async def test_openais_client_gets_answers_whole_and_streamed_from_both(graph: S
         assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 4096)
         await asyncio.gather(*(ask(client, 20) for _ in range(8)))
     assert len({note["port"] for note in seen(graph, path="/v1/chat/completions")}) == 2
-
-
-async def test_a_servers_own_error_reaches_the_client_as_it_is(graph: Served) -> None:
     async with httpx.AsyncClient(base_url=graph.url) as http:
-        answer = await http.post("/v1/chat/completions", json={"model": "other"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        other = await http.post("/v1/chat/completions", json={"model": "other"})
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found"), "the server's own error"
         assert (await http.get("/health")).json() == {"status": "ready", "models": [MODEL], "instances": 2}
         assert 'dynamo_frontend_requests_total{endpoint="chat_completions"' in (await http.get("/metrics")).text
 
 
-async def test_status_shows_the_servers_like_native_workers(graph: Served) -> None:
-    async with loaded(graph, clients=4, tokens=(60,)) as found:
-        row = await auntil(lambda: (w := graph.worker("Server")).get("load") and w, what=lambda: graph.worker("Server"))
-        assert row["state"] == "ready"
-        assert row["lease"]
-        assert row["load"]["kv_total_blocks"] == 1000
-    found.check()
-
-
 async def test_scaling_up_and_down_under_load_fails_no_request(graph: Served) -> None:
     async with loaded(graph) as found:
+        row = await auntil(lambda: (w := graph.worker("Server")).get("load") and w, what=lambda: graph.worker("Server"))
+        assert (row["state"], bool(row["lease"]), row["load"]["kv_total_blocks"]) == ("ready", True, 1000)
         for target, count in (("=4", 4), ("=1", 1), ("=2", 2)):
             await ascale(graph, "Server", target)
             await auntil(lambda count=count: len(names(graph, "Server")) == count, 60.0, what=graph.states)
@@ -101,3 +91,28 @@ async def test_a_killed_server_cuts_only_what_it_had_begun_and_comes_back(graph:
         assert await asyncio.gather(*(ask(client, 5) for _ in range(4))) == [text_of(5)] * 4
     await auntil(lambda: names(graph, "Server") == ["Server", "Server_1"], 60.0, what=graph.states)
     assert "ProcessExited" in kinds(event_log(graph, "Server"))
+
+
+PLANNER = {"adjustment-interval": 2, "metric-pulling-interval": 0.5, "max-gpu-budget": 2}
+STREAMS = 20
+"""The server has room for so many: its KV is full."""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(150)
+async def test_a_full_cache_brings_another_server_and_an_idle_one_goes() -> None:
+    server = section("aggregated", 1)
+    server["ServiceArgs"] = {"workers": 1, "resources": {"gpu": 1}}
+    with http_graph(Planner=PLANNER, Server=server) as served:
+        served.start()
+        async with served.client() as client:
+            streams = [asyncio.create_task(ask(client, 20_000, stream=True)) for _ in range(STREAMS)]
+            await auntil(lambda: names(served, "Server") == ["Server", "Server_1"], 40.0, what=served.states)
+            for stream in streams:
+                stream.cancel()
+            await asyncio.wait(streams)
+        await auntil(lambda: names(served, "Server") == ["Server"], 40.0, what=served.states)
+        await auntil(lambda: "Server_1" not in served.states(), 20.0, what=served.states)
+        explained = await asyncio.to_thread(served.cli, "planner", "explain", "20")
+        assert "Server" in explained.stdout, explained.stderr
+        assert list(cut(served)) == []

@@ -1,4 +1,4 @@
-"""Drains on real processes: how fast a worker is out of routing, what it finishes, what its deadline cuts."""
+"""Drains and restarts on graphs of their own: what a worker finishes, what its deadline cuts, who serves meanwhile."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import time
 import openai
 import pytest
 
+from dynamo_local.cli.common import ArbiterRefused
 from tests.drivers.scaled import ascale, command, events, load, names, settled, streaming
 from tests.drivers.served import AGG, Served, auntil
 
-pytestmark = pytest.mark.infra
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 
 @pytest.mark.full
@@ -81,3 +82,41 @@ async def test_a_rolling_restart_needs_no_spare_gpu_and_loses_nothing() -> None:
         assert {name for name in before if before[name] != after[name]} == set(gpus)
         assert {name: served.worker(name)["gpus"] for name in gpus} == gpus
         assert "Faulted" not in {record["event"] for record in events(served)}
+
+
+@pytest.mark.full
+async def test_the_only_workers_are_replaced_under_load_and_no_request_is_lost() -> None:
+    with Served("--gpus", "sim:2", "--Frontend.ServiceArgs.colocate=[]", target=AGG) as served:
+        served.start()
+        url, before = served.url, served.pids()
+        async with load(served) as streams:
+            for component in ("VllmWorker", "Processor", "Frontend"):
+                done = await asyncio.to_thread(served.cli, "restart", component, "--wait")
+                assert done.returncode == 0, done.stderr
+                assert (
+                    f"dynamo_{component}_1 is started first, and takes the place of dynamo_{component}" in done.stdout
+                )
+                await streams.more(12)
+        streams.check()
+
+        assert served.url == url
+        assert served.pids().keys() == {"Frontend_1", "Processor_1", "VllmWorker_1"}
+        assert not set(served.pids().values()) & set(before.values())
+        again = await asyncio.to_thread(served.cli, "restart", "VllmWorker", "--wait")
+        assert again.returncode == 0, again.stderr
+        assert names(served, "VllmWorker") == ["VllmWorker"], "the lowest free name"
+
+
+@pytest.mark.full
+async def test_without_a_spare_gpu_it_is_refused_with_the_reason() -> None:
+    with Served("--gpus", "sim:1", target=AGG) as served:
+        served.start()
+        before = served.pids()
+        with pytest.raises(ArbiterRefused, match=r"VllmWorker is the only worker .*too few GPUs.*--force"):
+            command(served, "restart", name="VllmWorker")
+        assert served.pids() == before
+
+        reply = command(served, "restart", name="VllmWorker", force=True)
+        await auntil(lambda: served.pids().get("VllmWorker") not in (None, before["VllmWorker"]), what=served.status)
+        await settled(served)
+        assert reply["warnings"][0].startswith("dynamo_VllmWorker is the only worker of VllmWorker")

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from dynamo_local.system.processes import is_alive, parent_and_session
+from tests.drivers.mixed_actions import WORDS as MIXED
+from tests.drivers.mixed_actions import run as mixed_run
 from tests.drivers.served import AGG, Served, until
 
 pytestmark = pytest.mark.infra
@@ -121,3 +123,19 @@ async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> N
         assert own.pids() == pids
         assert warm(own)["pid"] not in (spare["pid"], *pids.values())
         assert own.status()["state"] == "ready"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("seed", "actions", "requests"), [(1, 20, 200), (14, 200, 2000)])
+async def test_mixed_actions_drop_no_request(seed: int, actions: int, requests: int) -> None:
+    with Served(*MIXED) as own:
+        own.start()
+        mixed, load = await mixed_run(own, seed=seed, actions=actions, requests=requests)
+        assert load.failures == [], f"seed {seed}: {mixed.story}"
+        assert load.right >= requests
+        assert mixed.done.total() + mixed.refused.total() == actions
+        assert {"flip", "sleep", "wake"} <= mixed.done.keys() or actions < 200, mixed.done
+        ways = {lead["rung"] for lead in own.status()["lead_times"] if lead["run"]}
+        many = {"flip_to_decode", "flip_to_prefill", "wake_1", "sleep_1"} if actions >= 200 else set()
+        assert {"spare", "cold", *many} <= ways, ways

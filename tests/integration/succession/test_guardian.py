@@ -60,10 +60,6 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if is_alive(pid)]
 
 
-def nothing_left(served: Served) -> bool:
-    return served.leftovers() == []
-
-
 @pytest.mark.timing
 def test_a_killed_arbiter_leaves_nothing_within_two_seconds() -> None:
     with parent() as served:
@@ -72,7 +68,7 @@ def test_a_killed_arbiter_leaves_nothing_within_two_seconds() -> None:
         assert len(pids) >= 8  # arbiter, guardian, etcd, NATS, worker, three children (one of them without marks)
 
         killed_s = kill_arbiter(served)
-        until(lambda: nothing_left(served) and not alive(pids), PATIENCE_S, what=served.leftovers)
+        until(lambda: not served.leftovers() and not alive(pids), PATIENCE_S, what=served.leftovers)
         took_s = time.monotonic() - killed_s
 
         assert "policy: end" in served.log("guardian")
@@ -92,7 +88,7 @@ def test_a_guardian_that_dies_is_started_again_and_does_its_work() -> None:
 
         kill_arbiter(served)
 
-        until(lambda: nothing_left(served), PATIENCE_S, what=served.leftovers)
+        until(lambda: not served.leftovers(), PATIENCE_S, what=served.leftovers)
 
 
 @pytest.mark.full
@@ -124,7 +120,7 @@ def test_killed_in_the_middle_of_its_start_it_leaves_nothing_either() -> None:
 
         process.kill()
 
-        until(lambda: nothing_left(served), PATIENCE_S, what=served.leftovers)
+        until(lambda: not served.leftovers(), PATIENCE_S, what=served.leftovers)
 
 
 @pytest.mark.full
@@ -147,11 +143,8 @@ def test_arbiter_and_guardian_killed_the_next_serve_sweeps_and_says_so() -> None
     with parent() as served:
         served.start()
         old = children(served)
-        status = served.status()
         etcd = served.server_pid("etcd")
-        os.kill(status["guardian_pid"], signal.SIGSTOP)  # it must not be quicker than the second kill
-        os.kill(status["arbiter_pid"], signal.SIGKILL)
-        os.kill(status["guardian_pid"], signal.SIGKILL)
+        served.kill_arbiter(guardian=True)
         until(lambda: not served.pids_of("serve_dynamo"), PATIENCE_S)
         assert etcd is not None
         assert is_alive(etcd)
@@ -167,13 +160,10 @@ def test_arbiter_and_guardian_killed_the_next_serve_sweeps_and_says_so() -> None
 def test_down_ends_what_arbiter_and_guardian_left() -> None:
     with parent() as served:
         served.start()
-        status = served.status()
-        os.kill(status["guardian_pid"], signal.SIGSTOP)
-        os.kill(status["arbiter_pid"], signal.SIGKILL)
-        os.kill(status["guardian_pid"], signal.SIGKILL)
+        served.kill_arbiter(guardian=True)
 
         done = served.down()
 
         assert "its arbiter is dead" in done.stdout
         assert "ended dynamo_etcd" in done.stdout
-        assert nothing_left(served)
+        assert served.leftovers() == []

@@ -1,19 +1,52 @@
-"""Workers that sleep and wake on a real graph: nothing is lost or late, the GPU is somebody else's meanwhile."""
+"""Workers that sleep and wake on real graphs: nothing is lost, and another worker may use the GPU meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import statistics
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from dynamo_local.cli.common import ArbiterRefused
 from dynamo_local.errors import EXIT_FAILED, EXIT_OK
-from tests.drivers.scaled import ascale, events, kinds, load, streaming
-from tests.drivers.served import Served, auntil, until
-from tests.drivers.sleepers import asleep, awake, sleep, until_state, wake
-from tests.integration.standby.conftest import WAKE_S
+from tests.drivers.scaled import ascale, events, kinds, load, names, settled, streaming
+from tests.drivers.served import AGG, Served, auntil, until
+from tests.drivers.sleepers import asleep, awake, sleep, until_state, wake, wake_all
+
+pytestmark = pytest.mark.infra
+
+SPEED = 4.0
+WAKE_S = 0.3
+"""What the configured time of a wake comes to at that speed."""
+
+
+@pytest.fixture(scope="module")
+def shared_graph() -> Iterator[Served]:
+    """Two decode workers, a prefill worker, on four simulated GPUs. They keep what they run."""
+    words = (
+        "--gpus=sim:4",
+        "--VllmWorker.ServiceArgs.workers=2",
+        "--VllmWorker.ServiceArgs.standby=0",
+        "--PrefillWorker.ServiceArgs.standby=0",
+        f"--VllmWorker.sim.speed={SPEED}",
+        f"--VllmWorker.sim.wake_s={WAKE_S * SPEED}",
+        f"--VllmWorker.sim.sleep_s={0.2 * SPEED}",
+        "--on-arbiter-death",
+        "keep",
+    )
+    with Served(*words) as served:
+        yield served.start()
+
+
+@pytest.fixture
+async def graph(shared_graph: Served) -> AsyncIterator[Served]:
+    yield shared_graph
+    await wake_all(shared_graph)
+    await settled(shared_graph)
+    assert names(shared_graph, "VllmWorker")[:2] == ["VllmWorker", "VllmWorker_1"]
+
 
 CYCLES = 4
 """Each level of sleep twice."""
@@ -130,3 +163,69 @@ async def test_an_arbiter_that_dies_meanwhile_is_succeeded_by_one_that_goes_on(g
         await streams.more(4)
         streams.check()
     until(lambda: graph.states()["VllmWorker_1"] == "ready")
+
+
+WORDS = (
+    "--gpus=sim:3",
+    "--VllmWorker.ServiceArgs.workers=1",
+    "--VllmWorker.sim.speed=4",
+    "--VllmWorker.sim.sleep_host_bytes=1000000",
+)
+GOES_WRONG = (*WORDS, "--VllmWorker.ServiceArgs.standby=0", "--VllmWorker.ServiceArgs.workers=2")
+"""Both awake at first."""
+
+
+@pytest.mark.full
+async def test_so_many_are_kept_asleep() -> None:
+    with Served(*WORDS, "--VllmWorker.ServiceArgs.standby=1", target=AGG) as served:
+        served.start()
+        await until_state(served, "VllmWorker_1", "sleeping")
+        row = served.worker("VllmWorker_1")
+        assert row["standby"]["wanted"]
+        assert (row["standby"]["vram_bytes"], row["standby"]["host_bytes"]) == (1_500_000_000, 1_000_000)
+        async with load(served, 4) as streams:
+            assert await ascale(served, "VllmWorker", "+1") == [("wake", "VllmWorker_1")]
+            await until_state(served, "VllmWorker_1", "ready")
+            await until_state(served, "VllmWorker_2", "sleeping")
+            await streams.more(4)
+            assert await ascale(served, "VllmWorker", "-1") == [("drain", "VllmWorker_1")]
+            await streams.more(4)
+            streams.check()
+        await auntil(lambda: "VllmWorker_1" not in served.states(), 60.0)
+        assert (await asyncio.to_thread(served.cli, "drain", "VllmWorker_2", "--wait")).returncode == 0
+        await until_state(served, "VllmWorker_1", "sleeping")
+
+
+@pytest.mark.full
+async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> None:
+    with Served(*GOES_WRONG, "--VllmWorker.sim.corrupt_after_wakes=2", target=AGG) as served:
+        served.start()
+        pid = served.pids()["VllmWorker_1"]
+        async with load(served, 4) as streams:
+            await asleep(served, "VllmWorker_1")
+            wake(served, "VllmWorker_1")
+            await auntil(lambda: served.pids().get("VllmWorker_1", pid) != pid, 60.0)
+            await until_state(served, "VllmWorker_1", "ready")
+            await streams.more(4)
+            streams.check()
+        why = "after wake 2 the engine answers otherwise than at its start"
+        await auntil(lambda: why in str(events(served, "VllmWorker_1")), 10.0)  # a thread writes the log
+
+
+@pytest.mark.full
+async def test_a_process_whose_memory_grows_is_replaced() -> None:
+    with Served(*GOES_WRONG, "--VllmWorker.sim.sleep_growth_bytes=700000000", target=AGG) as served:
+        served.start()
+        pid = served.pids()["VllmWorker_1"]
+        async with load(served, 4) as streams:
+            await asleep(served, "VllmWorker_1")  # once grown, since the rehearsal: still below the bound
+            assert served.pids()["VllmWorker_1"] == pid
+            wake(served, "VllmWorker_1")
+            await until_state(served, "VllmWorker_1", "ready")
+            assert served.pids()["VllmWorker_1"] == pid
+            await asleep(served, "VllmWorker_1")
+            await auntil(lambda: served.pids().get("VllmWorker_1", pid) != pid, 60.0)
+            await until_state(served, "VllmWorker_1", "sleeping", "ready")
+            await streams.more(4)
+            streams.check()
+        assert "has grown from" in " ".join(note["text"] for note in served.status()["notes"])
