@@ -35,29 +35,9 @@ def bearer(key: str) -> dict[str, str]:
     ("words", "why"),
     [
         (("--Frontend.host=0.0.0.0",), "there is no api-key"),
-        pytest.param(
-            ("--Frontend.api-key=file:no-such-file",),
-            "Frontend.api-key: the file no-such-file cannot be read",
-            marks=pytest.mark.full,
-        ),
         (("--Frontend.api-key=file:open-keys",), "can be read by everybody on this host"),
-        pytest.param(
-            ("--Frontend.api-key=env:NO_SUCH_KEYS",), "the variable NO_SUCH_KEYS is not set", marks=pytest.mark.full
-        ),
         ((f"--Frontend.api-key={FIRST}",), "must be file:PATH or env:NAME"),
-        pytest.param(
-            ("--Host.metrics-api-key=file:no-such-file",),
-            "Host.metrics-api-key: the file no-such-file cannot be read",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            ("--Host.metrics-socket=true", "--Host.metrics-port=9"),
-            "two places for the same metrics",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(("--Frontend.tls-cert=open-keys",), "tls-cert is given without tls-key", marks=pytest.mark.full),
         (("--Frontend.tls-cert=open-keys", "--Frontend.tls-key=open-keys"), "cannot be used"),
-        pytest.param(("--Frontend.cors-origins=example.org",), "must be a list of origins", marks=pytest.mark.full),
     ],
 )
 def test_what_leaves_a_frontend_open_or_closed_to_all_is_refused_before_anything_starts(

@@ -6,19 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.drivers.served import AGG, Served
+from tests.drivers.served import Served
 
 
 @pytest.fixture(scope="module")
 def disagg() -> Iterator[Served]:
     """The shipped disaggregated graph, detached: one prefill and one decode worker."""
     with Served() as served:
-        yield served.start()
-
-
-@pytest.fixture(scope="module")
-def agg() -> Iterator[Served]:
-    with Served(target=AGG) as served:
         yield served.start()
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.drivers.endpoint_client import endpoint_client
-from tests.drivers.served import MODEL, Served, asking, auntil, expected, messages, stream_chat, tokenizer
+from tests.drivers.served import AGG, MODEL, Served, asking, auntil, expected, messages, stream_chat, tokenizer
 
 pytestmark = pytest.mark.infra
 
@@ -18,38 +18,26 @@ LOGGING = ("Frontend", "VllmWorker", "PrefillWorker")
 """Those that a request passes whose prefill is done elsewhere."""
 
 
-async def test_chat_of_the_disaggregated_graph(disagg: Served) -> None:
+async def test_chats_completions_and_models(disagg: Served) -> None:
+    text, reason = expected("Tell me of the sea.", 32)
     async with disagg.client() as client:
         answer = await client.chat.completions.create(**asking("Tell me of the sea.", 32))
-
-    text, reason = expected("Tell me of the sea.", 32)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, reason)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 32
-
-
-async def test_streamed_chat_of_the_disaggregated_graph(disagg: Served) -> None:
-    async with disagg.client() as client:
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, reason)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 32
         assert await stream_chat(client, "Sing me a song.", 48) == expected("Sing me a song.", 48)
+        completion = await client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=8)
+        assert completion.usage is not None
+        assert (completion.object, completion.usage.completion_tokens) == ("text_completion", 8)
+        assert [model.id async for model in client.models.list()] == [MODEL]
 
 
 @pytest.mark.full
-async def test_chat_of_the_aggregated_graph(agg: Served) -> None:
-    async with agg.client() as client:
-        answer = await client.chat.completions.create(**asking("Alone at last.", 32))
-        streamed = await stream_chat(client, "Alone at last, aloud.", 32)
-
-    assert answer.choices[0].message.content == expected("Alone at last.", 32)[0]
-    assert streamed == expected("Alone at last, aloud.", 32)
-
-
-async def test_completion_and_models(disagg: Served) -> None:
-    async with disagg.client() as client:
-        answer = await client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=8)
-        models = [model.id async for model in client.models.list()]
-
-    assert answer.usage is not None
-    assert (answer.object, answer.usage.completion_tokens, models) == ("text_completion", 8, [MODEL])
+async def test_chat_of_the_aggregated_graph() -> None:
+    with Served(target=AGG) as agg:
+        agg.start()
+        async with agg.client() as client:
+            assert await stream_chat(client, "Alone at last.", 32) == expected("Alone at last.", 32)
 
 
 async def test_prefill_really_happens_elsewhere(disagg: Served) -> None:
@@ -74,12 +62,8 @@ async def _prefills(served: Served) -> int:
 
 
 async def test_200_concurrent_streams_are_all_right(disagg: Served) -> None:
-    await _many_streams(disagg)
-
-
-async def _many_streams(served: Served) -> None:
     prompts = [f"Stream number {n}: tell me a story about the number {n * n}." for n in range(STREAMS)]
-    async with served.client() as client:
+    async with disagg.client() as client:
         answers = await asyncio.gather(*(stream_chat(client, prompt, 24) for prompt in prompts))
 
     wrong = [prompt for prompt, answer in zip(prompts, answers, strict=True) if answer != expected(prompt, 24)]

@@ -74,22 +74,6 @@ async def test_decisions_reach_the_environment_and_its_word_comes_back(
     assert "No scaling needed (prefill=1, decode=1), skipping ETCD update" in caplog.messages
 
 
-async def test_a_blocking_planner_goes_on_when_the_environment_has_done_it(
-    etcd_server: RealEtcd, namespace: str
-) -> None:
-    endpoint = etcd_server.endpoint
-    async with (
-        connected(endpoint, namespace, Layout.V1, blocking=True) as planner,
-        VirtualConnectorClient(namespace, endpoint) as environment,
-    ):
-        deciding = asyncio.ensure_future(planner.set_component_replicas({P: 1, D: 2}))
-        assert await environment.wait(SOON_S)
-        assert not deciding.done()
-        await environment.complete(await environment.get())
-        async with asyncio.timeout(SOON_S):
-            assert await deciding == Written(0, acknowledged=True)
-
-
 async def test_both_survive_a_restart_of_etcd(own_etcd: RealEtcd, namespace: str) -> None:
     endpoint = own_etcd.endpoint
     async with (
