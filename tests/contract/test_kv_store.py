@@ -199,7 +199,6 @@ async def test_nothing_is_missed_between_snapshot_and_changes(kv: KeyValueStore,
 
 async def test_closing_a_watch_ends_it(kv: KeyValueStore, namespace: str) -> None:
     before = asyncio.all_tasks()
-
     seen = asyncio.Event()
 
     async def read() -> None:

@@ -229,8 +229,7 @@ def main() -> int:
     parser.add_argument("--actions", type=int, default=200)
     parser.add_argument("--requests", type=int, default=2000)
     words = parser.parse_args()
-    with Served(*WORDS, target=DISAGG) as served:
-        served.start()
+    with Served(*WORDS, target=DISAGG).started() as served:
         mixed, found = asyncio.run(run(served, seed=words.seed, actions=words.actions, requests=words.requests))
         facts = served.status()["lead_times"]
         last = [

@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -130,6 +130,18 @@ class Served(Registry):
         done = self.cli(*self.serve_words("--detach"), timeout_s=max(START_TIMEOUT_S, self.timeout_s))
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return self
+
+    @contextmanager
+    def started(self) -> Iterator[Self]:
+        """The ready graph, until the end of the block."""
+        with self:
+            yield self.start()
+
+    def ok(self, *words: str, **more: Any) -> str:
+        """What `dynamo WORDS` prints, which must succeed."""
+        done = self.cli(*words, **more)
+        assert done.returncode == 0, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
 
     def kill_arbiter(self, *, guardian: bool = False) -> None:
         """SIGKILL it, and the guardian first if asked to. Its workers serve on where the policy is `keep`."""

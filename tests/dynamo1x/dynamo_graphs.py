@@ -156,6 +156,5 @@ def in_flight(served: Served, name: str) -> int:
 
 
 def json_of(served: Served, *words: str) -> Any:
-    done = served.cli(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    done = served.ok(*words, "--json")
+    return json.loads(done)

@@ -32,8 +32,7 @@ LONG = 4000
 
 
 async def test_workers_come_and_go_under_load_without_a_failed_request() -> None:
-    with graph("agg") as served:
-        served.start()
+    with graph("agg").started() as served:
         await listed(served)
         async with load(served) as found:
             await ascale(served, "Mocker", "4")
@@ -53,8 +52,7 @@ async def test_workers_come_and_go_under_load_without_a_failed_request() -> None
 
 @pytest.mark.full
 async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
-    with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
-        served.start()
+    with graph("agg", "--Mocker.ServiceArgs.workers=2").started() as served:
         await listed(served)
         before, child = instances(served), commands_of(served, "Mocker_1")
         async with served.client() as client:
@@ -81,8 +79,7 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
 
 @pytest.mark.full
 async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
-    with graph("agg") as served:
-        served.start()
+    with graph("agg").started() as served:
         await listed(served)
         async with served.client() as client, served.client() as others:
             began = [asyncio.Event() for _ in range(3)]
@@ -108,8 +105,7 @@ async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
 
 @pytest.mark.full
 async def test_they_are_seen_like_native_workers_and_listen_on_loopback_alone() -> None:
-    with graph("agg") as served:
-        served.start()
+    with graph("agg").started() as served:
         await listed(served)
         entry = served.statefile()["components"]["dynamo_Mocker"]
         worker = served.worker("Mocker")

@@ -23,8 +23,7 @@ def stranger() -> Iterator[Stranger]:
 
 async def test_he_cannot_have_requests_sent_to_himself(stranger: Stranger) -> None:
     """A worker's own request port stays open to him: Dynamo asks for no credentials there."""
-    with graph("agg") as served:
-        served.start()
+    with graph("agg").started() as served:
         await listed(served)
         before = {key: served.etcdctl("get", key) for key in instances(served)}
         endpoint = served.environment()["ETCD_ENDPOINTS"]

@@ -17,8 +17,7 @@ LEAVE_S = 120.0
 
 @pytest.mark.full
 async def test_both_roles_are_scaled_under_load_without_a_failed_request() -> None:
-    with graph("disagg") as served:
-        served.start()
+    with graph("disagg").started() as served:
         await listed(served)
         async with load(served) as found:
             await ascale(served, "Decode", "4")

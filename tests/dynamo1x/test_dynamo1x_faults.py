@@ -43,8 +43,7 @@ async def _kill_one(served: Served, found: Load, victim: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("victim", ["runner", "command"])
 async def test_a_killed_worker_costs_at_most_its_own_streams(victim: str) -> None:
-    with graph("agg", WITHOUT_MIGRATION, "--Mocker.ServiceArgs.workers=3") as served:
-        served.start()
+    with graph("agg", WITHOUT_MIGRATION, "--Mocker.ServiceArgs.workers=3").started() as served:
         await listed(served)
         async with load(served, CLIENTS) as found:
             await until_right(found, 30)
@@ -56,8 +55,7 @@ async def test_a_killed_worker_costs_at_most_its_own_streams(victim: str) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("victim", ["runner", "command"])
 async def test_a_killed_worker_costs_nothing_with_migration(victim: str) -> None:
-    with graph("agg", "--Mocker.ServiceArgs.workers=3") as served:
-        served.start()
+    with graph("agg", "--Mocker.ServiceArgs.workers=3").started() as served:
         await listed(served)
         async with load(served, CLIENTS) as found:
             await until_right(found, 30)
@@ -67,8 +65,7 @@ async def test_a_killed_worker_costs_nothing_with_migration(victim: str) -> None
 
 @pytest.mark.full
 async def test_without_an_arbiter_a_dead_workers_key_goes_at_once_and_the_others_are_taken_back() -> None:
-    with graph("agg", "--on-arbiter-death", "keep", "--Mocker.ServiceArgs.workers=3") as served:
-        served.start()
+    with graph("agg", "--on-arbiter-death", "keep", "--Mocker.ServiceArgs.workers=3").started() as served:
         await listed(served)
         before = served.pids()
         kept = {name: (before[name], commands_of(served, name)) for name in ("Frontend", "Mocker", "Mocker_2")}
@@ -90,8 +87,7 @@ async def test_without_an_arbiter_a_dead_workers_key_goes_at_once_and_the_others
 
 @pytest.mark.full
 async def test_a_short_absence_of_etcd_goes_unnoticed() -> None:
-    with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
-        served.start()
+    with graph("agg", "--Mocker.ServiceArgs.workers=2").started() as served:
         await listed(served)
         pids = served.pids()
         etcd = served.server_pid("etcd")
@@ -111,8 +107,7 @@ async def test_a_short_absence_of_etcd_goes_unnoticed() -> None:
 @pytest.mark.full
 async def test_what_a_long_absence_of_etcd_ended_comes_back() -> None:
     """A minute without etcd ends Dynamo's processes (their own rule, 45 s)."""
-    with graph("agg", "--Mocker.ServiceArgs.workers=2") as served:
-        served.start()
+    with graph("agg", "--Mocker.ServiceArgs.workers=2").started() as served:
         await listed(served)
         pids = served.pids()
         etcd = served.server_pid("etcd")

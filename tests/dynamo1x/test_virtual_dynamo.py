@@ -58,8 +58,7 @@ async def go_on(process: Process) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("through", ["coordinator", "connector"])
 async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(through: str) -> None:
-    with graph("agg", "--follow", "virtual") as served:
-        served.start()
+    with graph("agg", "--follow", "virtual").started() as served:
         await listed(served)
         etcd = served.environment()
         async with load(served) as found, side(through, served.namespace, "3", "1", etcd=etcd) as planner:
@@ -77,8 +76,7 @@ async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(throug
 
 @pytest.mark.full
 async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
-    with graph("disagg", "--follow", "virtual") as served:
-        served.start()
+    with graph("disagg", "--follow", "virtual").started() as served:
         await listed(served)
         etcd = served.environment()
         async with load(served) as found, side("connector", served.namespace, "2:2", "1:1", etcd=etcd) as planner:

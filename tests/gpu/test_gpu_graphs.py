@@ -100,15 +100,13 @@ def test_a_device_whose_memory_does_not_come_back_is_quarantined(
     cards: Cards, idle: GpuDevice, holder: Served, saw: Saw
 ) -> None:
     with cards.holding(idle):
-        drained = holder.cli("drain", "dynamo_Holder", "--force", timeout_s=RETURN_S)
-        assert drained.returncode == 0, drained.stderr
+        holder.ok("drain", "dynamo_Holder", "--force", timeout_s=RETURN_S)
         until(lambda: idle.uuid in holder.status()["quarantined_gpus"], RETURN_S, what=holder.status)
         saw(why=holder.status()["quarantined_gpus"][idle.uuid])
         assert state_of(holder, idle.uuid)["state"] == "quarantined"
         assert holder.cli("scale", "Holder", "1").returncode != 0
     cards.until(idle.uuid, lambda device: occupant(device) is None)
-    back = holder.cli("scale", "Holder", "1", timeout_s=START_S)  # whoever wants a device has all of them looked at
-    assert back.returncode == 0, back.stderr
+    holder.ok("scale", "Holder", "1", timeout_s=START_S)  # whoever wants a device has all of them looked at
     until(lambda: holder.states() == {"Holder": "ready"}, START_S, what=holder.states)
 
 
@@ -125,8 +123,7 @@ def test_a_device_with_a_stranger_on_it_starts_nothing(cards: Cards, idle: GpuDe
 
 
 async def test_the_shipped_graph_serves_pinned_to_a_real_device(cards: Cards, idle: GpuDevice, saw: Saw) -> None:
-    with Served("--gpus", idle.uuid, target=AGG, env=cards.env) as served:
-        served.start()
+    with Served("--gpus", idle.uuid, target=AGG, env=cards.env).started() as served:
         visible = {name: psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for name, pid in served.pids().items()}
         saw(visible=visible)
         assert visible == {"Frontend": "", "VllmWorker": idle.uuid}

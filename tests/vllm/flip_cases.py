@@ -38,8 +38,7 @@ class Flipping:
         self, vllm_host: VllmHost, tmp_path: Path, answers: dict[str, str]
     ) -> None:
         expected = await reference(vllm_host, tmp_path, answers)
-        with vllm_host.disaggregated(tmp_path, workers=2, prefill_workers=1) as served:
-            served.start()
+        with vllm_host.disaggregated(tmp_path, workers=2, prefill_workers=1).started() as served:
             workers = sorted(pid for name, pid in served.pids().items() if "Worker" in name)
             async with _asking(served, asked()[:10], expected) as prompt_tokens:
                 took_s, failed = await _flips(served)

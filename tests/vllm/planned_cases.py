@@ -76,8 +76,7 @@ class PlannedByTargets:
 
     async def test_a_load_that_rises_and_falls_keeps_its_targets(self, vllm_host: VllmHost, tmp_path: Path) -> None:
         section = {"ttft": TTFT_MS, "itl": ITL_MS, "target": TARGET, "budget": BUDGET}
-        with vllm_host.disaggregated(tmp_path, planner=section) as served:
-            served.start()
+        with vllm_host.disaggregated(tmp_path, planner=section).started() as served:
             found = await play(served)
             status, decisions = planner(served, "status"), decided(served)
         assert found.failed == []

@@ -27,13 +27,12 @@ FEW, MANY = 2, 16
 
 
 def profiled(served: Served, graph: str, file: Path, folder: Path, *words: str) -> dict[str, Any]:
-    done = served.cli(
+    done = served.ok(
         *("profile", f"graphs.{graph}:Frontend", "-f", str(file), "-o", str(folder), "-n", served.namespace),
         *("--json", *words),
         timeout_s=2 * WHOLE_S,
     )
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
+    document: dict[str, Any] = json.loads(done)
     print(f"{graph}: {document['seconds']} s, load {os.getloadavg()[0]:.1f}\n{json.dumps(document['certificate'])}")
     return document
 
@@ -77,8 +76,7 @@ async def check_served(vllm_host: VllmHost, tmp_path: Path, folder: Path, state:
         "target": TARGET,
         "budget": BUDGET,
     }
-    with vllm_host.disaggregated(tmp_path, planner=section) as served:
-        served.start()
+    with vllm_host.disaggregated(tmp_path, planner=section).started() as served:
         found = await play(served)
         assert found.failed == []
         assert len(found.within) == len(arrivals())
@@ -107,13 +105,12 @@ class Profiled:
             words = ("disagg", tmp_path / "disagg.yaml", folder, "--budget", WHOLE)
             document = await asyncio.to_thread(profiled, served, *words)
             check_whole(document, folder, simulated=vllm_host.gpus.startswith("sim"))
-            done = served.cli(
+            done = served.ok(
                 *("simulate", "--profile", str(folder), "--static", "1,1", "--always-remote"),
                 *("--generate", "chat,duration=60,rate=1,isl=200,osl=32,isl-max=1000,osl-max=100"),
                 *("--ttft", str(10 * TTFT_MS), "--itl", str(10 * ITL_MS), "--json"),
             )
-            assert done.returncode == 0, done.stderr
-            played = json.loads(done.stdout)
+            played = json.loads(done)
             assert played["completed"] == played["requests"] > 0
         await check_served(vllm_host, tmp_path, folder, document["certificate"]["state"])
 

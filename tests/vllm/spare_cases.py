@@ -32,8 +32,7 @@ class Spared:
         expected = await reference(vllm_host, tmp_path, answers)
         host = VllmHost(vllm_host.model, vllm_host.gpus, vllm_host.args, {**vllm_host.env, "MY_API_KEY": SECRET})
         took_s: dict[str, list[float]] = {"spare": [], "cold": []}
-        with host.aggregated(tmp_path, words=("--Host.spares=1",)) as served:
-            served.start()
+        with host.aggregated(tmp_path, words=("--Host.spares=1",)).started() as served:
             for _ in range(ROUNDS):
                 spare = await _warm(served)
                 _shows_no_secret(spare["pid"])
@@ -44,8 +43,7 @@ class Spared:
                 assert texts == [expected[prompt] for prompt in asked()[:8]]
                 await ascale(served, "VllmWorker", "-1")
                 await settled(served, PATIENCE_S)
-        with host.aggregated(tmp_path) as served:
-            served.start()
+        with host.aggregated(tmp_path).started() as served:
             for _ in range(ROUNDS):
                 took_s["cold"].append(await _one_more(served))
                 await ascale(served, "VllmWorker", "-1")
@@ -65,8 +63,7 @@ async def _warm(served: Served) -> dict[str, Any]:
 async def _one_more(served: Served) -> float:
     """Seconds from `dynamo scale VllmWorker +1` to ready."""
     began_s = time.monotonic()
-    done = await asyncio.to_thread(served.cli, "scale", "VllmWorker", "+1", "--wait", timeout_s=START_S)
-    assert done.returncode == 0, done.stderr
+    await asyncio.to_thread(served.ok, "scale", "VllmWorker", "+1", "--wait", timeout_s=START_S)
     return time.monotonic() - began_s
 
 

@@ -67,6 +67,5 @@ def check_generating(graph: Served, folder: Path, **named: Any) -> None:
 
 
 def test_vllm_bench_serve_loses_no_request_of_the_sim_engine(tmp_path: Path) -> None:
-    with Served("--VllmWorker.max-local-prefill-length=16") as graph:
-        graph.start()
+    with Served("--VllmWorker.max-local-prefill-length=16").started() as graph:
         check_generating(graph, tmp_path, model=MODEL, tokenizer=SIM_TOKENIZER)

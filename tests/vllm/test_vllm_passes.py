@@ -21,8 +21,7 @@ WITHIN_S = 60.0
 
 
 async def test_each_pass_is_told_with_what_it_computed(vllm_host: VllmHost, tmp_path: Path) -> None:
-    with vllm_host.aggregated(tmp_path, **{"enable-prefix-caching": False}) as served:
-        served.start()
+    with vllm_host.aggregated(tmp_path, **{"enable-prefix-caching": False}).started() as served:
         roles = {name: role for name, role in NATIVE.items() if name != "PrefillWorker"}
         async with observing(served, roles) as (observed, _), served.client() as http:
 

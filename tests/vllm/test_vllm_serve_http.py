@@ -79,8 +79,7 @@ def transferred(served: Served) -> float:
 
 
 async def test_vllm_serve_answers_and_drains(vllm_host: VllmHost, tmp_path: Path) -> None:
-    with served(vllm_host, tmp_path, Server=section(vllm_host, "aggregated", 2)) as graph:
-        graph.start()
+    with served(vllm_host, tmp_path, Server=section(vllm_host, "aggregated", 2)).started() as graph:
         asked = prompts(6)
         first, again = await complete_all(graph, asked, TOKENS), await complete_all(graph, asked, TOKENS)
         assert first == again
@@ -108,8 +107,7 @@ async def _leaves_and_drains(graph: Served, client: Any) -> None:
 
 async def test_vllm_serve_hands_prefills_over(vllm_host: VllmHost, tmp_path: Path) -> None:
     sections = {"Prefill": handing_over(vllm_host, "prefill"), "Decode": handing_over(vllm_host, "decode")}
-    with served(vllm_host, tmp_path, **sections) as graph:
-        graph.start()
+    with served(vllm_host, tmp_path, **sections).started() as graph:
         asked = prompts(4)
         handed = await complete_all(graph, asked, TOKENS)
         moved = transferred(graph)

@@ -96,7 +96,6 @@ def test_keys_are_nowhere_but_in_the_frontends_own_environment(guarded: tuple[Se
     for pid, line in served.processes():
         if pid not in (arbiter, served.pids()["Frontend"]):
             shown[f"environment of {line}"] = str(psutil.Process(pid).environ())
-
     assert len(shown) > 15
     assert [where for where, text in shown.items() for key in (FIRST, SECOND) if key in text] == []
 
@@ -118,8 +117,7 @@ def test_before_http_servers_a_key_can_be_rotated_and_goes_no_further(tmp_path: 
     keys.write_text(f"{FIRST}\n")
     keys.chmod(0o600)
     words = (f"--Frontend.api-key=file:{keys}", f"--Host.metrics-api-key=file:{keys}")
-    with http_graph(*words, Server=section("aggregated", 1)) as served:
-        served.start()
+    with http_graph(*words, Server=section("aggregated", 1)).started() as served:
         pid, metrics = served.pids()["Frontend"], served.status()["metrics_url"]
         with httpx.Client(base_url=served.url) as client:
 

@@ -41,9 +41,8 @@ def write(served: Served, deployment: dict[str, Any], name: str = "wanted.yaml")
 async def apply(served: Served, deployment: dict[str, Any], *words: str) -> dict[str, Any]:
     """`dynamo apply --json`, which must succeed; what it says."""
     file = write(served, deployment)
-    done = await asyncio.to_thread(served.cli, "apply", "-f", file, "--json", *words, timeout_s=APPLY_TIMEOUT_S)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    said: dict[str, Any] = json.loads(done.stdout)
+    done = await asyncio.to_thread(served.ok, "apply", "-f", file, "--json", *words, timeout_s=APPLY_TIMEOUT_S)
+    said: dict[str, Any] = json.loads(done)
     return said
 
 
@@ -79,7 +78,6 @@ async def test_options_counts_and_the_planner_change_under_load_and_nothing_is_d
         said = await apply(graph, wanted)
         await streams.more(REQUESTS - streams.right if streams.right < REQUESTS else 1)
     streams.check()
-
     assert changes(said) == {
         "VllmWorker.sim.speed": (1.0, 2.0),
         "VllmWorker.ServiceArgs.workers": (2, 3),
@@ -96,7 +94,6 @@ async def test_a_dry_run_shows_the_same_and_changes_nothing(graph: Served) -> No
     pids, file = graph.pids(), graph.statefile()
     wanted = config(Processor={"router": "random"}, VllmWorker={"ServiceArgs": {"envs": {"MY_TOKEN": "s3cret"}}})
     said = await apply(graph, wanted, "--dry-run")
-
     assert changes(said)["Processor.router"][1] == "random"
     assert changes(said)["VllmWorker.ServiceArgs.envs.MY_TOKEN"] == (None, "****")
     assert said["workers"]["renew"] == ["dynamo_VllmWorker_1", "dynamo_VllmWorker", "dynamo_Processor"]
@@ -123,7 +120,6 @@ def test_what_cannot_be_applied_is_refused_before_anything_happens(shared: Serve
     path = shared.folder / "wanted.yaml"
     path.write_text(text)
     done = shared.cli("apply", "-f", str(path))
-
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert all(each in done.stderr for each in told), done.stderr
     assert "Traceback" not in done.stderr
@@ -145,7 +141,6 @@ async def test_a_configuration_that_does_not_start_stops_at_the_first_worker_and
         await apply(graph, config())
         await streams.more(8)
     streams.check()
-
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert "dynamo_VllmWorker_1 is faulted" in done.stderr
     assert "dynamo_VllmWorker serves on with its old configuration" in done.stderr
@@ -155,8 +150,7 @@ async def test_a_configuration_that_does_not_start_stops_at_the_first_worker_and
 
 @pytest.mark.full
 async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
-    with folder_with_config() as served:
-        served.start()
+    with folder_with_config().started() as served:
         before = served.pids()
         wanted = write(served, config(VllmWorker={"sim": {"speed": 2.0, "start-up-s": 3.0}}))
         watching = served.popen("apply", "-f", wanted)
@@ -175,7 +169,6 @@ async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
             await settled(served)
             await streams.more(12)
         streams.check()
-
         after = served.pids()
         assert {name for name in before if before[name] == after.get(name)} == {"Frontend", "Processor"}
         assert not any(row["outdated"] for row in served.status()["workers"])

@@ -55,11 +55,9 @@ def test_workers_hold_their_gpus_locks_and_their_logs(under: Guest) -> None:
 
 async def test_scale_up_and_down(under: Guest) -> None:
     before = under.served.pids()
-    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "+1", "--wait")
-    assert up.returncode == 0, up.stdout + up.stderr
+    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "+1", "--wait")
     assert under.watchers()["dynamo_VllmWorker_1"] == "active"
-    down = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "-1", "--wait")
-    assert down.returncode == 0, down.stdout + down.stderr
+    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "-1", "--wait")
     await auntil(lambda: "dynamo_VllmWorker_1" not in under.watchers(), 5.0, what=under.watchers)
     assert under.served.pids() == before
 
@@ -108,15 +106,13 @@ def test_our_commands_say_whose_the_watchers_are(under: Guest) -> None:
     assert f"circusctl --endpoint {under.circusd.endpoint} list" in done.stdout + done.stderr
     done = under.served.cli("ctl", "dynamo_status")
     assert "dynamo_VllmWorker: ready" in done.stdout
-
     done = under.served.cli(*under.served.serve_words())
     assert done.returncode == 4
     assert "the circusd plugin plugin:dynamo" in done.stderr
 
 
 async def test_circusctl_stop_of_a_worker_is_a_drain(under: Guest) -> None:
-    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
-    assert up.returncode == 0, up.stderr
+    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "2", "--wait")
     async with streaming(under.served, *(f"Story {n}" for n in range(4)), tokens=400) as streams:
         await asyncio.to_thread(under.circusd.ask, "stop", name="dynamo_VllmWorker_1")
         await auntil(lambda: under.served.states().get("VllmWorker_1") == "draining", 2.0, what=under.served.states)
@@ -167,8 +163,7 @@ async def test_circusctl_stop_of_a_server_is_a_restart_of_it(under: Guest) -> No
 @pytest.mark.full
 async def test_circusctl_signal_term_is_a_drain(under: Guest) -> None:
     """circus sends this signal itself, without an event."""
-    up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "2", "--wait")
-    assert up.returncode == 0, up.stderr
+    await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "2", "--wait")
     pid = under.served.pids()["VllmWorker_1"]
     await asyncio.to_thread(under.circusd.ask, "signal", name="dynamo_VllmWorker_1", signum="TERM")
     await auntil(lambda: not is_alive(pid), 10.0, what=under.logs)
@@ -228,10 +223,8 @@ async def test_a_killed_plugin_comes_back_and_takes_the_graph_back() -> None:
             assert under.served.pids() == pids
             assert await stream == expected("Go on", 600, ignore_eos=True)
         assert set(under.watchers().values()) == {"active"}
-        up = await asyncio.to_thread(under.served.cli, "scale", "VllmWorker", "+1", "--wait")
-        assert up.returncode == 0, up.stderr
-        down = await asyncio.to_thread(under.served.cli, "drain", "dynamo_VllmWorker", "--wait")
-        assert down.returncode == 0, down.stderr
+        await asyncio.to_thread(under.served.ok, "scale", "VllmWorker", "+1", "--wait")
+        await asyncio.to_thread(under.served.ok, "drain", "dynamo_VllmWorker", "--wait")
         await auntil(lambda: not is_alive(pids["VllmWorker"]), 10.0, what=under.logs)
         under.served.down()
 
@@ -305,21 +298,18 @@ async def test_the_edited_file_is_applied_and_outlives_the_plugin() -> None:
         content["VllmWorker"].setdefault("sim", {})["speed"] = 3.0
         file.write_text(yaml.safe_dump(content))
         async with load(served, streams=4) as streams:
-            done = await asyncio.to_thread(served.cli, "apply", "-f", str(file), timeout_s=90.0)
-            assert done.returncode == 0, done.stdout + done.stderr
+            await asyncio.to_thread(served.ok, "apply", "-f", str(file), timeout_s=90.0)
             await streams.more(8)
         streams.check()
         after = served.pids()
         assert after.keys() == {"Frontend", "PrefillWorker", "VllmWorker_1"}
         assert after.items() - before.items() == {("VllmWorker_1", after["VllmWorker_1"])}
-
         other = served.folder / "other.yaml"
         other.write_text(file.read_text())
         for words in ((str(other),), (str(file), "--VllmWorker.sim.speed=1")):
             refused = await asyncio.to_thread(served.cli, "apply", "-f", *words)
             assert refused.returncode == 2
             assert f"circusd starts this graph from {file}" in refused.stderr
-
         plugin = under.plugin_pid()
         os.kill(plugin, signal.SIGKILL)
         came_back = lambda: under.is_ready() and under.plugin_pid() != plugin  # noqa: E731

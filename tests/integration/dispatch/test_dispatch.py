@@ -72,7 +72,6 @@ async def test_drains_under_load_lose_nothing_and_each_prompt_goes_where_it_cost
             await found.more(8)
     found.check()
     await settled(graph)
-
     made = decisions(graph)
     assert {remote for remote, _, _ in made} == {True, False}, "one side was never chosen: nothing was weighed"
     clear = [(remote, here, there) for remote, here, there in made if abs(here - there) > CLEAR]
@@ -185,7 +184,6 @@ async def test_slo_keeps_more_targets_than_the_seeds_rule_and_says_why(graphs: t
     told = f"slo {by_slo.attainment:.0%}, the seed's rule {by_seed.attainment:.0%} of {by_slo.asked}"
     assert by_slo.attainment >= by_seed.attainment, told
     assert by_slo.attainment > 0.3, told
-
     await auntil(lambda: by_name(slo, "VllmWorker", "prefills.") >= by_slo.asked, what=slo.status)
     shown = slo.cli("status").stdout
     assert "\ndispatch  " in shown, shown

@@ -59,9 +59,8 @@ def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
             files={"echo.py": ECHO},
             frontend=False,
             env={"DYN_LOCAL_STATE_DIR": str(folder)},
-        ) as served,
+        ).started() as served,
     ):
-        served.start()
         pids = served.pids()
         before = served.paths.statefile.read_bytes()
         arbiter = psutil.Process(served.status()["arbiter_pid"])
@@ -74,7 +73,6 @@ def test_a_full_disk_stops_nothing_and_is_made_good(tmp_path: Path) -> None:
         until(lambda: set(load(served.paths.statefile).components) == {"dynamo_Echo", "dynamo_Echo_1"}, PATIENCE_S)
         command(served, "scale", component="Echo", target="+1")
         until(lambda: served.states().get("Echo_2") == "ready", PATIENCE_S, what=served.states)
-
         assert "it is tried again" in notes[0]["text"]
         assert _unwritten(served) == [], "the note has gone with its cause"
         assert {name: pid for name, pid in served.pids().items() if name != "Echo_2"} == {
@@ -117,9 +115,7 @@ async def test_a_statefile_that_is_edited_while_it_runs_is_put_right(
     right = load(path).components
     broken = edit(path.read_text())
     path.write_text(broken)
-
     await auntil(lambda: _readable(path) == right.keys(), PATIENCE_S, what=path.read_text)
-
     new = set(path.parent.glob("*.corrupt-*")) - kept
     assert [file.read_text() for file in new] == ([broken] if aside else [])
     entries = load(path).components
@@ -164,7 +160,6 @@ async def test_a_hundred_commands_at_once_are_all_answered(echo: Served) -> None
         return asked == "ok" and list(echo.states().values()) == ["ready"] * 3
 
     await auntil(three, 60.0, what=lambda: events(echo)[-40:])
-
     refusals = {"last_ready_worker", "drain_not_cancellable", "unknown_worker", "no_workers", "not_enough_gpus"}
     assert set(answers) <= {"ok", *refusals}, answers
     assert "ok" in answers
@@ -190,7 +185,6 @@ async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served
     await auntil(lambda: last not in echo.states(), PATIENCE_S, what=echo.states)
     with pytest.raises(ArbiterRefused, match=f"dynamo_{last}") as refused:
         await asyncio.to_thread(command, echo, "drain", name=f"dynamo_{last}")
-
     assert refused.value.details["code"] == "unknown_worker"
     assert kinds(events(echo)[seen:]).count("DrainRequested") == 1
     assert not is_alive(worker.pid)
@@ -199,8 +193,7 @@ async def test_a_command_for_a_worker_that_is_already_going_says_so(echo: Served
 
 @pytest.mark.full
 def test_a_worker_that_is_started_while_the_arbiter_may_open_few_files_may_open_more() -> None:
-    with alone() as served:
-        served.start()
+    with alone().started() as served:
         arbiter = psutil.Process(served.status()["arbiter_pid"])
         _, hard = arbiter.rlimit(psutil.RLIMIT_NOFILE)
         arbiter.rlimit(psutil.RLIMIT_NOFILE, (300, hard))

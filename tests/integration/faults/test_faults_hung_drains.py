@@ -28,15 +28,13 @@ def _served(*words: str) -> Served:
 
 
 def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline() -> None:
-    with _served() as served:
-        served.start()
+    with _served().started() as served:
         pid = served.pids()["Echo_2"]
         os.kill(pid, signal.SIGSTOP)
         command(served, "drain", name="dynamo_Echo_2")
         until(lambda: "Echo_2" not in served.states(), PATIENCE_S, what=served.status)
         last = events(served, "Echo_2")
         notes = served.status()["notes"]
-
         assert not is_alive(pid)
         assert kinds(last)[-2:] == ["DrainDeadlinePassed", "ProcessExited"]
         assert last[-2]["stimulus_id"] == "health", "not its deadline"
@@ -46,8 +44,7 @@ def test_a_worker_that_hangs_while_it_drains_is_ended_long_before_its_deadline()
 
 @pytest.mark.full
 def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_in_vain_is_not_forgotten() -> None:
-    with _served(*KEEP, "--Host.health-bound-s=12") as served:
-        served.start()
+    with _served(*KEEP, "--Host.health-bound-s=12").started() as served:
         pids = served.pids()
         for name in ("Echo_1", "Echo_2"):
             os.kill(pids[name], signal.SIGSTOP)
@@ -59,7 +56,6 @@ def test_what_an_adoption_finds_leaving_keeps_its_deadline_and_one_called_back_i
         after = served.worker("Echo_1")["drain"]
         until(lambda: served.states().get("Echo_1", "gone") == "gone", PATIENCE_S, what=served.status)
         until(lambda: served.states() == {"Echo": "ready", "Echo_2": "ready"}, PATIENCE_S, what=served.status)
-
         assert before <= 600.0
         assert after is None or after["deadline_s"] < before
         assert served.pids()["Echo"] == pids["Echo"]

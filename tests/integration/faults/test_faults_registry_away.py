@@ -71,8 +71,7 @@ async def test_workers_that_die_in_an_outage_of_etcd_come_back_spread_and_none_o
     own_etcd: RealEtcd, nats_server: RealNats
 ) -> None:
     """They came back within 0.25 s of each other, and loaded the disk that had just recovered all at once."""
-    with _echo(own_etcd, nats_server, f"--Echo.ServiceArgs.workers={WORKERS}", namespace="spread") as served:
-        served.start()
+    with _echo(own_etcd, nats_server, f"--Echo.ServiceArgs.workers={WORKERS}", namespace="spread").started() as served:
         first = served.pids()
         victims = list(first.values())
         for pid in victims[:2]:
@@ -84,7 +83,6 @@ async def test_workers_that_die_in_an_outage_of_etcd_come_back_spread_and_none_o
         spawned_before = len(_spawned(served))
         await own_etcd.start()
         await auntil(lambda: set(served.states().values()) == {"ready"}, PATIENCE_S, what=served.status)
-
         times = sorted(record["time"] for record in _spawned(served)[spawned_before:])
         entries = served.statefile()["components"].values()
         assert len(times) == WORKERS
@@ -104,8 +102,7 @@ async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_
 ) -> None:
     """The worker stayed `ready` with a dead lease, and its end was a crash."""
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": nats_server.address}
-    with Served("--VllmWorker.ServiceArgs.workers=2", target=AGG, namespace="unseen", env=env) as served:
-        served.start()
+    with Served("--VllmWorker.ServiceArgs.workers=2", target=AGG, namespace="unseen", env=env).started() as served:
         async with streaming(served, "Let me finish.", tokens=TOKENS) as (stream,):
             name = await auntil(lambda: busy(served, "VllmWorker"), what=served.status)
             row, arbiter = served.worker(name), served.status()["arbiter_pid"]
@@ -119,7 +116,6 @@ async def test_a_lease_that_is_revoked_while_etcd_cannot_be_watched_is_no_ready_
             assert await stream == expected("Let me finish.", TOKENS, ignore_eos=True)
         await auntil(lambda: not is_alive(row["pid"]))
         await auntil(lambda: kinds(events(served, name))[-1] == "ProcessExited", PATIENCE_S, what=served.status)
-
         assert told["lease"] is None
         assert "revoked" in told["reason"]
         assert kinds(events(served, name))[-2:] == ["LeaseRevoked", "ProcessExited"]
@@ -133,8 +129,7 @@ async def test_a_worker_that_left_by_its_lease_while_nobody_watched_has_not_cras
     own_etcd: RealEtcd, nats_server: RealNats, watch_breaks: bool
 ) -> None:
     """The arbiter hears of the exit before the end of the key, because signals are quicker."""
-    with _echo(own_etcd, nats_server, "--Echo.ServiceArgs.workers=2", namespace="left") as served:
-        served.start()
+    with _echo(own_etcd, nats_server, "--Echo.ServiceArgs.workers=2", namespace="left").started() as served:
         row, arbiter = served.worker("Echo_1"), served.status()["arbiter_pid"]
         with _stopped(arbiter):
             served.etcdctl("lease", "revoke", row["lease"])
@@ -143,7 +138,6 @@ async def test_a_worker_that_left_by_its_lease_while_nobody_watched_has_not_cras
                 await own_etcd.restart()
         await auntil(lambda: kinds(events(served, "Echo_1"))[-1] == "ProcessExited", PATIENCE_S, what=served.status)
         await auntil(lambda: "Echo_1" not in served.states(), PATIENCE_S, what=served.status)
-
         assert kinds(events(served, "Echo_1"))[-2:] == ["LeaseRevoked", "ProcessExited"]
         assert served.states() == {"Echo": "ready"}
 
@@ -152,21 +146,18 @@ async def test_a_worker_that_left_by_its_lease_while_nobody_watched_has_not_cras
 def test_an_adoption_knows_the_leases_of_what_is_behind_a_worker(own_etcd: RealEtcd, nats_server: RealNats) -> None:
     """They were forgotten, and dead backends stayed in routing until their leases expired."""
     words = ("--Echo.ServiceArgs.workers=2", "--on-arbiter-death", "keep")
-    with _echo(own_etcd, nats_server, *words, namespace="adopted", source=OTHER_LEASE) as served:
-        served.start()
+    with _echo(own_etcd, nats_server, *words, namespace="adopted", source=OTHER_LEASE).started() as served:
         pids, first = served.pids(), _other_leases(served)
         assert len(_leases(served) & set(first.values())) == 2
         served.kill_arbiter(guardian=True)
         os.kill(pids["Echo_1"], signal.SIGKILL)
         until(lambda: not is_alive(pids["Echo_1"]))
         assert set(first.values()) <= _leases(served), "nobody was there to revoke them"
-
         served.adopt()
         until(lambda: served.states() == {"Echo": "ready", "Echo_1": "ready"}, PATIENCE_S, what=served.status)
         adopted = _other_leases(served)
         assert first["Echo_1"] not in _leases(served), "of a worker that ended while nobody watched"
         assert adopted["Echo"] == first["Echo"]
-
         os.kill(pids["Echo"], signal.SIGKILL)
         until(lambda: first["Echo"] not in _leases(served), PATIENCE_S, what=served.status)
         until(lambda: served.states() == {"Echo": "ready", "Echo_1": "ready"}, PATIENCE_S, what=served.status)

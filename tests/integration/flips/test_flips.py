@@ -70,14 +70,12 @@ async def test_streams_outlast_the_role_in_which_they_began(graph: Served) -> No
 
 async def test_two_components_change_in_one_decision(graph: Served) -> None:
     there = ("PrefillWorker", "-1", "VllmWorker", "+1", "--flip", "--wait")
-    done = await asyncio.to_thread(graph.cli, "scale", *there)
-    assert done.returncode == 0, done.stderr
+    await asyncio.to_thread(graph.ok, "scale", *there)
     assert [len(names(graph, each)) for each in BASE] == [3, 1]
     refused = await asyncio.to_thread(graph.cli, "scale", *there)
     assert refused.returncode == 1
     assert "without a ready worker" in refused.stderr
-    back = await asyncio.to_thread(graph.cli, "scale", "VllmWorker", "-1", "PrefillWorker", "+1", "--flip", "--wait")
-    assert back.returncode == 0, back.stderr
+    await asyncio.to_thread(graph.ok, "scale", "VllmWorker", "-1", "PrefillWorker", "+1", "--flip", "--wait")
     assert [len(names(graph, each)) for each in BASE] == [2, 2]
 
 
@@ -168,8 +166,7 @@ async def test_a_flip_is_taken_back(graph: Served) -> None:
 
 @pytest.mark.full
 async def test_an_arbiter_that_is_killed_in_mid_flip_is_followed_by_one_that_knows() -> None:
-    with Served(*counts(), "--on-arbiter-death", "keep") as served:
-        served.start()
+    with Served(*counts(), "--on-arbiter-death", "keep").started() as served:
         pids = set(facts(served))
         async with load(served, streams=4) as streams:
             for delay_s in (0.0, 0.02, 0.05, 0.1):
@@ -243,8 +240,7 @@ async def flip_while_away(graph: Served, etcd: RealEtcd, delay_s: float, away_s:
 
 @pytest.mark.full
 async def test_a_flip_survives_an_etcd_that_is_away_for_a_moment(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    with graph_on(own_etcd, nats_server, "away") as graph:
-        graph.start()
+    with graph_on(own_etcd, nats_server, "away").started() as graph:
         pids = set(facts(graph))
         async with load(graph, streams=4) as streams:
             for delay_s in (0.0, 0.04):
@@ -256,8 +252,7 @@ async def test_a_flip_survives_an_etcd_that_is_away_for_a_moment(own_etcd: RealE
 
 @pytest.mark.full
 async def test_a_flip_that_cannot_register_ends_in_the_old_role(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    with graph_on(own_etcd, nats_server, "gone") as graph:
-        graph.start()
+    with graph_on(own_etcd, nats_server, "gone").started() as graph:
         pids = set(facts(graph))
         async with load(graph, streams=4) as streams:
             before = names(graph, "VllmWorker")

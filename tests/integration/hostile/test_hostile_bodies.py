@@ -51,8 +51,7 @@ TRIES = 3
 @pytest.fixture(scope="module")
 def agg() -> Iterator[Served]:
     """The shipped aggregated graph; it has done each kind of work once."""
-    with Served("--Frontend.ServiceArgs.colocate=[]", target=AGG) as served:
-        served.start()
+    with Served("--Frontend.ServiceArgs.colocate=[]", target=AGG).started() as served:
         asyncio.run(_warm_up(served))
         yield served
 

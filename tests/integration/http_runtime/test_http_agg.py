@@ -103,8 +103,7 @@ STREAMS = 20
 async def test_a_full_cache_brings_another_server_and_an_idle_one_goes() -> None:
     server = section("aggregated", 1)
     server["ServiceArgs"] = {"workers": 1, "resources": {"gpu": 1}}
-    with http_graph(Planner=PLANNER, Server=server) as served:
-        served.start()
+    with http_graph(Planner=PLANNER, Server=server).started() as served:
         async with served.client() as client:
             streams = [asyncio.create_task(ask(client, 20_000, stream=True)) for _ in range(STREAMS)]
             await auntil(lambda: names(served, "Server") == ["Server", "Server_1"], 40.0, what=served.states)

@@ -42,8 +42,7 @@ async def graph(shared_graph: Served) -> AsyncIterator[Served]:
 async def flipped(served: Served, name: str) -> str:
     """`dynamo flip NAME --wait`: its new name."""
     pid, server = served.pids()[name], server_of(served, name).pid
-    done = await asyncio.to_thread(served.cli, "flip", name, "--wait")
-    assert done.returncode == 0, done.stderr
+    await asyncio.to_thread(served.ok, "flip", name, "--wait")
     (became,) = (new for new, of in served.pids().items() if of == pid)
     assert became != name
     assert server_of(served, became).pid == server
@@ -134,8 +133,7 @@ async def test_a_flip_waits_for_its_streams_and_is_taken_back(graph: Served) -> 
 @pytest.mark.full
 async def test_a_server_that_does_not_change_stays_what_it_was() -> None:
     stuck = ("--stuck", "cannot rebuild")
-    with http_graph(Decode=switched("decode", *stuck), Prefill=switched("prefill", *stuck)) as served:
-        served.start()
+    with http_graph(Decode=switched("decode", *stuck), Prefill=switched("prefill", *stuck)).started() as served:
         victim = names(served, "Decode")[-1]
         done = await asyncio.to_thread(served.cli, "flip", victim, "--wait")
         assert done.returncode == 1

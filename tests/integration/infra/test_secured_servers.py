@@ -29,8 +29,7 @@ def with_certificates(tmp_path: Path) -> Iterator[tuple[RealEtcd, RealNats]]:
 @pytest.mark.full
 async def test_a_graph_lives_on_servers_that_demand_certificates(with_certificates: tuple[RealEtcd, RealNats]) -> None:
     etcd, nats = with_certificates
-    with Served(target=AGG, env={**etcd.env, **nats.env}) as served:
-        served.start()
+    with Served(target=AGG, env={**etcd.env, **nats.env}).started() as served:
         async with served.client() as client:
             answer = await client.chat.completions.create(**asking("Are you there?", 8))
         assert served.cli("scale", "VllmWorker", "+1", "--wait").returncode == 0
@@ -38,7 +37,6 @@ async def test_a_graph_lives_on_servers_that_demand_certificates(with_certificat
         embedded = served.status()["servers"]
         served.down()
         keys = _etcdctl(etcd, "get", "--prefix", "dynamo/", "--keys-only")
-
     assert answer.choices[0].message.content == expected("Are you there?", 8)[0]
     assert (embedded, keys.strip()) == ([], "")
     assert nats.token not in statefile
@@ -67,15 +65,13 @@ async def test_a_killed_arbiters_leases_are_revoked_where_a_password_is_demanded
         "ETCD_AUTH_PASSWORD": PASSWORD,
         "DYN_LEASE_TTL_S": "60",
     }
-    with Served(target=AGG, env=env) as served:
-        served.start()
+    with Served(target=AGG, env=env).started() as served:
         assert _keys(own_etcd) != ""
         statefile = served.paths.statefile.read_text()
         shown = " ".join(line for _, line in served.processes())
         served.kill_arbiter()
         await auntil(lambda: _keys(own_etcd) == "", 40.0)
         await auntil(lambda: not served.processes(), 20.0)
-
     assert PASSWORD not in statefile + shown
 
 
@@ -91,7 +87,6 @@ def test_certificates_of_somebody_else_end_the_start_at_once(
     with Served(target=AGG, env=env) as served:
         refused = served.cli(*served.serve_words())
         until(lambda: not served.processes())
-
     assert refused.returncode == 1
     assert "not trusted" in refused.stderr
     assert "ETCD_AUTH_CA" in refused.stderr

@@ -35,8 +35,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served(*WORDS, target=DISAGG) as graph:
-        graph.start()
+    with Served(*WORDS, target=DISAGG).started() as graph:
         yield graph
 
 

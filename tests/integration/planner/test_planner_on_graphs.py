@@ -23,13 +23,11 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 @pytest.mark.full
 def test_the_planner_of_an_adopted_run_goes_on_as_it_was() -> None:
-    with alone("--on-arbiter-death", "keep") as served:
-        served.start()
+    with alone("--on-arbiter-death", "keep").started() as served:
         assert planner(served, "status")["state"] == "stopped"
         planner(served, "start", options={"max_gpu_budget": 6})
         planner(served, "set", options={"adjustment_interval": 7})
         planner(served, "pause")
-
         served.kill_arbiter()
         served.adopt()
         status = planner(served, "status")
@@ -37,11 +35,9 @@ def test_the_planner_of_an_adopted_run_goes_on_as_it_was() -> None:
         assert (status["options"]["max_gpu_budget"], status["options"]["adjustment_interval"]) == (6, 7.0)
         planner(served, "resume")
         assert served.statefile()["planner"]["state"] == "running"
-
         served.kill_arbiter()
         served.adopt()
         assert planner(served, "status")["state"] == "running"
-
         served.kill_arbiter()
         served.adopt("--no-planner")
         assert planner(served, "status")["state"] == "stopped"
@@ -75,8 +71,7 @@ async def _scraped(served: Served) -> Samples:
 
 @pytest.mark.full
 async def test_gauges_the_control_api_and_the_report_of_the_end() -> None:
-    with Served(*DIAGNOSED) as served:
-        served.start()
+    with Served(*DIAGNOSED).started() as served:
         await auntil(lambda: len(decided(served)) >= 3, what=lambda: planner(served, "status"))
         found = await _scraped(served)
         assert found["dynamo_planner_num_decode_replicas", ()] == 1
@@ -84,7 +79,6 @@ async def test_gauges_the_control_api_and_the_report_of_the_end() -> None:
         states = by_label(found, "dynamo_planner_load_scaling_decision")
         assert {component for component, _ in states} == {PREFILL, DECODE}
         assert not [name for name, _ in found if name.startswith("dynamo_planner_observed")]  # it asks for no traffic
-
         socket = httpx.AsyncHTTPTransport(uds=str(served.paths.planner_socket))
         async with httpx.AsyncClient(transport=socket, base_url="http://arbiter") as http:
             state = (await http.get("/v1/min-endpoints")).json()
@@ -99,17 +93,15 @@ async def test_gauges_the_control_api_and_the_report_of_the_end() -> None:
             changed = await http.patch("/v1/min-endpoints", json={"decode_min_endpoint": 2})
             assert (changed.status_code, changed.json()) == (200, {**state, "decode_min_endpoint": 2})
         assert planner(served, "status")["options"]["decode_min_endpoint"] == 2
-        done = served.cli("planner", "report", "-o", str(served.folder / "now.html"), "--json")
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["decisions"] >= 3
+        done = served.ok("planner", "report", "-o", str(served.folder / "now.html"), "--json")
+        assert json.loads(done)["decisions"] >= 3
         logs = served.paths.logs
         socket_file = served.paths.planner_socket
         assert served.cli("down").returncode == 0
         assert not socket_file.exists()
         (report,) = reports_folder(logs).iterdir()
         assert "policy</th><td>throughput-load" in report.read_text()
-        done = served.cli("planner", "report", "-o", str(served.folder / "then.html"))
-        assert done.returncode == 0, done.stderr  # nothing runs any more
+        served.ok("planner", "report", "-o", str(served.folder / "then.html"))
 
 
 BUDGET = 3
@@ -127,8 +119,7 @@ AGGREGATED = (
 @pytest.mark.full
 async def test_an_aggregated_graph_grows_and_shrinks_with_its_load() -> None:
     load = steady(rate=2, seconds=12, prompt_words=8, tokens=100)
-    with Served(*AGGREGATED, target=AGG) as served:
-        served.start()
+    with Served(*AGGREGATED, target=AGG).started() as served:
         async with audited(served) as audit:
             answers = await open_loop(served, load)
             await auntil(lambda: capacity(served)[DECODE] == 1 and len(served.pids()) == 2, 60.0, what=served.states)
@@ -151,16 +142,14 @@ PLUGINS = (
 
 def plugins(served: Served) -> dict[str, Any]:
     """`dynamo planner plugins --json`."""
-    done = served.cli("planner", "plugins", "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    done = served.ok("planner", "plugins", "--json")
+    found: dict[str, Any] = json.loads(done)
     return found
 
 
 @pytest.mark.full
 async def test_a_plugin_has_a_say_while_it_is_there() -> None:
-    with Served(*PLUGINS) as served:
-        served.start()
+    with Served(*PLUGINS).started() as served:
         gateway = plugins(served)["gateway"]
         words = ("--listen", f"unix://{served.folder}/p.sock", "--gateway", gateway, "--first", "0", "--last", "24")
         async with process(str(EXAMPLE), *words, "--workers", "3") as plugin:
@@ -201,8 +190,7 @@ LIBRARIES = ("statsforecast", "prophet", "scipy", "sklearn", "pandas", "statsmod
 @pytest.mark.full
 async def test_a_log_of_a_real_arbiter_decides_the_same(policy: str) -> None:
     words = ("--planner", "--Planner.metric-pulling-interval=0.5", *POLICIES[policy])
-    with Served(*words) as served:
-        served.start()
+    with Served(*words).started() as served:
         async with served.client() as client:
             await asyncio.gather(*(stream_chat(client, f"Tell me of {n}.", 40) for n in range(8)))
         planner(served, "set", options={"max-gpu-budget": 6})

@@ -36,9 +36,8 @@ async def _scrape(http: httpx.AsyncClient, url: str) -> Samples:
 
 
 def test_top_shows_each_gpu_with_its_worker(graph: Served) -> None:
-    done = graph.cli("top", "--once", "--namespace", graph.namespace)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
+    done = graph.ok("top", "--once", "--namespace", graph.namespace)
+    rows = [line.split() for line in done.splitlines()]
     held = {row[0]: row[1:3] for row in rows if row and row[0].isdigit()}
     assert held["0"] == ["VllmWorker", "ready"]
     assert held["1"] == ["PrefillWorker", "ready"]
@@ -52,8 +51,7 @@ async def _planned(graph: Served, folder: Path, *words: str) -> list[dict[str, A
     log = decision_log_path(graph.paths.logs)
     before = len(read(log))
     interval = ("--adjustment-interval", "1", "--metric-pulling-interval", "0.25")
-    done = graph.cli("planner", "start", "--log-dir", str(folder), *interval, *words)
-    assert done.returncode == 0, done.stderr
+    graph.ok("planner", "start", "--log-dir", str(folder), *interval, *words)
     assert graph.status()["planner"]["tensorboard"] == str(folder)
 
     def stepped() -> bool:
@@ -89,7 +87,6 @@ async def test_a_planner_s_actions_are_the_same_in_its_log_in_tensorboard_and_in
         steps = [point.step for point in points]
         assert steps == sorted(steps)
         assert steps[0] == 0
-
     records = [record for made in decisions for record in made]
     reasons = [reason for record in records for reason in record["decision"]["reasons"]]
     rules = Counter((reason["component"], reason["rule"]) for reason in reasons)

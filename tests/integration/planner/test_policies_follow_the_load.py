@@ -34,8 +34,7 @@ async def test_it_follows_the_load_in_whole_decisions_and_loses_no_request(polic
         "--Planner.load-predictor=constant",
         f"--Planner.max-gpu-budget={BUDGET}",
     )
-    with Served(*words) as served:
-        served.start()
+    with Served(*words).started() as served:
         async with audited(served) as audit:
             for rate, seconds in ((0.5, 4.0), (2.0, 16.0), (0.5, 16.0)):
                 load = steady(rate=rate, seconds=seconds, prompt_words=150, tokens=150 if rate > 1 else 20)

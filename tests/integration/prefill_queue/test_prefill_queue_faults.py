@@ -82,7 +82,6 @@ async def test_a_server_restart_changes_nothing(own_nats: RealNats) -> None:
             await queue.enqueue(f"r{i}", {"prompt_token_ids": [i]}, deadline_s=120)
         pulled = await queue.pull(5)
         assert pulled is not None
-
         await own_nats.stop()
         with pytest.raises(NatsUnavailable):
             await queue.depth()
@@ -123,7 +122,6 @@ async def test_a_killed_server_loses_no_entry(own_nats: RealNats) -> None:
 
 
 async def test_a_waiting_pull_survives_a_restart(own_nats: RealNats) -> None:
-
     async def pull() -> str:
         while True:
             try:

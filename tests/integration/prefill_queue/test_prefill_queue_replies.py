@@ -77,7 +77,6 @@ async def test_a_late_reply_is_refused(decode: PrefillReplies, prefill: PrefillR
 
 
 async def test_a_cancelled_wait_refuses_the_reply(decode: PrefillReplies, prefill: PrefillReplies) -> None:
-
     async def wait() -> None:
         with decode.expect("r") as reply:
             await reply.wait(30)

@@ -45,11 +45,10 @@ def check_points(document: dict[str, Any]) -> None:
 def test_a_small_profile_of_an_aggregated_graph(tmp_path: Path) -> None:
     with Served(target=AGG, namespace=NAMESPACE) as served:
         folder = tmp_path / "out"
-        done = served.cli(
+        done = served.ok(
             *command_line(AGG, folder, "--small", "--budget", "15s", "--no-actions", "--json"), timeout_s=170.0
         )
-        assert done.returncode == 0, done.stderr
-        document = json.loads(done.stdout)
+        document = json.loads(done)
         check_points(document)
         assert set(document["engines"]) == {"agg"}
         assert document["certificate"]["state"] in ("certified", "uncertified")
@@ -57,23 +56,20 @@ def test_a_small_profile_of_an_aggregated_graph(tmp_path: Path) -> None:
         assert read_profile(str(folder)).decode.max_kv_tokens == document["engines"]["agg"]["max_kv_tokens"]
         policy = ("--Planner.policy=throughput-load", "--Planner.optimization-target=sla")
         planner = ("--planner", *policy, f"--Planner.profile-results-dir={folder}")
-        same = served.cli("serve", *AGG, f"--Common.sim.speed={SPEED}", *planner, "--dry-run")
-        assert same.returncode == 0, same.stderr
+        served.ok("serve", *AGG, f"--Common.sim.speed={SPEED}", *planner, "--dry-run")
         other = served.cli("serve", *AGG, *planner, "--dry-run")
         assert other.returncode == 2
         assert "sim.speed is 1.0 here and was 10.0" in other.stderr
         assert "profile-anyway" in other.stderr
-        anyway = served.cli("serve", *AGG, *planner, "--Planner.profile-anyway=true", "--dry-run")
-        assert anyway.returncode == 0, anyway.stderr
+        served.ok("serve", *AGG, *planner, "--Planner.profile-anyway=true", "--dry-run")
 
 
 @pytest.mark.timeout(900)
 def test_a_whole_profile_is_right_everywhere_in_three_minutes(tmp_path: Path) -> None:
     with Served(target=DISAGG, namespace=NAMESPACE) as served:
         folder = tmp_path / "out"
-        done = served.cli(*command_line(DISAGG, folder, "--budget", "4m", "--json"), timeout_s=800.0)
-        assert done.returncode == 0, done.stderr
-        document = json.loads(done.stdout)
+        done = served.ok(*command_line(DISAGG, folder, "--budget", "4m", "--json"), timeout_s=800.0)
+        document = json.loads(done)
         check_points(document)
         kinds = [point["kind"] for point in document["points"]]
         assert (kinds.count("prefill") >= 16, kinds.count("decode") >= 30) == (True, True)
@@ -81,13 +77,12 @@ def test_a_whole_profile_is_right_everywhere_in_three_minutes(tmp_path: Path) ->
         assert kept["elapsed_s"] < 180.0
         assert {"cold", "drain"} <= document["actions"]["VllmWorker"].keys()
         assert {"cold", "drain"} <= document["actions"]["PrefillWorker"].keys()
-        planned = served.cli(
+        planned = served.ok(
             *("plan", "--profile", str(folder), "--rate", "20", "--isl", "1000", "--osl", "50"),
             *("--ttft", "100", "--itl", "10", "--json"),
             timeout_s=300.0,
         )
-        assert planned.returncode == 0, planned.stderr
-        assert json.loads(planned.stdout)["attained"]
+        assert json.loads(planned)["attained"]
 
 
 @pytest.mark.timeout(600)
@@ -101,11 +96,10 @@ def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(tmp_path: Path) -> None:
         assert "--resume goes on" in served.foreground_output()
         assert not is_alive(process.pid)
         before = json.loads((folder / "measuring.json").read_text())
-        done = served.cli(
+        done = served.ok(
             *command_line(AGG, folder, "--budget", "90s", "--no-actions", "--resume", "--json"), timeout_s=400.0
         )
-        assert done.returncode == 0, done.stderr
-        check_points(json.loads(done.stdout))
+        check_points(json.loads(done))
         after = json.loads((folder / "measuring.json").read_text())
         by_point = {(p["kind"], p["tokens"], p["requests"]): p["samples"] for p in after["points"]}
         for point in before["points"]:
@@ -126,9 +120,8 @@ OVERHEAD_MS = 30.0
 @pytest.mark.timing
 def test_servers_are_measured_from_outside_at_their_own_port() -> None:
     with http_graph(Vllm=section("aggregated", 2, *SERVER)) as served:
-        done = served.cli(*HTTP, "--small", "--budget", "60s", "--max-num-seqs", "8", timeout_s=300.0)
-        assert done.returncode == 0, done.stderr
-        document = json.loads(done.stdout)
+        done = served.ok(*HTTP, "--small", "--budget", "60s", "--max-num-seqs", "8", timeout_s=300.0)
+        document = json.loads(done)
         engine = document["engines"]["agg"]
         assert (engine["engine"], engine["max_kv_tokens"], engine["context_length"]) == ("http", 16_000, 4096)
         assert engine["max_num_seqs"] == 8
@@ -199,8 +192,7 @@ async def test_engines_slower_than_their_profile_are_seen_in_the_status_the_metr
         *("--planner", "--Planner.policy=slo", f"--Planner.profile-results-dir={profile}"),
         *("--Planner.ttft=5000", "--Planner.itl=200", "--Planner.min-endpoint=1"),
     )
-    with Served(*words) as served:
-        served.start()
+    with Served(*words).started() as served:
         answers = await open_loop(served, steady(rate=2.0, seconds=20.0, prompt_words=100, tokens=40))
         assert answers.wrong == []
 

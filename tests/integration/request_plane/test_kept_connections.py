@@ -142,7 +142,6 @@ async def test_a_request_that_is_given_up_ends_its_connection(bench: Bench) -> N
 
 
 async def test_neither_errors_nor_large_answers_leave_a_connection(bench: Bench) -> None:
-
     async def answer(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         yield "x" * payload
         if not payload:
@@ -221,7 +220,6 @@ async def test_a_worker_without_items_yet_says_that_it_has_taken_the_request(ben
 
 
 async def test_the_first_items_say_it_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-
     async def numbers(payload: int, context: RequestContext) -> AsyncIterator[Any]:
         for number in range(payload):
             yield number

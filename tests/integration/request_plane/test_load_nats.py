@@ -74,7 +74,6 @@ async def test_what_a_worker_does_not_know_arrives_as_missing(
 
 
 async def test_a_silent_worker_is_absent(nats: Client, namespace: str, start_worker: StartWorker) -> None:
-
     def broken() -> Load:
         raise RuntimeError("no load yet")
 
@@ -93,7 +92,6 @@ async def test_without_workers_a_sample_is_empty_at_once(nats: Client, namespace
 async def test_garbage_among_the_answers_is_left_out(
     nats: Client, namespace: str, start_worker: StartWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-
     async def foreign(msg: object) -> None:
         for _ in range(3):
             await nats.publish(msg.reply, b"{}")  # type: ignore[attr-defined]

@@ -254,7 +254,6 @@ async def test_a_slow_reader_loses_nothing_and_grows_nothing(bench: Bench) -> No
 
 @pytest.mark.parametrize("tokens", [1000, 100_000, 2_000_000])
 async def test_prompts_of_any_length_arrive(bench: Bench, tokens: int) -> None:
-
     async def measure(payload: Any, context: RequestContext) -> list[int]:
         return [len(payload), sum(payload)]
 
@@ -296,7 +295,6 @@ async def test_a_full_endpoint_is_busy_and_the_next_one_is_asked(bench: Bench) -
 
 @pytest.mark.timing
 async def test_nats_away_fails_fast_and_back_works_again(own_nats: RealNats, namespace: str) -> None:
-
     async def paced(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
         for n in range(payload):
             yield n

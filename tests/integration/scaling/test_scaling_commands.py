@@ -63,7 +63,6 @@ async def test_scaling_under_load_loses_nothing_and_touches_no_sibling(graph: Se
         await auntil(lambda: "VllmWorker_2" not in graph.states() and "VllmWorker_3" not in graph.states())
         await streams.more(20)
     streams.check()
-
     assert graph.pids() == before
     assert sorted(graph.statefile()["components"]) == sorted(f"dynamo_{name}" for name in before)
 
@@ -76,7 +75,6 @@ async def test_new_workers_get_the_lowest_free_names_and_their_own_devices(graph
     held = [gpu for row in rows.values() for gpu in row["gpus"]]
     await ascale(graph, "VllmWorker", "-2")
     await auntil(lambda: names(graph, "VllmWorker") == BOTH and len(graph.states()) == len(rows) - 2)
-
     assert all(len(rows[f"dynamo_VllmWorker_{n}"]["gpus"]) == 1 for n in (2, 3))
     assert len(held) == len(set(held)) == 6
     assert {w["pid"] for w in rows.values()} >= set(graph.pids().values())
@@ -98,7 +96,6 @@ async def test_one_more_while_a_sibling_drains_takes_that_drain_back(graph: Serv
         answers = [await stream for stream in streams]
     async with load(graph) as after:
         await auntil(lambda: after.right > 12)
-
     assert answers == [expected(prompt, 400, ignore_eos=True) for prompt in prompts]
     assert min(took_s) < 1.0
     assert graph.pids() == before
@@ -118,7 +115,6 @@ async def test_drain_and_cancel_by_name(graph: Served) -> None:
         status = await asyncio.to_thread(graph.cli, "status")
         cancelled = await asyncio.to_thread(graph.cli, "drain", "dynamo_VllmWorker_1", "--cancel", "--wait")
         answers = [await stream for stream in streams]
-
     assert (drained.returncode, cancelled.returncode) == (0, 0), (drained.stderr, cancelled.stderr)
     assert "draining" in drained.stdout
     row = next(line for line in status.stdout.splitlines() if "VllmWorker_1" in line)
@@ -135,7 +131,6 @@ async def test_the_last_ready_worker_needs_force_and_its_name_comes_back(graph: 
     with pytest.raises(ArbiterRefused, match="Processor runs in Frontend's processes and has no workers of its own"):
         await ascale(graph, "Processor", "-1")
     assert names(graph, "VllmWorker") == BOTH, "a refusal changes nothing"
-
     going = await ascale(graph, "VllmWorker", "=0", force=True)
     await auntil(lambda: graph.states().get("VllmWorker") == "exited" and "VllmWorker_1" not in graph.states())
     template = await auntil(lambda: _template(graph), what=graph.statefile)
@@ -144,7 +139,6 @@ async def test_the_last_ready_worker_needs_force_and_its_name_comes_back(graph: 
             await client.chat.completions.create(**asking("Is nobody there?", 4))
     coming = await ascale(graph, "VllmWorker", "+1"), await ascale(graph, "VllmWorker", "+1")
     await settled(graph)
-
     assert going == [("drain", "VllmWorker_1"), ("drain", "VllmWorker")]
     assert (template.get("pid"), template.get("lease")) == (None, None)
     assert template["cmd"]
@@ -165,7 +159,6 @@ def _template(served: Served) -> dict[str, Any] | None:
 async def test_more_than_there_are_gpus_for_is_refused_as_a_whole(graph: Served) -> None:
     with pytest.raises(ArbiterRefused, match=r"too few GPUs: 5 needed, 4 of 8 free"):
         await ascale(graph, "VllmWorker", "+5")
-
     assert names(graph, "VllmWorker") == BOTH
 
 
@@ -179,7 +172,6 @@ async def test_the_victim_policy_chooses(graph: Served) -> None:
     await auntil(lambda: graph.states().get(idle, "exited") == "exited")
     await ascale(graph, "VllmWorker", "=2")
     await settled(graph)
-
     assert taken == [("drain", idle)]
     assert answer == expected("Keep me busy.", 200, ignore_eos=True)
 
@@ -208,7 +200,6 @@ async def test_commands_are_answered_while_drains_run(graph: Served) -> None:
         while _two_drain(graph) and len(took_s) < 20:
             took_s.append(await _answered(graph))
         answers = [await stream for stream in streams]
-
     assert going == [("drain", "VllmWorker_3"), ("drain", "VllmWorker_2")]
     assert more == [("spawn", "PrefillWorker_2")]
     assert len(took_s) > 3

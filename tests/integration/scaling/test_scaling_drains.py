@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
 
 @pytest.mark.full
 async def test_a_processor_drains_while_everything_streams_through_it() -> None:
-    with Served("--Processor.ServiceArgs.workers=2", target=AGG) as served:
-        served.start()
+    with Served("--Processor.ServiceArgs.workers=2", target=AGG).started() as served:
         async with load(served) as streams:
             for _ in range(2):
                 assert await ascale(served, "Processor", "-1") == [("drain", "Processor_1")]
@@ -33,8 +32,7 @@ async def test_a_processor_drains_while_everything_streams_through_it() -> None:
 @pytest.mark.full
 async def test_a_drain_deadline_cuts_what_is_left_and_says_what() -> None:
     words = ("--VllmWorker.ServiceArgs.workers=2", "--VllmWorker.ServiceArgs.drain-deadline-s=1")
-    with Served(*words) as served:
-        served.start()
+    with Served(*words).started() as served:
         prompts = [f"I go on for ever, {n}." for n in range(6)]
         async with streaming(served, *prompts, tokens=50_000) as streams:
             await auntil(lambda: _slots(served, "VllmWorker_1") == 3, what=served.status)
@@ -46,7 +44,6 @@ async def test_a_drain_deadline_cuts_what_is_left_and_says_what() -> None:
             errors = [stream.exception() for stream in cut]
         notes = " ".join(note["text"] for note in served.status()["notes"])
         passed = next(record for record in events(served) if record["event"] == "DrainDeadlinePassed")
-
     assert (len(cut), len(others)) == (3, 3)
     assert all(isinstance(error, openai.APIError) for error in errors), errors
     assert passed["requests_cut"] == 3
@@ -61,8 +58,7 @@ def _slots(served: Served, name: str) -> int | None:
 
 @pytest.mark.full
 async def test_a_rolling_restart_needs_no_spare_gpu_and_loses_nothing() -> None:
-    with Served("--VllmWorker.ServiceArgs.workers=2", "--gpus", "sim:2", target=AGG) as served:
-        served.start()
+    with Served("--VllmWorker.ServiceArgs.workers=2", "--gpus", "sim:2", target=AGG).started() as served:
         before, gpus = served.pids(), {name: served.worker(name)["gpus"] for name in names(served, "VllmWorker")}
         fewest = 2
         async with load(served) as streams:
@@ -76,7 +72,6 @@ async def test_a_rolling_restart_needs_no_spare_gpu_and_loses_nothing() -> None:
             await streams.more(12)
         streams.check()
         after = served.pids()
-
         assert reply["workers"] == ["dynamo_VllmWorker_1", "dynamo_VllmWorker"]
         assert fewest == 1
         assert {name for name in before if before[name] != after[name]} == set(gpus)
@@ -86,36 +81,28 @@ async def test_a_rolling_restart_needs_no_spare_gpu_and_loses_nothing() -> None:
 
 @pytest.mark.full
 async def test_the_only_workers_are_replaced_under_load_and_no_request_is_lost() -> None:
-    with Served("--gpus", "sim:2", "--Frontend.ServiceArgs.colocate=[]", target=AGG) as served:
-        served.start()
+    with Served("--gpus", "sim:2", "--Frontend.ServiceArgs.colocate=[]", target=AGG).started() as served:
         url, before = served.url, served.pids()
         async with load(served) as streams:
             for component in ("VllmWorker", "Processor", "Frontend"):
-                done = await asyncio.to_thread(served.cli, "restart", component, "--wait")
-                assert done.returncode == 0, done.stderr
-                assert (
-                    f"dynamo_{component}_1 is started first, and takes the place of dynamo_{component}" in done.stdout
-                )
+                done = await asyncio.to_thread(served.ok, "restart", component, "--wait")
+                assert f"dynamo_{component}_1 is started first, and takes the place of dynamo_{component}" in done
                 await streams.more(12)
         streams.check()
-
         assert served.url == url
         assert served.pids().keys() == {"Frontend_1", "Processor_1", "VllmWorker_1"}
         assert not set(served.pids().values()) & set(before.values())
-        again = await asyncio.to_thread(served.cli, "restart", "VllmWorker", "--wait")
-        assert again.returncode == 0, again.stderr
+        await asyncio.to_thread(served.ok, "restart", "VllmWorker", "--wait")
         assert names(served, "VllmWorker") == ["VllmWorker"], "the lowest free name"
 
 
 @pytest.mark.full
 async def test_without_a_spare_gpu_it_is_refused_with_the_reason() -> None:
-    with Served("--gpus", "sim:1", target=AGG) as served:
-        served.start()
+    with Served("--gpus", "sim:1", target=AGG).started() as served:
         before = served.pids()
         with pytest.raises(ArbiterRefused, match=r"VllmWorker is the only worker .*too few GPUs.*--force"):
             command(served, "restart", name="VllmWorker")
         assert served.pids() == before
-
         reply = command(served, "restart", name="VllmWorker", force=True)
         await auntil(lambda: served.pids().get("VllmWorker") not in (None, before["VllmWorker"]), what=served.status)
         await settled(served)

@@ -39,8 +39,7 @@ async def asked_anew(served: Served, count: int) -> list[int]:
 
 async def test_frontends_come_go_and_are_replaced_under_load_and_no_request_is_lost() -> None:
     """Requests come on kept connections and on new ones. /metrics of the port tells the sum, which never falls."""
-    with Served("--gpus", "sim:1", TWO, target=AGG) as served:
-        served.start()
+    with Served("--gpus", "sim:1", TWO, target=AGG).started() as served:
         url, before = served.url, served.pids()
         assert names(served, "Frontend") == ["Frontend", "Frontend_1"]
         statuses: list[int] = []
@@ -62,8 +61,7 @@ async def test_frontends_come_go_and_are_replaced_under_load_and_no_request_is_l
                 assert kind == "drain"
                 await auntil(lambda: victim not in served.pids(), what=served.states)
                 counted.append(started_requests(served))
-                restarted = await asyncio.to_thread(served.cli, "restart", "Frontend", "--wait")
-                assert restarted.returncode == 0, restarted.stderr
+                await asyncio.to_thread(served.ok, "restart", "Frontend", "--wait")
                 await streams.more(12)
                 counted.append(started_requests(served))
             finally:
@@ -88,8 +86,7 @@ def holds_connections(pid: int, url: str) -> bool:
 
 
 async def test_a_killed_frontend_ends_its_own_streams_and_no_other() -> None:
-    with Served("--gpus", "sim:1", TWO, target=AGG) as served:
-        served.start()
+    with Served("--gpus", "sim:1", TWO, target=AGG).started() as served:
         url, before = served.url, served.pids()
         victim = before["Frontend_1"]
         streams: list[asyncio.Task[Any]] = []
@@ -116,8 +113,7 @@ async def test_a_killed_frontend_ends_its_own_streams_and_no_other() -> None:
 
 @pytest.mark.full
 async def test_frontends_outlive_their_arbiter_and_are_scaled_by_the_next() -> None:
-    with Served("--gpus", "sim:1", TWO, "--on-arbiter-death=keep", target=AGG) as served:
-        served.start()
+    with Served("--gpus", "sim:1", TWO, "--on-arbiter-death=keep", target=AGG).started() as served:
         url = served.url
         async with load(served) as streams:
             await asyncio.to_thread(served.kill_arbiter)

@@ -29,9 +29,7 @@ LOAD = {
 
 def test_status_as_json_and_as_a_table(disagg: Served) -> None:
     until(lambda: disagg.worker("VllmWorker")["load"] and disagg.worker("PrefillWorker")["load"])
-
     done = disagg.cli("status", "--json")
-
     graph = json.loads(done.stdout)
     for key in ("namespace", "run_id", "circus_endpoint", "etcd_endpoints", "nats_server", "frontend_url"):
         assert isinstance(graph[key], str), key
@@ -59,19 +57,16 @@ def test_status_is_quick(disagg: Served) -> None:
         began_s = time.perf_counter()
         assert disagg.cli("status").returncode == 0
         took_s.append(time.perf_counter() - began_s)
-
     assert min(took_s) < 0.4, took_s
 
 
 def test_circusctl_lists_and_shows(disagg: Served) -> None:
     names = [*WORKERS, "dynamo_etcd", "dynamo_nats", "dynamo_guardian"]
-
     listed = disagg.cli("ctl", "list").stdout
     status = disagg.cli("ctl", "status").stdout
     numbers = [disagg.cli("ctl", "numprocesses", name).stdout.strip() for name in names[:2]]
     ours = disagg.cli("ctl", "dynamo_status").stdout
     options = disagg.cli("ctl", "--namespace", "dynamo", "options", "dynamo_VllmWorker").stdout
-
     assert set(listed.strip().split(",")) == {name.lower() for name in names}
     assert {line.partition(":")[0]: line.rpartition(" ")[2] for line in status.splitlines()} == dict.fromkeys(
         names, "active"
@@ -86,7 +81,6 @@ def test_logs_of_all_and_of_one(disagg: Served) -> None:
     one = disagg.cli("logs", "VllmWorker").stdout
     full = disagg.cli("logs", "dynamo_VllmWorker", "--namespace", "dynamo").stdout
     wrong = disagg.cli("logs", "Vllm")
-
     assert {line.split("]")[0].strip("[") for line in everything.splitlines()} >= {*WORKERS, "dynamo_etcd"}
     assert one
     assert one == full
@@ -118,10 +112,8 @@ def _append(path: Path, text: str) -> None:
 
 def test_a_second_serve_says_who_runs_the_namespace(disagg: Served) -> None:
     before = disagg.pids()
-
     foreground = disagg.cli(*disagg.serve_words())
     detached = disagg.cli(*disagg.serve_words("--detach"))
-
     for done in (foreground, detached):
         assert done.returncode == EXIT_BUSY, done
         assert f"pid {disagg.status()['arbiter_pid']}" in done.stderr
@@ -132,9 +124,7 @@ def test_a_second_serve_says_who_runs_the_namespace(disagg: Served) -> None:
 
 def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
     before = disagg.processes()
-
     done = disagg.cli(*disagg.serve_words("--dry-run", "--json", "--VllmWorker.ServiceArgs.workers=2"))
-
     plan = json.loads(done.stdout)
     assert [watcher["watcher_name"] for watcher in plan["watchers"]] == [
         "dynamo_Frontend",
@@ -150,8 +140,7 @@ def test_dry_run_prints_the_plan_beside_a_running_graph(disagg: Served) -> None:
 async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
     before = disagg.paths.statefile.read_text(), disagg.pids()
     # XDG_RUNTIME_DIR, HOME and all commands are those of the first graph.
-    with Served(target=AGG, namespace="other", beside=disagg) as other:
-        other.start()
+    with Served(target=AGG, namespace="other", beside=disagg).started() as other:
         assert other.url != disagg.url
         assert set(other.pids()) == {"Frontend", "VllmWorker"}
         assert all(key.startswith("other/") for key in other.keys(""))
@@ -163,7 +152,6 @@ async def test_two_namespaces_run_side_by_side(disagg: Served) -> None:
         assert "other_VllmWorker" in disagg.cli("ctl", "-n", "other", "status").stdout
         assert "[other_VllmWorker]" in disagg.cli("logs", "-n", "other", "VllmWorker").stdout
         assert other.down("--timeout", "20").stdout.splitlines()[-1] == "other: down"
-
     assert (disagg.paths.statefile.read_text(), disagg.pids()) == before
 
 
@@ -182,8 +170,7 @@ def _listed(served: Served) -> dict[str, dict[str, object]]:
 
 @pytest.mark.full
 def test_ls_lists_a_graph_that_runs_and_one_whose_arbiter_was_killed(disagg: Served) -> None:
-    with Served("--on-arbiter-death", "keep", target=AGG, namespace="other", beside=disagg) as other:
-        other.start()
+    with Served("--on-arbiter-death", "keep", target=AGG, namespace="other", beside=disagg).started() as other:
         both = _listed(disagg)
         table = disagg.cli("ls").stdout.splitlines()
         other.kill_arbiter(guardian=True)
@@ -224,8 +211,7 @@ def test_logs_of_a_component_follow_workers_that_come_later(disagg: Served) -> N
 
 @pytest.mark.full
 def test_a_second_run_begins_its_logs_anew_and_the_first_one_s_are_still_shown() -> None:
-    with Served(target=AGG) as served:
-        served.start()
+    with Served(target=AGG).started() as served:
         first = served.status()
         served.kill_arbiter()
         until(lambda: not served.paths.statefile.exists(), 30.0, what=served.processes)

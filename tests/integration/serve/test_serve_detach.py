@@ -56,7 +56,6 @@ def test_detach_says_what_happens_and_returns_when_ready() -> None:
         began_s = time.monotonic()
         done = served.cli(*served.serve_words("--detach"))
         took_s = time.monotonic() - began_s
-
         assert done.returncode == 0, done
         assert done.stderr == ""
         assert set(served.states().values()) == {"ready"}
@@ -87,7 +86,6 @@ def test_the_detached_arbiter_holds_none_of_the_callers_descriptors() -> None:
         finally:
             os.close(read_end)
         arbiter = served.status()["arbiter_pid"]
-
         assert process.returncode == 0
         assert ends == b"", "somebody still holds the inherited descriptor"
         assert os.getsid(arbiter) == arbiter
@@ -98,7 +96,6 @@ def test_the_detached_arbiter_holds_none_of_the_callers_descriptors() -> None:
 def test_a_failing_worker_fails_the_start_with_its_reason() -> None:
     with _app(FAILING) as served:
         done = served.cli(*served.serve_words("--detach"))
-
         assert done.returncode == EXIT_FAILED
         assert "dynamo_Backend exited with code 1" in done.stderr
         assert "RuntimeError: there is no such model, sorry" in done.stderr
@@ -110,7 +107,6 @@ def test_a_failing_worker_fails_the_start_with_its_reason() -> None:
 def test_a_worker_that_is_killed_while_it_starts_fails_the_start() -> None:
     with _app(DYING) as served:
         done = served.cli(*served.serve_words("--detach"))
-
         assert done.returncode == EXIT_FAILED
         assert "dynamo_Backend was killed by SIGKILL" in done.stderr
         assert served.leftovers() == []
@@ -123,7 +119,6 @@ def test_a_start_deadline_ends_a_start_that_never_ends() -> None:
         began_s = time.monotonic()
         done = served.cli(*served.serve_words("--detach"))
         took_s = time.monotonic() - began_s
-
         assert done.returncode == EXIT_TIMED_OUT
         assert "dynamo_Backend" in done.stderr
         assert "within 5 s" in done.stderr
@@ -140,7 +135,6 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         with Served(f"--Frontend.port={port}", target=AGG, frontend=False) as served:
             done = served.cli(*served.serve_words("--detach"))
-
             assert done.returncode != 0
             assert f"port {port} on 127.0.0.1 is in use" in done.stderr
             assert "--Frontend.port=PORT" in done.stderr
@@ -153,10 +147,8 @@ def test_a_killed_arbiter_ends_the_wait_for_it() -> None:
         process = served.popen(*served.serve_words("--detach"))
         until(lambda: served.paths.control_socket.exists() and "Backend" in served.pids())
         os.kill(served.status()["arbiter_pid"], signal.SIGKILL)
-
         assert served.reap_foreground(5.0) == EXIT_FAILED, process
         assert "the arbiter was killed by SIGKILL before it was ready" in served.foreground_output()
-
         until(lambda: not served.processes(), 5.0, what=served.processes)
         (served.cwd / "app.py").write_text(APP.replace("HOOK", "pass"))
         served.start()
@@ -167,9 +159,7 @@ def test_ctrl_c_while_waiting_for_a_detached_start_takes_the_start_back() -> Non
     with _app(WAITING) as served:
         process = served.popen(*served.serve_words("--detach"))
         until(lambda: served.paths.control_socket.exists() and "Backend" in served.pids())
-
         process.send_signal(signal.SIGINT)
-
         assert served.reap_foreground(10.0) == 130
         assert "left before it was ready: Ctrl-C" in served.foreground_output()
         assert served.leftovers() == []
@@ -181,5 +171,4 @@ def test_a_statefile_that_is_broken_does_not_stop_a_start() -> None:
         served.paths.statefile.parent.mkdir(parents=True, mode=0o700)
         served.paths.statefile.write_text('{"schema_version": 1, "namesp')
         served.start()
-
         assert served.statefile()["run_id"] == served.status()["run_id"]

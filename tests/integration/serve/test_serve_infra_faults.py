@@ -31,8 +31,7 @@ def _right(prompt: str) -> tuple[int, str]:
 
 
 async def test_a_killed_etcd_is_restarted_with_its_data_and_no_request_notices() -> None:
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         keys, pids, old = served.keys(), served.pids(), served.server_pid("etcd")
         assert old
         async with served.client() as client:
@@ -47,7 +46,6 @@ async def test_a_killed_etcd_is_restarted_with_its_data_and_no_request_notices()
         assert served.pids() == pids
         assert set(served.states().values()) == {"ready"}
         told = [line.split(maxsplit=3)[3] for line in served.cli("events", "--worker", "etcd").stdout.splitlines()]
-
     assert answers == [_right(prompt) for prompt in prompts]
     assert told[0].startswith("pending -> running (ServerStarted")
     assert told[1].startswith(f"running -> restarting (ServerDied by exit:{old}: was killed by SIGKILL")
@@ -64,8 +62,7 @@ def _keys_or_none(served: Served) -> list[str] | None:
 @pytest.mark.full
 async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, nats_server: RealNats) -> None:
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": nats_server.address, "DYN_LEASE_TTL_S": "3"}
-    with Served(namespace="lost", env=env) as served:
-        served.start()
+    with Served(namespace="lost", env=env).started() as served:
         before, pids = _endpoints(served), served.pids()
         leases = {worker["lease"] for worker in served.status()["workers"]}
         await own_etcd.restart(lose_data=True)
@@ -79,7 +76,6 @@ async def test_an_etcd_that_lost_its_data_is_filled_again(own_etcd: RealEtcd, na
         assert served.pids() == pids
         state = served.statefile()["components"]
         entries = {(entry["state"], entry["lease"]) for entry in state.values()}
-
     assert during == _right("Who remembers me?")
     assert {state for state, _ in entries} == {"ready"}
     assert leases.isdisjoint({lease for _, lease in entries})
@@ -90,8 +86,7 @@ def _endpoints(served: Served) -> list[str]:
 
 
 async def test_a_killed_nats_is_restarted_and_the_graph_heals() -> None:
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         pids, old = served.pids(), served.server_pid("nats")
         assert old
         async with served.client() as client:
@@ -132,8 +127,7 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
     etcd_server: RealEtcd, own_nats: RealNats
 ) -> None:
     env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": own_nats.address}
-    with Served(target=AGG, namespace="outage", env=env) as served:
-        served.start()
+    with Served(target=AGG, namespace="outage", env=env).started() as served:
         assert await _ask(served, "Before.") == _right("Before.")
         pids = served.pids()
         await own_nats.kill()
@@ -144,7 +138,6 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
         await _until_served(served)
         assert served.pids() == pids
         assert set(served.states().values()) == {"ready"}
-
     assert {status for status, _ in refused} <= {503, 504}, refused
     assert all("NATS" in message or "worker" in message for _, message in refused), refused
     assert took_s < 15.0
@@ -154,12 +147,10 @@ async def test_while_nats_stays_away_requests_fail_fast_and_nothing_hangs(
 @pytest.mark.full
 async def test_down_works_while_nats_and_etcd_are_away(own_etcd: RealEtcd, own_nats: RealNats) -> None:
     env = {"ETCD_ENDPOINTS": own_etcd.endpoint, "NATS_SERVER": own_nats.address}
-    with Served(namespace="alone", env=env) as served:
-        served.start()
+    with Served(namespace="alone", env=env).started() as served:
         await own_nats.kill()
         await own_etcd.kill()
         began_s = time.monotonic()
         await asyncio.to_thread(served.down)
-
         assert time.monotonic() - began_s < 40.0
         assert served.leftovers() == []

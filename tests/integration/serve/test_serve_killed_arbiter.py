@@ -29,11 +29,9 @@ class Parent:
 
 @pytest.mark.full
 def test_children_of_a_dead_worker_die_with_it() -> None:
-    with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False) as served:
-        served.start()
+    with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False).started() as served:
         child = _child(served)
         os.kill(served.pids()["Parent"], signal.SIGKILL)
-
         until(lambda: not is_alive(child), 5.0)
         until(lambda: served.states()["Parent"] == "ready", what=served.states)
         assert _child(served) != child
@@ -41,14 +39,11 @@ def test_children_of_a_dead_worker_die_with_it() -> None:
 
 @pytest.mark.full
 def test_orphans_of_a_killed_arbiter_are_swept_at_the_next_start() -> None:
-    with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False) as served:
-        served.start()
+    with Served(target=("app:Parent",), files={"app.py": WITH_CHILD}, frontend=False).started() as served:
         child = _child(served)
         os.kill(served.status()["arbiter_pid"], signal.SIGKILL)
         until(lambda: not served.pids_of("serve_dynamo"), 5.0)
-
         served.start()
-
         assert not is_alive(child)
 
 

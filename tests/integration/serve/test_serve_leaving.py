@@ -67,7 +67,6 @@ async def test_sighup_is_refused_and_ctrl_c_lets_a_stream_finish() -> None:
             assert await stream == expected("Finish your sentence.", 300, ignore_eos=True)
         assert served.reap_foreground() == EXIT_OK
         output = served.foreground_output()
-
     assert "leaving (Ctrl-C)" in output
     assert "[dynamo_VllmWorker] " in output, "logs are interleaved with prefixes"
 
@@ -85,7 +84,6 @@ async def test_a_second_ctrl_c_ends_at_once() -> None:
             code = await asyncio.to_thread(served.reap_foreground)
             with pytest.raises(CUT):
                 await stream
-
         assert code == EXIT_OK
         assert time.monotonic() - began_s < 15.0
 
@@ -118,17 +116,14 @@ def test_ctrl_c_during_the_start_leaves_nothing() -> None:
     with Served(target=("app:Slow",), files={"app.py": SLOW_START}, frontend=False) as served:
         process = served.popen(*served.serve_words())
         until(lambda: served.paths.control_socket.exists() and "Slow" in served.pids(), what=served.foreground_output)
-
         process.send_signal(signal.SIGINT)
-
         assert served.reap_foreground() == 130
         assert "left before it was ready" in served.foreground_output()
 
 
 @pytest.mark.timing
 async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None:
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         async with streaming(served, "Down, but not out.", tokens=2500) as (stream,):
             down = asyncio.create_task(asyncio.to_thread(served.down))
             await auntil(lambda: served.states()["Frontend"] == "draining")
@@ -140,7 +135,6 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
             assert await stream == expected("Down, but not out.", 2500, ignore_eos=True)
             done = await down
             assert served.leftovers() == []
-
     assert json.loads(status.stdout)["state"] == "leaving"
     assert "dynamo_vllmworker" in listed.stdout
     assert took_s < 10.0
@@ -150,8 +144,7 @@ async def test_down_lets_a_stream_finish_and_the_other_commands_answer() -> None
 @pytest.mark.timing
 @pytest.mark.full
 async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         async with streaming(served, "Go on and on.", tokens=50_000) as (stream,):
             first = await asyncio.to_thread(served.cli, "down", "--timeout", "0.3")
             second = await asyncio.to_thread(served.cli, "down", "--timeout", "0.3")
@@ -161,7 +154,6 @@ async def test_down_twice_is_as_polite_as_once_and_now_is_not() -> None:
             took_s = time.monotonic() - began_s
             with pytest.raises(CUT):
                 await stream
-
     assert (first.returncode, second.returncode) == (EXIT_TIMED_OUT, EXIT_TIMED_OUT)
     assert "dynamo down --now" in first.stderr
     assert alive, "a second `dynamo down` cut a stream"
@@ -186,10 +178,10 @@ class Stubborn:
         import asyncio
         await asyncio.Event().wait()
 """
-    with Served("--drain-deadline=1", target=("app:Stubborn",), files={"app.py": stubborn}, frontend=False) as served:
-        served.start()
+    with Served(
+        "--drain-deadline=1", target=("app:Stubborn",), files={"app.py": stubborn}, frontend=False
+    ).started() as served:
         began_s = time.monotonic()
         served.down()
-
         assert 1.0 <= time.monotonic() - began_s < 20.0
         assert served.leftovers() == []

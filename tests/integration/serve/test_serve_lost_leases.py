@@ -18,8 +18,7 @@ pytestmark = pytest.mark.infra
 
 
 async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back() -> None:
-    with Served("--VllmWorker.ServiceArgs.workers=2") as served:
-        served.start()
+    with Served("--VllmWorker.ServiceArgs.workers=2").started() as served:
         async with streaming(served, "Let me finish.", tokens=1500) as (stream,):
             name = await auntil(lambda: busy(served, "VllmWorker"), what=served.status)
             row = served.worker(name)
@@ -34,14 +33,12 @@ async def test_a_worker_whose_lease_is_revoked_finishes_and_does_not_come_back()
         assert "gone" in served.log(name).splitlines()[-1]
         workers = served.keys("dynamo/components/VllmWorker/generate")
         await auntil(lambda: _freed(served, name), 10.0, what=served.statefile)
-
     assert len(workers) == 1, workers
 
 
 @pytest.mark.full
 async def test_all_leases_revoked_by_somebody_else_make_the_graph_degraded_never_ready() -> None:
-    with Served(target=AGG) as served:
-        served.start()
+    with Served(target=AGG).started() as served:
         assert (served.status()["state"], served.status()["missing"]) == ("ready", [])
         for row in served.status()["workers"]:
             served.etcdctl("lease", "revoke", row["lease"])
@@ -49,7 +46,6 @@ async def test_all_leases_revoked_by_somebody_else_make_the_graph_degraded_never
         status = served.status()
         table = served.cli("status").stdout
         metrics = httpx.get(status["metrics_url"]).text
-
     assert status["state"] == "degraded"
     for component in ("Frontend", "VllmWorker"):
         assert f"{component}: no worker serves (dynamo_{component} is exited)" in status["missing"]
@@ -62,8 +58,7 @@ async def test_all_leases_revoked_by_somebody_else_make_the_graph_degraded_never
 
 @pytest.mark.full
 async def test_with_restart_a_worker_that_was_revoked_comes_back_and_cuts_nothing() -> None:
-    with Served("--Host.on-foreign-revoke=restart", target=AGG) as served:
-        served.start()
+    with Served("--Host.on-foreign-revoke=restart", target=AGG).started() as served:
         before = served.pids()["VllmWorker"]
         async with streaming(served, "Let me finish.", tokens=1000) as (stream,):
             served.etcdctl("lease", "revoke", served.worker("VllmWorker")["lease"])
@@ -83,8 +78,7 @@ def _freed(served: Served, name: str) -> bool:
 @pytest.mark.timing
 @pytest.mark.full
 async def test_a_worker_that_was_stopped_past_its_lease_comes_back() -> None:
-    with Served(env={"DYN_LEASE_TTL_S": "2"}) as served:
-        served.start()
+    with Served(env={"DYN_LEASE_TTL_S": "2"}).started() as served:
         before = served.pids()
         os.kill(before["VllmWorker"], signal.SIGSTOP)
         try:
@@ -98,6 +92,5 @@ async def test_a_worker_that_was_stopped_past_its_lease_comes_back() -> None:
         await auntil(lambda: served.states()["VllmWorker"] == "ready", what=served.states)
         assert await answer(served, "Good morning.") == expected("Good morning.", 8)[0]
         assert served.pids() == before
-
     assert refused.value.status_code == 503
     assert took_s < 8.0

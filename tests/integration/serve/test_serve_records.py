@@ -37,7 +37,6 @@ def served() -> Iterator[Served]:
 def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
     text = served.etcdctl("get", "--prefix", "dynamo/components/")
     found = dict(zip(*[iter(text.splitlines())] * 2, strict=True))
-
     endpoints = {key.removeprefix("dynamo/components/").rpartition(":")[0] for key in found}
     assert endpoints == {
         "VllmWorker/generate",
@@ -65,9 +64,7 @@ def test_etcdctl_shows_the_keys_in_the_seeds_format(served: Served) -> None:
 
 def test_each_key_hangs_on_its_workers_lease(served: Served) -> None:
     worker = served.worker("VllmWorker")
-
     lease = served.etcdctl("lease", "timetolive", worker["lease"], "--keys")
-
     assert "granted with TTL(10s)" in lease
     for key in worker["endpoints"]:
         assert key in lease
@@ -76,7 +73,6 @@ def test_each_key_hangs_on_its_workers_lease(served: Served) -> None:
 def test_the_statefile_says_what_runs(served: Served) -> None:
     state = served.statefile()
     status = served.status()
-
     assert (state["schema_version"], state["namespace"], state["run_id"]) == (1, "dynamo", status["run_id"])
     assert state["circus_endpoint"] == served.paths.circus_endpoint == status["circus_endpoint"]
     assert set(state["components"]) == {f"dynamo_{name}" for name in served.pids()}
@@ -90,7 +86,6 @@ def test_the_statefile_says_what_runs(served: Served) -> None:
 
 def test_the_statefile_says_who_holds_which_gpu(served: Served) -> None:
     state = served.statefile()
-
     resources = {name: entry["resources"] for name, entry in state["components"].items()}
     assert resources["dynamo_Frontend"] == {}
     held = [resources[f"dynamo_{name}"]["allocated_gpus"] for name in ("VllmWorker", "PrefillWorker")]
@@ -102,7 +97,6 @@ def test_files_are_the_users_alone(served: Served) -> None:
     paths = served.paths
     folders = (paths.runtime.parent, paths.runtime, paths.statefile.parent, paths.logs)
     files = (paths.statefile, paths.runtime / "nats" / "token", *paths.logs.glob("*.log"))
-
     assert {str(path): _mode(path) for path in folders} == {str(path): 0o700 for path in folders}
     assert {str(path): _mode(path) for path in files} == {str(path): 0o600 for path in files}
 
@@ -121,7 +115,6 @@ def test_workers_get_an_allow_list_of_the_environment(served: Served) -> None:
 
 def test_envs_of_a_service_reach_its_workers_only(served: Served) -> None:
     marks = {name: _environ(pid).get("MY_MARK") for name, pid in served.pids().items()}
-
     assert marks == {"Frontend": None, "VllmWorker": "here", "PrefillWorker": None}
     assert served.worker("VllmWorker")["gpus"] != []
 
@@ -129,7 +122,6 @@ def test_envs_of_a_service_reach_its_workers_only(served: Served) -> None:
 def test_all_workers_are_spawned_at_once(served: Served) -> None:
     """Order governs readiness, not spawning."""
     started = [entry["started_at"] for entry in served.statefile()["components"].values()]
-
     assert max(started) - min(started) < 0.5
 
 
@@ -155,7 +147,6 @@ def test_nothing_secret_is_shown_or_written(served: Served) -> None:
     shown["status"] = served.cli("status", "--json").stdout
     shown["dry run"] = served.cli(*served.serve_words("--dry-run")).stdout
     shown["keys"] = served.etcdctl("get", "--prefix", "")
-
     assert len(shown) > 20
     assert [where for where, text in shown.items() for secret in (token, SECRET, PASSED) if secret in text] == []
     assert "WANTED_TOKEN=****" in shown["options VllmWorker"]
@@ -183,9 +174,7 @@ def circusctl(served: Served, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_embedded_servers_listen_on_loopback_only(served: Served) -> None:
     pids = [pid for name in ("etcd", "nats") if (pid := served.server_pid(name))] + [served.pids()["Frontend"]]
-
     listening = {address for pid in pids for address in _listening(pid)}
-
     assert len(pids) == 3
     assert listening
     assert {address for address in listening if not address.startswith(("0100007F", "unix"))} == set()
@@ -208,8 +197,7 @@ def _listening(pid: int) -> Iterator[str]:
 @pytest.mark.full
 def test_external_servers_are_used_and_left_without_a_key(etcd_server: RealEtcd, nats_server: RealNats) -> None:
     env = {"ETCD_ENDPOINTS": etcd_server.endpoint, "NATS_SERVER": nats_server.address}
-    with Served(namespace="external", env=env) as served:
-        served.start()
+    with Served(namespace="external", env=env).started() as served:
         keys = served.keys()
         shown = json.dumps(
             [served.status(), served.statefile(), served.cli("ctl", "options", "external_Frontend").stdout]
@@ -218,7 +206,6 @@ def test_external_servers_are_used_and_left_without_a_key(etcd_server: RealEtcd,
         logs = "".join(path.read_text() for path in served.paths.logs.glob("*.log"))
         served.down()
         left = _keys(etcd_server, "external/")
-
     assert len(keys) > 6
     assert nats_server.token not in shown + logs
     assert nats_server.url in shown

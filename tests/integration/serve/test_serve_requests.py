@@ -34,8 +34,7 @@ async def test_chats_completions_and_models(disagg: Served) -> None:
 
 @pytest.mark.full
 async def test_chat_of_the_aggregated_graph() -> None:
-    with Served(target=AGG) as agg:
-        agg.start()
+    with Served(target=AGG).started() as agg:
         async with agg.client() as client:
             assert await stream_chat(client, "Alone at last.", 32) == expected("Alone at last.", 32)
 
@@ -45,7 +44,6 @@ async def test_prefill_really_happens_elsewhere(disagg: Served) -> None:
     before = await _prefills(disagg)
     async with disagg.client() as client:
         text = (await client.chat.completions.create(**asking(prompt, 16))).choices[0].message.content
-
     assert text == expected(prompt, 16)[0]
     length = len(tokenizer().encode_chat(messages(prompt)))
     decision = rf"Remote prefill: True \(prefill length: {length}/{length}, prefill queue size: 0/2\)"
@@ -65,7 +63,6 @@ async def test_200_concurrent_streams_are_all_right(disagg: Served) -> None:
     prompts = [f"Stream number {n}: tell me a story about the number {n * n}." for n in range(STREAMS)]
     async with disagg.client() as client:
         answers = await asyncio.gather(*(stream_chat(client, prompt, 24) for prompt in prompts))
-
     wrong = [prompt for prompt, answer in zip(prompts, answers, strict=True) if answer != expected(prompt, 24)]
     assert wrong == []
 
@@ -92,7 +89,6 @@ async def test_frontend_metrics_count_the_requests(disagg: Served) -> None:
     async with httpx.AsyncClient(base_url=disagg.url) as http:
         metrics = (await http.get("/metrics")).text
         health = await http.get("/health")
-
     assert re.search(r"dynamo_frontend_requests_total\{.*\} [1-9]", metrics)
     assert "dynamo_frontend_time_to_first_token_seconds_count" in metrics
     assert (health.status_code, health.json()["status"]) == (200, "ready")
@@ -114,7 +110,6 @@ async def test_the_clients_request_id_is_in_the_logs_of_every_worker(disagg: Ser
     x_request_id = "order/4711:a%20b"
     prompt = "a prompt above the threshold of ten tokens, so that it is certainly prefilled by the other worker"
     answer = await _ask(disagg, prompt, **{"x-request-id": x_request_id})
-
     assert (answer.status_code, answer.headers["x-request-id"]) == (200, x_request_id)
     for watcher in LOGGING:
         await auntil(lambda watcher=watcher: _about(disagg, watcher, x_request_id), what=lambda: disagg.log("Frontend"))

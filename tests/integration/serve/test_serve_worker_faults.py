@@ -21,8 +21,7 @@ LONG_PROMPT = "word " * 400
 
 @pytest.mark.timing
 async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> None:
-    with Served() as served:
-        served.start()
+    with Served().started() as served:
         before = served.pids()
         lease = served.worker("VllmWorker")["lease"]
         async with httpx.AsyncClient(base_url=served.url, timeout=30.0) as http:
@@ -42,7 +41,6 @@ async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> No
         await auntil(lambda: served.states()["VllmWorker"] == "ready", what=served.states)
         assert await answer(served, "Risen from the dead.") == expected("Risen from the dead.", 8)[0]
         after = served.pids()
-
     error = json.loads(rest[-1].removeprefix("data: "))["error"]
     assert "worker" in error["message"], error
     assert not any(line == "data: [DONE]" for line in rest), "a cut stream must not look finished"
@@ -59,10 +57,8 @@ async def test_a_killed_decode_worker_costs_its_streams_and_nothing_else() -> No
 async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
     before = two_by_two.pids()
     os.kill(before["VllmWorker_1"], signal.SIGKILL)
-
     prompts = [f"Take over, number {n}." for n in range(10)]
     answers = await asyncio.gather(*(answer(two_by_two, prompt) for prompt in prompts))
-
     assert answers == [expected(prompt, 8)[0] for prompt in prompts]
     await auntil(lambda: two_by_two.states()["VllmWorker_1"] == "ready", what=two_by_two.states)
     after = two_by_two.pids()
@@ -73,8 +69,7 @@ async def test_the_other_decode_worker_takes_over(two_by_two: Served) -> None:
 @pytest.mark.full
 async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
     words = ("--PrefillWorker.ServiceArgs.workers=2", '--PrefillWorker.sim={"speed": 0.02}')
-    with Served(*words) as served:
-        served.start()
+    with Served(*words).started() as served:
         request = asyncio.create_task(answer(served, LONG_PROMPT, 16))
         victim = await auntil(lambda: busy(served, "PrefillWorker"), what=lambda: served.status()["workers"])
         began_s = time.monotonic()
@@ -82,7 +77,6 @@ async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
         text = await request
         took_s = time.monotonic() - began_s
         decode_log = served.log("VllmWorker")
-
     assert text == expected(LONG_PROMPT, 16)[0]
     assert "Remote prefill: True" in decode_log
     assert "prefilled locally" not in decode_log
@@ -93,8 +87,7 @@ async def test_a_killed_prefill_workers_entry_is_done_by_another() -> None:
 @pytest.mark.full
 async def test_without_any_prefill_worker_left_the_decode_worker_does_it_itself() -> None:
     words = ('--PrefillWorker.sim={"speed": 0.001}', "--VllmWorker.prefill-timeout-s=3")
-    with Served(*words) as served:
-        served.start()
+    with Served(*words).started() as served:
         request = asyncio.create_task(answer(served, LONG_PROMPT, 16))
         victim = await auntil(lambda: busy(served, "PrefillWorker"), what=lambda: served.status()["workers"])
         began_s = time.monotonic()
@@ -102,7 +95,6 @@ async def test_without_any_prefill_worker_left_the_decode_worker_does_it_itself(
         text = await request
         took_s = time.monotonic() - began_s
         decode_log = served.log("VllmWorker")
-
     assert text == expected(LONG_PROMPT, 16)[0]
     assert "prefilled locally" in decode_log
     assert took_s < 9.0

@@ -32,8 +32,7 @@ def warm(served: Served) -> dict[str, Any]:
 
 
 def scaled_up(served: Served, step: str = "+1") -> None:
-    done = served.cli("scale", "VllmWorker", step, "--wait")
-    assert done.returncode == 0, done.stderr
+    served.ok("scale", "VllmWorker", step, "--wait")
 
 
 def variables(pid: int) -> dict[str, str]:
@@ -72,8 +71,7 @@ async def test_a_spare_becomes_the_worker_under_its_pid_and_another_one_follows(
 
 async def test_a_restart_takes_a_spare(served: Served) -> None:
     spare = warm(served)
-    done = served.cli("restart", "dynamo_VllmWorker", "--wait")
-    assert done.returncode == 0, done.stderr
+    served.ok("restart", "dynamo_VllmWorker", "--wait")
     assert served.worker("VllmWorker")["pid"] == spare["pid"]
 
 
@@ -100,8 +98,7 @@ async def test_a_spare_that_dies_is_replaced_after_a_delay_and_said(served: Serv
 
 @pytest.mark.full
 async def test_no_spare_outlives_a_killed_arbiter() -> None:
-    with Served(*SPARES, target=AGG) as own:
-        own.start()
+    with Served(*SPARES, target=AGG).started() as own:
         warm(own)
         scaled_up(own)
         pids = [warm(own)["pid"], *own.pids().values()]
@@ -112,8 +109,7 @@ async def test_no_spare_outlives_a_killed_arbiter() -> None:
 
 @pytest.mark.full
 async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> None:
-    with Served(*SPARES, "--on-arbiter-death", "keep", target=AGG) as own:
-        own.start()
+    with Served(*SPARES, "--on-arbiter-death", "keep", target=AGG).started() as own:
         warm(own)
         scaled_up(own)
         spare, pids = warm(own), own.pids()
@@ -129,8 +125,7 @@ async def test_a_worker_that_was_a_spare_is_adopted_and_spares_begin_anew() -> N
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("seed", "actions", "requests"), [(1, 20, 200), (14, 200, 2000)])
 async def test_mixed_actions_drop_no_request(seed: int, actions: int, requests: int) -> None:
-    with Served(*MIXED) as own:
-        own.start()
+    with Served(*MIXED).started() as own:
         mixed, load = await mixed_run(own, seed=seed, actions=actions, requests=requests)
         assert load.failures == [], f"seed {seed}: {mixed.story}"
         assert load.right >= requests

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from dynamo_local.cli.common import ArbiterRefused
-from dynamo_local.errors import EXIT_FAILED, EXIT_OK
+from dynamo_local.errors import EXIT_FAILED
 from tests.drivers.scaled import ascale, events, kinds, load, names, settled, streaming
 from tests.drivers.served import AGG, Served, auntil, until
 from tests.drivers.sleepers import asleep, awake, sleep, until_state, wake, wake_all
@@ -122,17 +122,15 @@ async def test_scale_wakes_before_it_starts(graph: Served) -> None:
 
 
 async def test_the_commands_wait_and_answer_as_their_siblings(graph: Served) -> None:
-    done = await asyncio.to_thread(graph.cli, "sleep", "VllmWorker_1", "--level", "2", "--wait", "--json")
-    assert done.returncode == EXIT_OK, done.stderr
-    assert json.loads(done.stdout)["watcher_name"] == "dynamo_VllmWorker_1"
+    done = await asyncio.to_thread(graph.ok, "sleep", "VllmWorker_1", "--level", "2", "--wait", "--json")
+    assert json.loads(done)["watcher_name"] == "dynamo_VllmWorker_1"
     assert graph.states()["VllmWorker_1"] == "sleeping"
     shown = await asyncio.to_thread(graph.cli, "status")
     assert "sleeping" in shown.stdout
     refused = await asyncio.to_thread(graph.cli, "sleep", "VllmWorker_1", "--level", "1")
     assert refused.returncode == EXIT_FAILED
     assert "sleeping at level 2 already" in refused.stderr
-    woken = await asyncio.to_thread(graph.cli, "wake", "VllmWorker_1", "--wait")
-    assert woken.returncode == EXIT_OK, woken.stderr
+    await asyncio.to_thread(graph.ok, "wake", "VllmWorker_1", "--wait")
     assert graph.states()["VllmWorker_1"] == "ready"
 
 
@@ -177,8 +175,7 @@ GOES_WRONG = (*WORDS, "--VllmWorker.ServiceArgs.standby=0", "--VllmWorker.Servic
 
 @pytest.mark.full
 async def test_so_many_are_kept_asleep() -> None:
-    with Served(*WORDS, "--VllmWorker.ServiceArgs.standby=1", target=AGG) as served:
-        served.start()
+    with Served(*WORDS, "--VllmWorker.ServiceArgs.standby=1", target=AGG).started() as served:
         await until_state(served, "VllmWorker_1", "sleeping")
         row = served.worker("VllmWorker_1")
         assert row["standby"]["wanted"]
@@ -198,8 +195,7 @@ async def test_so_many_are_kept_asleep() -> None:
 
 @pytest.mark.full
 async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> None:
-    with Served(*GOES_WRONG, "--VllmWorker.sim.corrupt_after_wakes=2", target=AGG) as served:
-        served.start()
+    with Served(*GOES_WRONG, "--VllmWorker.sim.corrupt_after_wakes=2", target=AGG).started() as served:
         pid = served.pids()["VllmWorker_1"]
         async with load(served, 4) as streams:
             await asleep(served, "VllmWorker_1")
@@ -214,8 +210,7 @@ async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> 
 
 @pytest.mark.full
 async def test_a_process_whose_memory_grows_is_replaced() -> None:
-    with Served(*GOES_WRONG, "--VllmWorker.sim.sleep_growth_bytes=700000000", target=AGG) as served:
-        served.start()
+    with Served(*GOES_WRONG, "--VllmWorker.sim.sleep_growth_bytes=700000000", target=AGG).started() as served:
         pid = served.pids()["VllmWorker_1"]
         async with load(served, 4) as streams:
             await asleep(served, "VllmWorker_1")  # once grown, since the rehearsal: still below the bound

@@ -130,8 +130,7 @@ async def test_a_planner_here_is_refused_while_it_follows_another(shared: Served
 @pytest.mark.full
 async def test_an_adopted_run_goes_on_following() -> None:
     with alone("--on-arbiter-death", "keep") as served:
-        done = served.cli(*served.serve_words("--follow", "virtual", "--detach"), timeout_s=90.0)
-        assert done.returncode == 0, done.stderr
+        served.ok(*served.serve_words("--follow", "virtual", "--detach"), timeout_s=90.0)
         store = await served.etcd()
         planner = ForeignPlanner(store)
         await planner.acknowledged(await planner.decide(decode=2))

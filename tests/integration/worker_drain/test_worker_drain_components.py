@@ -76,7 +76,6 @@ async def test_a_frontend_keeps_its_socket_while_it_drains_and_comes_back(graph:
         assert (load.request_active_slots, load.num_requests_waiting, load.request_total_slots) == (1, 0, 8192)
         (request_id,) = (await frontend.status())["requests"]
         assert request_id in (await graph.workers["VllmWorker"].status())["requests"]
-
         for _ in range(3):
             frontend.signal(signal.SIGTERM)
             await frontend.reaches(state="draining", lease=None)
@@ -179,8 +178,7 @@ async def test_no_request_is_lost_while_every_role_drains_and_comes_back(graph: 
 
 @pytest.mark.full
 async def test_the_example_that_revokes_a_lease_drains_a_worker_of_a_served_graph() -> None:
-    with Served("--VllmWorker.ServiceArgs.workers=2") as served:
-        served.start()
+    with Served("--VllmWorker.ServiceArgs.workers=2").started() as served:
 
         def revoke(worker: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
