@@ -127,28 +127,6 @@ def test_what_cannot_be_applied_is_refused_before_anything_happens(shared: Serve
 
 
 @pytest.mark.full
-async def test_a_configuration_that_does_not_start_stops_at_the_first_worker_and_the_old_file_undoes_it(
-    graph: Served,
-) -> None:
-    before = graph.pids()
-    broken = config(
-        VllmWorker={"ServiceArgs": {"envs": {"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"}}},
-        Host={"restart": {"first-s": 0.1, "max-s": 0.1, "failures-max": 2}},
-    )
-    async with load(graph, streams=4) as streams:
-        done = await asyncio.to_thread(graph.cli, "apply", "-f", write(graph, broken), timeout_s=APPLY_TIMEOUT_S)
-        await streams.more(8)
-        await apply(graph, config())
-        await streams.more(8)
-    streams.check()
-    assert done.returncode == 1, (done.stdout, done.stderr)
-    assert "dynamo_VllmWorker_1 is faulted" in done.stderr
-    assert "dynamo_VllmWorker serves on with its old configuration" in done.stderr
-    assert names(graph, "VllmWorker") == ["VllmWorker", "VllmWorker_1"]
-    assert {name for name, pid in graph.pids().items() if before[name] == pid} == before.keys() - {"VllmWorker_1"}
-
-
-@pytest.mark.full
 async def test_ctrl_c_leaves_the_arbiter_at_it() -> None:
     with folder_with_config().started() as served:
         before = served.pids()

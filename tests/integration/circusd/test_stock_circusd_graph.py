@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -40,17 +39,6 @@ async def test_the_graph_runs_as_watchers_of_their_circusd(under: Guest) -> None
         assert under.served.statefile()["components"][f"dynamo_{name}"]["pid"] == pid
     async with under.served.client() as client:
         assert await stream_chat(client, "Who runs you?", 24) == expected("Who runs you?", 24)
-
-
-@pytest.mark.full
-def test_workers_hold_their_gpus_locks_and_their_logs(under: Guest) -> None:
-    pid = under.served.pids()["VllmWorker"]
-    files = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    assert sum(path.endswith(".lock") and "/gpus/" in path for path in files) == 1
-    log = str(under.served.paths.log_file("dynamo_VllmWorker"))
-    assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)] == [log, log]
-    options = under.circusd.ask("options", name="dynamo_VllmWorker")["options"]
-    assert "DYN_" not in json.dumps(options)
 
 
 async def test_scale_up_and_down(under: Guest) -> None:
@@ -134,14 +122,6 @@ async def test_circusctl_reload_of_a_worker_drains_it_and_starts_it_again(under:
     )
     await auntil(lambda: under.served.states()["PrefillWorker"] == "ready", 20.0, what=under.served.states)
     assert under.circusd.pids("dynamo_PrefillWorker") == [under.served.pids()["PrefillWorker"]]
-
-
-@pytest.mark.full
-async def test_a_killed_etcd_is_started_again(under: Guest) -> None:
-    pid = under.circusd.pids("dynamo_etcd")[0]
-    os.kill(pid, signal.SIGKILL)
-    await auntil(lambda: under.circusd.pids("dynamo_etcd") not in ([], [pid]), 5.0, what=under.logs)
-    await auntil(lambda: set(under.served.states().values()) == {"ready"}, 15.0, what=under.served.states)
 
 
 @pytest.mark.full

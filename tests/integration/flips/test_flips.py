@@ -239,18 +239,6 @@ async def flip_while_away(graph: Served, etcd: RealEtcd, delay_s: float, away_s:
 
 
 @pytest.mark.full
-async def test_a_flip_survives_an_etcd_that_is_away_for_a_moment(own_etcd: RealEtcd, nats_server: RealNats) -> None:
-    with graph_on(own_etcd, nats_server, "away").started() as graph:
-        pids = set(facts(graph))
-        async with load(graph, streams=4) as streams:
-            for delay_s in (0.0, 0.04):
-                await flip_while_away(graph, own_etcd, delay_s, 1.0)
-                await streams.more(4)
-        streams.check()
-        assert set(facts(graph)) == pids
-
-
-@pytest.mark.full
 async def test_a_flip_that_cannot_register_ends_in_the_old_role(own_etcd: RealEtcd, nats_server: RealNats) -> None:
     with graph_on(own_etcd, nats_server, "gone").started() as graph:
         pids = set(facts(graph))

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_local.kubernetes.api import MERGE_PATCH, Transport
-from dynamo_local.planner.records.ticks import tick_log_path
+from dynamo_local.kubernetes.api import Transport
 from tests.contract.kubernetes.kube_worlds import old_kube, real_kube
 from tests.drivers.kube_http import api_over_http, kubeconfig, serving
 from tests.drivers.kube_server import RealKube
-from tests.drivers.pod_planner import BUSY, IDLE, Cluster, PlannerProcess, cluster
+from tests.drivers.pod_planner import BUSY, IDLE, Cluster, cluster
 from tests.drivers.prometheus import RealPrometheus
 from tests.fakes.kubernetes.api_server import Kube
-from tests.fakes.kubernetes.graphs import DECODE, NAME, PREFILL, alpha, beta
+from tests.fakes.kubernetes.graphs import NAME, alpha, beta
 from tests.integration.kubernetes.real_clusters import real_cluster
 
 pytestmark = pytest.mark.timeout(900)
@@ -117,8 +115,6 @@ async def test_adapters_are_scaled_and_nothing_is_written_past_them(tmp_path: Pa
 
 
 CONFIG = POLICIES["throughput-load"]
-TICKS = 3
-"""One in six seconds."""
 
 
 @pytest.mark.full
@@ -150,45 +146,6 @@ async def test_an_api_server_that_is_away_and_one_that_hangs_are_waited_for(
         here.rate = BUSY
         await here.until_asked(3, 4)
         assert here.operator.peak <= 8
-
-
-@pytest.mark.full
-async def test_during_a_rollout_and_after_a_failure_nothing_is_changed(real_kube: RealKube, tmp_path: Path) -> None:
-    async with real_cluster(real_kube, tmp_path) as here:
-        here.operator.rollout = "InProgress"
-        async with here.planner(CONFIG) as planner:
-            await here.until(ticked(planner, TICKS))
-            assert await here.asked() == {PREFILL: 1, DECODE: 1}
-            here.operator.rollout = None
-            await here.until_asked(3, 4)
-            here.operator.failed, here.rate = True, IDLE
-            await here.until(ticked(planner, TICKS))
-            assert await here.asked() == {PREFILL: 3, DECODE: 4}
-            here.operator.failed = False
-            await here.until_asked(1, 1, 400)
-
-
-@pytest.mark.full
-async def test_writes_of_others_cost_a_try_and_nothing_else(real_kube: RealKube, tmp_path: Path) -> None:
-    async with real_cluster(real_kube, tmp_path) as here:
-        numbers = itertools.count(1)
-
-        async def writes() -> None:
-            while True:
-                note = {"metadata": {"annotations": {"n": str(next(numbers))}}}
-                await here.admin.request("PATCH", f"{here.graphs}/{NAME}", note, content=MERGE_PATCH)
-
-        writing = asyncio.ensure_future(writes())
-        try:
-            async with here.planner(CONFIG):
-                await here.until_asked(3, 4)
-                here.rate = IDLE
-                await here.until_asked(1, 1, 400)
-        finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-        assert next(numbers) > 50
-        assert here.operator.history[0] == here.operator.history[-1]
 
 
 @pytest.mark.full
@@ -244,18 +201,3 @@ async def test_pods_that_pend_do_not_keep_a_graph_large(real_kube: RealKube, tmp
         await here.until(pend)
         here.rate = IDLE
         await here.until_asked(1, 1, 500)
-
-
-def ticked(planner: PlannerProcess, times: int) -> Callable[[], Awaitable[bool]]:
-    """Whether it has looked and thought so many times since now."""
-    path = tick_log_path(planner.folder / "logs")
-
-    def ticks() -> int:
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    first = ticks()
-
-    async def enough() -> bool:
-        return ticks() >= first + times
-
-    return enough

@@ -13,7 +13,7 @@ from nats.aio.client import Client
 from dynamo_local.errors import NatsUnavailable, WorkerBusy
 from dynamo_local.ports import QueueDepth
 from dynamo_local.transport import prefill_queue
-from dynamo_local.transport.nats import close_quietly, connect_nats, flush
+from dynamo_local.transport.nats import close_quietly, connect_nats
 from dynamo_local.transport.prefill_queue import JetStreamPrefillQueue
 from tests.contract.prefill_queue.queue_worlds import depth_becomes
 from tests.drivers.servers import RealNats
@@ -121,25 +121,6 @@ async def test_a_killed_server_loses_no_entry(own_nats: RealNats) -> None:
         await depth_becomes(queue, QueueDepth(0, 0))
 
 
-async def test_a_waiting_pull_survives_a_restart(own_nats: RealNats) -> None:
-    async def pull() -> str:
-        while True:
-            try:
-                pulled = await queue.pull(20)
-            except NatsUnavailable:
-                await asyncio.sleep(0.02)
-                continue
-            assert pulled is not None
-            return pulled.task.request_id
-
-    async with queue_on(own_nats) as queue:
-        await queue.start()
-        waiting = asyncio.create_task(pull())
-        await own_nats.restart()
-        await enqueue_at_last(queue)
-        assert await asyncio.wait_for(waiting, 10) == "r"
-
-
 async def test_streams_are_made_again_when_the_server_lost_its_data(own_nats: RealNats) -> None:
     async with queue_on(own_nats) as queue:
         await queue.start()
@@ -188,22 +169,6 @@ async def test_an_entry_for_a_cancelled_pull_goes_to_another_worker_at_once(
     pulled = await other.pull(10)
     assert pulled is not None
     assert (pulled.task.request_id, pulled.task.attempt) == ("r", 2)
-    await other.close()
-
-
-async def test_a_closed_worker_attracts_no_entries(queue: JetStreamPrefillQueue, nats: Client, namespace: str) -> None:
-    other = JetStreamPrefillQueue(nats, namespace, "run", ack_wait_s=60.0)
-    await other.start()
-    pulling = asyncio.create_task(queue.pull(30))
-    await until_waiting(queue, nats)
-    pulling.cancel()
-    await asyncio.gather(pulling, return_exceptions=True)
-    await queue.close()
-    await flush(nats)
-    await other.enqueue("r", {}, deadline_s=60)
-    pulled = await other.pull(10)
-    assert pulled is not None
-    assert pulled.task.attempt == 1
     await other.close()
 
 

@@ -76,19 +76,6 @@ async def test_a_late_reply_is_refused(decode: PrefillReplies, prefill: PrefillR
         await prefill.send_reply(decode.reply_subject, "r", RESULT)
 
 
-async def test_a_cancelled_wait_refuses_the_reply(decode: PrefillReplies, prefill: PrefillReplies) -> None:
-    async def wait() -> None:
-        with decode.expect("r") as reply:
-            await reply.wait(30)
-
-    task = asyncio.create_task(wait())
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    with pytest.raises(RequestCancelled):
-        await prefill.send_reply(decode.reply_subject, "r", RESULT)
-
-
 async def test_the_second_workers_reply_is_refused(decode: PrefillReplies, prefill: PrefillReplies) -> None:
     with decode.expect("r") as reply:
         await prefill.send_reply(decode.reply_subject, "r", {"from": 1})

@@ -61,16 +61,6 @@ async def test_idle_means_that_the_linger_window_is_over_too(bench: Bench) -> No
     assert time.monotonic() - start >= 0.2
 
 
-async def test_a_drain_can_be_taken_back(bench: Bench) -> None:
-    server = await bench.serve(count)
-    server.stop_accepting(linger_s=0)
-    with pytest.raises(errors.WorkerDraining):
-        await bench.client.call(1)
-    server.resume_accepting()
-    assert [item async for item in await bench.client.call(2)] == [0, 1]
-    assert server.late_accepted == 0
-
-
 async def test_an_instance_that_is_leaving_is_not_chosen_again(bench: Bench) -> None:
     draining = await bench.serve(count, 1)
     await bench.serve(count, 2)

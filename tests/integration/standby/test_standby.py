@@ -206,21 +206,3 @@ async def test_an_engine_that_answers_otherwise_after_a_wake_serves_nobody() -> 
             streams.check()
         why = "after wake 2 the engine answers otherwise than at its start"
         await auntil(lambda: why in str(events(served, "VllmWorker_1")), 10.0)  # a thread writes the log
-
-
-@pytest.mark.full
-async def test_a_process_whose_memory_grows_is_replaced() -> None:
-    with Served(*GOES_WRONG, "--VllmWorker.sim.sleep_growth_bytes=700000000", target=AGG).started() as served:
-        pid = served.pids()["VllmWorker_1"]
-        async with load(served, 4) as streams:
-            await asleep(served, "VllmWorker_1")  # once grown, since the rehearsal: still below the bound
-            assert served.pids()["VllmWorker_1"] == pid
-            wake(served, "VllmWorker_1")
-            await until_state(served, "VllmWorker_1", "ready")
-            assert served.pids()["VllmWorker_1"] == pid
-            await asleep(served, "VllmWorker_1")
-            await auntil(lambda: served.pids().get("VllmWorker_1", pid) != pid, 60.0)
-            await until_state(served, "VllmWorker_1", "sleeping", "ready")
-            await streams.more(4)
-            streams.check()
-        assert "has grown from" in " ".join(note["text"] for note in served.status()["notes"])

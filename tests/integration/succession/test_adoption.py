@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY, EXIT_NOT_RUNNING
+from dynamo_local.errors import EXIT_BAD_INPUT, EXIT_BUSY
 from dynamo_local.system.processes import is_alive
 from tests.drivers.scaled import streaming
 from tests.drivers.served import Served, auntil, expected, until
@@ -164,21 +164,6 @@ def test_an_adoption_that_fails_leaves_everything_serving() -> None:
         served.adopt()
         assert served.pids() == pids
         assert token.exists()
-
-
-@pytest.mark.full
-def test_the_policy_stays_unless_said_otherwise() -> None:
-    with alone(*KEEP, name="Alone").started() as served:
-        served.kill_arbiter()
-        served.adopt()
-        assert served.status()["on_arbiter_death"] == "keep"
-        served.kill_arbiter()
-        served.adopt("--on-arbiter-death", "end")
-        assert served.status()["on_arbiter_death"] == "end"
-        served.kill_arbiter()
-        until(lambda: served.leftovers() == [], PATIENCE_S, what=served.leftovers)
-        nothing = served.cli(*served.serve_words("--adopt", "--detach"))
-        assert nothing.returncode == EXIT_NOT_RUNNING
 
 
 def test_serve_beside_live_workers_refuses_and_replace_ends_them() -> None:

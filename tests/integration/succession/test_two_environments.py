@@ -6,9 +6,7 @@ cron, sudo and a container's exec have no XDG_RUNTIME_DIR; logind removes that f
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from tests.integration.faults.conftest import ECHO
 pytestmark = pytest.mark.infra
 
 KEEP = ("--on-arbiter-death", "keep")
-PATIENCE_S = 60.0
 Shell = Callable[[Served], dict[str, str]]
 
 
@@ -132,19 +129,6 @@ def test_what_is_removed_under_a_live_run_is_made_again(running: Served, lost: s
     assert [row["pid"] for row in after["workers"]] == [row["pid"] for row in before["workers"]]
     for target in ("+1", "-1"):
         running.ok("scale", "Echo", target, "--wait", "--timeout", "60", timeout_s=90.0)
-
-
-@pytest.mark.full
-def test_servers_that_die_after_their_folder_was_removed_come_back(running: Served) -> None:
-    shutil.rmtree(running.paths.runtime)
-    until(running.paths.control_socket.exists)
-    for name in ("nats", "etcd"):
-        pid = running.server_pid(name)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        until(lambda name=name, pid=pid: running.server_pid(name) not in (None, pid), PATIENCE_S, what=running.status)
-    running.ok("scale", "Echo", "=2", "--wait", "--timeout", "60", timeout_s=90.0)
-    assert running.cli("scale", "Echo", "=1", "--wait").returncode == EXIT_OK
 
 
 @pytest.mark.parametrize("shell", ["cron", pytest.param("DYN_LOCAL_STATE_DIR", marks=pytest.mark.full)])
