@@ -1,4 +1,4 @@
-"""What must hold at every moment of a chaos run, read from outside: the statefile, /proc, the event log."""
+"""Conditions that hold at every moment of a chaos run, read from outside: the statefile, /proc, the event log."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of all requests. `saved` are those that a retry made right; `codes` counts first failures."""
+    """The outcome of all requests. `saved` are those that a retry made right; `codes` counts first failures."""
 
     right: int = 0
     saved: int = 0

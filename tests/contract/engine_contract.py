@@ -1,4 +1,4 @@
-"""What every `ports.Engine` must do: one suite for the simulated engine and for vLLM.
+"""The contract of `ports.Engine`: one suite for the simulated engine and for vLLM.
 
 A subclass gives the fixture `engine`: a started one that takes prompts of `PROMPT` and has nothing else to do.
 """

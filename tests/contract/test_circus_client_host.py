@@ -1,4 +1,4 @@
-"""What is a stock circusd's alone: its one slot, its own commands for our watchers, its death, its silence."""
+"""A stock circusd's own ways: its one slot, its own commands for our watchers, its death, its silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the supervisor needs of whoever runs its processes: our arbiter, a stock circusd by its client, and the fake.
+"""The supervisor's needs of a process host: our arbiter, a stock circusd by its client, and the fake.
 
 One suite for all three; what is circusd's alone is in `test_circus_client_host.py`.
 """
@@ -49,7 +49,7 @@ class Place(Protocol):
 
 
 class RealPlace:
-    """Of a host with real processes."""
+    """A host with real processes."""
 
     def __init__(self, lister: Any) -> None:
         self._lister = lister
@@ -65,7 +65,7 @@ class RealPlace:
 
 
 class FakePlace:
-    """Of the fake."""
+    """The fake's."""
 
     def __init__(self, host: FakeProcessHost) -> None:
         self._host = host

@@ -1,4 +1,4 @@
-"""What a Frontend has counted: what a benchmark says of its own requests is held to it."""
+"""A Frontend's counters: a benchmark's own numbers are compared with them."""
 
 from __future__ import annotations
 

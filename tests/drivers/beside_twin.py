@@ -1,5 +1,4 @@
-"""A trace against a real graph, beside its twin: what clients and `dynamo status` saw, and whether a host that others
-keep busy can say anything at all."""
+"""A trace against a real graph, beside the simulator: what clients and `dynamo status` saw, on how busy a host."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ TOKENS = range(259, 2048)
 
 @dataclass
 class Watched:
-    """What was measured of the real graph. `counts` are `(at_s, ready by role)`, from the first arrival."""
+    """Measurements of the real graph. `counts` are `(at_s, ready by role)`, from the first arrival."""
 
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What Linux says of this host's processes and shared memory: for tests that nothing is left behind."""
+"""This host's processes and shared memory, as Linux shows them: for tests that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def resident_mib(served: Served, names: Sequence[str]) -> dict[str, float]:
 
 @dataclass
 class Watched:
-    """What was seen while it was watched: the longest answers of the loops, the largest memory, streams that ended."""
+    """Observed while it was watched: the longest answers of the loops, the largest memory, streams that ended."""
 
     worst_s: dict[str, float] = field(default_factory=dict)
     peak_mib: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Requests of every kind that the API takes, many at once, held to what an undisturbed graph answers.
 
-An answer that is cut off may end with a typed error that a client may repeat, and what had come of it must be the
-beginning of the right one. A client that has got nothing yet must not see an error at all.
+A cut answer may end with a typed, retryable error, and must be the beginning of the right one. A client that has got
+nothing yet sees no error.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def requests(model: str, texts: int, tokens: Sequence[int], **more: Any) -> list
 
 @dataclass(slots=True)
 class Tally:
-    """What became of them. `cut` are those that ended with a retryable error after a right beginning."""
+    """Their outcome. `cut` are those that ended with a retryable error after a right beginning."""
 
     right: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)

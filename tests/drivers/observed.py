@@ -1,4 +1,4 @@
-"""What a planner in the arbiter would observe of a graph that runs, seen from a test's own process."""
+"""The observation of a planner in the arbiter, made in a test's own process."""
 
 from __future__ import annotations
 

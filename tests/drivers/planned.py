@@ -50,7 +50,7 @@ def steady(*, rate: float, seconds: float, prompt_words: int, tokens: int, ignor
 
 @dataclass(slots=True)
 class Answers:
-    """What became of the requests of a load."""
+    """The outcome of a load's requests."""
 
     right: int = 0
     wrong: list[str] = field(default_factory=list)

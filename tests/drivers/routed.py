@@ -1,4 +1,4 @@
-"""What a Router of a running graph has decided, and what it says of itself."""
+"""Decisions and status of a Router of a running graph."""
 
 from __future__ import annotations
 

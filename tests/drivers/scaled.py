@@ -80,7 +80,7 @@ def kinds(records: Iterable[dict[str, Any]]) -> list[str]:
 
 
 class Load:
-    """What became of the streams of a load."""
+    """The outcome of a load's streams."""
 
     def __init__(self) -> None:
         self.right = 0

@@ -26,7 +26,7 @@ PYTHONS = (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3")
 
 
 class Stranger:
-    """What he does runs as him, with nothing of our environment. `tools` is a folder that he can read."""
+    """His commands run as him, with nothing of our environment. `tools` is a folder that he can read."""
 
     def __init__(self, uid: int, gid: int, tools: Path) -> None:
         self._who: dict[str, Any] = {"user": uid, "group": gid, "extra_groups": []}

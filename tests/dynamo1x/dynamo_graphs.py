@@ -52,7 +52,7 @@ async def listed(served: Served) -> None:
 
 @dataclass
 class Load:
-    """What became of a load's requests. `open_` are under way now."""
+    """The outcome of a load's requests. `open_` are under way now."""
 
     right: int = 0
     open_: int = 0

@@ -1,4 +1,4 @@
-"""What dies, and what goes away, around Dynamo 1.x's workers: little is lost, and all of it comes back."""
+"""Deaths and outages around Dynamo 1.x's workers: little is lost, and all of it comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planner observes of Dynamo's own frontend and mockers: requests, every engine's passes, their cards."""
+"""A planner's observation of Dynamo's own frontend and mockers: requests, every engine's passes, their cards."""
 
 from __future__ import annotations
 

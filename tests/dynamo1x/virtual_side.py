@@ -1,9 +1,8 @@
 """One side of the virtual connector in Dynamo's own code, as a process with ETCD_ENDPOINTS: for test_virtual_dynamo.py.
 
-virtual_side.py connector NAMESPACE 3 1     wants so many decode workers, each once the last number is reached;
-                                            2:3 are two prefill and three decode workers
-virtual_side.py coordinator NAMESPACE 3 1   the same through the binding on which the connector stands
-virtual_side.py environment NAMESPACE 2     takes that many decisions, and says at once that they are carried out
+`connector NAMESPACE 3 1` wants so many decode workers, each once the last number is reached; `2:3` are two prefill
+and three decode workers. `coordinator NAMESPACE 3 1` does the same through the connector's own binding. `environment
+NAMESPACE 2` takes that many decisions, and says at once that they are carried out.
 
 Each line of its output is JSON; after each number that is reached it waits for a line of input.
 

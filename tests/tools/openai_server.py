@@ -38,7 +38,7 @@ KV_BLOCKS = 1000
 
 @dataclass
 class Server:
-    """What the server is doing, and how it is to behave. Without a `model` it lists none. `refuse` answers everything
+    """The server's state, and how it is to behave. Without a `model` it lists none. `refuse` answers everything
     with that status; a `forgetful` one keeps no prompt that it has prefilled, as one that died in between. `role` is
     None for one that takes all; `stuck` says why it never changes."""
 

@@ -1,4 +1,4 @@
-"""What another user of the host can get hold of: run as him, with paths, pids and ports as JSON on standard input.
+"""Tries what another user of the host can get hold of. It runs as him, with paths, pids and ports as JSON on stdin.
 
 Prints as JSON what he got. Only the standard library, and read from `-c`: he may not be able to read this file.
 """

@@ -1,4 +1,4 @@
-"""What must hold with real vLLM, on whatever host: `tests/vllm` runs it on the CPU, `tests/gpu` on CUDA."""
+"""Cases with real vLLM, on whatever host: `tests/vllm` runs it on the CPU, `tests/gpu` on CUDA."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ROSE = 2.0
 
 @dataclass(slots=True)
 class Kept:
-    """Of each request that was answered whole: whether it kept both targets."""
+    """Whether each request with a whole answer kept both targets."""
 
     within: list[bool] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)

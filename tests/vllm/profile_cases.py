@@ -1,4 +1,4 @@
-"""Real vLLM measured by `dynamo profile`, and the profile used by the twin, by `dynamo plan` and by `slo`."""
+"""Real vLLM measured by `dynamo profile`, and the profile used by the simulator, by `dynamo plan` and by `slo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of a graph's engines from outside."""
+"""A graph's engines, seen from outside."""
 
 from __future__ import annotations
 

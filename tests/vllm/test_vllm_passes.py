@@ -1,4 +1,4 @@
-"""What a planner observes of real vLLM."""
+"""A planner's observation of real vLLM."""
 
 from __future__ import annotations
 

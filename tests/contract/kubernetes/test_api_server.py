@@ -1,4 +1,4 @@
-"""What the planner relies on, by the fake API server and by a real one."""
+"""The planner's assumptions about an API server, on the fake and on a real one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass
 class FakeQueueServer:
-    """What the clients of one namespace share. With `available = False` every call raises `NatsUnavailable`."""
+    """State that the clients of one namespace share. With `available = False` every call raises `NatsUnavailable`."""
 
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
     seen: set[tuple[str, str]] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """A Kubernetes API server of a few lines: what the planner asks for, answered as a real one answers.
 
-`tests/contract/kubernetes` holds both to the same answers. Objects are versioned; a patch that tests what is not so is
-422, a stale version 409; status and spec are written apart; what a role does not allow is 403.
+`tests/contract/kubernetes` holds both to the same answers. Objects are versioned. A patch whose test fails is a 422, a
+stale version a 409, a missing right a 403. Status and spec are written apart.
 """
 
 from __future__ import annotations

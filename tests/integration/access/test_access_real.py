@@ -1,4 +1,4 @@
-"""Who may use a graph's Frontend and see its metrics, on real processes: keys, TLS, and refusals before the start."""
+"""Access to a graph's Frontend and its metrics, on real processes: keys, TLS, and refusals before the start."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def graphs() -> Iterator[tuple[Served, Served]]:
 
 @dataclass
 class Outcome:
-    """What clients saw: of all requests, how many kept both targets, and what went wrong with others."""
+    """The clients' view: of all requests, how many kept both targets, and what went wrong with others."""
 
     asked: int = 0
     kept: int = 0

@@ -1,6 +1,6 @@
 """A full disk, a file that somebody edits, a flood of commands, commands that come too late: the arbiter serves on.
 
-What else goes wrong around us has its tests elsewhere: etcd and NATS in `serve/test_serve_infra_faults.py`, stopped
+Other faults have their tests elsewhere: etcd and NATS in `serve/test_serve_infra_faults.py`, stopped
 workers in `serve/test_serve_worker_faults.py` and `scaling/test_scaling_faults.py`; docs/lessons.md lists them all.
 """
 

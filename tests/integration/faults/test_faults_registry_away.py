@@ -1,4 +1,4 @@
-"""What happens to workers while etcd is away, or while nobody watches it: told as what it was, and put right after it.
+"""Workers that die or leave while etcd is away or unwatched: the arbiter finds out, says why, and puts it right.
 
 etcd is one of the test's own, so that it stays away for as long as the test says.
 """

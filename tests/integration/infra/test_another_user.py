@@ -1,4 +1,4 @@
-"""What another user of the host can do to a graph that runs: the graph's real processes, and a real user."""
+"""Attacks of another user of the host on a running graph: the graph's real processes, and a real user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planner observes of a real graph on the simulated engine: all requests, and every engine's passes."""
+"""A planner's observation of a real graph on the simulated engine: all requests, and every engine's passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real graph shows of itself while it is scaled: `/metrics`, `dynamo status` and `dynamo top` agree."""
+"""A real graph that is scaled: `/metrics`, `dynamo status` and `dynamo top` agree."""
 
 from __future__ import annotations
 

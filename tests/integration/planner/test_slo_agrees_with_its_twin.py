@@ -1,4 +1,4 @@
-"""Ten minutes of conversations as they were recorded, at real speed: `slo` plans real processes as it plans their twin.
+"""Ten minutes of recorded conversations at real speed: `slo` plans real processes as it plans the simulator.
 
 `$DYN_TWIN_MINUTES` is how long (10), `$DYN_TRACES` where the recorded hour lies; without it, requests are made.
 """

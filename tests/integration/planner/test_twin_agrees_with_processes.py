@@ -1,8 +1,7 @@
-"""The twin against the real processes: the same trace, the same configuration, the engine in real time.
+"""The simulator against real processes: the same trace and configuration, the engine in real time.
 
-The engine runs at a tenth of its speed, so that what the twin leaves out (HTTP, hops, queues: some milliseconds for
-each request) is small against it, and the host stays idle enough to keep time. A host that others keep busy cannot
-say anything about that: then the test is skipped, with what it measured.
+The simulator leaves out HTTP, hops and queues, some milliseconds for each request. At a tenth of the engine's speed
+these are small, and the host stays idle enough to keep time. On a busy host the test is skipped, with what it measured.
 """
 
 from __future__ import annotations

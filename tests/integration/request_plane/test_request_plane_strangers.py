@@ -1,4 +1,4 @@
-"""Who else may send to the ports and subjects of the request plane, and what becomes of damaged streams."""
+"""Strangers on the ports and subjects of the request plane, and damaged streams."""
 
 from __future__ import annotations
 

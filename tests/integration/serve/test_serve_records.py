@@ -1,4 +1,4 @@
-"""What a running graph writes down and where: etcd's keys, the statefile, environments; and what it must not."""
+"""The records of a running graph: etcd's keys, the statefile, environments; and what it must not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wheel and an sdist of ours must and must not hold: `check_wheel.py DIST_FOLDER`."""
+"""Checks the contents of our wheel and sdist: `check_wheel.py DIST_FOLDER`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 The graphs of a test run are hundreds of processes that may not write byte code (`tests.drivers.served`), so it has to
 be there before. An installer that compiles whatever it installs does several times as much as is needed: of Kubernetes'
 client, pandas, scipy, torch and transformers nobody imports more than a part. So each module of ours is imported here,
-and Python writes what that brings along. Of small packages the rest is compiled too: it is imported where it is needed.
-With `vllm`, also what a worker with that engine imports.
+and Python writes what that brings along. The rest of small packages is compiled too, because it is imported where it
+is needed. With `vllm`, also what a worker with that engine imports.
 """
 
 from __future__ import annotations

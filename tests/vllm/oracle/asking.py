@@ -18,7 +18,7 @@ TIMEOUT_S = 500.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What both said, and the first difference."""
+    """Both answers, and the first difference."""
 
     case: Case
     ours: Any

@@ -1,4 +1,4 @@
-"""What is asked of models that do more than generate, or something else: adapters, reasoning, vectors, scores."""
+"""Requests to models that do more than generate, or something else: adapters, reasoning, vectors, scores."""
 
 from __future__ import annotations
 

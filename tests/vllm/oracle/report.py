@@ -1,4 +1,4 @@
-"""What the oracle has found, as docs/api.md shows it: `docs/vllm_oracle.json`, a table by docs/generate.py."""
+"""The oracle's findings, as docs/api.md shows them: `docs/vllm_oracle.json`, a table by docs/generate.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of `vllm serve` and of a graph: parameters of every endpoint, good, bad and null; streamed and not.
+"""Requests to `vllm serve` and to a graph: parameters of every endpoint, good, bad and null; streamed and not.
 
 Each answer is decided: greedy, or sampled from a seed.
 """
