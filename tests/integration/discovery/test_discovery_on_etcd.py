@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import cast
 
 import pytest
 
-from dynamo_local.arbiter.servers import find_server
 from dynamo_local.core.types import Instance
 from dynamo_local.errors import EtcdUnavailable, NoWorkers
 from dynamo_local.transport.discovery import InstanceView, instance_to_value, key_of, make_instance
@@ -112,35 +110,6 @@ async def test_waiting_for_an_instance(view: InstanceView, store: EtcdStore, nam
     waiting = asyncio.create_task(client_of(view).wait_for_instances(DEADLINE_S))
     instance = await put(store, namespace)
     assert await waiting == (instance,)
-
-
-async def test_etcdctl_reads_the_registry(store: EtcdStore, etcd_server: RealEtcd, namespace: str) -> None:
-    lease_id = await store.grant(60)
-    for endpoint in ("generate", "chat/completions"):
-        instance = make_instance(namespace, "Processor", endpoint, lease_id)
-        await store.put(key_of(instance), instance_to_value(instance), lease_id)
-    etcdctl = find_server("etcd").path.with_name("etcdctl")
-    process = await asyncio.create_subprocess_exec(
-        etcdctl, f"--endpoints={etcd_server.endpoint}", "get", "--prefix", namespace, stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), DEADLINE_S)
-    lines = output.decode().splitlines()
-    assert lines[0::2] == [
-        f"{namespace}/components/Processor/chat/completions:{lease_id:x}",
-        f"{namespace}/components/Processor/generate:{lease_id:x}",
-    ]
-    value = json.loads(lines[1])
-    subject = value["transport"].pop("nats_tcp")
-    assert value == {
-        "component": "Processor",
-        "endpoint": "chat/completions",
-        "namespace": namespace,
-        "lease_id": lease_id,
-        "transport": {},
-    }
-    service, _, rest = subject.partition(".")
-    assert rest == f"chat/completions-{lease_id:x}"
-    assert service.startswith(f"{namespace}_processor_")
 
 
 async def test_a_broken_value_is_logged_once_and_skipped(

@@ -25,7 +25,9 @@ def switched(role: str, *words: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shared_graph() -> Iterator[Served]:
-    with http_graph(Decode=switched("decode"), Prefill=switched("prefill", "--prefill-s", "0.02")) as served:
+    with http_graph(
+        **{role.title(): switched(role, "--prefill-s", "0.02") for role in ("decode", "prefill")}
+    ) as served:
         yield served.start()
 
 

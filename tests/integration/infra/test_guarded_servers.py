@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,23 +145,6 @@ async def test_a_wrong_password_is_refused_at_once(with_password: RealEtcd) -> N
     assert "wrong-one" not in str(caught.value)
     with pytest.raises(EtcdRefused):
         await asyncio.wait_for(EtcdStore.connect_when_up(with_password.endpoint, 60.0), 10.0)
-
-
-async def test_leases_of_the_dead_are_revoked_with_the_password(
-    with_password: RealEtcd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = await EtcdStore.connect(with_password.endpoint, access=allowed())
-    try:
-        lease = await store.grant(300)
-        await store.put("a/key", b"1", lease)
-        revoke(with_password.endpoint, None, [f"{lease:x}"])
-        assert await store.get("a/key") is not None
-        monkeypatch.setitem(os.environ, "ETCD_AUTH_USERNAME", "root")
-        monkeypatch.setitem(os.environ, "ETCD_AUTH_PASSWORD", PASSWORD)
-        revoke(with_password.endpoint, None, [f"{lease:x}"])
-        assert await store.get("a/key") is None
-    finally:
-        await store.close()
 
 
 async def test_the_runs_certificate_and_token_open_nats(nats: RealNats) -> None:

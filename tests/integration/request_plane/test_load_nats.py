@@ -132,22 +132,3 @@ async def test_a_view_follows_what_is_published(nats: Client, namespace: str, st
         assert isinstance(view.get(2**62 + 1), Missing)
     finally:
         await view.close()
-
-
-async def test_publishing_goes_on_after_a_restart_of_nats(own_nats: RealNats) -> None:
-    clients = [await connect_nats(own_nats.url, own_nats.access, name=name) for name in ("w", "v")]
-    publisher = LoadPublisher(clients[0], "ns", "W", "ns_W", lambda: 7, lambda: LOAD, never_changes)
-    view = LoadView(clients[1], "ns", "W")
-    try:
-        await view.start()
-        await publisher.start()
-        await own_nats.restart()
-        view.forget(7)
-        async with asyncio.timeout(10):
-            while isinstance(view.get(7), Missing):
-                await asyncio.sleep(0.02)
-    finally:
-        await publisher.close()
-        await view.close()
-        for client in clients:
-            await close_quietly(client)

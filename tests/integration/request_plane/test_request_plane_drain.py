@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import uvloop
 
 from dynamo_local import errors
-from dynamo_local.transport.discovery import instance_to_value, key_of, make_instance
-from dynamo_local.transport.etcd import EtcdStore
-from dynamo_local.transport.nats import close_quietly, connect_nats
-from dynamo_local.transport.requests.client import DependencyClient
 from dynamo_local.transport.requests.handlers import RequestContext
-from dynamo_local.transport.requests.plane import RequestPlane
-from dynamo_local.transport.requests.server import EndpointServer
-from tests.drivers.eventually import eventually
-from tests.drivers.servers import RealEtcd, RealNats
-from tests.drivers.without_arbiter.request_plane import Bench, count, request_bench
+from tests.drivers.without_arbiter.request_plane import Bench, count
 
 pytestmark = pytest.mark.infra
 
@@ -51,14 +41,6 @@ async def test_late_requests_are_served_within_the_linger_window(bench: Bench) -
     assert [item async for item in late] == ["first", "last"]
     assert await server.wait_idle(1.0)
     assert (server.late_accepted, server.in_flight) == (1, 0)
-
-
-async def test_idle_means_that_the_linger_window_is_over_too(bench: Bench) -> None:
-    server = await bench.serve(count)
-    server.stop_accepting(linger_s=0.2)
-    start = time.monotonic()
-    assert await server.wait_idle(2.0)
-    assert time.monotonic() - start >= 0.2
 
 
 async def test_an_instance_that_is_leaving_is_not_chosen_again(bench: Bench) -> None:
@@ -119,102 +101,3 @@ async def test_draining_one_of_two_fails_no_call(bench: Bench) -> None:
     stop.set()
     await asyncio.gather(*callers)
     assert done > 100
-
-
-async def test_a_new_lease_moves_the_endpoint_and_keeps_its_streams(bench: Bench) -> None:
-    gate = asyncio.Event()
-    server = await bench.serve(gated(gate), 1)
-    stream = await bench.client.call(None)
-    await server.rebind(bench.subject(2))
-    bench.register(2)
-    moved = await bench.client.call(None, instance_id=2)
-    with pytest.raises(errors.WorkerLost, match="nobody serves"):
-        await bench.client.call(None, instance_id=1)
-    gate.set()
-    assert [item async for item in stream] == ["first", "last"]
-    assert [item async for item in moved] == ["first", "last"]
-
-
-@pytest.mark.alone
-@pytest.mark.timing
-async def test_new_workers_are_used_and_deregistered_ones_avoided_within_50_ms(
-    nats_server: RealNats, etcd_server: RealEtcd, namespace: str
-) -> None:
-    nats = await connect_nats(nats_server.url, nats_server.access, name="test")
-    kv = await EtcdStore.connect(etcd_server.endpoint)
-    plane = RequestPlane(nats)
-    await plane.start()
-    client = await plane.client(kv, namespace, "Worker", "generate")
-    assert await plane.client(kv, namespace, "Worker", "generate") is client
-    with pytest.raises(errors.NoWorkers):
-        await client.call(1)
-    servers = []
-    try:
-        for n in (1, 2):
-            lease_id = await kv.grant(30)
-            instance = make_instance(namespace, "Worker", "generate", lease_id)
-            servers.append(EndpointServer(nats, subject=instance.subject, handler=count))
-            await servers[-1].start()
-            start = time.monotonic()
-            await kv.put(key_of(instance), instance_to_value(instance), lease_id)
-            await eventually(lambda n=n: len(client.instances()) == n)
-            assert time.monotonic() - start < 0.05
-        assert {(await client.call(1)).instance_id for _ in range(4)} == {i.lease_id for i in client.instances()}
-        gone = client.instances()[0].lease_id
-        start = time.monotonic()
-        await kv.revoke(gone)
-        await eventually(lambda: len(client.instances()) == 1)
-        assert time.monotonic() - start < 0.05
-        assert gone not in {(await client.call(1)).instance_id for _ in range(4)}
-        dependency = DependencyClient(plane, kv, namespace, "Worker", {"generate": "generate"})
-        await dependency.wait_ready(1.0)
-        assert [n async for n in dependency.generate(3)] == [0, 1, 2]
-    finally:
-        for server in servers:
-            await server.close()
-        await plane.close()
-        await close_quietly(nats)
-        await kv.close()
-
-
-async def scenario(nats_server: RealNats, namespace: str) -> None:
-    async with request_bench(nats_server, namespace) as bench:
-        ended = asyncio.Event()
-
-        async def guarded(payload: Any, context: RequestContext) -> AsyncIterator[Any]:
-            try:
-                while True:
-                    yield "x" * 1000
-            finally:
-                ended.set()
-
-        await bench.serve(count, 1)
-
-        async def one(n: int) -> list[int]:
-            return [item async for item in await bench.client.call(n)]
-
-        assert await asyncio.gather(*(one(n) for n in range(200))) == [list(range(n)) for n in range(200)]
-        slow, found = await bench.client.call(200_000), []
-        async for batch in slow.batches():
-            found += batch
-            await asyncio.sleep(0.001)
-        assert found == list(range(200_000))
-        server = await bench.serve(guarded, 2)
-        stream = await bench.client.call(None, instance_id=2)
-        await anext(stream)
-        await asyncio.sleep(0.05)
-        assert server.pending_bytes + stream.unread_bytes < 1024 * 1024
-        await stream.aclose()
-        await asyncio.wait_for(ended.wait(), 0.5)
-        late = await bench.client.call(None, instance_id=2, timeout_s=0.05)
-        with pytest.raises(errors.DeadlineExceeded):
-            [len(batch) async for batch in late.batches()]
-        lost = await bench.client.call(None, instance_id=2)
-        await anext(lost)
-        await server.close()
-        with pytest.raises(errors.WorkerLost):
-            [len(batch) async for batch in lost.batches()]
-
-
-def test_everything_holds_under_uvloop(nats_server: RealNats, namespace: str) -> None:
-    uvloop.run(scenario(nats_server, namespace))
