@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -30,22 +30,6 @@ RUNS = (sys.executable, "-I", "-S", "-c", "import time; print('runs', flush=True
 ENDS_7 = (sys.executable, "-I", "-S", "-c", "raise SystemExit(7)")
 ENDS_0 = (sys.executable, "-I", "-S", "-c", "")
 NOTICED_S = 0.1
-
-
-class Place(Protocol):
-    """Where a host's processes are, seen from outside."""
-
-    async def listed(self) -> set[str]:
-        """Names of the watchers there, in lower case (circus's spelling)."""
-        ...
-
-    def signal(self, pid: int, signum: signal.Signals) -> None:
-        """As `os.kill`."""
-        ...
-
-    def runs(self, pid: int) -> bool:
-        """The process lives."""
-        ...
 
 
 class RealPlace:
@@ -78,6 +62,9 @@ class FakePlace:
 
     def runs(self, pid: int) -> bool:
         return self._host.runs(pid)
+
+
+Place = RealPlace | FakePlace
 
 
 class Tried:

@@ -89,6 +89,19 @@ async def ask(client: AsyncOpenAI, prompt: str, tokens: int, *, started: asyncio
 
 
 @asynccontextmanager
+async def long_answers(served: Served, count: int, tokens: int) -> AsyncIterator[list[asyncio.Task[int]]]:
+    """So many streams of so many tokens, all begun."""
+    async with served.client() as client:
+        began = [asyncio.Event() for _ in range(count)]
+        tasks = [
+            asyncio.create_task(ask(client, f"a long answer, the {n}th", tokens, started=event))
+            for n, event in enumerate(began)
+        ]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), WAIT_S)
+        yield tasks
+
+
+@asynccontextmanager
 async def load(served: Served, clients: int = 6) -> AsyncIterator[Load]:
     """So many clients, each with one stream after the other, without retries, until the block ends."""
     found, stop = Load(), asyncio.Event()

@@ -20,6 +20,7 @@ from tests.dynamo1x.dynamo_graphs import (
     listed,
     listening,
     load,
+    long_answers,
     until_right,
 )
 
@@ -55,13 +56,7 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
     with graph("agg", "--Mocker.ServiceArgs.workers=2").started() as served:
         await listed(served)
         before, child = instances(served), commands_of(served, "Mocker_1")
-        async with served.client() as client:
-            began = [asyncio.Event() for _ in range(6)]
-            tasks = [
-                asyncio.create_task(ask(client, f"a long answer, the {n}th", LONG, started=event))
-                for n, event in enumerate(began)
-            ]
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), WAIT_S)
+        async with long_answers(served, 6, LONG) as tasks:
             await auntil(lambda: in_flight(served, "Mocker_1") > 0, WAIT_S, what=served.status)
             await asyncio.to_thread(command, served, "drain", name="dynamo_Mocker_1")
             await auntil(lambda: len(instances(served)) == 1, WAIT_S, what=lambda: served.keys("v1/"))
@@ -81,13 +76,7 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
 async def test_leaving_finishes_what_streams_and_waits_for_no_lull() -> None:
     with graph("agg").started() as served:
         await listed(served)
-        async with served.client() as client, served.client() as others:
-            began = [asyncio.Event() for _ in range(3)]
-            tasks = [
-                asyncio.create_task(ask(client, f"a long answer, the {n}th", 900, started=event))
-                for n, event in enumerate(began)
-            ]
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), WAIT_S)
+        async with long_answers(served, 3, 900) as tasks, served.client() as others:
 
             async def knock() -> None:
                 while True:

@@ -60,6 +60,15 @@ def agree(watched: Watched, run: Run) -> None:
     assert itl_ms == pytest.approx(found.itl_ms.mean, rel=AGREE), told
 
 
+def within_one_worker(watched: Watched, run: Run) -> None:
+    """At every moment the two fleets differ by one worker of a role at most, give or take a start-up."""
+    ready = counter(run)
+    for at_s, counts in watched.counts:
+        for role, count in counts.items():
+            near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
+            assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, simulated {sorted(near)}"
+
+
 @pytest.mark.parametrize(("prefill", "decode", "rate"), [(1, 1, 1.0), (2, 2, 2.0)])
 async def test_a_fixed_fleet_is_as_fast_as_its_twin(prefill: int, decode: int, rate: float) -> None:
     trace = poisson([(20.0, rate)], isl=1500, osl=40, seed=3)
@@ -96,14 +105,10 @@ async def test_the_planned_fleet_is_the_twins_within_one_worker() -> None:
     with Served(*WORDS, start_up, *PLANNER_WORDS, "--planner") as served:
         watched = await play(served.start(), trace, planned=True)
     run = run_case(trace, Case("", TwinOptions(sim=PLANNED_SIM, start_up_s=START_UP_S), PLANNER))
-    ready = counter(run)
     with unless_busy(watched):
         assert max(counts["decode"] for _, counts in watched.counts) == 3
         assert watched.counts[-1][1] == {"prefill": 1, "decode": 1}
-        for at_s, counts in watched.counts:
-            for role, count in counts.items():
-                near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
-                assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, twin {sorted(near)}"
+        within_one_worker(watched, run)
         agree(watched, run)
 
 
@@ -150,14 +155,11 @@ async def test_a_fleet_planned_by_targets_is_the_twins_within_one_worker(policy:
     trace = evenly([(9.0, 0.5), (30.0, 3.0), (24.0, 0.5)], isl=200, osl=150)
     with Served(*words, "--planner") as served:
         watched = await play(served.start(), trace, planned=True)
-    ready = counter(run_case(trace, Case("", TwinOptions(sim=sim, start_up_s=START_UP_S), planner)))
+    run = run_case(trace, Case("", TwinOptions(sim=sim, start_up_s=START_UP_S), planner))
     with unless_busy(watched):
         all_answered(watched)
         assert max(counts["decode"] for _, counts in watched.counts) == 3
-        for at_s, counts in watched.counts:
-            for role, count in counts.items():
-                near = {ready(role, at) for at in (at_s - START_UP_S, at_s, at_s + START_UP_S)}
-                assert min(near) - 1 <= count <= max(near) + 1, f"{role} at {at_s:.1f} s: {count}, twin {sorted(near)}"
+        within_one_worker(watched, run)
 
 
 def evenly(rates: Sequence[tuple[float, float]], *, isl: int, osl: int) -> list[TraceRequest]:

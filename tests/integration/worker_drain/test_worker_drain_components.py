@@ -16,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from dynamo_local.errors import DrainNotCancellable, NoWorkers
+from tests.drivers.scaled import streaming
 from tests.drivers.served import EXAMPLE, Served, auntil, expected, stream_chat
 from tests.drivers.servers import RealEtcd, RealNats
 from tests.drivers.without_arbiter.worker_process import WorkerHost, WorkerUnderTest, worker_host
@@ -193,19 +194,14 @@ async def test_the_example_that_revokes_a_lease_drains_a_worker_of_a_served_grap
 
         unknown = await asyncio.to_thread(revoke, "Nobody")
         assert (unknown.returncode, "dynamo_VllmWorker_1" in unknown.stderr) == (2, True)
-        async with served.client() as openai:
-            streams = []
-            for prompt in ("One.", "Two.", "Three.", "Four."):
-                started = asyncio.Event()
-                stream = asyncio.create_task(stream_chat(openai, prompt, 300, ignore_eos=True, started=started))
-                streams.append((prompt, stream))
-                await started.wait()
+        prompts = ("One.", "Two.", "Three.", "Four.")
+        async with streaming(served, *prompts, tokens=300) as streams:
             pid = served.pids()["VllmWorker_1"]
             done = await asyncio.to_thread(revoke, "VllmWorker_1")
             assert done.returncode == 0, done.stderr
             assert "revoked lease" in done.stdout
             await auntil(lambda: served.states().get("VllmWorker_1") == "draining", 3.0, what=served.states)
-            for prompt, stream in streams:
+            for prompt, stream in zip(prompts, streams, strict=True):
                 assert await stream == expected(prompt, 300, ignore_eos=True)
         await auntil(lambda: "VllmWorker_1" not in served.pids(), what=served.states)
         assert served.pids().get("VllmWorker") not in (None, pid)
