@@ -64,7 +64,7 @@ def _devices(pid: int) -> list[str]:
 
 
 def unexplained(records: Iterable[Mapping[str, Any]], hurt: set[int], outage: Callable[[float], bool]) -> list[str]:
-    """Of the event log: processes that ended although nobody ordered it and we did not hurt them, and worse.
+    """Processes that the event log shows to end without an order and without a fault of ours, and worse.
 
     `outage` says whether something that a start needs (etcd, NATS, room, descriptors) was missing at a time (seconds
     since 1970): a start may fail of that.

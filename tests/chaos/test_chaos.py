@@ -36,7 +36,7 @@ SPARE_S = 300.0
 """For the start, the end, and whatever takes its full bound on the way."""
 SHOWN = 20
 DISK_BYTES = 64 * 1024 * 1024
-"""Of the disk with the statefile and the logs: more than an hour writes, little enough to be filled in a moment."""
+"""The disk with the statefile and the logs: more than an hour writes, little enough to be filled in a moment."""
 WORDS = (
     *(f"--{name}.ServiceArgs.workers={count}" for name, count in BASE.items()),
     *(f"--{name}.ServiceArgs.standby=0" for name in (DECODE, PREFILL)),  # each may be put to sleep

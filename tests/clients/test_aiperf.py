@@ -31,7 +31,7 @@ OFFLINE = {
 
 
 def profiled(graph: Served, folder: Path, *words: str) -> dict[str, Any]:
-    """What `aiperf profile` reports of so many requests, of exactly so many tokens each."""
+    """The report of `aiperf profile` about so many requests, of exactly so many tokens each."""
     asked = {
         "model": MODEL,
         "url": graph.url,

@@ -32,9 +32,9 @@ class Watched:
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
     latencies_s: list[tuple[float, float]] = field(default_factory=list)
-    """Of each request: to its first token, and the mean gap between its tokens (0: it has one)."""
+    """For each request: seconds to its first token, and the mean gap between its tokens (0: it has one)."""
     late_s: float = 0.0
-    """By how much the latest request was sent too late: the client's own, and nobody else's."""
+    """Seconds by which the client itself sent its latest request too late."""
     end_s: float = 0.0
     """When the last answer was whole."""
     held: list[tuple[float, int]] = field(default_factory=list)
@@ -73,8 +73,8 @@ async def play(
     prompt_of: Prompt | None = None,
     look_every_s: float = POLL_S,
 ) -> Watched:
-    """The trace, open loop, against the graph. `planned`: the planner's interval begins with the trace, as the twin's
-    does. Whether all answers were complete is the caller's to say (`all_answered`): it knows how busy the host was."""
+    """Play the trace, open loop. If `planned`, the planner's interval begins with the trace, as the simulator's does.
+    The caller checks that all answers were complete (`all_answered`), because it knows how busy the host was."""
     watched = Watched()
     prompt_of = prompt_of or by_chance()
     # Made before anybody asks: prompts of a hundred thousand tokens take their time.
@@ -151,7 +151,7 @@ def all_answered(watched: Watched) -> None:
 
 
 def counter(run: Run) -> Callable[[str, float], int]:
-    """`(role, at_s)` to how many were ready in the twin."""
+    """`(role, at_s)` to how many were ready in the simulation."""
 
     def ready(role: str, at_s: float) -> int:
         last: Any = run.points[0]

@@ -124,7 +124,7 @@ class Watched:
     """Said beside the cancelling: nats-py loses one that comes together with the answer (`wait_for` of Python 3.11)."""
 
     def lag_s(self, name: str, untouched: str) -> float:
-        """By how much that loop's longest answer took longer than one of a process that the requests never reach, in
+        """Seconds by which that loop's longest answer exceeds that of a process that the requests never reach, in
         the same seconds on the same machine."""
         return self.worst_s[name] - self.worst_s[untouched]
 

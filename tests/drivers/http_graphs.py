@@ -49,7 +49,7 @@ def text_of(tokens: int) -> str:
 
 
 def seen(served: Served, **with_members: Any) -> list[dict[str, Any]]:
-    """What all servers have noted, in order; of those members, if any are given (None: whatever value)."""
+    """All servers' notes, in order; those with these members, if any are given (None: any value)."""
     path = Path(served.cwd) / RECORD
     notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [

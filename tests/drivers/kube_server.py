@@ -133,7 +133,7 @@ class RealKube:
         return self.client(await self.token(rules))
 
     async def token(self, rules: frozenset[Rule]) -> str:
-        """Of a new service account that may do that, and nothing else."""
+        """The token of a new service account that may do that, and nothing else."""
         self._accounts += 1
         name = f"planner-{self._accounts}"
         groups = {"leases": "coordination.k8s.io"}

@@ -25,7 +25,7 @@ from tests.drivers.served import Served, auntil
 from tests.vllm.oracle.comparing import ADDED, difference, plain
 
 TIMEOUT_S = 600.0
-"""Of one answer: a thousand share two cores."""
+"""Limit of one answer: a thousand share two cores."""
 CACHED = ("prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens")
 SCHEMA = {
     "type": "object",
@@ -171,7 +171,7 @@ def judge(asked: Asked, answer: Any, truth: Any) -> tuple[str, str]:
 
 
 def _without_error(events: Any) -> Any:
-    """Of OpenAI's oldest forms and of the newer ones, as `comparing` adds them up."""
+    """OpenAI's oldest forms and the newer ones, as `comparing` adds them up."""
     if len(events) == 2 and isinstance(events[0], dict):
         choices, beside = events
         return [choices, [each for each in beside if not (isinstance(each, dict) and "error" in each)]]

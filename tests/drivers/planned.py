@@ -18,7 +18,7 @@ from dynamo_local.planner.records.decision_log import decision_log_path, read
 from tests.drivers.served import Served, auntil, expected, stream_chat
 
 PERIOD_S = 150.0
-"""Of the generated sinusoid: from 5 requests per second up to 20 and back."""
+"""Period of the generated sinusoid: from 5 requests per second up to 20 and back."""
 PREFILL, DECODE = "PrefillWorker", "VllmWorker"
 COMES = ("pending", "starting", "ready", "crashed", "backing_off")
 LOOK_EVERY_S = 0.1

@@ -106,7 +106,7 @@ class Cluster:
 
     @asynccontextmanager
     async def planner(self, config: dict[str, Any], name: str = "a", **env: str) -> AsyncIterator[PlannerProcess]:
-        """Until it is told to end; it then ends with 0. A killed one is nobody's concern any more."""
+        """A planner until the block ends; its exit code is then 0, unless it was killed."""
         folder = self.folder / name
         folder.mkdir()
         (folder / "planner.yaml").write_text(json.dumps(config))

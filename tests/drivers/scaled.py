@@ -18,7 +18,7 @@ COMMAND_TIMEOUT_S = 60.0
 PATIENCE_S = 120.0
 """For streams to end on a machine that does much else."""
 TOKENS = (10, 30, 80)
-"""Of the load's streams, in turn: some end in a tenth of a second, some outlast whatever is done meanwhile."""
+"""Lengths of the load's streams, in turn: some end in a tenth of a second, some outlast the test's own actions."""
 
 
 def command(served: Served, name: str, /, **properties: Any) -> dict[str, Any]:

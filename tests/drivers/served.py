@@ -138,7 +138,7 @@ class Served(Registry):
             yield self.start()
 
     def ok(self, *words: str, **more: Any) -> str:
-        """What `dynamo WORDS` prints, which must succeed."""
+        """The output of `dynamo WORDS`, which must succeed."""
         done = self.cli(*words, **more)
         assert done.returncode == 0, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -192,7 +192,7 @@ class Served(Registry):
         return self.folder / "foreground.txt"
 
     def foreground_output(self) -> str:
-        """What `popen`'s process has printed so far, stdout and stderr together."""
+        """The output of `popen`'s process so far, stdout and stderr together."""
         return self._output_file.read_text()
 
     def down(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -238,7 +238,7 @@ class Served(Registry):
         return content
 
     def log(self, name: str) -> str:
-        """What one process wrote, by its name without the namespace."""
+        """The log of one process, by its name without the namespace."""
         return self.paths.log_file(f"{self.namespace}_{name}").read_text()
 
     @asynccontextmanager
@@ -271,7 +271,7 @@ class Served(Registry):
         return None if self._foreground is None else self._foreground.wait(timeout_s)
 
     def leftovers(self) -> list[str]:
-        """What is of ours and still there, in words; our logs and lock files may stay."""
+        """Processes, files, sockets and shared memory of ours that are left. Logs and lock files may stay."""
         found = [f"process {pid}: {line}" for pid, line in self.processes()]
         found += [f"statefile {self.paths.statefile}"] if self.paths.statefile.exists() else []
         found += [f"runtime folder {self.paths.runtime}"] if self.paths.runtime.exists() else []
@@ -281,7 +281,7 @@ class Served(Registry):
         return found
 
     def shared_memory(self) -> set[str]:
-        """What has come into /dev/shm since this graph began, without what a process of somebody else maps."""
+        """New names in /dev/shm since this graph began, without those that other users' processes map."""
         found = host_facts.shared_memory() - self._shared_memory
         if not found:
             return found

@@ -56,7 +56,7 @@ class Stranger:
         )
 
     def gets(self, **what: Any) -> dict[str, list[Any]]:
-        """What he gets hold of, by way: see `tests/tools/stranger.py`. Skips where there is no Python for him."""
+        """The things that he gets hold of, by way (`tests/tools/stranger.py`). Skips where he has no Python."""
         if self._python is None:
             pytest.skip(f"another user can run none of {', '.join(PYTHONS)}")
         done = self.run([self._python, "-I", "-c", SCRIPT.read_text()], json.dumps(what))

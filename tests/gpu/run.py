@@ -25,7 +25,7 @@ PASSED, FAILED, CANNOT, NO_CARD = 0, 1, 2, 3
 INSTALL_TIMEOUT_S, TESTS_TIMEOUT_S = 120, 450
 REPORT = "gpu-report"
 LEFT_OUT = ("test_gpu_vllm.py", "test_gpu_vllm_sleep.py", "test_gpu_pack.py")
-"""What needs vLLM and a model, and what makes this folder."""
+"""These need vLLM and a model, or make this folder."""
 
 
 def main() -> int:

@@ -86,7 +86,7 @@ class BadInput:
             path.write_text(text, encoding="utf-8")
 
     def resolve(self, folder: Path) -> GraphSpec:
-        """What `dynamo serve` does with the input before it looks at the host."""
+        """Do what `dynamo serve` does with the input before it looks at the host."""
         target, *rest = self.args
         namespace, path, words = None, None, []
         while rest:

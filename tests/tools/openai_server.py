@@ -47,9 +47,9 @@ class Server:
     token_s: float = 0.01
     prefill_s: float = 0.0
     prompt_token_s: float = 0.0
-    """Of a prefill, for each token of a prompt that is not the beginning of one that was there before."""
+    """Seconds of a prefill for each token of a prompt that no earlier prompt began with."""
     seq_s: float = 0.0
-    """Of each token, for each request that runs."""
+    """Seconds of each token for each request that runs."""
     block_size: int | None = None
     record_file: Path | None = None
     refuse: int | None = None

@@ -31,7 +31,7 @@ LONG_TOKENS = 600
 
 @pytest.fixture(scope="session")
 def answers() -> dict[str, str]:
-    """What the aggregated graph said, by prompt; filled by the first test that asks it."""
+    """The aggregated graph's answers by prompt; the first test that asks fills them in."""
     return {}
 
 

@@ -38,7 +38,7 @@ def _status(pid: int) -> str:
 
 
 def exit_codes(served: Served, name: str) -> list[int]:
-    """Of the processes of that worker that have ended; minus the signal's number where one ended it."""
+    """One for each ended process of that worker; minus the signal's number where a signal ended it."""
     return [event["exit_code"] for event in events(served, name) if event["event"] == "ProcessExited"]
 
 

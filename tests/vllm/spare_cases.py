@@ -20,7 +20,7 @@ from tests.vllm.hosts import VllmHost
 SECRET = "sk-only-the-frontend-knows"
 ROUNDS = int(os.environ.get("DYN_VLLM_SPARE_ROUNDS", "2"))
 SHARE_MAX = 1 / 3
-"""Of the time of a cold start."""
+"""Share of the time of a cold start."""
 
 
 class Spared:
@@ -68,7 +68,7 @@ async def _one_more(served: Served) -> float:
 
 
 def _shows_no_secret(pid: int) -> None:
-    """Of the process and what it has started: `/proc/PID/environ` and the command line."""
+    """Neither environment nor command line of the process and its children."""
     process = psutil.Process(pid)
     for each in (process, *process.children(recursive=True)):
         shown = Path(f"/proc/{each.pid}/environ").read_bytes() + Path(f"/proc/{each.pid}/cmdline").read_bytes()

@@ -26,7 +26,7 @@ PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
 def benched(url: str, folder: Path, **options: Any) -> Mapping[str, Any]:
-    """What `vllm bench serve` reports of so many requests, of exactly so many tokens each."""
+    """The report of `vllm bench serve` about so many requests, of exactly so many tokens each."""
     asked = {
         "base_url": url,
         "dataset_name": "random",

@@ -26,7 +26,7 @@ MANIFEST = Path(__file__).parents[3] / "examples/kubernetes/planner.yaml"
 
 
 def planner_rules() -> frozenset[Rule]:
-    """Of the Role in the planner's manifest, one by one."""
+    """Each right of the Role in the planner's manifest."""
     role = next(one for one in yaml.safe_load_all(MANIFEST.read_text()) if one["kind"] == "Role")
     return frozenset(
         (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]

@@ -200,7 +200,7 @@ class WorkerHost:
         return task
 
     async def loads(self) -> dict[str, Load]:
-        """What the workers answer to the arbiter's probe, by watcher name."""
+        """The workers' answers to the arbiter's probe, by watcher name."""
         alive = sum(worker.process.returncode is None for worker in self.workers)
         return {name: report.load for name, report in (await self.sampler.sample(1.0, alive)).items()}
 

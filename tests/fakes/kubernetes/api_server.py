@@ -23,7 +23,7 @@ PATH = re.compile(
 GRAPHS, ADAPTERS = "dynamographdeployments", "dynamographdeploymentscalingadapters"
 METADATA = "dynamoworkermetadatas"
 REJECTED = "the server rejected our request due to an error in our request"
-"""What a server says of a JSON patch that does not fit."""
+"""A server's words for a JSON patch that does not fit."""
 TYPES = {"frontend", "worker", "prefill", "decode", "planner", "epp"}
 VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 GROUPS = {"nvidia.com": ("v1beta1", "v1alpha1"), "coordination.k8s.io": ("v1",)}

@@ -9,7 +9,7 @@ from dynamo_local.transport import passes as event_plane
 from dynamo_local.transport.fpm import encode_pass
 
 NAMESPACE = "default-serving"
-"""Of the graph `serving` in the namespace `default`, within Dynamo."""
+"""The namespace within Dynamo of the graph `serving` in the namespace `default`."""
 KV_BLOCKS, BLOCK = 1000, 16
 
 
@@ -73,7 +73,7 @@ def framed(message: bytes) -> list[bytes]:
 def told_pass(
     worker: str, at_s: float, *, number: int = 1, kv: int = 0, running: int = 0, waits: int = 0
 ) -> ForwardPass:
-    """Of a decode engine with so much KV, or of a prefill engine with so many requests that wait."""
+    """A pass of a decode engine with so much KV, or of a prefill engine with so many waiting requests."""
     return ForwardPass(
         EngineId(worker),
         number,

@@ -39,7 +39,7 @@ async def until_it_is(view: InstanceView, *expected: Instance, deadline_s: float
 
 
 def client_of(view: InstanceView) -> NatsEndpointClient:
-    """Whoever waits for workers waits through one; it sends nothing here."""
+    """A client that only waits for workers."""
     return NatsEndpointClient(cast(RequestSender, None), view, view.component, view.endpoint)
 
 

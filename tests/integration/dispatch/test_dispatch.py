@@ -117,7 +117,7 @@ SEEDS_RULE = (
 
 @pytest.fixture(scope="module")
 def graphs() -> Iterator[tuple[Served, Served]]:
-    """By targets, and by the seed's rule: two prefill workers and one decode worker each. They start side by side."""
+    """One by targets, one by the seed's rule: two prefill workers and a decode worker each, started side by side."""
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         slo = stack.enter_context(Served(*BESIDE, target=TARGET))
         seed = stack.enter_context(Served(*BESIDE, *SEEDS_RULE, target=TARGET, namespace="seed"))

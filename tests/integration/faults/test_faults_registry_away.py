@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.infra, pytest.mark.timeout(200)]
 PATIENCE_S = 40.0
 WORKERS = 6
 TOKENS = 4000
-"""Of a stream that outlasts the ten seconds in which a missing key may be written again: 6 ms each, 24 s."""
+"""A stream of so many outlasts the ten seconds in which a missing key may be written again: 6 ms each, 24 s."""
 
 OTHER_LEASE = """\
 from dynamo_local.sdk.service import async_on_start, endpoint, service

@@ -114,7 +114,7 @@ SERVER = (
 )
 HTTP = ("profile", "-f", "deployment.yaml", "--namespace", "dynamo", "--no-actions", "--json", "-o", "out")
 OVERHEAD_MS = 30.0
-"""What HTTP and timers add to a repetition, on a machine that does something else."""
+"""HTTP and timers add so much to a repetition, on a machine that does something else."""
 
 
 @pytest.mark.timing

@@ -30,7 +30,7 @@ HOST = (
     ),
     BadInput("no_driver", "sim:"),
 )
-"""What only the command line refuses."""
+"""Only the command line refuses these."""
 CASES = [
     *((bad, ()) for bad in (*BAD_INPUTS[::40], *HOST)),
     *((bad, ("--detach",)) for bad in (*BAD_INPUTS[::60], HOST[0])),

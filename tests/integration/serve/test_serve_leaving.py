@@ -104,7 +104,7 @@ async def test_sigterm_under_a_service_manager(notify_socket: tuple[str, socket.
 
 @pytest.fixture
 def notify_socket(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
-    """What systemd gives to a service of `Type=notify`: an address, and our end of it."""
+    """The socket that systemd gives to a service of `Type=notify`: its address, and our end."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         address = f"\0dynamo-test-{os.getpid()}"
         manager.bind(address)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.infra
 
 SPEED = 4.0
 WAKE_S = 0.3
-"""What the configured time of a wake comes to at that speed."""
+"""Seconds of a wake at that speed."""
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ NOT_YET_S = 1.0
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEtcd]:
-    """Of this module's own, free to be killed and started again."""
+    """This module's own etcd, free to be killed."""
     server = RealEtcd(tmp_path_factory.mktemp("etcd"))
     server.start_now()
     yield server
@@ -58,7 +58,6 @@ def ready(served: Served) -> tuple[int, int]:
 
 
 def follow(served: Served) -> dict:
-    """What `dynamo status --json` says of it."""
     found: dict = served.status()["follow"]
     return found
 

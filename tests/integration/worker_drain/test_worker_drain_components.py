@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "VllmWorker": {"remote-prefill": True, "conditional-disagg": True, "max-local-prefill-length": 10},
 }
 TOKENS = 900
-"""Of a stream that outlasts three drains of its Frontend."""
+"""A stream of so many outlasts three drains of its Frontend."""
 CHAT = {"model": "sim-tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 

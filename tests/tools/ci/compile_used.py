@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SMALL_BYTES = 2_000_000
-"""Of source: nats-py, circus, pydantic and the like; the whole of such a package takes half a second at most."""
+"""Packages that are compiled whole: nats-py, circus, pydantic and the like, each in half a second at most."""
 NOT_ITS_TESTS = re.compile(r"/tests?/")
 BESIDE = (
     "circus.circusctl",
@@ -29,7 +29,7 @@ BESIDE = (
     "uvicorn.loops.uvloop",
     "uvicorn.protocols.http.httptools_impl",
 )
-"""What processes of graphs import that no module of ours names."""
+"""Modules that processes of graphs import and no module of ours names."""
 
 
 def ours() -> Iterator[str]:

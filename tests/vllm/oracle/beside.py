@@ -93,7 +93,7 @@ async def compared(host: VllmHost, setup: Setup, folder: Path, cases: Sequence[C
 
 
 def unexpected(outcomes: Sequence[Outcome]) -> list[str]:
-    """What differs without being meant to, or is the same and meant to differ."""
+    """Differences that are not meant, and equal answers that should differ."""
     return [
         f"{outcome.case}: {outcome.differs}"
         for outcome in outcomes
