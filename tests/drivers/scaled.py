@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -79,22 +80,24 @@ def kinds(records: Iterable[dict[str, Any]]) -> list[str]:
     return [record["event"] for record in records]
 
 
+@dataclass
 class Load:
-    """The outcome of a load's streams."""
+    """The outcome of a load's streams. It ends by itself after so many failures."""
 
-    def __init__(self) -> None:
-        self.right = 0
-        self.failures: list[str] = []
+    failures_max: int = 1
+    right: int = 0
+    failures: list[str] = field(default_factory=list)
 
-    def check(self) -> None:
-        """No stream failed or was wrong, and there were some."""
-        assert self.failures == []
-        assert self.right
+    def check(self, at_least: int = 1) -> None:
+        """No stream failed or was wrong, and there were that many."""
+        assert self.failures == [], (len(self.failures), self.failures[:5])
+        assert self.right >= at_least
 
     async def more(self, count: int) -> None:
-        """Wait until so many more have come right, however slow the machine is; or one has failed."""
+        """Wait until so many more have come right, however slow the machine is; or too many have failed."""
         enough = self.right + count
-        await auntil(lambda: self.failures or self.right >= enough, PATIENCE_S, what=lambda: self.right)
+        over = lambda: len(self.failures) >= self.failures_max or self.right >= enough  # noqa: E731
+        await auntil(over, PATIENCE_S, what=lambda: (self.right, self.failures[:3]))
 
 
 Ask = Callable[[AsyncOpenAI, int, int], Awaitable[str | None]]
@@ -110,19 +113,18 @@ async def ask_sim(http: AsyncOpenAI, number: int, turn: int) -> str | None:
 
 
 @asynccontextmanager
-async def load(served: Served, streams: int = 12, ask: Ask = ask_sim) -> AsyncIterator[Load]:
+async def load(served: Served, streams: int = 12, ask: Ask = ask_sim, failures_max: int = 1) -> AsyncIterator[Load]:
     """So many clients, each with one stream after the other, without retries; the block ends when all have ended."""
-    found, stop = Load(), asyncio.Event()
+    found, stop = Load(failures_max), asyncio.Event()
 
     async def client(http: AsyncOpenAI, number: int) -> None:
         for turn in itertools.count():
-            if stop.is_set():
+            if stop.is_set() or len(found.failures) >= failures_max:
                 return
             try:
                 wrong = await ask(http, number, turn)
             except Exception as error:
-                found.failures.append(f"{type(error).__name__}: {error}")
-                return
+                wrong = f"{type(error).__name__}: {error}"
             if wrong is None:
                 found.right += 1
             else:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import psutil
 from openai import AsyncOpenAI
 
-from tests.drivers.served import ROOT, Served, auntil
+from tests.drivers import scaled
+from tests.drivers.scaled import Load
+from tests.drivers.served import ROOT, Served
 
 EXAMPLE = ROOT / "examples" / "dynamo_1x"
 MODEL = "tiny"
@@ -48,20 +49,6 @@ async def listed(served: Served) -> None:
         async with asyncio.timeout(LISTED_S):
             while MODEL not in [model.id async for model in client.models.list()]:
                 await asyncio.sleep(0.05)
-
-
-@dataclass
-class Load:
-    """The outcome of a load's requests. `open_` are under way now."""
-
-    right: int = 0
-    open_: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    def check(self, at_least: int) -> None:
-        """No request failed or was cut, and there were that many."""
-        assert self.failures == [], (len(self.failures), self.failures[:5])
-        assert self.right >= at_least, self.right
 
 
 async def ask(client: AsyncOpenAI, prompt: str, tokens: int, *, started: asyncio.Event | None = None) -> int:
@@ -101,39 +88,15 @@ async def long_answers(served: Served, count: int, tokens: int) -> AsyncIterator
         yield tasks
 
 
-@asynccontextmanager
-async def load(served: Served, clients: int = 6) -> AsyncIterator[Load]:
-    """So many clients, each with one stream after the other, without retries, until the block ends."""
-    found, stop = Load(), asyncio.Event()
-
-    async def one(http: AsyncOpenAI, number: int) -> None:
-        turn = 0
-        while not stop.is_set() and len(found.failures) < FAILURES_MAX:
-            turn += 1
-            tokens = TOKENS[(number + turn) % len(TOKENS)]
-            found.open_ += 1
-            try:
-                await ask(http, f"client {number} asks for the {turn}th time what a drain is", tokens)
-            except Exception as error:
-                found.failures.append(f"{type(error).__name__}: {error}")
-            else:
-                found.right += 1
-            finally:
-                found.open_ -= 1
-
-    async with served.client() as http:
-        tasks = [asyncio.create_task(one(http, number)) for number in range(clients)]
-        try:
-            await auntil(lambda: found.right or found.failures, WAIT_S)
-            yield found
-        finally:
-            stop.set()
-            await asyncio.gather(*tasks)
+async def _ask_again(http: AsyncOpenAI, number: int, turn: int) -> None:
+    await ask(
+        http, f"client {number} asks for the {turn}th time what a drain is", TOKENS[(number + turn) % len(TOKENS)]
+    )
 
 
-async def until_right(found: Load, count: int, timeout_s: float = 120.0) -> None:
-    wanted = found.right + count
-    await auntil(lambda: found.right >= wanted, timeout_s, what=lambda: (found.right, wanted, found.failures[:3]))
+def load(served: Served, clients: int = 6) -> AbstractAsyncContextManager[Load]:
+    """So many clients, each with one stream after the other, without retries, also after a failure."""
+    return scaled.load(served, clients, _ask_again, FAILURES_MAX)
 
 
 def instances(served: Served, component: str = "backend") -> list[str]:

@@ -21,7 +21,6 @@ from tests.dynamo1x.dynamo_graphs import (
     listening,
     load,
     long_answers,
-    until_right,
 )
 
 pytestmark = [pytest.mark.timeout(500)]
@@ -39,12 +38,12 @@ async def test_workers_come_and_go_under_load_without_a_failed_request() -> None
             await ascale(served, "Mocker", "4")
             await auntil(lambda: len(names(served, "Mocker")) == 4, START_S, what=served.states)
             assert len(instances(served)) == 4
-            await until_right(found, 200)
+            await found.more(200)
             await ascale(served, "Mocker", "1")
             await auntil(lambda: names(served, "Mocker") == ["Mocker"], LEAVE_S, what=served.states)
             await settled(served, LEAVE_S)
             assert len(instances(served)) == 1
-            await until_right(found, 500 - min(found.right, 490))
+            await found.more(500 - min(found.right, 490))
         found.check(500)
         for name in ("Mocker_1", "Mocker_2", "Mocker_3"):
             left = [event for event in events(served, name) if event["event"] == "ProcessExited"]
@@ -68,7 +67,7 @@ async def test_a_drain_waits_for_streams_and_can_be_taken_back() -> None:
             assert commands_of(served, "Mocker_1") == child
             assert await asyncio.wait_for(asyncio.gather(*tasks), LEAVE_S) == [LONG] * 6
         async with load(served) as found:
-            await until_right(found, 20)
+            await found.more(20)
         found.check(20)
 
 

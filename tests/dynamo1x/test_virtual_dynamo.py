@@ -19,7 +19,7 @@ from dynamo_local.planner.connectors import VirtualConnector, VirtualKeys, Writt
 from dynamo_local.transport.etcd import EtcdStore
 from tests.drivers.scaled import names, settled
 from tests.drivers.servers import RealEtcd
-from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load, until_right
+from tests.dynamo1x.dynamo_graphs import graph, instances, listed, load
 
 pytestmark = [pytest.mark.infra, pytest.mark.timeout(300)]
 
@@ -66,7 +66,7 @@ async def test_dynamos_planner_drives_its_own_workers_through_our_arbiter(throug
                 assert await line(planner) == {"decided": target, "decision_id": number}
                 assert await line(planner) == {"done": target, "decision_id": number}
                 assert len(names(served, "Mocker")) == len(instances(served)) == target
-                await until_right(found, 60)
+                await found.more(60)
                 await go_on(planner)
             assert await asyncio.wait_for(planner.wait(), 30.0) == 0
         found.check(120)
@@ -85,7 +85,7 @@ async def test_dynamos_planner_moves_both_roles_through_our_arbiter() -> None:
                 assert await line(planner) == {"done": target, "decision_id": number}
                 assert len(instances(served)) == len(instances(served, "prefill")) == target
                 assert len(names(served, "Decode")) == len(names(served, "Prefill")) == target
-                await until_right(found, 20)
+                await found.more(20)
                 await go_on(planner)
             assert await asyncio.wait_for(planner.wait(), 30.0) == 0
         found.check(40)

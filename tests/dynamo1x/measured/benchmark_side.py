@@ -1,7 +1,7 @@
 """A worker as Dynamo's own are, which has measured itself: `benchmark_side.py MODEL_PATH NAME COMPONENT ROWS`.
 
-It serves `generate` and `get_perf_metrics` of `DYN_NAMESPACE.COMPONENT` by Dynamo's runtime, and answers ROWS there:
-`TOKENS:SECONDS` of one prompt each and `REQUESTS:KV:SECONDS` of a decode, by commas; empty: that it has none.
+It serves `generate` and `get_perf_metrics` of `DYN_NAMESPACE.COMPONENT` by Dynamo's runtime. There it answers ROWS, by
+commas: `TOKENS:SECONDS` of one prompt each and `REQUESTS:KV:SECONDS` of a decode; if empty, that it has none.
 """
 
 from __future__ import annotations

@@ -18,10 +18,30 @@ from openai import AsyncOpenAI
 
 from tests.drivers.scaled import TOKENS, ascale, load, names, settled
 from tests.drivers.served import MODEL, Served, auntil, expected, stream_chat
-from tests.drivers.timed import timed
 from tests.tools.scraped import by_label, samples
 
 pytestmark = [pytest.mark.infra, pytest.mark.full, pytest.mark.timeout(240)]
+
+
+async def timed(client: AsyncOpenAI, prompt: list[int], tokens: int) -> tuple[list[float], int | None]:
+    """When each piece of the answer came (`time.monotonic`), and how many tokens it is said to have; None: not said."""
+    stream = await client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    times: list[float] = []
+    count = None
+    async for chunk in stream:
+        if chunk.choices and chunk.choices[0].text:
+            times.append(time.monotonic())
+        if chunk.usage is not None:
+            count = chunk.usage.completion_tokens
+    return times, count
+
 
 SPEED = 0.1
 TARGETS = {"ttft": 1200, "itl": 60}

@@ -1,16 +1,53 @@
-"""In the foreground a person sees what every worker writes, also one that was added while they looked."""
+"""In the foreground a person sees the output of every worker; a terminal that is closed ends nothing."""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 
 from tests.drivers.scaled import scale
-from tests.drivers.served import Served, until
-from tests.drivers.terminal import serve_on_terminal
+from tests.drivers.served import POLL_S, START_TIMEOUT_S, Served, until
 
 pytestmark = pytest.mark.infra
+
+
+def serve_on_terminal(served: Served) -> tuple[subprocess.Popen[str], Callable[[], None]]:
+    """The process, once its graph is ready, and what closes its terminal."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dynamo_local.cli.main", *served.serve_words()],
+        cwd=served.cwd,
+        env=served.env,
+        text=True,
+        preexec_fn=lambda: os.login_tty(theirs),
+        pass_fds=(theirs,),
+    )
+    os.close(theirs)
+    closing = threading.Event()
+    reader = threading.Thread(target=_drain, args=(ours, closing), daemon=True)
+    reader.start()
+
+    def close() -> None:
+        closing.set()
+        reader.join()
+        os.close(ours)
+
+    until(lambda: served.cli_status().get("state") == "ready", START_TIMEOUT_S)
+    return process, close
+
+
+def _drain(terminal: int, closing: threading.Event) -> None:
+    while not closing.is_set():
+        if select.select([terminal], [], [], POLL_S)[0]:
+            os.read(terminal, 65536)
+
 
 TALKS = """\
 from dynamo_local.sdk.service import async_on_start, endpoint, service

@@ -1,9 +1,12 @@
-"""A planner on real graphs: adoption, diagnostics, aggregated graphs, plugins, and the replay of its log."""
+"""Planners on real graphs: loads, adoption, diagnostics, metrics, plugins, replay, and servers that go away."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,35 @@ import pytest
 
 from dynamo_local.arbiter.planner_report import reports_folder
 from dynamo_local.errors import EXIT_BAD_INPUT
-from tests.drivers.planned import DECODE, PREFILL, audited, capacity, decided, open_loop, planner, steady
+from dynamo_local.planner.records.decision_log import decision_log_path, read
+from dynamo_local.planner.records.figures import (
+    DECODE_SCALING_ACTION,
+    NUM_DECODE_WORKERS,
+    NUM_GPU,
+    NUM_PREFILL_WORKERS,
+    PREFILL_SCALING_ACTION,
+)
+from tests.drivers.planned import (
+    DECODE,
+    PREFILL,
+    audited,
+    capacity,
+    committed,
+    decided,
+    one_period,
+    open_loop,
+    planner,
+    steady,
+)
 from tests.drivers.plugin_processes import EXAMPLE, process, ready
+from tests.drivers.scaled import ascale, events, names, settled
 from tests.drivers.served import AGG, Served, auntil, stream_chat
+from tests.drivers.servers import RealEtcd, RealNats
 from tests.tools.alone import alone
+from tests.tools.event_files import named, read_points
 from tests.tools.scraped import Samples, by_label, samples
 
-pytestmark = [pytest.mark.infra, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.infra, pytest.mark.timeout(400)]
 
 
 @pytest.mark.full
@@ -207,3 +232,181 @@ def mapped(pid: int) -> set[str]:
     """Those of the `LIBRARIES` whose code the process has loaded."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return {name for name in LIBRARIES if f"site-packages/{name}/" in maps}
+
+
+WORKERS, GPUS = "dynamo_arbiter_workers", "dynamo_arbiter_gpus"
+
+
+@pytest.fixture(scope="module")
+def plain_graph() -> Iterator[Served]:
+    """One prefill and one decode worker on eight simulated GPUs."""
+    with Served() as served:
+        yield served.start()
+
+
+def test_top_shows_each_gpu_with_its_worker(plain_graph: Served) -> None:
+    done = plain_graph.ok("top", "--once", "--namespace", plain_graph.namespace)
+    rows = [line.split() for line in done.splitlines()]
+    held = {row[0]: row[1:3] for row in rows if row and row[0].isdigit()}
+    assert held["0"] == ["VllmWorker", "ready"]
+    assert held["1"] == ["PrefillWorker", "ready"]
+    assert [held[str(index)] for index in range(2, 8)] == [["free"]] * 6
+    told = json.loads(plain_graph.cli("top", "--json", "--namespace", plain_graph.namespace).stdout)
+    assert [gpu["worker_state"] for gpu in told["gpus"]] == ["ready", "ready", *[None] * 6]
+
+
+async def _planned(plain_graph: Served, folder: Path, *words: str) -> list[dict[str, Any]]:
+    """Let the planner run until it has decided to take a decode worker; the decisions of that time, as logged."""
+    log = decision_log_path(plain_graph.paths.logs)
+    before = len(read(log))
+    interval = ("--adjustment-interval", "1", "--metric-pulling-interval", "0.25")
+    plain_graph.ok("planner", "start", "--log-dir", str(folder), *interval, *words)
+    assert plain_graph.status()["planner"]["tensorboard"] == str(folder)
+
+    def stepped() -> bool:
+        return any(reason["step"] for record in read(log)[before:] for reason in record["decision"]["reasons"])
+
+    await auntil(stepped, 60.0, what=lambda: plain_graph.status()["planner"])
+    assert plain_graph.cli("planner", "stop").returncode == 0
+    return [dict(record) for record in read(log)[before:]]
+
+
+def _steps(decisions: list[dict[str, Any]], component: str) -> list[float]:
+    reasons = [reason for record in decisions for reason in record["decision"]["reasons"]]
+    return [reason["step"] for reason in reasons if reason["component"] == component]
+
+
+@pytest.mark.full
+async def test_a_planner_s_actions_are_the_same_in_its_log_in_tensorboard_and_in_metrics(plain_graph: Served) -> None:
+    await ascale(plain_graph, "VllmWorker", "=2")
+    await settled(plain_graph)
+    watched, acted = plain_graph.folder / "tb-watched", plain_graph.folder / "tb-acted"
+    decisions = [await _planned(plain_graph, watched, "--no-operation")]
+    assert names(plain_graph, "VllmWorker") == ["VllmWorker", "VllmWorker_1"]
+    assert plain_graph.cli("planner", "set", "no-operation=false").returncode == 0
+    decisions.append(await _planned(plain_graph, acted))
+    await auntil(lambda: names(plain_graph, "VllmWorker") == ["VllmWorker"], what=plain_graph.states)
+    for folder, made in zip((watched, acted), decisions, strict=True):
+        points = read_points(folder)
+        for scalar, component in (("decode", "VllmWorker"), ("prefill", "PrefillWorker")):
+            actions = [value for _, value in named(points, f"{scalar}_scaling_action")]
+            assert actions == _steps(made, component)
+        assert -1.0 in [value for _, value in named(points, "decode_scaling_action")]
+        assert {value for _, value in named(points, "num_prefill_workers")} == {1.0}
+        steps = [point.step for point in points]
+        assert steps == sorted(steps)
+        assert steps[0] == 0
+    records = [record for made in decisions for record in made]
+    reasons = [reason for record in records for reason in record["decision"]["reasons"]]
+    rules = Counter((reason["component"], reason["rule"]) for reason in reasons)
+    outcomes = Counter(step["outcome"] for record in records for step in record["outcomes"].values())
+    found = await _scraped(plain_graph)
+    assert by_label(found, "dynamo_planner_decisions_total") == dict(rules)
+    actions = by_label(found, "dynamo_planner_scale_actions_total")
+    assert {labels[2]: count for labels, count in actions.items()} == dict(outcomes)
+    assert by_label(found, "dynamo_planner_state") == {("stopped",): 1.0}
+    assert found["dynamo_planner_ticks_total", ()] == plain_graph.status()["planner"]["pulls"]
+    last = plain_graph.status()["planner"]["last_decision"]["stimulus_id"]
+    assert f"{last} at " in plain_graph.cli("top", "--once").stdout
+
+
+GPUS_MAX = 5
+AWAY_S = 30.0
+BASE = {PREFILL: 1, DECODE: 1}
+WORDS = (
+    "--VllmWorker.conditional-disagg=false",
+    "--VllmWorker.sim.speed=0.1",
+    "--VllmWorker.sim.num-gpu-blocks=120",
+    "--PrefillWorker.sim.speed=0.15",
+    "--Planner.adjustment-interval=1.5",
+    "--Planner.metric-pulling-interval=0.25",
+    f"--Planner.max-gpu-budget={GPUS_MAX}",
+    "--Planner.decode-kv-scale-up-threshold=0.5",
+    "--Planner.decode-kv-scale-down-threshold=0.2",
+    "--Planner.prefill-queue-scale-up-threshold=1.0",
+    "--Planner.prefill-queue-scale-down-threshold=0.3",
+)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealEtcd, RealNats]]:
+    """An etcd and a NATS of this module's own, free to be killed and started again."""
+    etcd, nats = RealEtcd(tmp_path_factory.mktemp("etcd")), RealNats(tmp_path_factory.mktemp("nats"))
+    for server in (etcd, nats):
+        server.start_now()
+    yield etcd, nats
+    for server in (etcd, nats):
+        server.stop_now()
+
+
+@pytest.fixture(scope="module")
+def shared(servers: tuple[RealEtcd, RealNats]) -> Iterator[Served]:
+    """The example graph, 1P1D on eight simulated GPUs, with its planner."""
+    etcd, nats = servers
+    with Served(*WORDS, env={"ETCD_ENDPOINTS": etcd.endpoint, "NATS_SERVER": nats.address}) as served:
+        yield served.start()
+
+
+@pytest.fixture
+async def graph(shared: Served) -> Served:
+    await at_base(shared)
+    return shared
+
+
+async def at_base(served: Served) -> None:
+    await auntil(lambda: capacity(served) == BASE and len(served.pids()) == 3, 60.0, what=served.states)
+
+
+async def test_workers_come_and_go_with_the_load_and_no_request_is_lost(graph: Served) -> None:
+    """One period of the trace of Dynamo's own benchmark, six times as fast, every tenth request."""
+    load = one_period(thinning=10, speed=6.0, answer_max=48)
+    async with audited(graph) as audit:
+        answers = await open_loop(graph, load)
+        await at_base(graph)
+    assert answers.wrong == []
+    assert answers.right == len(load)
+    assert audit.most[PREFILL] + audit.most[DECODE] > 2
+    assert audit.held_max <= GPUS_MAX
+    for number, component, _step in audit.steps():
+        caused = [event for event in events(graph) if event["stimulus_id"] == f"planner:{number}"]
+        assert component in {event["component"] for event in caused}, "the event log names the decision"
+
+
+async def test_tensorboard_tells_what_the_decision_log_tells(graph: Served) -> None:
+    folder = Path(planner(graph, "status")["tensorboard"])
+    planner(graph, "stop")
+    points = read_points(folder)
+    logged = [reason for record in decided(graph) for reason in record["decision"]["reasons"]]
+    for component, action in ((PREFILL, PREFILL_SCALING_ACTION), (DECODE, DECODE_SCALING_ACTION)):
+        steps = [r["step"] for r in logged if r["component"] == component and r["rule"] != "gpu_freed"]
+        assert [value for _, value in named(points, action)] == steps
+    assert max(value for _, value in named(points, NUM_GPU)) <= GPUS_MAX
+    for workers in (NUM_PREFILL_WORKERS, NUM_DECODE_WORKERS):
+        assert named(points, workers)[-1][1] == 1
+    planner(graph, "start")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["nats", "etcd"])
+async def test_while_a_server_is_away_it_holds_and_says_so_and_goes_on(
+    graph: Served, name: str, servers: tuple[RealEtcd, RealNats]
+) -> None:
+    server = servers[0] if name == "etcd" else servers[1]
+    planner(graph, "pause")
+    await ascale(graph, DECODE, "+1")
+    await settled(graph, 60.0)
+    planner(graph, "resume")
+    await server.kill()
+    killed_s = time.monotonic()
+    try:
+        await auntil(lambda: (planner(graph, "status")["trouble"] or "").startswith("holds:"), 30.0)
+        before = len(decided(graph))
+        await auntil(lambda: len(decided(graph)) >= before + 6 and time.monotonic() > killed_s + AWAY_S, 60.0)
+        held = decided(graph)[before:]
+    finally:
+        await server.start()
+    assert {reason["rule"] for record in held for reason in record["decision"]["reasons"]} == {"missing"}
+    assert committed(held) == []
+    await auntil(lambda: planner(graph, "status")["trouble"] is None, 30.0)
+    await at_base(graph)
+    assert committed(decided(graph))[-1][1:] == (DECODE, -1)
