@@ -216,13 +216,27 @@ def _episode(name: str) -> Callable[[], str]:
         summary = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
         more = [" ".join(part.split()) for part in inspect.cleandoc(script.__doc__).split("\n\n")[1:]]
         rows = (
-            (f"{row.at_s:.2f}", row.event, "<br>".join(row.transitions), "<br>".join(row.effects))
+            (
+                f"{row.at_s:.2f}",
+                row.event,
+                "<br>".join(_unrepeated(row.event, line) for line in row.transitions),
+                "<br>".join(_unrepeated(row.event, line) for line in row.effects),
+            )
             for row in script().rows
         )
         head = ("s", "Event (cause)", "Transitions (kind, cause)", "Effects")
         return "\n\n".join([summary, *more, table(head, rows)])
 
     return render
+
+
+def _unrepeated(event: str, line: str) -> str:
+    """A transition or effect without the worker and the cause that its event names already."""
+    if match := re.fullmatch(r"`\w+` (\w+)(?: [-+]\d+)? \((.+)\)", event):
+        worker, cause = match.groups()
+        line = line.removeprefix(f"{worker}: ").removesuffix(f" ({worker})").removesuffix(f" {worker}")
+        line = line.replace(f", {cause})", ")")
+    return line
 
 
 def allowed_environment() -> str:
