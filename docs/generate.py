@@ -204,6 +204,7 @@ def _listed(module: types.ModuleType, names: set[str]) -> str:
             heading = f"### {match[1][:1].upper()}{match[1][1:]}\n\n"
         if (match := re.match(r"class (\w+)", line)) and match[1] in names:
             meaning = " ".join(inspect.cleandoc(getattr(module, match[1]).__doc__).split("\n\n")[0].split())
+            meaning = re.sub(r"(?:: see|\. See) `[\w.]+`(?:, whose refusals `step` raises)?\.", ".", meaning)
             tables.setdefault(heading, []).append((f"`{match[1]}`", meaning))
     return "\n\n".join(heading + table(("", "Meaning"), rows) for heading, rows in tables.items())
 

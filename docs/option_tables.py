@@ -76,7 +76,7 @@ def _annotation(annotation: Any) -> str:
     if origin in (tuple, list):
         return "list"
     if origin is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
+        return "/".join(f"`{value}`" for value in typing.get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
     return "mapping" if origin is dict else names[annotation]  # a type without a text fails here, not in a page
