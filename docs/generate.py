@@ -280,15 +280,16 @@ def arbiter_metrics() -> str:
 
 
 def metric_table(*owners: Any) -> str:
-    """All families of the owners' registry; labels are the family's, or its metric's among an owner's attributes."""
+    """All families of the owners' registry. Labels are the family's, or its metric's among an owner's attributes."""
     metrics = [metric for owner in owners for metric in vars(owner).values() if hasattr(metric, "_labelnames")]
     declared = {metric._name: metric._labelnames for metric in metrics}
     rows = []
     for family in owners[0].registry.collect():
         labels = ", ".join(getattr(family, "_labelnames", None) or declared.get(family.name, ()))
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        rows.append((f"`{name}{{{labels}}}`" if labels else f"`{name}`", family.type, family.documentation))
-    return table(("Metric and its labels", "Type", "Meaning"), rows)
+        meaning = f"{family.documentation} (histogram)" if family.type == "histogram" else family.documentation
+        rows.append((f"`{name}{{{labels}}}`" if labels else f"`{name}`", meaning))
+    return table(("Metric and its labels", "Meaning"), rows)
 
 
 def http_errors() -> str:

@@ -54,10 +54,10 @@ def type_of(field: FieldInfo) -> str:
 
 
 def _bounded(annotation: Any, metadata: Iterable[Any]) -> str:
-    """`integer ≥ 1`. A `Field` in an annotation has a list of its own."""
+    """`integer ≥1`. A `Field` in an annotation has a list of its own."""
     limits = [limit for one in metadata for limit in (one.metadata if isinstance(one, FieldInfo) else (one,))]
     bounds = [
-        f"{sign} {value:.12g}"
+        f"{sign}{value:.12g}"
         for limit in limits
         for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
         if (value := getattr(limit, attribute, None)) is not None
