@@ -265,18 +265,18 @@ def adoption() -> Play:
 
 
 def rolling_restart() -> Play:
-    """`dynamo restart VllmWorker --rolling`: one worker after the other, and one always serves."""
+    """`dynamo restart VllmWorker --rolling`: one worker after the other, and one always serves.
+
+    When the first one serves again, the second one drains. It goes the same way, which the table leaves out.
+    """
     play = Play({"VllmWorker": 2})
     play.do(1.0, Restart(stimulus_id="command:8", target="VllmWorker"))
-    at_s = 1.0
-    for name in ("VllmWorker_1", "VllmWorker"):
-        play.deregisters(at_s + 0.01, name)
-        play.exits(at_s + 2.0, name, code=0)
-        play.swept(at_s + 2.05, name)
-        play.gpus_observed(at_s + 2.1)
-        play.made(at_s + 2.2, name)
-        play.registers(at_s + 5.0, name)
-        at_s += 5.0
+    play.deregisters(1.01, "VllmWorker_1")
+    play.exits(3.0, "VllmWorker_1", code=0)
+    play.swept(3.05, "VllmWorker_1")
+    play.gpus_observed(3.1)
+    play.made(3.2, "VllmWorker_1")
+    play.registers(6.0, "VllmWorker_1")
     return play
 
 
