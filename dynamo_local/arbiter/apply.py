@@ -82,7 +82,7 @@ class Applying:
             reasons.append(
                 "Planner: this run carries out another planner's decisions (--follow): serve it without that"
             )
-        fleet, factory = parts.shell.fleet, parts.launcher.factory
+        fleet, factory = parts.controller.fleet, parts.launcher.factory
         order = Apply(
             stimulus_id=stimulus_id,
             templates=replace(factory, graph=wish.graph, retired=()).templates(),
@@ -106,7 +106,7 @@ class Applying:
 
     def _live(self) -> Live:
         parts = self._parts
-        fleet, planning = parts.shell.fleet, parts.planning
+        fleet, planning = parts.controller.fleet, parts.planning
         plans = planning.state is not PlannerState.STOPPED or planning.follows() is not None
         planned = {Role.DECODE, Role.AGGREGATED, Role.PREFILL} if plans else set()
         return Live(

@@ -1,4 +1,4 @@
-"""`scale`, `drain` and `restart`, as the arbiter's commands: a stimulus to the shell, and an answer for the caller.
+"""`scale`, `drain` and `restart`, as the arbiter's commands: a event to the controller, and an answer for the caller.
 
 The calls return once the intent is committed. The planner calls the same (`LocalConnector`).
 """
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dynamo_local.arbiter.controller import Shell, Waiting
+from dynamo_local.arbiter.controller import FleetController, Waiting
 from dynamo_local.core.fleet import flipping, scaling
 from dynamo_local.core.fleet import restarting as rolling
 from dynamo_local.core.fleet.commands import decide_scale, decide_scale_all, decide_sleep, decide_wake
@@ -19,6 +19,7 @@ from dynamo_local.core.fleet.events import (
     CancelDrain,
     CancelFlip,
     Drain,
+    Event,
     Flip,
     GpuReserved,
     Restart,
@@ -26,7 +27,6 @@ from dynamo_local.core.fleet.events import (
     ScaleAll,
     ScaleFlip,
     Sleep,
-    Stimulus,
     Wake,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Worker
@@ -67,10 +67,10 @@ CALL_BACK_TIMEOUT_S = 10.0
 class Orders:
     """Gives commands to the fleet. `look` samples the GPUs, within a deadline of its own."""
 
-    def __init__(self, shell: Shell, look: Callable[[], Awaitable[GpuSample]]) -> None:
-        self._shell = shell
+    def __init__(self, controller: FleetController, look: Callable[[], Awaitable[GpuSample]]) -> None:
+        self._controller = controller
         self._look = look
-        shell.observers.append(self)
+        controller.observers.append(self)
         self._answers: dict[str, asyncio.Future[str | None]] = {}
         self._lock_refused: dict[str, bool] = {}
         self.on_manual: list[Callable[[str], None]] = []
@@ -105,7 +105,7 @@ class Orders:
             wake=wake,
             sleep=sleep,
         )
-        moves = await self._on_a_fresh_look(order, lambda: decide_scale(self._shell.fleet, order))
+        moves = await self._on_a_fresh_look(order, lambda: decide_scale(self._controller.fleet, order))
         self.changed(moves, stimulus_id, by_person)
         return self._answer(component, moves)
 
@@ -125,11 +125,11 @@ class Orders:
         order = ScaleAll(
             stimulus_id=stimulus_id, targets=targets, victim_policy=parse_policy(victim_policy), actuators=actuators
         )
-        made = await self._on_a_fresh_look(order, lambda: decide_scale_all(self._shell.fleet, order))
+        made = await self._on_a_fresh_look(order, lambda: decide_scale_all(self._controller.fleet, order))
         return {component: self._answer(component, moves) for component, moves in made.items()}
 
     def _answer(self, component: str, moves: Iterable[Move]) -> dict[str, Any]:
-        fleet = self._shell.fleet
+        fleet = self._controller.fleet
         return {
             "component": component,
             "instructions": as_json(moves),
@@ -146,7 +146,7 @@ class Orders:
         if cancel:
             return self._of_one(name, await self._cancel(name, stimulus_id))
         order = Drain(stimulus_id=stimulus_id, name=name, force=force)
-        moves = scaling.decide_drain(self._shell.fleet, name, stimulus_id=stimulus_id, force=force).or_raise()
+        moves = scaling.decide_drain(self._controller.fleet, name, stimulus_id=stimulus_id, force=force).or_raise()
         await self.committed(order)
         self.changed(moves, stimulus_id, True)
         return self._of_one(name, moves)
@@ -154,23 +154,23 @@ class Orders:
     async def sleep(self, name: str, *, level: int, force: bool, stimulus_id: str) -> dict[str, Any]:
         """Put a worker to sleep. Raises the refusals of `core.fleet.commands.decide_sleep`."""
         order = Sleep(stimulus_id=stimulus_id, name=self._whole(name), level=level, force=force)
-        moves = await self._on_a_fresh_look(order, lambda: decide_sleep(self._shell.fleet, order))
+        moves = await self._on_a_fresh_look(order, lambda: decide_sleep(self._controller.fleet, order))
         self.changed(moves, stimulus_id, True)
         return self._of_one(order.name, moves)
 
     async def wake(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
         """Wake a worker. Raises the refusals of `core.fleet.commands.decide_wake`."""
         order = Wake(stimulus_id=stimulus_id, name=self._whole(name))
-        moves = await self._on_a_fresh_look(order, lambda: decide_wake(self._shell.fleet, order))
+        moves = await self._on_a_fresh_look(order, lambda: decide_wake(self._controller.fleet, order))
         self.changed(moves, stimulus_id, True)
         return self._of_one(order.name, moves)
 
     def _whole(self, name: str) -> str:
-        found = self._shell.fleet.find(name)
+        found = self._controller.fleet.find(name)
         return name if found is None else found.name
 
     def _of_one(self, name: str, moves: Sequence[Move]) -> dict[str, Any]:
-        worker = self._shell.fleet.workers.get(name)
+        worker = self._controller.fleet.workers.get(name)
         state = "removed" if worker is None else str(worker.state)
         return {"watcher_name": name, "state": state, "instructions": as_json(moves)}
 
@@ -181,20 +181,20 @@ class Orders:
         which needs GPUs for its substitute."""
         order = Restart(stimulus_id=stimulus_id, target=target, force=force)
         plan = await self._on_a_fresh_look(
-            order, lambda: rolling.plan_restart(self._shell.fleet, target, stimulus_id=stimulus_id, force=force)
+            order, lambda: rolling.plan_restart(self._controller.fleet, target, stimulus_id=stimulus_id, force=force)
         )
         for told in self.on_manual:
             told(stimulus_id)
         substitutes = {
             old: new
-            for each in self._shell.fleet.restarts
+            for each in self._controller.fleet.restarts
             if each.stimulus_id == stimulus_id
             for old, new in each.substitutes.items()
         }
         names = [name for name, _ in plan.todo]
         return {"workers": names, "substitutes": substitutes, "warnings": list(plan.warnings)}
 
-    async def _on_a_fresh_look(self, order: Stimulus, decide: Callable[[], T]) -> T:
+    async def _on_a_fresh_look(self, order: Event, decide: Callable[[], T]) -> T:
         """What is decided, which is carried out on a fresh look at the GPUs, and on one more where a device's lock was
         refused in between.
 
@@ -218,7 +218,7 @@ class Orders:
 
     async def _cancel(self, name: str, stimulus_id: str) -> tuple[Move, ...]:
         """A person waits for the answer. Raises `DrainNotCancellable` with what the worker says where it is no."""
-        moves = scaling.decide_cancel(self._shell.fleet, name, stimulus_id=stimulus_id).or_raise()
+        moves = scaling.decide_cancel(self._controller.fleet, name, stimulus_id=stimulus_id).or_raise()
         asked = any(isinstance(move, CancelDrainMove) for move in moves)
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         if asked:
@@ -241,14 +241,14 @@ class Orders:
         except TimeoutError:
             return f"it did not answer within {CALL_BACK_TIMEOUT_S:g} s; if it hears of it later, it stays"
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
+    def on_event(self, event: Event) -> None:
         """See `arbiter.effects.Observer`: what a worker answered goes to whoever waits for it."""
-        if isinstance(stimulus, GpuReserved) and stimulus.stimulus_id in self._lock_refused:
-            self._lock_refused[stimulus.stimulus_id] = True
-        if isinstance(stimulus, CalledBack):
-            answer = self._answers.pop(stimulus.asked_by or "", None)
+        if isinstance(event, GpuReserved) and event.stimulus_id in self._lock_refused:
+            self._lock_refused[event.stimulus_id] = True
+        if isinstance(event, CalledBack):
+            answer = self._answers.pop(event.asked_by or "", None)
             if answer is not None and not answer.done():
-                answer.set_result(stimulus.error)
+                answer.set_result(event.error)
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """See `arbiter.effects.Observer`."""
@@ -258,14 +258,14 @@ class Orders:
 
     async def refresh_gpus(self, stimulus_id: str) -> None:
         """Let the fleet know how the devices are now."""
-        self._shell.feed((await self._look()).seen(stimulus_id))
+        self._controller.feed((await self._look()).seen(stimulus_id))
 
-    async def committed(self, order: Stimulus, then: Callable[[], None] = lambda: None) -> None:
+    async def committed(self, order: Event, then: Callable[[], None] = lambda: None) -> None:
         """Feed it, and return once its intent is written. Raises its refusal.
 
         `then` is called where it is not refused, before anything is written or done.
         """
-        if self._shell.stopped:
+        if self._controller.stopped:
             raise DynamoError("the graph is leaving; nothing can be changed now, see `dynamo status`")
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -273,7 +273,7 @@ class Orders:
             if not written.done():
                 written.set_result(None)
 
-        self._shell.feed(order, committed=done)
+        self._controller.feed(order, committed=done)
         then()
         await written
 
@@ -299,8 +299,8 @@ CANCEL_TIMEOUT_S = 20.0
 class FlipOrders:
     """Gives them to the fleet. The calls return once the intent is committed; a cancel, when the flip is over."""
 
-    def __init__(self, shell: Shell, orders: Orders, waiting: Waiting) -> None:
-        self._shell = shell
+    def __init__(self, controller: FleetController, orders: Orders, waiting: Waiting) -> None:
+        self._controller = controller
         self._orders = orders
         self._waiting = waiting
 
@@ -308,7 +308,7 @@ class FlipOrders:
         """`{"watcher_name", "becomes", "component", "state", "instructions"}`. Raises what `flips.decide` refuses."""
         name = self._whole(name)
         moves = await self._commit(Flip(stimulus_id=stimulus_id, name=name, force=force))
-        worker = self._shell.fleet.workers.get(name)
+        worker = self._controller.fleet.workers.get(name)
         target = None if worker is None else worker.flip
         return {
             "watcher_name": name,
@@ -330,37 +330,37 @@ class FlipOrders:
             force=force,
             victim_policy=parse_policy(victim_policy),
         )
-        moves, fleet = await self._commit(order), self._shell.fleet
+        moves, fleet = await self._commit(order), self._controller.fleet
         numbers = {each: {"ready": len(fleet.ready(each)), "target": fleet.capacity(each)} for each in (gives, takes)}
         return {"components": numbers, "instructions": _told(moves)}
 
     async def cancel(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
         """Returns when the worker has stayed what it was. Raises `FlipNotCancellable` where that came too late."""
         name = self._whole(name)
-        worker = self._shell.fleet.worker(name)
+        worker = self._controller.fleet.worker(name)
         moves = await self._commit(CancelFlip(stimulus_id=stimulus_id, name=name))
         deadline_s = asyncio.get_running_loop().time() + CANCEL_TIMEOUT_S
 
         def over() -> bool:
-            now = self._shell.fleet.workers.get(name)
+            now = self._controller.fleet.workers.get(name)
             return now is None or now.flip is None or now.pid != worker.pid
 
         if not await self._waiting.until(over, deadline_s):
             raise TimedOut(f"{name} has not answered within {CANCEL_TIMEOUT_S:g} s; it goes on, see `dynamo status`")
-        now = self._shell.fleet.workers.get(name)
+        now = self._controller.fleet.workers.get(name)
         if now is None or now.pid != worker.pid:
-            became = next((w.name for w in self._shell.fleet.workers.values() if w.pid == worker.pid), "gone")
+            became = next((w.name for w in self._controller.fleet.workers.values() if w.pid == worker.pid), "gone")
             raise FlipNotCancellable(
                 f"the flip of {name} was taken back too late: it is {became} now; `dynamo flip {became}` flips it back"
             )
         return {"watcher_name": name, "becomes": None, "state": str(now.state), "instructions": _told(moves)}
 
     def _whole(self, name: str) -> str:
-        found = self._shell.fleet.find(name)
+        found = self._controller.fleet.find(name)
         return name if found is None else found.name
 
     async def _commit(self, order: Flip | ScaleFlip | CancelFlip) -> tuple[Move, ...]:
-        moves = flipping.decided(self._shell.fleet, order)
+        moves = flipping.decided(self._controller.fleet, order)
         await self._orders.committed(order)
         self._orders.changed(moves, order.stimulus_id)
         return moves

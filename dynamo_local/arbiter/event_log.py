@@ -12,8 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.core.fleet.effects import Aside, Commit, Instruction, words
-from dynamo_local.core.fleet.lifecycle import Event
+from dynamo_local.core.fleet.effects import Commit, Effect, Note, describe
+from dynamo_local.core.fleet.lifecycle import LifecycleEvent
 from dynamo_local.core.notes import Over, Tell, Trouble
 from dynamo_local.core.types import Missing, WorkerState, watcher_name
 from dynamo_local.errors import StateError
@@ -37,7 +37,7 @@ KINDS: jsonl.Kinds = (
 )
 """`{"time", "seq", "watcher_name", "component", "event", "from", "to", "stimulus_id", …the event's own fields}`.
 
-`instructions` says in words what the machine ordered about the worker in that step. `time` is seconds since 1970; `seq`
+`effects` says in words what the machine ordered about the worker in that step. `time` is seconds since 1970; `seq`
 goes up by one per event, through rotations and from one arbiter to the next. With `aside` (true) it is no change of the
 worker's state: something was only ordered about it, and `event` is what that followed from.
 """
@@ -63,7 +63,7 @@ def event_log_path(logs: Path) -> Path:
 
 
 def record_of(
-    event: Event, *, watcher_name: str, component: str, before: WorkerState, after: WorkerState, time_s: float
+    event: LifecycleEvent, *, watcher_name: str, component: str, before: WorkerState, after: WorkerState, time_s: float
 ) -> dict[str, Any]:
     """The event as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
 
@@ -83,13 +83,13 @@ def record_of(
     }
 
 
-def aside_record(aside: Aside, *, time_s: float) -> dict[str, Any]:
+def aside_record(aside: Note, *, time_s: float) -> dict[str, Any]:
     """As `record_of`, of something that was ordered without an event."""
     return {
         "time": time_s,
         "watcher_name": aside.name,
         "component": aside.component,
-        "event": aside.stimulus,
+        "event": aside.event,
         "from": str(aside.state),
         "to": str(aside.state),
         "stimulus_id": aside.stimulus_id,
@@ -132,10 +132,10 @@ class EventRecorder:
         self._writing = asyncio.Lock()
         self._unwritten = False
 
-    async def append(self, commit: Commit, instructions: Sequence[Instruction]) -> None:
-        """Write a step's transitions and asides, with each worker's instructions. A failed write is only reported."""
+    async def append(self, commit: Commit, effects: Sequence[Effect]) -> None:
+        """Write a step's transitions and asides, with each worker's effects. A failed write is only reported."""
         now_s = self._wall_s()
-        done = _by_worker(instructions)
+        done = _by_worker(effects)
         records = []
         for each in commit.transitions:
             record = record_of(
@@ -170,13 +170,13 @@ class EventRecorder:
                 self._unwritten = False
 
 
-def _by_worker(instructions: Sequence[Instruction]) -> dict[str, list[str]]:
+def _by_worker(effects: Sequence[Effect]) -> dict[str, list[str]]:
     """What is done about each worker, in words."""
     done: dict[str, list[str]] = {}
-    for each in instructions:
+    for each in effects:
         name = getattr(each, "name", None)
         if name is not None:
-            done.setdefault(name, []).append(words(each))
+            done.setdefault(name, []).append(describe(each))
     return done
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from dynamo_local.arbiter.deployment import Deployment
-from dynamo_local.core.fleet.fleet import Course, Fleet, RestartPlan, Standby, StandbyFacts, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Standby, StandbyFacts, Worker
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger, Sleeper
 from dynamo_local.core.notes import Over, Tell, Trouble
@@ -295,19 +295,19 @@ class Statefile:
         entry.role, entry.gpus_per_worker = worker.role, launch.gpus_per_worker
         entry.state, entry.reason = _state_in_file(worker, entry.state), worker.reason
         process = worker.process
-        if process is not None and entry.pid != process.pid and worker.born is not None:
+        if process is not None and entry.pid != process.pid and worker.spawned_as is not None:
             _write_lease(state, worker)  # it was made under another name, and has written them there
         entry.flip = None
         if worker.flip is not None:
             entry.flip = FlipEntry(watcher_name=worker.flip.name, component=worker.flip.component)
-        entry.born = worker.born
+        entry.born = worker.spawned_as
         entry.pid = None if process is None else process.pid
         entry.pid_start_time = None if process is None else process.start_time
         entry.started_at = None if process is None else process.started_at
         entry.launched = worker.launched or None
         entry.restarts, entry.resources = worker.restarts, _resources(worker, fleet)
-        entry.course = None if worker.course is Course.STEADY else str(worker.course)
-        entry.asked_s = worker.asked_s
+        entry.course = None if worker.intent is Intent.STEADY else str(worker.intent)
+        entry.asked_s = worker.drain_requested_at_s
         entry.standby = entry_of_standby(worker, fleet)
         entry.failures_s = list(worker.history.failures_s) or None
         entry.failures_streak = worker.history.streak or None
@@ -357,7 +357,7 @@ def _state_in_file(worker: Worker, written: WorkerState) -> WorkerState:
     The worker reads it there to tell a revoked lease from one that expired while it was stopped. Where all that we have
     is the missing key, `draining` is a guess of ours; the worker would take it for an order, and leave.
     """
-    guessed = worker.lease_gone and worker.asked_s is None and worker.state is WorkerState.DRAINING
+    guessed = worker.lease_gone and worker.drain_requested_at_s is None and worker.state is WorkerState.DRAINING
     if guessed:
         return WorkerState.DRAINING if written is WorkerState.DRAINING else WorkerState.READY
     return worker.state

@@ -1,7 +1,7 @@
 """One run, from its start to its end: brings a deployment up, answers for it, and takes it down again.
 
 One asyncio loop, which nothing here may block: files, NVML and fsync go through threads, etcd and NATS through
-async clients, waits have deadlines. What becomes of workers is decided by `core.fleet.step` and done by the shell.
+async clients, waits have deadlines. What becomes of workers is decided by `core.fleet.step` and done by the controller.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Supervisor(RunCommands):
         self.view.ready(ready_facts(parts, self.clock.now_s() - self._started_s))
 
     async def _start_anew(self) -> None:
-        parts, fleet = self.parts, self.parts.shell.fleet
+        parts, fleet = self.parts, self.parts.controller.fleet
         servers, parts.effects.env = await choose_servers(self.deployment, parts.servers, parts.statefile.head)
         for origin in parts.servers.origins:
             self.view.event(origin)
@@ -235,9 +235,9 @@ class Supervisor(RunCommands):
             parts.pool.lock(plan.name, uuids)
             n = suffix_of(plan.name, fleet.namespace, plan.component)
             workers[plan.name] = Worker(plan.name, plan.component, plan.role, n, gpus=uuids)
-        parts.shell.fleet = replace(fleet, workers=workers)
+        parts.controller.fleet = replace(fleet, workers=workers)
         # All at once: order governs readiness, not spawning. Whoever needs a server waits for it.
-        parts.shell.feed(StartAll(stimulus_id="serve"))
+        parts.controller.feed(StartAll(stimulus_id="serve"))
         await asyncio.gather(*(parts.servers.spawn(name) for name in servers))
         self._show_logs(from_end=False)
         await self._unless_stopped(self._connect())
@@ -246,19 +246,19 @@ class Supervisor(RunCommands):
     async def _take_back(self, found: Found) -> None:
         """Until the very end the run is our predecessor's: its guardian watches, and a failure of ours ends nothing."""
         self.state = "adopting"
-        parts, shell = self.parts, self.parts.shell
+        parts, controller = self.parts, self.parts.controller
         parts.statefile.head = found.state.model_copy(update={"components": {}, **arbiter_facts(self.deployment)})
         adoption = Adoption(found, cast(AdoptingHost, parts.host))  # only ours is asked to
         parts.effects.env = adoption.env(self.deployment.nats_server)
-        shell.fleet = adoption.workers(shell.fleet, self.clock.now_s())
-        shell.fleet = adoption.watch(shell.fleet, parts.effects.spec)
+        controller.fleet = adoption.workers(controller.fleet, self.clock.now_s())
+        controller.fleet = adoption.watch(controller.fleet, parts.effects.spec)
         adoption.watch_servers(parts.servers, self.deployment.paths)
         self._show_logs(from_end=True)
         await self._unless_stopped(self._connect())
         await self._unless_stopped(parts.registrations.looked_through(INFRA_TIMEOUT_S))
-        shell.feed(Resume(stimulus_id="adopt", gone=adoption.gone))
-        await parts.statefile.write(shell.fleet.workers, self._fleet)
-        for restart in shell.fleet.restarts:
+        controller.feed(Resume(stimulus_id="adopt", gone=adoption.gone))
+        await parts.statefile.write(controller.fleet.workers, self._fleet)
+        for restart in controller.fleet.restarts:
             names = ", ".join(name for name, _ in restart.todo)
             parts.notes.tell(f"the restart that was under way goes on: {names}")
         await parts.guarding.replace()
@@ -291,7 +291,7 @@ class Supervisor(RunCommands):
     async def _beat(self) -> None:
         while True:
             await sleep_to_next(self.clock, PULSE_EVERY_S)
-            self.parts.shell.pulse()
+            self.parts.controller.pulse()
 
     async def _follow(self) -> None:
         """Begin to carry out another planner's decisions, if we are to. The run is ready, its own planner not begun."""
@@ -316,7 +316,7 @@ class Supervisor(RunCommands):
 
     async def _all_ready(self) -> None:
         def late() -> list[str]:
-            workers = self.parts.shell.fleet.workers.values()
+            workers = self.parts.controller.fleet.workers.values()
             return [worker.name for worker in workers if not (worker.ready or worker.stands_by)]
 
         longest_s = max((plan.start_deadline_s for plan in self.deployment.workers), default=0.0)
@@ -340,7 +340,7 @@ class Supervisor(RunCommands):
         raise InterruptedStart(f"left before it was ready: {self._asked_down.result()}")
 
     def _fleet(self) -> Fleet:
-        return self.parts.shell.fleet
+        return self.parts.controller.fleet
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -368,14 +368,14 @@ class Supervisor(RunCommands):
     def _show_logs(self, *, from_end: bool) -> None:
         """Progress, log lines and rotation, for as long as we live."""
         parts = self.parts
-        workers, servers = lambda: parts.shell.fleet.workers, lambda: parts.servers.names
+        workers, servers = lambda: parts.controller.fleet.workers, lambda: parts.servers.names
         shown = ShownLogs(self.view, self.clock, workers, servers, self.deployment.paths.log_file, self._rows)
         if from_end:
             shown.skip_to_end()
         parts.tasks.keep("log display", partial(shown.run, changing=lambda: self.state != "ready"))
 
     def _rows(self) -> None:
-        now_s, fleet = self.clock.now_s(), self.parts.shell.fleet
+        now_s, fleet = self.clock.now_s(), self.parts.controller.fleet
         waits_for = self.parts.starts.waits_for.get
         self.view.rows(self.state, [row(each, fleet, now_s, waits_for(each.name)) for each in fleet.workers.values()])
 
@@ -389,8 +389,8 @@ class Supervisor(RunCommands):
 
     def request_down(self, why: str, *, now: bool = False) -> int:
         """Ask to leave, however often; with `now`, to end at once, cutting what streams. Returns our pid."""
-        if now and self.parts.shell.fleet.leaving is not None:
-            self.parts.shell.feed(Leave(stimulus_id="down", now=True))
+        if now and self.parts.controller.fleet.leaving is not None:
+            self.parts.controller.feed(Leave(stimulus_id="down", now=True))
         self._now = self._now or now
         if not self._asked_down.done():
             self._asked_down.set_result(why)
@@ -428,13 +428,13 @@ class Supervisor(RunCommands):
         self.state = "leaving"
         await parts.spared.close()
         try:
-            parts.shell.feed(Leave(stimulus_id="down", now=self._now))
-            await parts.waiting.until(lambda: leaving.has_left(parts.shell.fleet))
+            parts.controller.feed(Leave(stimulus_id="down", now=self._now))
+            await parts.waiting.until(lambda: leaving.has_left(parts.controller.fleet))
         finally:
             await self._let_go()
 
     async def _close(self, *, for_good: bool) -> None:
-        self.parts.shell.stopped = True
+        self.parts.controller.stopped = True
         await self.parts.tasks.close()
         self._spare.close()
         await self.parts.effects.close()
@@ -447,7 +447,7 @@ class Supervisor(RunCommands):
         self._rows()
         await parts.effects.written()
         await self._close(for_good=True)
-        for name in parts.shell.fleet.workers:
+        for name in parts.controller.fleet.workers:
             await parts.host.forget(name)
         await parts.system.end_what_is_left()
         await parts.servers.stop()

@@ -1,4 +1,4 @@
-"""The arbiter's part of the twin: the same machine and the same shell as in the arbiter, over virtual processes.
+"""The arbiter's part of the twin: the same machine and the same controller as in the arbiter, over virtual processes.
 
 What is not here: crashes, failed starts, processes that hang. Whatever is spawned is ready after the start-up.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import assert_never
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.effects import Act, Done
 from dynamo_local.core.fleet.commands import decide_scale, decide_scale_all
 from dynamo_local.core.fleet.effects import (
@@ -19,10 +19,10 @@ from dynamo_local.core.fleet.effects import (
     CallOffFlip,
     Commit,
     CountRequests,
+    Effect,
     EndSession,
     FlipRole,
     Forget,
-    Instruction,
     LookAtGpus,
     LookUpKey,
     OrderSleep,
@@ -36,6 +36,7 @@ from dynamo_local.core.fleet.effects import (
 )
 from dynamo_local.core.fleet.events import (
     CalledBack,
+    Event,
     FlipAnswered,
     GpusSeen,
     KeyLookedUp,
@@ -46,7 +47,6 @@ from dynamo_local.core.fleet.events import (
     RequestsCounted,
     Scale,
     ScaleAll,
-    Stimulus,
     Swept,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Process, Standby, StandbyFacts, Template, Worker
@@ -351,7 +351,7 @@ class VirtualFleet:
         for template in fleet.templates:
             for _ in range(template.standby or 0):
                 fleet = self._begun(fleet, template, asleep=True)
-        self.shell = Shell(fleet, self, self._clock, observers=[self])
+        self.controller = FleetController(fleet, self, self._clock, observers=[self])
         self.on_fleet(fleet)
 
     def _begun(self, fleet: Fleet, template: Template, *, asleep: bool) -> Fleet:
@@ -381,11 +381,11 @@ class VirtualFleet:
 
     def view(self) -> Fleet:
         """The fleet at this moment, as decisions are made from it."""
-        return self.shell.fleet
+        return self.controller.fleet
 
     def serving(self, *roles: Role) -> list[SimulatedProcess]:
         """The registered processes of these roles, in the order of their entries."""
-        workers = [worker for worker in self.shell.fleet.workers.values() if worker.role in roles]
+        workers = [worker for worker in self.controller.fleet.workers.values() if worker.role in roles]
         found = [self.processes.get(worker.name) for worker in workers]
         return [process for process in found if process is not None and process.serves]
 
@@ -405,8 +405,8 @@ class VirtualFleet:
             sleep=standby,
         )
         try:
-            moves = decide_scale(self.shell.fleet, order)
-            self.shell.feed(order)
+            moves = decide_scale(self.controller.fleet, order)
+            self.controller.feed(order)
         except DynamoError as refusal:
             return Scaled(refused=refusal)
         return Scaled(moves)
@@ -416,8 +416,8 @@ class VirtualFleet:
         self._clock.at_s = now_s
         order = ScaleAll(stimulus_id=stimulus_id, targets=targets, actuators=self._options.actuators)
         try:
-            made = decide_scale_all(self.shell.fleet, order)
-            self.shell.feed(order)
+            made = decide_scale_all(self.controller.fleet, order)
+            self.controller.feed(order)
         except DynamoError as refusal:
             return dict.fromkeys(targets, Scaled(refused=refusal))
         return {component: Scaled(moves) for component, moves in made.items()}
@@ -428,12 +428,12 @@ class VirtualFleet:
         """Its start-up is over: it registers, unless it was taken back."""
         self._clock.at_s = now_s
         name = self._names[instance_id]
-        worker = self.shell.fleet.workers.get(name)
+        worker = self.controller.fleet.workers.get(name)
         if worker is None or worker.pid != instance_id or worker.state is not WorkerState.STARTING:
             return
         process = self.processes[name] = self._make_process(instance_id, name, worker.role)
         key = KeyPut(stimulus_id="registered", name=name, pid=instance_id, lease=lease_hex(instance_id))
-        self.shell.feed(key)
+        self.controller.feed(key)
         if process.serves:  # else it was started to sleep
             self.joined(process, now_s)
 
@@ -450,7 +450,7 @@ class VirtualFleet:
             return
         key = self._sleeps.carried_out(process, now_s)
         if key is not None:
-            self.shell.feed(key)
+            self.controller.feed(key)
             if process.serves:
                 self.joined(process, now_s)
 
@@ -475,16 +475,16 @@ class VirtualFleet:
             self._agenda.add(now_s + wait_s, What.EXIT, instance_id)
 
     def due(self, now_s: float) -> None:
-        """Something that the shell waits for is due: a drain's deadline, or a look at the GPUs."""
+        """Something that the controller waits for is due: a drain's deadline, or a look at the GPUs."""
         self._clock.at_s = now_s
-        self.shell.tick()
+        self.controller.tick()
 
     def _exited(self, instance_id: int, code: int) -> None:
         name = self._names[instance_id]
         self.processes.pop(name, None)
-        self.shell.feed(ProcessGone(stimulus_id=f"exit:{instance_id}", name=name, pid=instance_id, code=code))
+        self.controller.feed(ProcessGone(stimulus_id=f"exit:{instance_id}", name=name, pid=instance_id, code=code))
 
-    # --- control.effects.Effects ---------------------------------------------------------------
+    # --- control.effects.EffectRunner ---------------------------------------------------------------
 
     def lock(self, name: str, uuids: Sequence[str]) -> tuple[str, ...]:
         """Nobody else is on this host."""
@@ -493,14 +493,12 @@ class VirtualFleet:
     def unlock(self, uuids: Sequence[str]) -> None:
         """Nobody else is on this host."""
 
-    def commit(
-        self, commit: Commit, fleet: Fleet, instructions: Sequence[Instruction], then: Callable[[], None]
-    ) -> None:
+    def commit(self, commit: Commit, fleet: Fleet, effects: Sequence[Effect], then: Callable[[], None]) -> None:
         """There is no file: it is written at once."""
         then()
 
     def begin(self, act: Act, worker: Worker | None, done: Done) -> None:
-        """See `Effects`. Everything but a start takes no time."""
+        """See `EffectRunner`. Everything but a start takes no time."""
         now_s = self._clock.at_s
         match act:
             case Spawn(name=name, stimulus_id=cause):
@@ -553,12 +551,12 @@ class VirtualFleet:
     def _renamed(self, was: str, name: str, now_s: float) -> None:
         """The same process in its new role."""
         process = self.processes[name] = self.processes.pop(was)
-        process.name, process.role = name, self.shell.fleet.workers[name].role
+        process.name, process.role = name, self.controller.fleet.workers[name].role
         self._names[process.instance_id] = name
         self.joined(process, now_s)
 
     def _asked_to_leave(self, name: str, now_s: float) -> None:
-        worker = self.shell.fleet.workers[name]
+        worker = self.controller.fleet.workers[name]
         process = self.processes.get(name)
         if process is None:  # it was never ready: it has nothing to finish
             self._exited(worker.pid or 0, 0)
@@ -569,7 +567,7 @@ class VirtualFleet:
         self.check_exit(process, now_s)
 
     def wake_at(self, at_s: float) -> None:
-        """See `Effects`."""
+        """See `EffectRunner`."""
         self._agenda.add(max(at_s, self._clock.at_s), What.DEADLINE)
 
     def tell(self, text: str, about: About = None) -> None:
@@ -580,7 +578,7 @@ class VirtualFleet:
 
     # --- control.effects.Observer --------------------------------------------------------------
 
-    def on_stimulus(self, stimulus: Stimulus) -> None:
+    def on_event(self, event: Event) -> None:
         """See `arbiter.effects.Observer`."""
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:

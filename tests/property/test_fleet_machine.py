@@ -1,4 +1,4 @@
-"""The machine under the arbiter's own shell, in a small world where everything may go wrong, driven at random.
+"""The machine under the arbiter's own controller, in a small world where everything may go wrong, driven at random.
 
 Commands, exits, hangs, outages of etcd and NATS, memory that returns late or never, devices that somebody else locks,
 refused starts, an arbiter that stood still: in whatever order they come, what must never be never is (`validate` after
@@ -18,7 +18,7 @@ from dynamo_local.core.fleet import events as stimuli
 from dynamo_local.core.fleet.backoff import RestartPolicy
 from dynamo_local.core.fleet.commands import decide_scale
 from dynamo_local.core.fleet.draining import has_left
-from dynamo_local.core.fleet.fleet import Course, Fleet, Template
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Template
 from dynamo_local.core.fleet.moves import Revive, SpawnWorker
 from dynamo_local.core.fleet.scaling import Change, VictimPolicy
 from dynamo_local.core.fleet.states import TRAITS
@@ -73,11 +73,11 @@ class Arbiter(RuleBasedStateMachine):
 
     # --- commands ----------------------------------------------------------------------------------
 
-    def command(self, order: stimuli.Stimulus, *, force: bool = True) -> None:
+    def command(self, order: stimuli.Event, *, force: bool = True) -> None:
         """Refusals are answers, and change nothing. Unforced, who serves goes on being served."""
         before = self.fleet
         try:
-            self.world.shell.feed(order)
+            self.world.controller.feed(order)
         except DynamoError:
             assert self.fleet.workers == before.workers or self.world.effects.elsewhere
             return
@@ -231,7 +231,7 @@ class Arbiter(RuleBasedStateMachine):
     def hear(self, first: bool) -> None:
         """Something that happened is seen. Exits and keys come by different ways, and overtake each other."""
         queues = [queue for queue in (self.world.exits, self.world.news) if queue]
-        self.world.shell.feed(queues[0 if first else -1].popleft())
+        self.world.controller.feed(queues[0 if first else -1].popleft())
 
     @rule()
     def settle(self) -> None:
@@ -318,7 +318,7 @@ class Arbiter(RuleBasedStateMachine):
         """The arbiter itself stood still: nobody is to blame for that time."""
         silent = {name: worker.silent_s for name, worker in self.fleet.workers.items()}
         self.world.clock.at_s += for_s
-        self.world.shell.feed(stimuli.Stalled(stimulus_id="stall", for_s=for_s))
+        self.world.controller.feed(stimuli.Stalled(stimulus_id="stall", for_s=for_s))
         assert silent == {name: worker.silent_s for name, worker in self.fleet.workers.items()}
 
     # --- what holds --------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class Arbiter(RuleBasedStateMachine):
     def teardown(self) -> None:
         """After the storm: everything comes to rest, or the run leaves."""
         if self.leaves is not None:
-            self.world.shell.feed(stimuli.Leave(stimulus_id="down", now=self.leaves))
+            self.world.controller.feed(stimuli.Leave(stimulus_id="down", now=self.leaves))
             self.world.calm()
             assert has_left(self.fleet)
             assert not self.world.procs
@@ -379,8 +379,8 @@ class Arbiter(RuleBasedStateMachine):
             lacks = fleet.template_of(worker).gpus_per_worker > free
             rests = worker.state in (S.READY, S.FAULTED) or (worker.state is S.EXITED and worker.n == 0)
             waits = worker.state in (S.PENDING, S.BACKING_OFF) and lacks
-            assert rests or waits, f"{worker.name} is {worker.state}/{worker.course}: {worker.reason}"
-            assert worker.course is Course.STEADY or waits
+            assert rests or waits, f"{worker.name} is {worker.state}/{worker.intent}: {worker.reason}"
+            assert worker.intent is Intent.STEADY or waits
             assert worker.state is S.READY or not (worker.gpus or worker.runs), f"{worker.name} holds {worker.gpus}"
         ready = [worker for worker in fleet.workers.values() if worker.state is S.READY]
         assert {worker.pid for worker in ready} == self.world.procs.keys()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dynamo_local.core.fleet import events as stimuli
 from dynamo_local.core.fleet import step as machine
-from dynamo_local.core.fleet.fleet import Course, Fleet, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Worker
 from dynamo_local.core.fleet.invariants import validate
 from dynamo_local.core.fleet.moves import BeginDrain, CancelDrain, Revive, SpawnWorker, TakeBack
 from dynamo_local.core.fleet.scaling import (
@@ -26,11 +26,11 @@ from dynamo_local.errors import BadTarget, FlipUnderWay, LastReadyWorker, NotEno
 from tests.fakes.arbiter.fleet_views import DECODE, NO_LOAD, PREFILL, load, lower_names, on_ledger, worker
 
 COURSES = {
-    S.DRAINING: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
-    S.DRAIN_TIMED_OUT: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
-    S.EXITED: [Course.STEADY, Course.RESTARTING, Course.RETURNING],
-    S.CRASHED: [Course.STEADY, Course.LEAVING],
-    S.START_TIMED_OUT: [Course.STEADY, Course.LEAVING],
+    S.DRAINING: [Intent.STEADY, Intent.RESTARTING, Intent.RETURNING],
+    S.DRAIN_TIMED_OUT: [Intent.STEADY, Intent.RESTARTING, Intent.RETURNING],
+    S.EXITED: [Intent.STEADY, Intent.RESTARTING, Intent.RETURNING],
+    S.CRASHED: [Intent.STEADY, Intent.LEAVING],
+    S.START_TIMED_OUT: [Intent.STEADY, Intent.LEAVING],
 }
 LOADS = st.one_of(
     st.just(NO_LOAD),
@@ -49,15 +49,15 @@ def fleets(draw: st.DrawFn) -> Fleet:
     for template, most in ((DECODE, 6), (PREFILL, 3)):
         for n in sorted(draw(st.sets(st.integers(0, most), max_size=most))):
             state = draw(st.sampled_from(list(S)))
-            course = draw(st.sampled_from(COURSES.get(state, [Course.STEADY])))
+            course = draw(st.sampled_from(COURSES.get(state, [Intent.STEADY])))
             more: dict[str, Any] = {"load": draw(LOADS), "since_s": float(draw(st.integers(0, 5)))}
-            if state is S.DRAINING and course is not Course.RETURNING:
+            if state is S.DRAINING and course is not Intent.RETURNING:
                 more["served"] = draw(st.booleans())
             workers.append(worker(n, f"{state}/{course}", template, **more))
     return on_ledger(workers, 10, (DECODE, PREFILL))
 
 
-def stepped(view: Fleet, order: stimuli.Stimulus) -> Fleet:
+def stepped(view: Fleet, order: stimuli.Event) -> Fleet:
     """The fleet after a command; whatever the fleet was, it is one that can be."""
     then, _ = machine.step(view, order, 9.0)
     validate(then)

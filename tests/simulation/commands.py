@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_local.arbiter.commands import FlipOrders, Orders
 from dynamo_local.core.fleet.events import Apply
-from dynamo_local.core.fleet.fleet import Course, Worker
+from dynamo_local.core.fleet.fleet import Intent, Worker
 from dynamo_local.core.fleet.lifecycle import IllegalTransition
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import DynamoError
 
 if TYPE_CHECKING:
-    from tests.simulation.watched_shell import WatchedShell
+    from tests.simulation.watched_controller import WatchedController
     from tests.simulation.world import World
 
 LEAVES = (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT, WorkerState.EXITED)
@@ -24,7 +24,7 @@ class Commands:
     """A part of `Arbiter`, which has all that is named here."""
 
     world: World
-    shell: WatchedShell
+    controller: WatchedController
     orders: Orders
     flips: FlipOrders
     wanted: set[str]
@@ -35,7 +35,7 @@ class Commands:
     @property
     def workers(self) -> dict[str, Worker]:
         """By watcher name."""
-        return dict(self.shell.fleet.workers)
+        return dict(self.controller.fleet.workers)
 
     async def scale(self, component: str, target: str, *, force: bool, policy: str | None, stimulus_id: str) -> None:
         """`dynamo scale`; refusals are answers."""
@@ -55,7 +55,7 @@ class Commands:
         answered = await self.command(words, work)
         worker = self.workers.get(name)
         # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
-        goes = worker is None or (worker.state in LEAVES and worker.course is Course.STEADY)
+        goes = worker is None or (worker.state in LEAVES and worker.intent is Intent.STEADY)
         if cancel and not answered and stimulus_id in self._cancelling and goes:
             self.wanted.discard(name)
 
@@ -71,10 +71,14 @@ class Commands:
         self.restarts.add(stimulus_id)
         templates = tuple(
             replace(each, fingerprint=stimulus_id) if each.component in renewed else each
-            for each in self.shell.fleet.templates
+            for each in self.controller.fleet.templates
         )
         order = Apply(
-            stimulus_id=stimulus_id, templates=templates, counts=counts, policy=self.shell.fleet.policy, force=force
+            stimulus_id=stimulus_id,
+            templates=templates,
+            counts=counts,
+            policy=self.controller.fleet.policy,
+            force=force,
         )
         words = f"apply {sorted(renewed)} {dict(counts)}{' --force' * force}"
         await self.command(words, self._applied(order))

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from dynamo_local.core.fleet import commands as deciding
 from dynamo_local.core.fleet import scaling, starting
-from dynamo_local.core.fleet.builder import Draft
+from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.events import Apply
 from dynamo_local.core.fleet.fleet import Fleet, RestartPlan, Template, Worker
 from dynamo_local.core.fleet.scaling import Change
@@ -22,29 +22,29 @@ from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import NotApplicable
 
 
-def apply(draft: Draft, order: Apply) -> None:
+def apply(builder: StepBuilder, order: Apply) -> None:
     """Raises `NotApplicable` with all reasons."""
-    reasons = list(_busy(draft.fleet))
-    _replace_templates(draft, order)
-    there = set(draft.fleet.workers)
-    removed = [worker for worker in draft.workers() if draft.template(worker.name).retired]
+    reasons = list(_busy(builder.fleet))
+    _replace_templates(builder, order)
+    there = set(builder.fleet.workers)
+    removed = [worker for worker in builder.workers() if builder.template(worker.name).retired]
     if order.force:  # their devices may be needed
-        _remove(draft, removed)
-    reasons += _to_counts(draft, order)
-    awaited = tuple(name for name in draft.fleet.workers if name not in there)
-    fits, in_place = _fitting(draft.fleet, removed, order.force)
+        _remove(builder, removed)
+    reasons += _to_counts(builder, order)
+    awaited = tuple(name for name in builder.fleet.workers if name not in there)
+    fits, in_place = _fitting(builder.fleet, removed, order.force)
     reasons += fits
     if reasons:
         raise NotApplicable.because(reasons)
     plan = RestartPlan(
         order.stimulus_id,
-        tuple((worker.name, worker.starts) for worker in outdated(draft.fleet)),
+        tuple((worker.name, worker.starts) for worker in outdated(builder.fleet)),
         in_place=in_place,
         awaited=awaited,
         removed=tuple(worker.name for worker in removed),
     )
-    draft.set(no_standby={}, restarts=(plan,), policy=order.policy, health_bound_s=order.health_bound_s)
-    draft.head = True
+    builder.set(no_standby={}, restarts=(plan,), policy=order.policy, health_bound_s=order.health_bound_s)
+    builder.head = True
 
 
 def outdated(fleet: Fleet) -> list[Worker]:
@@ -72,36 +72,36 @@ def _busy(fleet: Fleet) -> Iterator[str]:
             yield f"{worker.name} becomes {worker.flip.name} at this moment: wait until it has"
 
 
-def _replace_templates(draft: Draft, order: Apply) -> None:
+def _replace_templates(builder: StepBuilder, order: Apply) -> None:
     wanted = {template.component for template in order.templates}
-    gone = [replace(each, retired=True) for each in draft.fleet.templates if each.component not in wanted]
-    draft.set(templates=(*order.templates, *gone))
+    gone = [replace(each, retired=True) for each in builder.fleet.templates if each.component not in wanted]
+    builder.set(templates=(*order.templates, *gone))
     for template in gone:
-        if not draft.fleet.of(template.component):
-            _forget(draft, template)
-    for worker in draft.workers():  # a template without a worker: its entry goes at once
+        if not builder.fleet.of(template.component):
+            _forget(builder, template)
+    for worker in builder.workers():  # a template without a worker: its entry goes at once
         comes = worker.on_its_way or worker.stands_by
-        rests = worker.state is S.EXITED and not (comes or worker.sweeping or worker.returning)
-        if rests and draft.template(worker.name).retired:
-            starting.remove(draft, worker.name)
+        rests = worker.state is S.EXITED and not (comes or worker.sweeping or worker.gpus_pending_release)
+        if rests and builder.template(worker.name).retired:
+            starting.remove(builder, worker.name)
 
 
-def _forget(draft: Draft, template: Template) -> None:
-    draft.set(templates=tuple(each for each in draft.fleet.templates if each != template))
+def _forget(builder: StepBuilder, template: Template) -> None:
+    builder.set(templates=tuple(each for each in builder.fleet.templates if each != template))
 
 
-def _remove(draft: Draft, removed: list[Worker]) -> None:
+def _remove(builder: StepBuilder, removed: list[Worker]) -> None:
     for worker in removed:
         if worker.counts or worker.stands_by or worker.state is S.FAULTED:
-            deciding.carry_out(draft, [scaling.taken(worker, "apply: its component is removed")])
+            deciding.carry_out(builder, [scaling.taken(worker, "apply: its component is removed")])
 
 
-def _to_counts(draft: Draft, order: Apply) -> Iterator[str]:
+def _to_counts(builder: StepBuilder, order: Apply) -> Iterator[str]:
     """Fewer first: their devices may be needed."""
-    now = {component: draft.fleet.capacity(component) for component in order.counts}
+    now = {component: builder.fleet.capacity(component) for component in order.counts}
     for component, count in sorted(order.counts.items(), key=lambda item: item[1] - now[item[0]]):
         decision = scaling.decide(
-            draft.fleet,
+            builder.fleet,
             component,
             Change(count, relative=False),
             stimulus_id=order.stimulus_id,
@@ -111,7 +111,7 @@ def _to_counts(draft: Draft, order: Apply) -> Iterator[str]:
         if decision.refused is not None:
             yield f"{component}: {decision.refused}"
         else:
-            deciding.carry_out(draft, decision.moves)
+            deciding.carry_out(builder, decision.moves)
 
 
 def _fitting(fleet: Fleet, removed: list[Worker], force: bool) -> tuple[list[str], frozenset[str]]:

@@ -1,6 +1,6 @@
 """The next fleet while one step makes it: what changed so far, and what is to be done about it.
 
-A `Draft` lives for one `machine.step` and is never seen outside of it.
+A `StepBuilder` lives for one `machine.step` and is never seen outside of it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.core.fleet.effects import Aside, Commit, Instruction, Lock, Tell, Transition, Unlock, WaitUntil
-from dynamo_local.core.fleet.fleet import Course, Fleet, Process, Template, Worker
-from dynamo_local.core.fleet.lifecycle import STARTS, Event, apply
+from dynamo_local.core.fleet.effects import Commit, Effect, Lock, Note, Tell, Transition, Unlock, WaitUntil
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Process, Template, Worker
+from dynamo_local.core.fleet.lifecycle import STARTS, LifecycleEvent, apply
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.notes import Elsewhere
@@ -35,11 +35,11 @@ NO_PROCESS: dict[str, Any] = {
 """What is forgotten with a process."""
 
 
-NOT_YET = ("lease_gone", "lapsed", "told", "engine_failed", "served", "spawning", "spawn_begun")
+NOT_YET = ("lease_gone", "silent_at_expiry", "signalled", "engine_failed", "served", "spawning", "spawn_begun")
 """What is not true of a process that has just been made."""
 
 
-class Draft:
+class StepBuilder:
     """`fleet` is the fleet so far; `now_s` and `stimulus_id` are the step's."""
 
     def __init__(self, fleet: Fleet, now_s: float, stimulus_id: str) -> None:
@@ -51,7 +51,7 @@ class Draft:
         self._workers = dict(fleet.workers)
         self.fleet = replace(fleet, workers=self._workers)
         self._locks: list[Lock] = []
-        self._acts: list[Instruction] = []
+        self._acts: list[Effect] = []
         self._transitions: list[Transition] = []
         self._written: dict[str, None] = {}
 
@@ -99,7 +99,7 @@ class Draft:
         if write:
             self._written[name] = None
 
-    def apply(self, name: str, event: Event, **fields: Any) -> None:
+    def apply(self, name: str, event: LifecycleEvent, **fields: Any) -> None:
         """Apply an event of the lifecycle table, and change fields with it. Raises `IllegalTransition`."""
         worker = self._workers[name]
         after = apply(worker.state, event)
@@ -120,11 +120,11 @@ class Draft:
     def process_began(self, name: str, process: Process, *, keep_reason: bool) -> None:
         """Note what belongs to a new process."""
         fields = {**NO_PROCESS, "load": Missing("not sampled"), "process": process}
-        fresh: dict[str, Any] = {**dict.fromkeys(NOT_YET, False), "engine_said": None, "born": None}
+        fresh: dict[str, Any] = {**dict.fromkeys(NOT_YET, False), "engine_said": None, "spawned_as": None}
         worker = self._workers[name]
         reason = worker.reason if keep_reason else None
         fields["standby"] = replace(worker.standby, order=0, ask_s=None, drained=False, cannot=None)
-        self.change(name, **fields, **fresh, asked_s=None, unheard_s=0.0, silent_s=0.0, reason=reason)
+        self.change(name, **fields, **fresh, drain_requested_at_s=None, unheard_s=0.0, silent_s=0.0, reason=reason)
 
     def process_ended(self, name: str, code: int | None) -> None:
         """Forget what belonged to the process; what one that slept kept on its devices is gone with it."""
@@ -201,20 +201,20 @@ class Draft:
 
     # --- acting --------------------------------------------------------------------------------
 
-    def do(self, instruction: Instruction) -> None:
+    def do(self, instruction: Effect) -> None:
         """Have it carried out once this step is committed."""
         self._acts.append(instruction)
 
-    def result(self, stimulus: str, next_due_s: float | None) -> tuple[Fleet, tuple[Instruction, ...]]:
-        """The fleet, and the instructions: locks, the commit, the acts, and until when nothing is due.
+    def result(self, event: str, next_due_s: float | None) -> tuple[Fleet, tuple[Effect, ...]]:
+        """The fleet, and the effects: locks, the commit, the acts, and until when nothing is due.
 
-        `stimulus` is the kind of what the step was taken for.
+        `event` is the kind of what the step was taken for.
         """
-        out: list[Instruction] = [*self._locks]
+        out: list[Effect] = [*self._locks]
         before, now = self.before, self.fleet
         kept = (before.restarts, before.templates, before.revoked)
         head = self.head or (now.restarts, now.templates, now.revoked) != kept
-        asides = tuple(self._asides(stimulus))
+        asides = tuple(self._asides(event))
         if self._written or head or asides:
             out.append(Commit(tuple(self._written), self.transitions, head, asides))
         out += self._acts
@@ -222,14 +222,14 @@ class Draft:
             out.append(WaitUntil(next_due_s))
         return self.fleet, tuple(out)
 
-    def _asides(self, stimulus: str) -> Iterator[Aside]:
+    def _asides(self, event: str) -> Iterator[Note]:
         """Workers of which something is ordered though their state has no event."""
         named = (getattr(each, "name", None) for each in (*self._locks, *self._acts))
         with_event = {transition.name for transition in self._transitions}
         for name in dict.fromkeys(named):
             worker = None if name is None else self._workers.get(name) or self.before.workers.get(name)
             if worker is not None and name not in with_event:
-                yield Aside(worker.name, worker.component, worker.state, stimulus, self.stimulus_id)
+                yield Note(worker.name, worker.component, worker.state, event, self.stimulus_id)
 
     def _put(self, worker: Worker) -> None:
         self._workers[worker.name] = worker
@@ -247,13 +247,13 @@ def was_leaving(worker: Worker, code: int | None) -> bool:
     """It ended because it was to. Not one whose lease went while nobody heard of it, and that did not end in order:
     it was stopped for longer than its lease lives, and died of something else."""
     if worker.state is S.DRAINING:
-        return not worker.lapsed or code in (0, None)
+        return not worker.silent_at_expiry or code in (0, None)
     return worker.state is S.DRAIN_TIMED_OUT
 
 
 def comes_back_unasked(worker: Worker) -> bool:
     """Somebody else revoked its lease, and nobody here has ordered its restart: that follows the restart policy."""
-    return worker.course is Course.RESTARTING and worker.lease_gone and worker.asked_s is None
+    return worker.intent is Intent.RESTARTING and worker.lease_gone and worker.drain_requested_at_s is None
 
 
 def why_it_ended(worker: Worker, code: int | None) -> str | None:

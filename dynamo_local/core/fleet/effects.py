@@ -1,4 +1,4 @@
-"""What comes out of the machine: effects, for the shell to carry out. No instruction says how.
+"""What comes out of the machine: effects, for the controller to carry out. No instruction says how.
 
 `Lock` is carried out before anything else, and if it is refused the step never happened. `CallOff` takes effect with
 the step. `Commit` comes next: intent is written before it is acted on. What follows is done once that is written, in
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo_local.core.fleet.lifecycle import Event
+from dynamo_local.core.fleet.lifecycle import LifecycleEvent
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import WorkerState
 
@@ -22,20 +22,20 @@ class Transition:
     component: str
     before: WorkerState
     after: WorkerState
-    event: Event
+    event: LifecycleEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class Note:
     """A step orders something about a worker whose state has no event in it: a line of its story in the event log.
 
-    `stimulus` is the kind of what the step was taken for.
+    `event` is the kind of what the step was taken for.
     """
 
     name: str
     component: str
     state: WorkerState
-    stimulus: str
+    event: str
     stimulus_id: str
 
 
@@ -65,7 +65,7 @@ class Commit:
     names: tuple[str, ...]
     transitions: tuple[Transition, ...] = ()
     head: bool = False
-    asides: tuple[Aside, ...] = ()
+    asides: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class CallBack:
 
     name: str
     pid: int
-    told: bool
+    signalled: bool
     asked_by: str | None = None
 
 
@@ -192,7 +192,7 @@ class Sweep:
     one, since its role has changed."""
 
     name: str
-    born: str | None = None
+    spawned_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class WaitUntil:
     at_s: float
 
 
-Instruction = (
+Effect = (
     Lock
     | Unlock
     | Commit
@@ -257,13 +257,13 @@ Instruction = (
 )
 
 
-def words(instruction: Instruction) -> str:
+def describe(effect: Effect) -> str:
     """For a person: `revoke 694d967d`, `spawn`."""
-    match instruction:
+    match effect:
         case Commit():
             return "commit"
         case Lock(uuids=uuids) | Unlock(uuids=uuids):
-            return f"{type(instruction).__name__.lower()} {', '.join(uuids)}"
+            return f"{type(effect).__name__.lower()} {', '.join(uuids)}"
         case Revoke(lease=lease):
             return f"revoke {lease}"
         case Signal(pid=pid):
@@ -296,4 +296,4 @@ def words(instruction: Instruction) -> str:
             return f"tell: {text}"
         case Report(reason=reason):
             return f"report: {reason}"
-    return type(instruction).__name__.lower()
+    return type(effect).__name__.lower()

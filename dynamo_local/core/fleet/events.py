@@ -1,6 +1,6 @@
 """What goes into the machine: commands, observations, and time. Each says what caused it (`stimulus_id`).
 
-A stimulus is a fact or a wish, never an order to the world: what follows from it is `machine.step`'s to say.
+A event is a fact or a wish, never an order to the world: what follows from it is `machine.step`'s to say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dynamo_local.core.types import WAKES, Actuator, Load, Missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stimulus:
+class Event:
     """Base of all. `stimulus_id` names the cause: `command:7`, `planner:17`, `exit:4711`."""
 
     stimulus_id: str
@@ -26,12 +26,12 @@ class Stimulus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartAll(Stimulus):
+class StartAll(Event):
     """`dynamo serve`: start every pending worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale(Stimulus):
+class Scale(Event):
     """`dynamo scale`, or a planner: see `scaling.decide`, whose refusals `step` raises."""
 
     component: str
@@ -45,7 +45,7 @@ class Scale(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleAll(Stimulus):
+class ScaleAll(Event):
     """A planner's numbers of workers for several components, all or nothing: see `deciding.scale_all`. By what they may
     be carried out beside starts and drains, `actuators` says."""
 
@@ -55,7 +55,7 @@ class ScaleAll(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drain(Stimulus):
+class Drain(Event):
     """`dynamo drain NAME`: see `scaling.decide_drain`."""
 
     name: str
@@ -63,7 +63,7 @@ class Drain(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CancelDrain(Stimulus):
+class CancelDrain(Event):
     """`dynamo drain NAME --cancel`: see `scaling.decide_cancel`.
 
     A person waits for the answer: where it is no, the worker just leaves, and nothing is started instead.
@@ -73,7 +73,7 @@ class CancelDrain(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restart(Stimulus):
+class Restart(Event):
     """`dynamo restart NAME|COMPONENT`: see `rolling.plan_restart`."""
 
     target: str
@@ -81,7 +81,7 @@ class Restart(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip(Stimulus):
+class Flip(Event):
     """`dynamo flip NAME`: see `flips.decide`."""
 
     name: str
@@ -89,7 +89,7 @@ class Flip(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sleep(Stimulus):
+class Sleep(Event):
     """`dynamo sleep NAME`: see `decisions.standby.decide_sleep`, whose refusals `step` raises."""
 
     name: str
@@ -98,7 +98,7 @@ class Sleep(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleFlip(Stimulus):
+class ScaleFlip(Event):
     """`dynamo scale PrefillWorker -1 VllmWorker +1 --flip`: so many workers of one component go over to the
     other, or none does. See `flips.decide_scale`."""
 
@@ -110,21 +110,21 @@ class ScaleFlip(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CancelFlip(Stimulus):
+class CancelFlip(Event):
     """`dynamo flip --cancel NAME`: see `flips.decide_cancel`. It may come too late."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wake(Stimulus):
+class Wake(Event):
     """`dynamo wake NAME`: see `decisions.standby.decide_wake`, whose refusals `step` raises."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apply(Stimulus):
+class Apply(Event):
     """`dynamo apply`: the components of now on (others are retired), how many workers of some of them, and what the
     arbiter itself goes by. See `applying`, whose refusals `step` raises.
     """
@@ -137,14 +137,14 @@ class Apply(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave(Stimulus):
+class Leave(Event):
     """`dynamo down`: all workers drain, stage by stage. With `now` what still runs is ended at once."""
 
     now: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(Stimulus):
+class Resume(Event):
     """A successor has taken the fleet over: go on where its arbiter stood.
 
     `gone` are pids, by watcher name, of processes that have ended while nobody watched.
@@ -157,14 +157,14 @@ class Resume(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpawnBegun(Stimulus):
+class SpawnBegun(Event):
     """`Spawn` is being carried out: from now on there may be a process."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessMade(Stimulus):
+class ProcessMade(Event):
     """The process that `Spawn` asked for exists. `started_at` is seconds since 1970, for people."""
 
     name: str
@@ -174,7 +174,7 @@ class ProcessMade(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessRefused(Stimulus):
+class ProcessRefused(Event):
     """It could not be made (no such program, no memory). `unit` is a uniform random number, 0..1, for the back-off."""
 
     name: str
@@ -183,7 +183,7 @@ class ProcessRefused(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessGone(Stimulus):
+class ProcessGone(Event):
     """A process has ended. `code` is negative for a signal, None where nobody could collect it."""
 
     name: str
@@ -193,7 +193,7 @@ class ProcessGone(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept(Stimulus):
+class Swept(Event):
     """What a process that is gone had left behind, outside of its session, is ended: nothing runs under its name."""
 
     name: str
@@ -203,7 +203,7 @@ class Swept(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyPut(Stimulus):
+class KeyPut(Event):
     """The worker's ready key is in etcd, under `lease` (hex). `failed`: it says that its engine has died, and `why`.
 
     `standby` is what it says about sleeping (None: nothing).
@@ -220,7 +220,7 @@ class KeyPut(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyGone(Stimulus):
+class KeyGone(Event):
     """The worker's ready key, which was under that lease, has been removed."""
 
     name: str
@@ -228,14 +228,14 @@ class KeyGone(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegistryListed(Stimulus):
+class RegistryListed(Event):
     """All ready keys that there are, as `(watcher name, lease)`: what is not among them is not there."""
 
     keys: frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyLookedUp(Stimulus):
+class KeyLookedUp(Event):
     """Whether the ready key of a worker whose process has ended was removed before; False also where nobody can tell.
 
     `pid` is that of the process, `lease` (hex) that of the key.
@@ -248,14 +248,14 @@ class KeyLookedUp(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InfraSeen(Stimulus):
+class InfraSeen(Event):
     """Whether etcd and NATS both answer now. While they do not, failures are not the workers' own."""
 
     ok: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RevokeFailed(Stimulus):
+class RevokeFailed(Event):
     """The lease by which a worker was to be told to leave could not be revoked."""
 
     name: str
@@ -267,7 +267,7 @@ class RevokeFailed(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadsHeard(Stimulus):
+class LoadsHeard(Event):
     """All running workers were asked for their load; `loads` are the answers, by watcher name.
 
     `blameless`: who did not answer could not be asked (NATS is away, the request failed).
@@ -278,7 +278,7 @@ class LoadsHeard(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalledBack(Stimulus):
+class CalledBack(Event):
     """What the worker answered when its drain was to be taken back; `error` is None where it has registered again.
 
     `asked_by` is the command whose person waits for the answer (None: nobody waits).
@@ -291,7 +291,7 @@ class CalledBack(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OrderAnswered(Stimulus):
+class OrderAnswered(Event):
     """What a worker answered to its order number `order`, to sleep or to wake; that it is done it says in its key.
 
     `refused` says why it will not carry it out; `error` why nobody knows whether the order arrived.
@@ -305,7 +305,7 @@ class OrderAnswered(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestsCounted(Stimulus):
+class RequestsCounted(Event):
     """What a worker past its drain deadline still holds: how many requests, and the ids of some."""
 
     name: str
@@ -315,7 +315,7 @@ class RequestsCounted(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlipAnswered(Stimulus):
+class FlipAnswered(Event):
     """What a worker answered when it was to be called `to`, in another role: its registration there, or why not.
 
     `error` is None where it is registered under `lease` (hex). `unknown`: nobody could tell; it may have flipped.
@@ -334,7 +334,7 @@ class FlipAnswered(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpusSeen(Stimulus):
+class GpusSeen(Event):
     """The devices of the host as they are now, and who has reserved which outside of this namespace.
 
     `stale` says why nobody could look: then the fleet goes by the last inventory. `host_free_bytes` is the main memory
@@ -348,7 +348,7 @@ class GpusSeen(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuReserved(Stimulus):
+class GpuReserved(Event):
     """Another namespace holds that device's lock, though the last sample did not say so."""
 
     uuid: str
@@ -359,14 +359,14 @@ class GpuReserved(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tick(Stimulus):
+class Tick(Event):
     """Time has passed: whatever is due now, happens."""
 
     stimulus_id: str = "clock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stalled(Stimulus):
+class Stalled(Event):
     """The arbiter itself stood still for so long (SIGSTOP, a suspended host): nobody is to blame for that time."""
 
     for_s: float

@@ -147,7 +147,7 @@ def runs_within(guest: str, host: str) -> str:
     )
 
 
-class Course(enum.StrEnum):
+class Intent(enum.StrEnum):
     """What was decided about a worker that its state alone does not say."""
 
     STEADY = "steady"
@@ -218,7 +218,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuReturn:
+class GpusPendingRelease:
     """A process is gone, and its GPUs' memory is waited for since then. `keep`: for its next process."""
 
     since_s: float
@@ -231,26 +231,26 @@ class Worker:
 
     Times (`_s`) are of the arbiter's monotonic clock.
 
-    `since_s` is when it entered its state; `reason` says why, in words; `cause` is the stimulus of the last command
+    `since_s` is when it entered its state; `reason` says why, in words; `cause` is the event of the last command
     that was carried out on it: a start that has to wait is still that command's. `starts` counts the processes that
     were committed under this name, failed ones included: a restart is done when it has grown; `launched` is its
     template's fingerprint when the last of them was (empty: not known). `served` says that its
     present process has been ready once, since `ready_s`. `lease` (hex) is the one that its keys are under,
     `other_leases` are those of what runs behind it (a command registers itself).
 
-    Leaving: `asked_s` is when we asked it to (None: its lease went away by itself, which `lease_gone` says); `lapsed`,
-    that nobody had heard of it when its lease went, so that this may have expired because the worker was stopped;
-    `told`, that it was given the sign; `engine_failed`, that it has said that it ends because its engine has died, and
+    Leaving: `drain_requested_at_s` is when we asked it to (None: its lease went away by itself, as `lease_gone` says).
+    `silent_at_expiry`: the lease ended while the worker was silent. The worker may only have been suspended.
+    `signalled`, that it was given the sign; `engine_failed`, that it has said that it ends because its engine has died, and
     `engine_said` why.
 
     What is waited for: `due_s` is the state's own deadline (a start, a drain, a back-off). `spawning`: its process is
     to be made; `spawn_begun`: it is being made, which cannot be called off any more. `exit`: its process has ended, and
     the registry is asked whether it left in order. `sweeping`: what its last process left behind is being ended.
-    `returning`: its GPUs' memory comes back. `held_back`: it starts when etcd and NATS answer again. `absent_s`: since
-    when its key has been missing from a registry that lists all keys. `counting`: it is past its drain deadline and
+    `gpus_pending_release`: its GPUs' memory comes back. `waiting_for_infra`: it starts when etcd and NATS answer again.
+    `absent_s`: since when its key has been missing from a registry that lists all keys. `counting`: it is past its drain deadline and
     being asked what that will cut.
 
-    Changing its role: `flip` is what it is about to become (None: nothing). `born` is the name under which its process
+    Changing its role: `flip` is what it is about to become (None: nothing). `spawned_as` is the name under which its process
     was made, where that is another than its name of now: marks in its environment and its log file have that one.
 
     Health: `heard_s` is when it first answered, or became ready (None: neither yet); `unheard_s` for how long it has
@@ -268,7 +268,7 @@ class Worker:
     since_s: float = 0.0
     gpus: tuple[str, ...] = ()
     load: Load | Missing = Missing("not sampled")  # noqa: RUF009 - frozen
-    course: Course = Course.STEADY
+    intent: Intent = Intent.STEADY
     served: bool = False
     starts: int = 0
     launched: str = ""
@@ -280,10 +280,10 @@ class Worker:
     other_leases: tuple[str, ...] = ()
     ready_s: float | None = None
     exit_code: int | None = None
-    asked_s: float | None = None
+    drain_requested_at_s: float | None = None
     lease_gone: bool = False
-    lapsed: bool = False
-    told: bool = False
+    silent_at_expiry: bool = False
+    signalled: bool = False
     engine_failed: bool = False
     engine_said: str | None = None
     history: RestartHistory = RestartHistory()  # noqa: RUF009 - frozen
@@ -293,8 +293,8 @@ class Worker:
     spawn_begun: bool = False
     exit: Exit | None = None
     sweeping: bool = False
-    returning: GpuReturn | None = None
-    held_back: bool = False
+    gpus_pending_release: GpusPendingRelease | None = None
+    waiting_for_infra: bool = False
     absent_s: float | None = None
     counting: bool = False
     calls: int = 0
@@ -302,7 +302,7 @@ class Worker:
     unheard_s: float = 0.0
     silent_s: float = 0.0
     flip: FlipTarget | None = None
-    born: str | None = None
+    spawned_as: str | None = None
     standby: Standby = Standby()
 
     @property
@@ -316,12 +316,12 @@ class Worker:
         return self.process is not None
 
     @property
-    def born_as(self) -> str:
+    def spawn_name(self) -> str:
         """The name under which its process was made."""
-        return self.born or self.name
+        return self.spawned_as or self.name
 
     @property
-    def headed(self) -> str:
+    def target_component(self) -> str:
         """The component for which it counts: the one that it goes to, while it changes its role."""
         return self.component if self.flip is None else self.flip.component
 
@@ -344,8 +344,8 @@ class Worker:
         if traits.asleep:  # it waits for its GPUs
             return True
         if traits.comes_up:
-            return self.course is not Course.LEAVING
-        return traits.leaves and self.course in (Course.RESTARTING, Course.RETURNING)
+            return self.intent is not Intent.LEAVING
+        return traits.leaves and self.intent in (Intent.RESTARTING, Intent.RETURNING)
 
     @property
     def counts(self) -> bool:
@@ -356,8 +356,8 @@ class Worker:
     def stands_by(self) -> bool:
         """It sleeps, or will as soon as it can."""
         traits = TRAITS[self.state]
-        comes_up = traits.comes_up and self.course is not Course.LEAVING
-        again = traits.leaves and self.course is Course.RESTARTING
+        comes_up = traits.comes_up and self.intent is not Intent.LEAVING
+        again = traits.leaves and self.intent is Intent.RESTARTING
         return self.standby.wanted and (traits.standby or comes_up or again)
 
     @property
@@ -368,7 +368,7 @@ class Worker:
     @property
     def cancellable(self) -> bool:
         """It is in a drain that can be taken back: it has served, its process lives, and it leaves for good."""
-        return self.drains_from_service and self.course is Course.STEADY
+        return self.drains_from_service and self.intent is Intent.STEADY
 
     @property
     def drains_from_service(self) -> bool:
@@ -383,8 +383,8 @@ class Worker:
     @property
     def wants_start(self) -> bool:
         """It starts as soon as it has its GPUs, and nothing of its last process is left."""
-        due = self.state is WorkerState.PENDING or (self.due_s is None and not self.held_back)
-        clear = not (self.spawning or self.sweeping or self.runs) and self.returning is None
+        due = self.state is WorkerState.PENDING or (self.due_s is None and not self.waiting_for_infra)
+        clear = not (self.spawning or self.sweeping or self.runs) and self.gpus_pending_release is None
         return TRAITS[self.state].waits and due and clear
 
 
@@ -466,7 +466,9 @@ class Fleet:
 
     def on_their_way(self, component: str) -> tuple[Worker, ...]:
         """Those that will serve."""
-        coming = (worker for worker in self.workers.values() if worker.on_its_way and worker.headed == component)
+        coming = (
+            worker for worker in self.workers.values() if worker.on_its_way and worker.target_component == component
+        )
         return tuple(sorted(coming, key=lambda worker: (worker.flip is not None, worker.n)))
 
     def running(self) -> tuple[Worker, ...]:
@@ -475,7 +477,7 @@ class Fleet:
 
     def capacity(self, component: str) -> int:
         """How many serve, or will."""
-        return sum(worker.counts for worker in self.workers.values() if worker.headed == component)
+        return sum(worker.counts for worker in self.workers.values() if worker.target_component == component)
 
     def reserved(self) -> frozenset[str]:
         """Names that nobody new may have: of a flip under way, and of processes that were made under them and flipped.
@@ -484,7 +486,7 @@ class Fleet:
         """
         workers = self.workers.values()
         made = (worker for worker in workers if worker.runs or worker.sweeping)
-        born = {worker.born for worker in made if worker.born is not None}
+        born = {worker.spawned_as for worker in made if worker.spawned_as is not None}
         return frozenset(born | {worker.flip.name for worker in workers if worker.flip is not None})
 
     def names_from_lowest(self, component: str) -> Iterator[tuple[str, int, Worker | None]]:

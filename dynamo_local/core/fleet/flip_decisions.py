@@ -125,7 +125,7 @@ def _flipped(view: Fleet, chosen: Sequence[Worker], force: bool, reason: str) ->
 
 def _name_for(view: Fleet, worker: Worker, component: str, taken: set[str]) -> tuple[str, int]:
     for name, n, entry in view.names_from_lowest(component):
-        mine = worker.born == name
+        mine = worker.spawned_as == name
         if (mine or name not in taken) and (entry is None or _is_template(entry)):
             return name, n
     raise AssertionError("names have no end")
@@ -133,7 +133,7 @@ def _name_for(view: Fleet, worker: Worker, component: str, taken: set[str]) -> t
 
 def _is_template(entry: Worker) -> bool:
     """A bare entry that nothing runs under, nor is cleared away."""
-    busy = entry.on_its_way or entry.sweeping or entry.returning is not None or entry.gpus
+    busy = entry.on_its_way or entry.sweeping or entry.gpus_pending_release is not None or entry.gpus
     return entry.state is WorkerState.EXITED and entry.n == 0 and not busy
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.core.fleet import flip_decisions as flips
-from dynamo_local.core.fleet.builder import Draft
+from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallOffFlip, FlipRole, Rename, Revoke, Tell
 from dynamo_local.core.fleet.events import CancelFlip, Flip, FlipAnswered, ScaleFlip
 from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Worker
@@ -47,102 +47,104 @@ def decided(fleet: Fleet, order: Flip | ScaleFlip | CancelFlip) -> tuple[Move, .
     return decision.or_raise()
 
 
-def flip(draft: Draft, order: Flip | ScaleFlip | CancelFlip) -> None:
+def flip(builder: StepBuilder, order: Flip | ScaleFlip | CancelFlip) -> None:
     """Raises the refusals of `flips`."""
-    for move in decided(draft.fleet, order):
+    for move in decided(builder.fleet, order):
         if isinstance(move, FlipWorker | CallOffFlipOf):
-            carry_out(draft, move)
+            carry_out(builder, move)
 
 
-def carry_out(draft: Draft, move: FlipWorker | CallOffFlipOf) -> None:
+def carry_out(builder: StepBuilder, move: FlipWorker | CallOffFlipOf) -> None:
     """One of the moves."""
     if isinstance(move, CallOffFlipOf):
-        _call_off(draft, draft.worker(move.name))
+        _call_off(builder, builder.worker(move.name))
         return
-    _begin(draft, move)
-    draft.decided_anew(component=draft.worker(move.name).component)
-    draft.decided_anew(component=move.component)
+    _begin(builder, move)
+    builder.decided_anew(component=builder.worker(move.name).component)
+    builder.decided_anew(component=move.component)
 
 
-def _begin(draft: Draft, move: FlipWorker) -> None:
-    event = FlipRequested(stimulus_id=draft.stimulus_id, becomes=move.to)
+def _begin(builder: StepBuilder, move: FlipWorker) -> None:
+    event = FlipRequested(stimulus_id=builder.stimulus_id, becomes=move.to)
     target = FlipTarget(move.to, move.component, move.n)
-    draft.apply(move.name, event, flip=target, cause=draft.stimulus_id, reason=f"becomes {move.to}", due_s=None)
-    ask(draft, draft.worker(move.name))
+    builder.apply(move.name, event, flip=target, cause=builder.stimulus_id, reason=f"becomes {move.to}", due_s=None)
+    ask(builder, builder.worker(move.name))
 
 
-def _call_off(draft: Draft, worker: Worker) -> None:
+def _call_off(builder: StepBuilder, worker: Worker) -> None:
     if worker.flip is not None and worker.pid is not None:
-        draft.change(worker.name, flip=replace(worker.flip, cancelled=True), cause=draft.stimulus_id)
-        draft.do(CallOffFlip(worker.name, worker.pid))
+        builder.change(worker.name, flip=replace(worker.flip, cancelled=True), cause=builder.stimulus_id)
+        builder.do(CallOffFlip(worker.name, worker.pid))
 
 
-def ask(draft: Draft, worker: Worker) -> None:
+def ask(builder: StepBuilder, worker: Worker) -> None:
     """Ask the worker to flip, or how far it is."""
     if worker.flip is None or worker.pid is None:
         return
-    draft.change(worker.name, write=False, flip=replace(worker.flip, asking=True), due_s=None)
-    draft.do(FlipRole(worker.name, worker.pid, worker.flip.name, worker.flip.component))
+    builder.change(worker.name, write=False, flip=replace(worker.flip, asking=True), due_s=None)
+    builder.do(FlipRole(worker.name, worker.pid, worker.flip.name, worker.flip.component))
     if worker.flip.cancelled:
-        draft.do(CallOffFlip(worker.name, worker.pid))
+        builder.do(CallOffFlip(worker.name, worker.pid))
 
 
-def answered(draft: Draft, seen: FlipAnswered) -> None:
+def answered(builder: StepBuilder, seen: FlipAnswered) -> None:
     """What the worker said. Where nobody can tell it is asked again: it, its key, or its end will tell."""
-    worker = draft.get(seen.name)
+    worker = builder.get(seen.name)
     if worker is None or worker.pid != seen.pid or worker.flip is None or worker.flip.name != seen.to:
         return  # its new key was seen first, or it has ended
     if seen.unknown:
         again = replace(worker.flip, asking=False)
-        draft.change(worker.name, write=False, flip=again, due_s=draft.now_s + AGAIN_S)
+        builder.change(worker.name, write=False, flip=again, due_s=builder.now_s + AGAIN_S)
     elif seen.error is not None or seen.lease is None:
-        _failed(draft, worker, seen.error or "it is not registered in its new role")
+        _failed(builder, worker, seen.error or "it is not registered in its new role")
     else:
-        become(draft, worker, seen.lease, seen.endpoints, ())
+        become(builder, worker, seen.lease, seen.endpoints, ())
 
 
-def awaited(draft: Draft, name: str, pid: int) -> Worker | None:
+def awaited(builder: StepBuilder, name: str, pid: int) -> Worker | None:
     """Who is about to be called `name`, if that is the process that has registered under it."""
-    found = (w for w in draft.workers() if w.flip is not None and w.flip.name == name and w.pid == pid)
+    found = (w for w in builder.workers() if w.flip is not None and w.flip.name == name and w.pid == pid)
     return next((worker for worker in found if worker.state is S.FLIPPING), None)
 
 
-def become(draft: Draft, worker: Worker, lease: str, endpoints: tuple[str, ...], other_leases: tuple[str, ...]) -> None:
+def become(
+    builder: StepBuilder, worker: Worker, lease: str, endpoints: tuple[str, ...], other_leases: tuple[str, ...]
+) -> None:
     """It has registered in its new role: name, role and component change, all else stays."""
     target = worker.flip
     if target is None or worker.pid is None:
         return
-    fleet, was, old_lease = draft.fleet, worker.name, worker.lease
+    fleet, was, old_lease = builder.fleet, worker.name, worker.lease
     template = fleet.template(target.component)
     before = fleet.template_of(worker)
     current = worker.launched in ("", before.fingerprint)
-    draft.rename(
+    builder.rename(
         was,
         target.name,
         component=target.component,
         role=template.role,
         n=target.n,
         flip=None,
-        born=None if worker.born_as == target.name else worker.born_as,
+        spawned_as=None if worker.spawn_name == target.name else worker.spawn_name,
         launched=template.fingerprint if current and worker.launched else worker.launched,
         due_s=None,
         absent_s=None,
     )
     if worker.stays_as_template and not before.retired:  # the component keeps the entry by which it can come back
-        rest = Worker(was, worker.component, worker.role, 0, S.EXITED, since_s=draft.now_s, cause=draft.stimulus_id)
-        draft.add(rest)
+        rest = Worker(was, worker.component, worker.role, 0, S.EXITED, since_s=builder.now_s, cause=builder.stimulus_id)
+        builder.add(rest)
     registered: dict[str, Any] = {"lease": lease, "endpoints": endpoints, "other_leases": other_leases, "reason": None}
-    draft.apply(target.name, Flipped(stimulus_id=draft.stimulus_id, was=was, lease=lease), **registered)
-    draft.do(Rename(target.name, was, worker.pid))
+    builder.apply(target.name, Flipped(stimulus_id=builder.stimulus_id, was=was, lease=lease), **registered)
+    builder.do(Rename(target.name, was, worker.pid))
     if old_lease is not None and old_lease != lease:  # the worker gives it back itself; its watcher may be stopped
-        draft.do(Revoke(target.name, old_lease))
+        builder.do(Revoke(target.name, old_lease))
     if worker.flip is not None and worker.flip.cancelled:
-        draft.do(Tell(f"the flip of {was} was taken back too late: it is {target.name} now"))
+        builder.do(Tell(f"the flip of {was} was taken back too late: it is {target.name} now"))
 
 
-def _failed(draft: Draft, worker: Worker, why: str) -> None:
+def _failed(builder: StepBuilder, worker: Worker, why: str) -> None:
     cancelled = worker.flip is not None and worker.flip.cancelled
-    event = FlipFailed(stimulus_id=draft.stimulus_id, reason=why)
-    draft.apply(worker.name, event, flip=None, reason=None, due_s=None)
+    event = FlipFailed(stimulus_id=builder.stimulus_id, reason=why)
+    builder.apply(worker.name, event, flip=None, reason=None, due_s=None)
     if not cancelled:
-        draft.do(Tell(f"the flip of {worker.name} has failed, it stays what it was: {why}"))
+        builder.do(Tell(f"the flip of {worker.name} has failed, it stays what it was: {why}"))

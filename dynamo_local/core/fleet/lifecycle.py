@@ -46,19 +46,19 @@ class IllegalTransition(DynamoError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class LifecycleEvent:
     """Base of all events. `stimulus_id` names the cause: a command, a planner tick, an observation."""
 
     stimulus_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpawnRequested(Event):
+class SpawnRequested(LifecycleEvent):
     """We are about to make the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spawned(Event):
+class Spawned(LifecycleEvent):
     """The process exists."""
 
     pid: int
@@ -66,61 +66,61 @@ class Spawned(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpawnFailed(Event):
+class SpawnFailed(LifecycleEvent):
     """The process could not be made (no such program, no memory), or was called off before it was begun."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registered(Event):
+class Registered(LifecycleEvent):
     """All its endpoints are in etcd under `lease` (hex) and it publishes load."""
 
     lease: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainRequested(Event):
+class DrainRequested(LifecycleEvent):
     """We ask it to leave: take nothing new, finish what streams, exit."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRevoked(Event):
+class LeaseRevoked(LifecycleEvent):
     """Its lease is gone because somebody revoked it (ours included), not because etcd lost it."""
 
     lease: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainCancelled(Event):
+class DrainCancelled(LifecycleEvent):
     """The drain was taken back, and the worker has registered again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessExited(Event):
+class ProcessExited(LifecycleEvent):
     """The process is gone. `exit_code` is negative for a signal, None where nobody could collect it."""
 
     exit_code: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HealthFailed(Event):
+class HealthFailed(LifecycleEvent):
     """It lives and does not answer: treated as crashed, its session is being ended. Or it has died like that."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartDeadlinePassed(Event):
+class StartDeadlinePassed(LifecycleEvent):
     """Not ready within its start deadline; its session is being ended."""
 
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainDeadlinePassed(Event):
+class DrainDeadlinePassed(LifecycleEvent):
     """Not gone within its drain deadline; its session is being ended."""
 
     deadline_s: float
@@ -128,33 +128,33 @@ class DrainDeadlinePassed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackoffStarted(Event):
+class BackoffStarted(LifecycleEvent):
     """It will be started again after `delay_s`."""
 
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackoffElapsed(Event):
+class BackoffElapsed(LifecycleEvent):
     """The back-off is over; we are about to make the process again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Faulted(Event):
+class Faulted(LifecycleEvent):
     """It failed too often; only a person restarts it now."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlipRequested(Event):
+class FlipRequested(LifecycleEvent):
     """We ask it to change its role; it `becomes` a worker of that name."""
 
     becomes: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flipped(Event):
+class Flipped(LifecycleEvent):
     """It has registered in its new role under `lease` (hex); until now it was called `was`."""
 
     was: str
@@ -162,14 +162,14 @@ class Flipped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlipFailed(Event):
+class FlipFailed(LifecycleEvent):
     """It has stayed in its role, or has gone back to it."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SleepRequested(Event):
+class SleepRequested(LifecycleEvent):
     """We ask it to sleep: take nothing new, finish what streams, let go of the GPU. `level` is the engine's, 1 or 2."""
 
     level: int = 1
@@ -177,28 +177,28 @@ class SleepRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slept(Event):
+class Slept(LifecycleEvent):
     """It sleeps: nothing is sent to it, and its engine has let go of the GPU."""
 
     level: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SleepCancelled(Event):
+class SleepCancelled(LifecycleEvent):
     """It does not sleep after all, and serves as before."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WakeRequested(Event):
+class WakeRequested(LifecycleEvent):
     """We ask it to wake, and to take requests again."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Woken(Event):
+class Woken(LifecycleEvent):
     """Its engine answers as it did before it slept, and its endpoints are in etcd again."""
 
 
@@ -207,16 +207,16 @@ STARTS = (SpawnRequested, BackoffElapsed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartRequested(Event):
+class RestartRequested(LifecycleEvent):
     """A person (or `scale +1`) wants it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removed(Event):
+class Removed(LifecycleEvent):
     """It is wanted no more and has no process to wait for."""
 
 
-NEXT: dict[tuple[S, type[Event]], S] = {
+NEXT: dict[tuple[S, type[LifecycleEvent]], S] = {
     (S.PENDING, SpawnRequested): S.STARTING,
     (S.PENDING, StartDeadlinePassed): S.START_TIMED_OUT,
     (S.PENDING, Removed): S.EXITED,
@@ -292,7 +292,7 @@ NEXT: dict[tuple[S, type[Event]], S] = {
 }
 
 
-def apply(state: S, event: Event) -> S:
+def apply(state: S, event: LifecycleEvent) -> S:
     """The state after the event. Raises `IllegalTransition`, which names both and what would be legal."""
     try:
         return NEXT[state, type(event)]
@@ -306,7 +306,7 @@ def apply(state: S, event: Event) -> S:
         ) from None
 
 
-def legal_events(state: S) -> tuple[type[Event], ...]:
+def legal_events(state: S) -> tuple[type[LifecycleEvent], ...]:
     """What may happen in this state, in the table's order."""
     return tuple(kind for (source, kind) in NEXT if source is state)
 

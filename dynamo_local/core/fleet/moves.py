@@ -1,4 +1,4 @@
-"""What a decision about workers consists of: moves. `machine` turns each into transitions and instructions.
+"""What a decision about workers consists of: moves. `machine` turns each into transitions and effects.
 
 A move says nothing about *how*: by which sign a worker is asked to leave is `drains.how`, by its role.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo_local.core.fleet import lifecycle as lc
-from dynamo_local.core.fleet.fleet import Course, Worker
+from dynamo_local.core.fleet.fleet import Intent, Worker
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DynamoError
 
@@ -126,12 +126,12 @@ class ScalingDecision:
         return self.moves
 
 
-def intent(move: Move, state: S, stimulus_id: str) -> lc.Event | None:
+def transition_for(move: Move, state: S, stimulus_id: str) -> lc.LifecycleEvent | None:
     """The event that commits the move, for a worker in `state`; None where the state does not change now.
 
     None for `SpawnWorker` (its entry is made pending), for `CancelDrain` (`DrainCancelled` is observed, when it has
     registered again), for a drain under way, and for `TakeBack` of a worker whose process is still being ended
-    (commit `Course.LEAVING`, and `Removed` once the process is gone).
+    (commit `Intent.LEAVING`, and `Removed` once the process is gone).
     """
     match move:
         case Revive():
@@ -145,13 +145,13 @@ def intent(move: Move, state: S, stimulus_id: str) -> lc.Event | None:
     return None
 
 
-def course_after(worker: Worker, move: Move) -> Course:
-    """The worker's `Course` to commit with the move's intent."""
+def intent_after(worker: Worker, move: Move) -> Intent:
+    """The worker's `Intent` to commit with the move's intent."""
     match move:
         case BeginDrain(restart=True):
-            return Course.RESTARTING
+            return Intent.RESTARTING
         case CancelDrain():
-            return Course.RETURNING
+            return Intent.RETURNING
         case TakeBack() if worker.state in (S.CRASHED, S.START_TIMED_OUT):
-            return Course.LEAVING
-    return Course.STEADY
+            return Intent.LEAVING
+    return Intent.STEADY

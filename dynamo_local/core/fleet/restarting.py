@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dynamo_local.core.fleet.fleet import Course, Fleet, RestartPlan, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
 from dynamo_local.core.fleet.moves import BeginDrain, Revive, SpawnWorker, TakeBack
 from dynamo_local.core.fleet.scaling import flip_under_way, one_more, taken
 from dynamo_local.core.fleet.states import TRAITS
@@ -161,7 +161,7 @@ def _called_off(view: Fleet, worker: Worker, starts: int, plan: RestartPlan) -> 
         return lost or worker.name in plan.begun or not (worker.counts or worker.runs)
     if worker.state is S.FAULTED or (worker.state is S.EXITED and worker.name in plan.bring_back - plan.begun):
         return False
-    if worker.course is Course.RETURNING:
+    if worker.intent is Intent.RETURNING:
         return True
     if not (worker.counts or worker.stands_by):
         return True

@@ -1,4 +1,4 @@
-"""`scale`, `drain` and `drain --cancel` as decisions: a view of the fleet in, instructions or a typed refusal out.
+"""`scale`, `drain` and `drain --cancel` as decisions: a view of the fleet in, effects or a typed refusal out.
 
 The rules, in prose:
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from dynamo_local.core.fleet import sleep_decisions as standby
-from dynamo_local.core.fleet.fleet import Course, Fleet, Template, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Template, Worker
 from dynamo_local.core.fleet.moves import (
     BeginDrain,
     CancelDrain,
@@ -217,7 +217,9 @@ def decide_drain(view: Fleet, name: str, *, stimulus_id: str, force: bool = Fals
         worker = view.worker(name)
         if worker.state is WorkerState.FAULTED:
             return (TakeBack(worker.name, "drain of a faulted worker"),)
-        if worker.lapsed and worker.state is WorkerState.DRAINING:  # it may come back by itself; from now on it may not
+        if (
+            worker.silent_at_expiry and worker.state is WorkerState.DRAINING
+        ):  # it may come back by itself; from now on it may not
             return (BeginDrain(worker.name, "drain"),)
         if not (worker.counts or worker.stands_by):
             return ()
@@ -237,9 +239,9 @@ def decide_cancel(view: Fleet, name: str, *, stimulus_id: str) -> ScalingDecisio
 
     def make() -> tuple[Move, ...]:
         worker = view.worker(name)
-        if worker.ready or worker.course is Course.RETURNING:
+        if worker.ready or worker.intent is Intent.RETURNING:
             return ()
-        restarts = worker.drains_from_service and worker.course is Course.RESTARTING
+        restarts = worker.drains_from_service and worker.intent is Intent.RESTARTING
         if not worker.cancellable and not restarts:
             raise DrainNotCancellable(_why_not_cancellable(worker))
         return (CancelDrain(worker.name, "drain --cancel"), *_waiting_in_vain(view, [worker]))
@@ -406,7 +408,7 @@ def _spared(worker: Worker, reason: str) -> BeginDrain | TakeBack | PutToSleep:
 
 def taken(worker: Worker, reason: str) -> BeginDrain | TakeBack:
     """How this one goes. One that is called back from a drain may serve already: it is drained again."""
-    returns = worker.state is WorkerState.DRAINING and worker.course is Course.RETURNING
+    returns = worker.state is WorkerState.DRAINING and worker.intent is Intent.RETURNING
     if worker.ready or returns or TRAITS[worker.state].standby:
         return BeginDrain(worker.name, reason)
     return TakeBack(worker.name, f"{reason}: it was {worker.state}")

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet import sleep_decisions as deciding_standby
-from dynamo_local.core.fleet.builder import STARTED_AGAIN, Draft
+from dynamo_local.core.fleet.builder import STARTED_AGAIN, StepBuilder
 from dynamo_local.core.fleet.effects import OrderSleep, OrderWake, Tell
 from dynamo_local.core.fleet.events import KeyPut, OrderAnswered
-from dynamo_local.core.fleet.fleet import Course, RestartPlan, Standby, StandbyFacts, Template, Worker
+from dynamo_local.core.fleet.fleet import Intent, RestartPlan, Standby, StandbyFacts, Template, Worker
 from dynamo_local.core.fleet.lifecycle import (
     DrainRequested,
     HealthFailed,
@@ -41,258 +41,258 @@ KEEP = "standby"
 # --- orders --------------------------------------------------------------------------------------
 
 
-def put_to_sleep(draft: Draft, worker: Worker, level: int, reason: str) -> None:
+def put_to_sleep(builder: StepBuilder, worker: Worker, level: int, reason: str) -> None:
     """Order it to sleep; one that sleeps and waited to be woken just goes on."""
     standby = replace(worker.standby, wanted=True, drained=False)
     if TRAITS[worker.state].asleep:
-        draft.change(worker.name, standby=standby, reason=reason)
+        builder.change(worker.name, standby=standby, reason=reason)
         return
     level = worker.standby.level if worker.state is S.WAKING else level
     standby = replace(standby, order=standby.order + 1, level=level)
-    event = SleepRequested(stimulus_id=draft.stimulus_id, level=level, reason=reason)
-    cause, due_s = draft.stimulus_id, draft.now_s + draft.template(worker.name).drain_deadline_s + ENGINE_S
-    draft.apply(worker.name, event, standby=standby, reason=reason, cause=cause, due_s=due_s)
-    give(draft, worker.name)
+    event = SleepRequested(stimulus_id=builder.stimulus_id, level=level, reason=reason)
+    cause, due_s = builder.stimulus_id, builder.now_s + builder.template(worker.name).drain_deadline_s + ENGINE_S
+    builder.apply(worker.name, event, standby=standby, reason=reason, cause=cause, due_s=due_s)
+    give(builder, worker.name)
 
 
-def wake_up(draft: Draft, worker: Worker, reason: str) -> None:
+def wake_up(builder: StepBuilder, worker: Worker, reason: str) -> None:
     """Order it to wake, if it can have its devices; else it waits for them. One that does not sleep yet, will not."""
     standby = replace(worker.standby, wanted=False)
     if not TRAITS[worker.state].standby:
-        draft.change(worker.name, standby=standby, cause=draft.stimulus_id)
+        builder.change(worker.name, standby=standby, cause=builder.stimulus_id)
         return
     if not TRAITS[worker.state].asleep:
-        _order_to_wake(draft, worker, standby, reason)
+        _order_to_wake(builder, worker, standby, reason)
         return
-    share = draft.template(worker.name).vram_share
-    if draft.fleet.gpus.why_not_woken(worker.name, share) is not None:
-        draft.change(worker.name, standby=standby, reason=reason, cause=draft.stimulus_id)
-        draft.look_at_gpus(draft.now_s)
+    share = builder.template(worker.name).vram_share
+    if builder.fleet.gpus.why_not_woken(worker.name, share) is not None:
+        builder.change(worker.name, standby=standby, reason=reason, cause=builder.stimulus_id)
+        builder.look_at_gpus(builder.now_s)
         return
-    uuids = draft.fleet.gpus.sleepers[worker.name].uuids
-    draft.set(gpus=draft.fleet.gpus.wake(worker.name, share))
-    draft.change(worker.name, gpus=uuids)
-    _order_to_wake(draft, worker, standby, reason)
+    uuids = builder.fleet.gpus.sleepers[worker.name].uuids
+    builder.set(gpus=builder.fleet.gpus.wake(worker.name, share))
+    builder.change(worker.name, gpus=uuids)
+    _order_to_wake(builder, worker, standby, reason)
 
 
-def _order_to_wake(draft: Draft, worker: Worker, standby: Standby, reason: str) -> None:
-    event = WakeRequested(stimulus_id=draft.stimulus_id, reason=reason)
-    due_s = draft.now_s + draft.template(worker.name).start_deadline_s
+def _order_to_wake(builder: StepBuilder, worker: Worker, standby: Standby, reason: str) -> None:
+    event = WakeRequested(stimulus_id=builder.stimulus_id, reason=reason)
+    due_s = builder.now_s + builder.template(worker.name).start_deadline_s
     standby = replace(standby, order=standby.order + 1)
-    draft.apply(worker.name, event, standby=standby, reason=reason, cause=draft.stimulus_id, due_s=due_s)
-    give(draft, worker.name)
+    builder.apply(worker.name, event, standby=standby, reason=reason, cause=builder.stimulus_id, due_s=due_s)
+    give(builder, worker.name)
 
 
-def give(draft: Draft, name: str) -> None:
+def give(builder: StepBuilder, name: str) -> None:
     """Give the worker its last order (again): it takes the same one twice."""
-    worker = draft.worker(name)
+    worker = builder.worker(name)
     if worker.pid is None:
         return
-    draft.change(name, write=False, standby=replace(worker.standby, ask_s=draft.now_s + ASK_AGAIN_S))
+    builder.change(name, write=False, standby=replace(worker.standby, ask_s=builder.now_s + ASK_AGAIN_S))
     order = worker.standby.order
     if worker.state is S.WAKING:
-        draft.do(OrderWake(name, worker.pid, order))
+        builder.do(OrderWake(name, worker.pid, order))
     else:
-        draft.do(OrderSleep(name, worker.pid, order, worker.standby.level))
+        builder.do(OrderSleep(name, worker.pid, order, worker.standby.level))
 
 
-def answered(draft: Draft, seen: OrderAnswered) -> None:
+def answered(builder: StepBuilder, seen: OrderAnswered) -> None:
     """It has the order; or it will not carry it out; or nobody knows, and it is asked again (`ask_s`)."""
-    worker = draft.get(seen.name)
+    worker = builder.get(seen.name)
     if worker is None or worker.pid != seen.pid or worker.standby.order != seen.order or seen.error is not None:
         return
     if worker.state not in (S.FALLING_ASLEEP, S.WAKING):
         return
-    draft.change(seen.name, write=False, standby=replace(worker.standby, ask_s=None))
+    builder.change(seen.name, write=False, standby=replace(worker.standby, ask_s=None))
     if seen.refused is not None and worker.state is S.FALLING_ASLEEP:
-        _not_asleep(draft, worker, seen.refused)
+        _not_asleep(builder, worker, seen.refused)
 
 
 # --- what it says ----------------------------------------------------------------------------------
 
 
-def heard(draft: Draft, worker: Worker, seen: KeyPut) -> bool:
+def heard(builder: StepBuilder, worker: Worker, seen: KeyPut) -> bool:
     """It has put its key; whether that was about standby, so that nothing more follows from it."""
     facts = seen.standby
     if facts is None:
         return TRAITS[worker.state].standby
-    worker = _noted(draft, worker, facts)
+    worker = _noted(builder, worker, facts)
     state = worker.state
     if state is S.STARTING and facts.asleep:  # adopted: nobody saw that it was ready first
-        draft.apply(worker.name, Registered(stimulus_id=seen.stimulus_id, lease=seen.lease), due_s=None)
+        builder.apply(worker.name, Registered(stimulus_id=seen.stimulus_id, lease=seen.lease), due_s=None)
         state = S.READY
     known = TRAITS[state].standby or (state is S.READY and facts.asleep)
     if not known or facts.order < worker.standby.order:
         return TRAITS[state].standby
     if facts.asleep and state in (S.READY, S.FALLING_ASLEEP):
-        _slept(draft, draft.worker(worker.name), facts, seen.stimulus_id)
+        _slept(builder, builder.worker(worker.name), facts, seen.stimulus_id)
     elif not facts.asleep and state is S.WAKING:
-        _woken(draft, worker, facts, seen.stimulus_id)
+        _woken(builder, worker, facts, seen.stimulus_id)
     elif not facts.asleep and state is S.FALLING_ASLEEP:
-        _not_asleep(draft, worker, facts.note or "it did not say why")
+        _not_asleep(builder, worker, facts.note or "it did not say why")
     return True
 
 
-def _noted(draft: Draft, worker: Worker, facts: StandbyFacts) -> Worker:
+def _noted(builder: StepBuilder, worker: Worker, facts: StandbyFacts) -> Worker:
     """What holds whatever its state is."""
     standby = replace(worker.standby, cannot=facts.cannot, host_bytes=facts.rehearsed_bytes)
     if standby != worker.standby:
-        draft.change(worker.name, write=False, standby=standby)
-    return draft.worker(worker.name)
+        builder.change(worker.name, write=False, standby=standby)
+    return builder.worker(worker.name)
 
 
-def _slept(draft: Draft, worker: Worker, facts: StandbyFacts, cause: str) -> None:
+def _slept(builder: StepBuilder, worker: Worker, facts: StandbyFacts, cause: str) -> None:
     sleeper = Sleeper(worker.gpus, facts.vram_bytes, facts.host_bytes, facts.pids)
-    draft.set(gpus=draft.fleet.gpus.fall_asleep(worker.name, sleeper))
+    builder.set(gpus=builder.fleet.gpus.fall_asleep(worker.name, sleeper))
     standby = replace(worker.standby, wanted=True, order=facts.order, level=facts.level, ask_s=None)
     slept = Slept(stimulus_id=cause, level=facts.level)
-    draft.apply(worker.name, slept, gpus=(), due_s=None, standby=standby)
-    draft.look_at_gpus(draft.now_s)  # somebody may wait for its devices
+    builder.apply(worker.name, slept, gpus=(), due_s=None, standby=standby)
+    builder.look_at_gpus(builder.now_s)  # somebody may wait for its devices
     if facts.recycle is not None:
-        draft.do(Tell(f"{worker.name} is started again: {facts.recycle}"))
-        _recycle(draft, worker, facts.recycle)
+        builder.do(Tell(f"{worker.name} is started again: {facts.recycle}"))
+        _recycle(builder, worker, facts.recycle)
 
 
-def _woken(draft: Draft, worker: Worker, facts: StandbyFacts, cause: str) -> None:
+def _woken(builder: StepBuilder, worker: Worker, facts: StandbyFacts, cause: str) -> None:
     standby = replace(worker.standby, ask_s=None)
-    draft.apply(worker.name, Woken(stimulus_id=cause), due_s=None, reason=None, standby=standby)
+    builder.apply(worker.name, Woken(stimulus_id=cause), due_s=None, reason=None, standby=standby)
     if facts.recycle is not None:
-        draft.do(Tell(f"{worker.name} is restarted: {facts.recycle}"))
-        _recycle(draft, worker, facts.recycle)
+        builder.do(Tell(f"{worker.name} is restarted: {facts.recycle}"))
+        _recycle(builder, worker, facts.recycle)
 
 
-def _recycle(draft: Draft, worker: Worker, why: str) -> None:
+def _recycle(builder: StepBuilder, worker: Worker, why: str) -> None:
     """A new process, without a moment in which nobody serves: as `dynamo restart` would do it."""
-    if any(name == worker.name for plan in draft.fleet.restarts for name, _ in plan.todo):
+    if any(name == worker.name for plan in builder.fleet.restarts for name, _ in plan.todo):
         return
-    draft.change(worker.name, reason=why)
+    builder.change(worker.name, reason=why)
     plan = RestartPlan(f"recycle:{worker.name}", ((worker.name, worker.starts),))
-    draft.set(restarts=(*draft.fleet.restarts, plan))
+    builder.set(restarts=(*builder.fleet.restarts, plan))
 
 
-def _not_asleep(draft: Draft, worker: Worker, why: str) -> None:
+def _not_asleep(builder: StepBuilder, worker: Worker, why: str) -> None:
     """It serves as before; one that was started only to sleep leaves (`advance`)."""
     standby = replace(worker.standby, wanted=False, ask_s=None)
-    event = SleepCancelled(stimulus_id=draft.stimulus_id, reason=why)
-    draft.apply(worker.name, event, due_s=None, reason=f"it was not put to sleep: {why}", standby=standby)
-    draft.do(Tell(f"{worker.name} was not put to sleep: {why}", Ailing(worker.name)))
+    event = SleepCancelled(stimulus_id=builder.stimulus_id, reason=why)
+    builder.apply(worker.name, event, due_s=None, reason=f"it was not put to sleep: {why}", standby=standby)
+    builder.do(Tell(f"{worker.name} was not put to sleep: {why}", Ailing(worker.name)))
 
 
 # --- deadlines, ends, successors --------------------------------------------------------------------
 
 
-def still_awake(draft: Draft, worker: Worker) -> None:
+def still_awake(builder: StepBuilder, worker: Worker) -> None:
     """Its streams have not ended, or its engine hangs: it is woken, which does no harm to the first."""
-    waited_s = draft.now_s - worker.since_s
+    waited_s = builder.now_s - worker.since_s
     why = f"it was not asleep {waited_s:.0f} s after it was asked to"
-    draft.do(Tell(f"{worker.name}: {why}; it serves again", Ailing(worker.name)))
-    wake_up(draft, worker, why)
+    builder.do(Tell(f"{worker.name}: {why}; it serves again", Ailing(worker.name)))
+    wake_up(builder, worker, why)
 
 
-def still_asleep(draft: Draft, worker: Worker) -> None:
+def still_asleep(builder: StepBuilder, worker: Worker) -> None:
     """It does not wake: it is ended, and started again."""
-    waited_s = draft.now_s - worker.since_s
+    waited_s = builder.now_s - worker.since_s
     reason = f"was not awake {waited_s:.0f} s after it was asked to wake"
-    draft.apply(worker.name, HealthFailed(stimulus_id="wake-deadline", reason=reason), reason=reason)
-    leaving.finish(draft, worker)
+    builder.apply(worker.name, HealthFailed(stimulus_id="wake-deadline", reason=reason), reason=reason)
+    leaving.finish(builder, worker)
 
 
-def ask_again(draft: Draft, worker: Worker) -> None:
+def ask_again(builder: StepBuilder, worker: Worker) -> None:
     """Nobody knows whether the order arrived."""
     if worker.state in (S.FALLING_ASLEEP, S.WAKING):
-        give(draft, worker.name)
+        give(builder, worker.name)
     else:
-        draft.change(worker.name, write=False, standby=replace(worker.standby, ask_s=None))
+        builder.change(worker.name, write=False, standby=replace(worker.standby, ask_s=None))
 
 
-def at_exit(draft: Draft, worker: Worker, code: int | None) -> Worker:
+def at_exit(builder: StepBuilder, worker: Worker, code: int | None) -> Worker:
     """One that ended in order after its lease had gone was told to leave by that, though nobody heard of it then."""
     if TRAITS[worker.state].standby and worker.lease_gone and code == 0:
-        reason, course = "its lease was revoked or has expired", worker.course
-        if draft.fleet.restart_revoked and draft.fleet.leaving is None:
-            reason, course = reason + STARTED_AGAIN, Course.RESTARTING
-        draft.apply(worker.name, LeaseRevoked(stimulus_id=draft.stimulus_id), reason=reason, course=course)
-        return draft.worker(worker.name)
+        reason, intent = "its lease was revoked or has expired", worker.intent
+        if builder.fleet.restart_revoked and builder.fleet.leaving is None:
+            reason, intent = reason + STARTED_AGAIN, Intent.RESTARTING
+        builder.apply(worker.name, LeaseRevoked(stimulus_id=builder.stimulus_id), reason=reason, intent=intent)
+        return builder.worker(worker.name)
     return worker
 
 
-def resume(draft: Draft, worker: Worker) -> None:
+def resume(builder: StepBuilder, worker: Worker) -> None:
     """A successor: the orders under way are given again, and have their whole time."""
-    template = draft.template(worker.name)
+    template = builder.template(worker.name)
     if worker.state is S.FALLING_ASLEEP:
-        draft.change(worker.name, write=False, due_s=draft.now_s + template.drain_deadline_s + ENGINE_S)
-        give(draft, worker.name)
+        builder.change(worker.name, write=False, due_s=builder.now_s + template.drain_deadline_s + ENGINE_S)
+        give(builder, worker.name)
     elif worker.state is S.WAKING:
-        draft.change(worker.name, write=False, due_s=draft.now_s + template.start_deadline_s)
-        give(draft, worker.name)
+        builder.change(worker.name, write=False, due_s=builder.now_s + template.start_deadline_s)
+        give(builder, worker.name)
 
 
 # --- what is kept ------------------------------------------------------------------------------------
 
 
-def advance(draft: Draft) -> None:
+def advance(builder: StepBuilder) -> None:
     """Who is to sleep and can is put to sleep; who waits for its devices is woken; `standby` workers are kept."""
-    for worker in draft.workers():
-        if worker.state is S.READY and worker.standby.wanted and worker.course is Course.STEADY:
-            _first_sleep(draft, worker)
-        elif TRAITS[worker.state].asleep and not worker.standby.wanted and worker.course is Course.STEADY:
-            _try_to_wake(draft, worker)
-    for template in draft.fleet.templates:
+    for worker in builder.workers():
+        if worker.state is S.READY and worker.standby.wanted and worker.intent is Intent.STEADY:
+            _first_sleep(builder, worker)
+        elif TRAITS[worker.state].asleep and not worker.standby.wanted and worker.intent is Intent.STEADY:
+            _try_to_wake(builder, worker)
+    for template in builder.fleet.templates:
         if template.standby and not template.retired:
-            _keep(draft, template)
+            _keep(builder, template)
 
 
-def _first_sleep(draft: Draft, worker: Worker) -> None:
+def _first_sleep(builder: StepBuilder, worker: Worker) -> None:
     """It has started to sleep, or has been started again while it slept. One that cannot leaves."""
-    cause, draft.stimulus_id = draft.stimulus_id, KEEP
+    cause, builder.stimulus_id = builder.stimulus_id, KEEP
     cannot = worker.standby.cannot
     if cannot is None:
-        put_to_sleep(draft, worker, worker.standby.level, "standby")
+        put_to_sleep(builder, worker, worker.standby.level, "standby")
     else:
-        draft.change(worker.name, standby=replace(worker.standby, wanted=False))
-        draft.set(no_standby={**draft.fleet.no_standby, worker.component: cannot})
+        builder.change(worker.name, standby=replace(worker.standby, wanted=False))
+        builder.set(no_standby={**builder.fleet.no_standby, worker.component: cannot})
         told = f"{worker.component}: no worker can be kept on standby: {cannot}"
-        draft.do(Tell(f"{told}; {worker.name} leaves"))
+        builder.do(Tell(f"{told}; {worker.name} leaves"))
         event = DrainRequested(stimulus_id=KEEP, reason=f"it cannot sleep: {cannot}")
-        draft.apply(worker.name, event, reason=event.reason)
-        leaving.ask(draft, worker.name)
-    draft.stimulus_id = cause
+        builder.apply(worker.name, event, reason=event.reason)
+        leaving.ask(builder, worker.name)
+    builder.stimulus_id = cause
 
 
-def _try_to_wake(draft: Draft, worker: Worker) -> None:
-    in_vain = deciding_standby.waits_in_vain(draft.fleet, worker)
+def _try_to_wake(builder: StepBuilder, worker: Worker) -> None:
+    in_vain = deciding_standby.waits_in_vain(builder.fleet, worker)
     if in_vain is not None:
-        draft.change(worker.name, standby=replace(worker.standby, wanted=True))
-        draft.do(Tell(f"{worker.name} is not woken: {in_vain}", Ailing(worker.name)))
-    elif draft.fleet.gpus.why_not_woken(worker.name, draft.template(worker.name).vram_share) is None:
-        cause, draft.stimulus_id = draft.stimulus_id, worker.cause or draft.stimulus_id
-        wake_up(draft, worker, worker.reason or "wake")
-        draft.stimulus_id = cause
+        builder.change(worker.name, standby=replace(worker.standby, wanted=True))
+        builder.do(Tell(f"{worker.name} is not woken: {in_vain}", Ailing(worker.name)))
+    elif builder.fleet.gpus.why_not_woken(worker.name, builder.template(worker.name).vram_share) is None:
+        cause, builder.stimulus_id = builder.stimulus_id, worker.cause or builder.stimulus_id
+        wake_up(builder, worker, worker.reason or "wake")
+        builder.stimulus_id = cause
 
 
-def _keep(draft: Draft, template: Template) -> None:
+def _keep(builder: StepBuilder, template: Template) -> None:
     """Start as many as are missing, on devices that nobody else is promised."""
-    component, fleet = template.component, draft.fleet
+    component, fleet = template.component, builder.fleet
     if component in fleet.no_standby or not any(worker.starts for worker in fleet.of(component)):
         return
     there = [w for w in fleet.of(component) if w.stands_by or (w.standby.wanted and w.state is S.FAULTED)]
     reserved, every = fleet.reserved(), fleet.names_from_lowest(component)
     names = ((name, n) for name, n, entry in every if entry is None and name not in reserved)
     for _ in range((template.standby or 0) - len(there)):
-        fleet = draft.fleet
+        fleet = builder.fleet
         free = len(fleet.gpus.free_for(template.vram_share)) - sum(fleet.promised().values())
         if free < template.gpus_per_worker:
             return
         name, n = next(names)
-        draft.add(
+        builder.add(
             Worker(
                 name,
                 component,
                 template.role,
                 n,
-                since_s=draft.now_s,
+                since_s=builder.now_s,
                 cause=KEEP,
                 standby=Standby(wanted=True),
             )
         )
-        draft.look_at_gpus(draft.now_s)
+        builder.look_at_gpus(builder.now_s)

@@ -80,7 +80,7 @@ TRAITS: dict[S, Traits] = {
     S.START_TIMED_OUT: Traits(HasProcess.ENDING, comes_up=True, killed=True, failed=True, take_back=0),
     S.BACKING_OFF: Traits(HasProcess.NO, comes_up=True, failed=True, waits=True, take_back=0, colour="yellow"),
     S.FAULTED: Traits(HasProcess.NO, failed=True),
-    # It serves on in the one role or the other, and counts for the component that it goes to: `Worker.headed`.
+    # It serves on in the one role or the other, and counts for `Worker.target_component`.
     S.FLIPPING: Traits(HasProcess.YES, comes_up=True, registers=True, colour="magenta"),
     S.FALLING_ASLEEP: Traits(HasProcess.YES, standby=True, take_back=4, colour="blue"),
     S.SLEEPING: Traits(HasProcess.YES, standby=True, asleep=True, take_back=2, colour="blue"),

@@ -34,7 +34,7 @@ def pools_of(
 
 def _pool(fleet: Fleet, component: str, routed: Collection[str], actuators: frozenset[Actuator]) -> Pool:
     size = fleet.template(component).gpus_per_worker
-    workers = [worker for worker in fleet.workers.values() if worker.headed == component]
+    workers = [worker for worker in fleet.workers.values() if worker.target_component == component]
     ready = [worker for worker in workers if worker.ready]
     coming = [worker for worker in workers if worker.on_its_way]
     leaving = [w for w in workers if not (w.counts or w.stands_by) and TRAITS[w.state].process is not HasProcess.NO]

@@ -42,7 +42,7 @@ class Arbiter:
     def __init__(self, folder: Path) -> None:
         self.file = KeptFleet()
         self.statefile = self.file.statefile
-        self.shell = shell_of(on_ledger([*fleet("ready").workers.values(), worker(0, "ready", PREFILL)], 8))
+        self.controller = shell_of(on_ledger([*fleet("ready").workers.values(), worker(0, "ready", PREFILL)], 8))
         self.folder = folder
         self.kv = 0.7
         self.scaled: list[tuple[str, str | int]] = []
@@ -59,7 +59,7 @@ class Arbiter:
             GRAPH,
             options,
             orders=self,  # type: ignore[arg-type]
-            shell=self.shell,
+            controller=self.controller,
             statefile=self.statefile,
             sampling=self,  # type: ignore[arg-type]
             links=self.links,  # type: ignore[arg-type]

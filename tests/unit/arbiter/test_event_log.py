@@ -25,9 +25,9 @@ from dynamo_local.arbiter.event_log import (
 )
 from dynamo_local.core.fleet import lifecycle
 from dynamo_local.core.fleet.effects import Commit, Spawn, Transition
-from dynamo_local.core.fleet.events import RevokeFailed, Scale, Stimulus
+from dynamo_local.core.fleet.events import Event, RevokeFailed, Scale
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.fleet.lifecycle import DrainRequested, Event, ProcessExited, Spawned
+from dynamo_local.core.fleet.lifecycle import DrainRequested, LifecycleEvent, ProcessExited, Spawned
 from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.step import step
 from dynamo_local.core.types import WorkerState
@@ -76,7 +76,7 @@ def test_a_record_has_the_cause_both_states_and_the_events_own_fields() -> None:
 
 def test_no_event_has_a_field_that_hides_one_of_the_records_own() -> None:
     common = {"time", "seq", "watcher_name", "component", "event", "from", "to"}
-    kinds = [kind for kind in vars(lifecycle).values() if isinstance(kind, type) and issubclass(kind, Event)]
+    kinds = [kind for kind in vars(lifecycle).values() if isinstance(kind, type) and issubclass(kind, LifecycleEvent)]
     assert len(kinds) > 10
     for kind in kinds:
         assert not common & {field.name for field in dataclasses.fields(kind)}, kind.__name__
@@ -272,11 +272,11 @@ class Recorded:
         self.seconds = itertools.count(1)
         self.recorder = EventRecorder(EventLog(path), lambda: float(next(self.seconds)), self.told)
 
-    async def step(self, fleet: Fleet, stimulus: Stimulus) -> None:
+    async def step(self, fleet: Fleet, event: Event) -> None:
         """Let the machine take a step, and log it as the arbiter does."""
-        _, instructions = step(fleet, stimulus, 50.0)
-        (commit,) = (each for each in instructions if isinstance(each, Commit))
-        await self.recorder.append(commit, instructions)
+        _, effects = step(fleet, event, 50.0)
+        (commit,) = (each for each in effects if isinstance(each, Commit))
+        await self.recorder.append(commit, effects)
 
 
 async def test_a_step_is_logged_with_what_is_done_about_each_worker(path: Path) -> None:

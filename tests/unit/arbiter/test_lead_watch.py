@@ -1,4 +1,4 @@
-"""What each way to a worker took: noted by whoever watches the shell, for the machine's own transitions."""
+"""What each way to a worker took: noted by whoever watches the controller, for the machine's own transitions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Watched:
         self.noted: list[tuple[str, str, float]] = []
         self.watch = LeadWatch(lambda: self.now_s, lambda *note: self.noted.append(note), lambda pid: pid in spares)
 
-    def feed(self, stimulus: st.Stimulus, after_s: float = 0.0) -> None:
+    def feed(self, event: st.Event, after_s: float = 0.0) -> None:
         self.now_s += after_s
         before = self.fleet
-        self.fleet, done = step(before, stimulus, self.now_s)
+        self.fleet, done = step(before, event, self.now_s)
         for commit in (each for each in done if isinstance(each, ins.Commit)):
             for transition in commit.transitions:
                 found = self.fleet.workers.get(transition.name) or before.workers[transition.name]

@@ -177,4 +177,4 @@ async def test_one_that_was_stopped_past_its_lease_has_registered_again() -> Non
     taken = Adoption(Found(run.kept.store.read(), {name(1): pid_of(1)}), Watches()).workers(  # type: ignore[arg-type]
         replace(run.life.fleet, workers={}), 100.0
     )
-    assert (taken.workers[name(1)].state, taken.workers[name(1)].course) == ("ready", "steady")
+    assert (taken.workers[name(1)].state, taken.workers[name(1)].intent) == ("ready", "steady")

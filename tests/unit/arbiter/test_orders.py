@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.arbiter.commands import CALL_BACK_TIMEOUT_S, Orders
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.effects import Act
 from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.core.fleet.effects import CallBack, Spawn
@@ -57,8 +57,8 @@ class House:
     def __init__(self, view: Fleet, looks: Looks | None = None, answers: dict[type, Any] | None = None) -> None:
         self.effects = FakeEffects(quick=True, answers=answers or {})
         self.looks = looks or Looks()
-        self.shell: Shell = shell_of(view, self.effects)
-        self.orders = Orders(self.shell, self.looks.look)
+        self.controller: FleetController = shell_of(view, self.effects)
+        self.orders = Orders(self.controller, self.looks.look)
 
     async def one_more(self, **options: Any) -> dict[str, Any]:
         return await self.orders.scale("VllmWorker", "+1", stimulus_id="scale:1", **options)
@@ -93,7 +93,7 @@ async def test_a_device_that_somebody_took_meanwhile_is_a_refusal_that_says_who(
     with pytest.raises(NotEnoughGpus, match="namespace other \\(watcher other_W, arbiter pid 9\\)"):
         await house.one_more()
     assert house.looks.count == 2
-    assert (list(house.shell.fleet.workers), house.effects.locked) == ([name()], set())
+    assert (list(house.controller.fleet.workers), house.effects.locked) == ([name()], set())
 
 
 async def test_a_lock_that_is_refused_again_and_again_is_not_asked_for_for_ever() -> None:
@@ -144,7 +144,7 @@ async def test_a_device_whose_quarantine_may_have_ended_is_looked_at_before_a_re
     house = House(replace(view, gpus=view.gpus.quarantine(FREE, "pid 7 still holds it")))
     await house.one_more()
     assert (house.looks.count, spawned(house.effects)) == (1, [name(1)])
-    assert house.shell.fleet.gpus.quarantined == {}
+    assert house.controller.fleet.gpus.quarantined == {}
 
 
 # --- several components -----------------------------------------------------------------------------
@@ -169,7 +169,7 @@ async def test_a_lock_that_is_refused_takes_the_whole_decision_back() -> None:
     house.effects.refuse_locks = [GpuLocked(first, "somebody") for _ in range(9)]
     with pytest.raises(NotEnoughGpus):
         await house.orders.scale_all({"PrefillWorker": 2, "VllmWorker": 2}, stimulus_id="planner:3")
-    assert list(house.shell.fleet.workers) == list(view.workers)
+    assert list(house.controller.fleet.workers) == list(view.workers)
     assert house.effects.locked == set()
 
 
@@ -201,7 +201,7 @@ async def test_what_the_worker_says_against_it_is_the_refusal() -> None:
     house = House(leaving(), answers={CallBack: answering("it is past the point of no return")})
     with pytest.raises(DrainNotCancellable, match=f"the drain of {name(1)} could not be taken back: it is past"):
         await house.orders.drain(name(1), cancel=True, stimulus_id="drain:1")
-    assert house.shell.fleet.workers[name(1)].state is WorkerState.DRAINING
+    assert house.controller.fleet.workers[name(1)].state is WorkerState.DRAINING
 
 
 async def test_the_answer_to_another_command_is_not_this_ones() -> None:
@@ -212,8 +212,8 @@ async def test_the_answer_to_another_command_is_not_this_ones() -> None:
     async with asyncio.timeout(10.0):
         while not house.effects.asked:
             await asyncio.sleep(0)
-    house.shell.feed(late(error="it has exited", asked_by="drain:1"))
-    house.shell.feed(late(asked_by="drain:2"))
+    house.controller.feed(late(error="it has exited", asked_by="drain:1"))
+    house.controller.feed(late(asked_by="drain:2"))
     assert (await waiting)["state"] == "ready"
 
 
@@ -225,8 +225,8 @@ def test_a_worker_that_does_not_answer_is_a_refusal_after_a_bounded_time() -> No
         with pytest.raises(DrainNotCancellable, match=f"it did not answer within {CALL_BACK_TIMEOUT_S:g} s"):
             await house.orders.drain(name(1), cancel=True, stimulus_id="drain:1")
         waited_s = AsyncioClock().now_s() - began_s
-        house.shell.feed(CalledBack(stimulus_id="late", name=name(1), pid=pid_of(1), asked_by="drain:1"))
-        assert house.shell.fleet.workers[name(1)].ready
+        house.controller.feed(CalledBack(stimulus_id="late", name=name(1), pid=pid_of(1), asked_by="drain:1"))
+        assert house.controller.fleet.workers[name(1)].ready
         return waited_s
 
     assert run_virtual(scenario()) == pytest.approx(CALL_BACK_TIMEOUT_S)

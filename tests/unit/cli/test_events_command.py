@@ -19,12 +19,12 @@ import pytest
 from dynamo_local.arbiter.event_log import EventLog, aside_record, event_log_path, record_of, server_record
 from dynamo_local.arbiter.servers import ServerEvent
 from dynamo_local.cli.events import in_words
-from dynamo_local.core.fleet.effects import Aside
+from dynamo_local.core.fleet.effects import Note
 from dynamo_local.core.fleet.lifecycle import (
     BackoffStarted,
     DrainDeadlinePassed,
     DrainRequested,
-    Event,
+    LifecycleEvent,
     ProcessExited,
     Registered,
     Spawned,
@@ -36,7 +36,7 @@ from tests.fakes.arbiter.scripted_arbiter import dynamo
 NAME = "dynamo_VllmWorker"
 
 
-def record(event: Event, before: S, after: S, name: str = NAME, time_s: float | None = None) -> dict[str, Any]:
+def record(event: LifecycleEvent, before: S, after: S, name: str = NAME, time_s: float | None = None) -> dict[str, Any]:
     """As the supervisor makes it."""
     at_s = time.time() if time_s is None else time_s
     return record_of(event, watcher_name=name, component="VllmWorker", before=before, after=after, time_s=at_s)
@@ -110,7 +110,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EventLog:
         ),
     ],
 )
-def test_an_event_is_told_in_words(event: Event, before: S, after: S, words: str) -> None:
+def test_an_event_is_told_in_words(event: LifecycleEvent, before: S, after: S, words: str) -> None:
     assert in_words(record(event, before, after)) == f"{NAME} {words}"
 
 
@@ -210,7 +210,7 @@ STORY = (
 )
 
 
-def told(event: Event, before: S, after: S, instructions: list[str], name: str = NAME) -> dict[str, Any]:
+def told(event: LifecycleEvent, before: S, after: S, instructions: list[str], name: str = NAME) -> dict[str, Any]:
     """As the arbiter records an event, with what it did about that worker in the same step."""
     return {**record(event, before, after, name), "instructions": instructions}
 
@@ -236,7 +236,7 @@ def test_a_story_is_each_event_with_its_cause_and_what_was_done_about_it(
 def test_a_story_has_what_was_done_while_the_state_stayed_the_same(
     log: EventLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    aside = aside_record(Aside(NAME, "VllmWorker", S.DRAINING, "RevokeFailed", "etcd:1f"), time_s=time.time())
+    aside = aside_record(Note(NAME, "VllmWorker", S.DRAINING, "RevokeFailed", "etcd:1f"), time_s=time.time())
     log.append([told(*STORY[0]), {**aside, "instructions": ["SIGTERM 7"]}])
     assert dynamo(monkeypatch, "events", "--story", NAME, "-l", "1") == EXIT_OK
     first, second = capsys.readouterr().out.splitlines()

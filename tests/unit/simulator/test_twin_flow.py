@@ -41,7 +41,7 @@ def test_process_and_twin_decide_by_the_same_functions() -> None:
     assert {
         "decide_prefill",
         "LeastLoaded",
-        "Shell",
+        "FleetController",
         "decide_scale",
         "GpuLedger",
         "policy_of",

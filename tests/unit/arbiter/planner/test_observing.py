@@ -39,8 +39,8 @@ class Graph:
         self.asked = 0
         self.clients: dict[str, Any] = {}
         links: Any = SimpleNamespace(nats=self.nats.client())
-        shell: Any = self
-        self.observing = Observing(lambda: graph, shell, links, AsyncioClock(), self._background, Told())
+        controller: Any = self
+        self.observing = Observing(lambda: graph, controller, links, AsyncioClock(), self._background, Told())
 
     async def add(self, name: str, state: WorkerState = WorkerState.READY, **tells: Any) -> Any:
         """One more worker; the connection by which it answers."""

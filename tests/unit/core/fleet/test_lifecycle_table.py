@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dynamo_local.core.fleet import lifecycle as lc
-from dynamo_local.core.fleet.lifecycle import NEXT, Event, IllegalTransition, apply, legal_events, mermaid
+from dynamo_local.core.fleet.lifecycle import NEXT, IllegalTransition, LifecycleEvent, apply, legal_events, mermaid
 from dynamo_local.core.types import WorkerState as S
 
-EVENTS: tuple[Event, ...] = (
+EVENTS: tuple[LifecycleEvent, ...] = (
     lc.SpawnRequested(stimulus_id="t"),
     lc.Spawned(stimulus_id="t", pid=1),
     lc.SpawnFailed(stimulus_id="t", reason="no such file"),
@@ -115,7 +115,7 @@ def test_every_pair_outside_the_table_is_refused() -> None:
 
 def test_every_event_is_in_the_table_and_every_state_can_be_left() -> None:
     assert {kind for _, kind in NEXT} == {type(event) for event in EVENTS}
-    assert set(BY_NAME) == {kind.__name__ for kind in Event.__subclasses__()}
+    assert set(BY_NAME) == {kind.__name__ for kind in LifecycleEvent.__subclasses__()}
     assert all(legal_events(state) for state in S)
     assert set(NEXT.values()) | {S.PENDING} == set(S)
 

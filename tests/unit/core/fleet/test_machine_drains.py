@@ -55,7 +55,7 @@ def test_a_drain_from_the_word_to_the_end() -> None:
     assert life.feed(drain()) == [ONE]
     assert [type(each).__name__ for each in life.last] == ["Commit", "Revoke", "WaitUntil"]
     assert (life.events(), life.state(1)) == (["DrainRequested"], "draining")
-    assert (life.worker(1).asked_s, life.worker(1).due_s) == (life.now_s, life.now_s + 600.0)
+    assert (life.worker(1).drain_requested_at_s, life.worker(1).due_s) == (life.now_s, life.now_s + 600.0)
     assert life.key_gone(1) == []
     assert (life.state(1), life.worker(1).lease, life.worker(1).lease_gone) == ("draining", None, False)
     assert life.gone(1) == ["sweep VllmWorker_1"]
@@ -110,7 +110,7 @@ def test_a_lease_revoked_from_outside_is_an_order_to_leave() -> None:
     assert life.key_gone(1) == []
     assert (life.events(), life.state(1)) == (["LeaseRevoked"], "draining")
     gone = life.worker(1)
-    assert (gone.lease_gone, gone.asked_s, gone.due_s) == (True, None, None)
+    assert (gone.lease_gone, gone.drain_requested_at_s, gone.due_s) == (True, None, None)
     assert gone.reason == "its lease was revoked or has expired"
     life.gone(1, 1)
     life.swept(1)
@@ -229,13 +229,19 @@ def test_a_drain_is_taken_back() -> None:
     life = draining()
     before = life.worker(1)
     assert life.feed(cancel()) == ["call back VllmWorker_1"]
-    assert life.did(ins.CallBack) == [ins.CallBack(name(1), PID, told=True, asked_by="cancel:1")]
+    assert life.did(ins.CallBack) == [ins.CallBack(name(1), PID, signalled=True, asked_by="cancel:1")]
     assert life.state(1) == "draining/returning"
     life.key_gone(1)
     assert life.called_back(1, asked_by="cancel:1") == []
     assert (life.events(), life.state(1)) == (["DrainCancelled"], "ready")
     after = life.worker(1)
-    assert (after.pid, after.gpus, after.asked_s, after.due_s, after.told) == (PID, before.gpus, None, None, False)
+    assert (after.pid, after.gpus, after.drain_requested_at_s, after.due_s, after.signalled) == (
+        PID,
+        before.gpus,
+        None,
+        None,
+        False,
+    )
 
 
 @pytest.mark.parametrize("first", ["key", "answer"])
@@ -347,7 +353,7 @@ def test_a_sign_that_could_not_be_given_does_not_follow_a_call_back() -> None:
 
 
 @pytest.mark.parametrize(("order", "after"), [(cancel(), "draining"), (scale(1), "draining/returning")])
-def test_one_that_could_neither_be_told_nor_called_back_is_told_then(order: st.Stimulus, after: str) -> None:
+def test_one_that_could_neither_be_told_nor_called_back_is_told_then(order: st.Event, after: str) -> None:
     """etcd and NATS are away: it would serve on, unaware, until its deadline cuts what it streams."""
     life = draining()
     life.feed(order)

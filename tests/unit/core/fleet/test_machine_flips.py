@@ -104,7 +104,7 @@ def test_a_flip_from_the_word_to_the_end() -> None:
     assert life.state(1) == "gone"
     now = prefiller(life)
     assert (now.component, now.role, now.n, now.state) == ("PrefillWorker", Role.PREFILL, 1, "ready")
-    assert (now.pid, now.gpus, now.lease, now.born, now.flip) == (PID, gpus, LEASE, name(1), None)
+    assert (now.pid, now.gpus, now.lease, now.spawned_as, now.flip) == (PID, gpus, LEASE, name(1), None)
     assert life.feed(answered()) == []  # its answer comes later: nothing is new
     assert life.key_gone(1) == []  # and so is the end of its old key
 
@@ -131,7 +131,7 @@ def test_the_bare_worker_leaves_its_entry_as_a_template() -> None:
     life.feed(key(pid=pid_of(0)))
     rest = life.fleet.workers[name()]
     assert (rest.state, rest.pid, rest.gpus, rest.component) == ("exited", None, (), "VllmWorker")
-    assert prefiller(life).born == name()
+    assert prefiller(life).spawned_as == name()
     scaled = life.feed(st.Scale(stimulus_id="s", component="VllmWorker", change=Change(1, relative=True)))
     assert "spawn VllmWorker_2" in scaled  # not the bare name, under which the process was made that prefills now
 
@@ -142,7 +142,7 @@ def test_back_again_it_has_the_name_of_its_birth() -> None:
     assert name(1) in life.fleet.reserved()
     life.feed(flip(NEW))
     life.feed(key(name(1), "cafe"))
-    assert (life.worker(1).born, life.worker(1).lease, life.worker(1).pid) == (None, "cafe", PID)
+    assert (life.worker(1).spawned_as, life.worker(1).lease, life.worker(1).pid) == (None, "cafe", PID)
     assert life.fleet.reserved() == frozenset()
 
 
@@ -246,7 +246,7 @@ def test_its_end_may_be_heard_under_its_old_name() -> None:
     life.feed(key())
     sweep = life.feed(st.ProcessGone(stimulus_id=f"exit:{PID}", name=name(1), pid=PID, code=-9, unit=0.0))
     assert sweep == [f"revoke {LEASE} PrefillWorker_1", "sweep PrefillWorker_1"]
-    assert life.did(ins.Sweep)[0].born == name(1)
+    assert life.did(ins.Sweep)[0].spawned_as == name(1)
     assert prefiller(life).state == "crashed"
     assert name(1) in life.fleet.reserved()  # what it has left behind is still being ended
     life.feed(st.Swept(stimulus_id="sweep", name=NEW))
@@ -275,7 +275,7 @@ def test_down_meets_a_flip_as_a_drain() -> None:
         (flip(name(0)), LastReadyWorker),
     ],
 )
-def test_what_waits_until_a_flip_is_over(order: st.Stimulus, refusal: type[DynamoError]) -> None:
+def test_what_waits_until_a_flip_is_over(order: st.Event, refusal: type[DynamoError]) -> None:
     life = flipping()
     before = life.fleet
     with pytest.raises(refusal):

@@ -23,7 +23,13 @@ def adopted(n: int, state: str, *, lives: bool = True) -> Worker:
     asked_s = 90.0 if found.state is WorkerState.DRAINING else None
     process = found.process or (worker(n, "ready").process if found.state.endswith(("crashed", "timed_out")) else None)
     return replace(
-        found, due_s=None, sweeping=False, told=False, asked_s=asked_s, process=process if lives else None, starts=1
+        found,
+        due_s=None,
+        sweeping=False,
+        signalled=False,
+        drain_requested_at_s=asked_s,
+        process=process if lives else None,
+        starts=1,
     )
 
 

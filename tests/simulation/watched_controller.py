@@ -1,24 +1,24 @@
-"""The shell of the simulation: it tells of the moves of each decision."""
+"""The controller of the simulation: it tells of the moves of each decision."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 
-from dynamo_local.arbiter.controller import Shell
+from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.core.fleet import flipping, scaling
 from dynamo_local.core.fleet.commands import decide_scale, decide_scale_all, decide_sleep, decide_wake
-from dynamo_local.core.fleet.effects import Instruction
+from dynamo_local.core.fleet.effects import Effect
 from dynamo_local.core.fleet.events import (
     Apply,
     CancelDrain,
     Drain,
+    Event,
     Flip,
     Scale,
     ScaleAll,
     ScaleFlip,
     Sleep,
-    Stimulus,
     Wake,
 )
 from dynamo_local.core.fleet.fleet import Fleet
@@ -26,10 +26,10 @@ from dynamo_local.core.fleet.moves import Move
 from dynamo_local.errors import DynamoError
 
 
-class WatchedShell(Shell):
-    """The shell, which tells of the moves of each decision as it is made."""
+class WatchedController(FleetController):
+    """The controller, which tells of the moves of each decision as it is made."""
 
-    on_moves: Callable[[Stimulus, Fleet, tuple[Move, ...]], None] = staticmethod(lambda order, before, moves: None)
+    on_moves: Callable[[Event, Fleet, tuple[Move, ...]], None] = staticmethod(lambda order, before, moves: None)
     """Before anything follows from them: what one step begins, the same step may end."""
 
     on_refused: Callable[[], None] = staticmethod(lambda: None)
@@ -41,34 +41,34 @@ class WatchedShell(Shell):
         """Whether every fleet is validated. One that a successor is still putting together cannot be."""
         self._validates = fleets
 
-    def feed(self, stimulus: Stimulus, *, committed: Callable[[], None] | None = None) -> tuple[Instruction, ...]:
+    def feed(self, event: Event, *, committed: Callable[[], None] | None = None) -> tuple[Effect, ...]:
         before = self.fleet
         with contextlib.suppress(DynamoError):  # refused: the step says so
-            self.on_moves(stimulus, before, _moves(before, stimulus))
+            self.on_moves(event, before, _moves(before, event))
         try:
-            instructions = super().feed(stimulus, committed=committed)
+            effects = super().feed(event, committed=committed)
         except DynamoError:
             self.on_refused()
             raise
-        if isinstance(stimulus, Apply):
+        if isinstance(event, Apply):
             self.on_apply(before)
-        return instructions
+        return effects
 
 
-def _moves(fleet: Fleet, stimulus: Stimulus) -> tuple[Move, ...]:
-    match stimulus:
+def _moves(fleet: Fleet, event: Event) -> tuple[Move, ...]:
+    match event:
         case Scale():
-            return decide_scale(fleet, stimulus)
+            return decide_scale(fleet, event)
         case ScaleAll():
-            return tuple(move for moves in decide_scale_all(fleet, stimulus).values() for move in moves)
+            return tuple(move for moves in decide_scale_all(fleet, event).values() for move in moves)
         case Drain():
-            return scaling.decide_drain(fleet, stimulus.name, stimulus_id="seen", force=stimulus.force).moves
+            return scaling.decide_drain(fleet, event.name, stimulus_id="seen", force=event.force).moves
         case CancelDrain():
-            return scaling.decide_cancel(fleet, stimulus.name, stimulus_id="seen").moves
+            return scaling.decide_cancel(fleet, event.name, stimulus_id="seen").moves
         case Flip() | ScaleFlip():
-            return flipping.decided(fleet, stimulus)
+            return flipping.decided(fleet, event)
         case Sleep():
-            return decide_sleep(fleet, stimulus)
+            return decide_sleep(fleet, event)
         case Wake():
-            return decide_wake(fleet, stimulus)
+            return decide_wake(fleet, event)
     return ()
