@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from circus.util import to_signum
 
 from dynamo_local.circus_plugins.answers import answer, flag, new_stimulus_id, refusal, supervisor_of, text
+from dynamo_local.core.fleet.events import Drain
 from dynamo_local.core.fleet.states import traits_of
 from dynamo_local.core.secrets import mask_env
 from dynamo_local.core.types import NAME, WorkerState
@@ -95,7 +96,7 @@ async def _drain(arbiter: Any, original: Any, props: Any) -> dict[str, Any]:
     name = _worker_named(arbiter, text(props, "name"))
     supervisor = supervisor_of(arbiter)
     stimulus_id = new_stimulus_id(f"circusctl-{original.name}")
-    result = await supervisor.drain(name, cancel=False, force=False, stimulus_id=stimulus_id)
+    result = await supervisor.run(Drain(stimulus_id=stimulus_id, name=name))
     if flag(props, "wait_for_end"):
         result = {**result, "state": await _until_gone(supervisor, name)}
     return {**result, "stimulus_id": stimulus_id}

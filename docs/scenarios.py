@@ -1,7 +1,7 @@
 """Five episodes of a fleet's life, as scripts of stimuli; `docs/generate.py` runs them and draws what the machine did.
 
 Nothing here is a stand-in: `step` is the machine that runs in the arbiter, the fleet is checked after each step, and
-time passes as in the arbiter (whatever is due before the next stimulus of a script happens first).
+time passes as in the arbiter (whatever is due before the next event of a script happens first).
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from dynamo_local.core.fleet.effects import Commit, Instruction, words
+from dynamo_local.core.fleet.effects import Commit, Effect, describe
 from dynamo_local.core.fleet.events import (
+    Change,
     Drain,
+    Event,
     GpusSeen,
     KeyGone,
     KeyPut,
@@ -21,13 +23,11 @@ from dynamo_local.core.fleet.events import (
     Resume,
     Scale,
     StartAll,
-    Stimulus,
     Swept,
     Tick,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Template, Worker
 from dynamo_local.core.fleet.invariants import validate
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.step import next_due_s, step
 from dynamo_local.core.gpus import GpuDevice, GpuLedger
 from dynamo_local.core.types import Role
@@ -42,9 +42,9 @@ class Row:
     """One step: when, what came in, which states changed (`worker: before -> after, by which event`), what came out."""
 
     at_s: float
-    stimulus: str
+    event: str
     transitions: tuple[str, ...]
-    instructions: tuple[str, ...]
+    effects: tuple[str, ...]
 
 
 class Play:
@@ -78,11 +78,11 @@ class Play:
 
     # --- stimuli -------------------------------------------------------------------------------
 
-    def do(self, at_s: float, stimulus: Stimulus) -> None:
+    def do(self, at_s: float, event: Event) -> None:
         """Feed the machine; whatever was due before then happens first."""
         while (due_s := next_due_s(self._fleet)) is not None and due_s <= at_s:
             self._step(due_s, Tick())
-        self._step(at_s, stimulus)
+        self._step(at_s, event)
 
     def until(self, at_s: float) -> None:
         """Nothing but time comes in until then."""
@@ -142,13 +142,13 @@ class Play:
             raise ValueError(f"{name} has no process at {self.now_s} s: the script is wrong")
         return pid
 
-    def _step(self, at_s: float, stimulus: Stimulus) -> None:
+    def _step(self, at_s: float, event: Event) -> None:
         if at_s < self.now_s:
-            raise ValueError(f"{stimulus} comes at {at_s} s, after {self.now_s} s: the script is wrong")
-        self._fleet, instructions = step(self._fleet, stimulus, at_s)
+            raise ValueError(f"{event} comes at {at_s} s, after {self.now_s} s: the script is wrong")
+        self._fleet, effects, _ = step(self._fleet, event, at_s)
         validate(self._fleet)
         self.now_s = at_s
-        self.rows.append(_row(at_s, stimulus, instructions))
+        self.rows.append(_row(at_s, event, effects))
 
 
 def _full(name: str) -> str:
@@ -167,29 +167,29 @@ def _adopted(worker: Worker, gone: bool) -> Worker:
     return replace(entry, **{name: getattr(worker, name) for name in kept})
 
 
-def _row(at_s: float, stimulus: Stimulus, instructions: tuple[Instruction, ...]) -> Row:
-    what = type(stimulus).__name__
-    name = getattr(stimulus, "name", None) or getattr(stimulus, "target", None) or getattr(stimulus, "component", None)
-    details = f"{stimulus.change}" if isinstance(stimulus, Scale) else ""
+def _row(at_s: float, event: Event, effects: tuple[Effect, ...]) -> Row:
+    what = event.kind
+    name = getattr(event, "name", None) or getattr(event, "component", None)
+    details = f"{event.target}" if isinstance(event, Scale) else ""
     said = " ".join(word for word in (f"`{what}`", _short(name or ""), details) if word)
-    transitions = [change for each in instructions if isinstance(each, Commit) for change in each.transitions]
+    transitions = [change for each in effects if isinstance(each, Commit) for change in each.transitions]
     moved = tuple(
         f"{_short(t.name)}: {t.before} → {t.after} (`{type(t.event).__name__}`, {_short(t.event.stimulus_id)})"
         for t in transitions
     )
-    shown = tuple(_short(_said(each)) for each in instructions if not _only_logged(each))
-    return Row(at_s, f"{said} ({_short(stimulus.stimulus_id)})", moved, shown)
+    shown = tuple(_short(_said(each)) for each in effects if not _only_logged(each))
+    return Row(at_s, f"{said} ({_short(event.stimulus_id)})", moved, shown)
 
 
-def _only_logged(instruction: Instruction) -> bool:
+def _only_logged(instruction: Effect) -> bool:
     return isinstance(instruction, Commit) and not (instruction.names or instruction.head)
 
 
-def _said(instruction: Instruction) -> str:
+def _said(instruction: Effect) -> str:
     """As `dynamo events --story` says it, and which worker is meant."""
     if isinstance(instruction, Commit):
         return f"commit {', '.join(instruction.names)}" + (" and the restart" if instruction.head else "")
-    said, name = words(instruction), getattr(instruction, "name", "")
+    said, name = describe(instruction), getattr(instruction, "name", "")
     if not name:
         return said
     return f"{said} ({name})" if " " in said else f"{said} {name}"
@@ -258,7 +258,7 @@ def adoption() -> Play:
 def rolling_restart() -> Play:
     """`dynamo restart VllmWorker --rolling`: one after the other, never without a worker that serves."""
     play = Play({"VllmWorker": 2})
-    play.do(1.0, Restart(stimulus_id="command:8", target="VllmWorker"))
+    play.do(1.0, Restart(stimulus_id="command:8", name="VllmWorker"))
     at_s = 1.0
     for name in ("VllmWorker_1", "VllmWorker"):
         play.deregisters(at_s + 0.01, name)
@@ -279,8 +279,8 @@ def swap() -> Play:
     play = Play({"VllmWorker": 1, "PrefillWorker": 2})
     less, more = Change(-1, relative=True), Change(1, relative=True)
     why = "planner:17"
-    play.do(1.0, Scale(stimulus_id=why, component="PrefillWorker", change=less, by_person=False))
-    up = Scale(stimulus_id=why, component="VllmWorker", change=more, by_person=False, wait_for_gpus=True)
+    play.do(1.0, Scale(stimulus_id=why, component="PrefillWorker", target=less, by_person=False))
+    up = Scale(stimulus_id=why, component="VllmWorker", target=more, by_person=False, wait_for_gpus=True)
     play.do(1.0, up)
     play.deregisters(1.2, "PrefillWorker_1")
     play.until(1.5)

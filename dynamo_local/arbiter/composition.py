@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo_local.arbiter import leftovers
 from dynamo_local.arbiter.arbiter_effects import ArbiterEffects
-from dynamo_local.arbiter.commands import FlipOrders, Orders
+from dynamo_local.arbiter.commands import Commands
 from dynamo_local.arbiter.controller import FleetController, Waiting
 from dynamo_local.arbiter.deployment import Deployment, Launcher
 from dynamo_local.arbiter.event_log import EventLog, EventRecorder, event_log_path, server_record
@@ -68,8 +68,7 @@ class Parts:
     effects: ArbiterEffects
     controller: FleetController
     waiting: Waiting
-    orders: Orders
-    flips: FlipOrders
+    commands: Commands
     registrations: Registrations
     sampling: Sampling
     starts: StartWatch
@@ -104,9 +103,10 @@ def compose(
     effects = _effects(spared.host, system, pool, launcher, links, statefile, events, clock, notes, failed)
     controller = _controller(deployment, effects, links, clock, notes)
     spared.connect(controller, lambda: effects.env)
-    orders, waiting = Orders(controller, pool.look), Waiting(controller, clock.now_s)
+    waiting = Waiting(controller, clock.now_s)
+    commands = Commands(controller, pool.look, waiting)
     sampling = Sampling(namespace, controller, links, clock)
-    planning = _planning(deployment, orders, controller, statefile, sampling, links, clock, tasks, notes)
+    planning = _planning(deployment, commands, controller, statefile, sampling, links, clock, tasks, notes)
     exporter = _exporter(deployment, controller, sampling, clock, state, tasks)
     exporter.watch(planning, factory.cwd, paths.logs, notes.tell)
     leads = _leads(deployment, launcher, spared, controller, clock, planning, exporter, tasks)
@@ -129,8 +129,7 @@ def compose(
         effects=effects,
         controller=controller,
         waiting=waiting,
-        orders=orders,
-        flips=FlipOrders(controller, orders, waiting),
+        commands=commands,
         registrations=Registrations(namespace, controller.feed, links),
         sampling=sampling,
         starts=StartWatch(namespace, controller, links, clock),
@@ -240,7 +239,7 @@ def _servers(
 
 def _planning(
     deployment: Deployment,
-    orders: Orders,
+    commands: Commands,
     controller: FleetController,
     statefile: Statefile,
     sampling: Sampling,
@@ -253,7 +252,7 @@ def _planning(
     return Planning(
         deployment.graph,
         deployment.load_planner,
-        orders=orders,
+        commands=commands,
         controller=controller,
         statefile=statefile,
         sampling=sampling,

@@ -36,7 +36,8 @@ from dynamo_local.core.fleet.effects import (
 from dynamo_local.core.fleet.events import Event, GpuReserved, SpawnBegun, Stalled, Tick
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.invariants import validate
-from dynamo_local.core.fleet.step import next_due_s, step
+from dynamo_local.core.fleet.moves import Answer
+from dynamo_local.core.fleet.step import NOTHING, next_due_s, step
 from dynamo_local.system.gpu_locks import GpuLocked
 
 AtOnce = Tell | Report | Unlock | EndSession | LookAtGpus | CallOffFlip
@@ -69,7 +70,7 @@ class FleetController:
     def __init__(
         self,
         fleet: Fleet,
-        effects: EffectRunner,
+        runner: EffectRunner,
         clock: NowClock,
         *,
         observers: Iterable[Observer] = (),
@@ -77,7 +78,7 @@ class FleetController:
     ) -> None:
         self.fleet = fleet
         self.observers: list[Observer] = list(observers)
-        self._effects = effects
+        self._runner = runner
         self._clock = clock
         self._validates = validates
         self._lines: dict[str, _Line] = {}
@@ -87,16 +88,16 @@ class FleetController:
 
     # --- in ------------------------------------------------------------------------------------
 
-    def feed(self, event: Event, *, committed: Callable[[], None] | None = None) -> tuple[Effect, ...]:
+    def feed(self, event: Event, *, committed: Callable[[], None] | None = None) -> Answer:
         """Let the machine take a step, and carry it out. `committed` is called when its intent is written.
 
         Raises the `DynamoError` of a command that is refused; then nothing has changed.
         """
         if self.stopped:
-            return ()
+            return NOTHING
         self._notice_stall(self._clock.now_s())  # whatever is heard first after a stop: that it was one, goes before
         for tries_left in reversed(range(LOCK_TRIES)):
-            fleet, effects = step(self.fleet, event, self._clock.now_s())
+            fleet, effects, answer = step(self.fleet, event, self._clock.now_s())
             try:
                 self._lock(effects)
                 break
@@ -105,8 +106,8 @@ class FleetController:
                     raise
                 cause = event.stimulus_id
                 self.feed(GpuReserved(stimulus_id=cause, uuid=refused.uuid, who=refused.who))
-        self._adopt(event, fleet, effects, committed)
-        return effects
+        self._adopt(event, fleet, effects, answer, committed)
+        return answer
 
     def tick(self) -> None:
         """Time has passed (`EffectRunner.wake_at` asked for this call)."""
@@ -119,7 +120,7 @@ class FleetController:
             self.feed(Tick())
             due_s = next_due_s(self.fleet)
         if due_s is not None:
-            self._effects.wake_at(due_s)
+            self._runner.wake_at(due_s)
 
     def pulse(self) -> None:
         """Called every `PULSE_EVERY_S` by an arbiter that may be stopped: by its absence a stop is noticed."""
@@ -140,9 +141,9 @@ class FleetController:
         try:
             for each in effects:
                 if isinstance(each, Lock):
-                    taken += self._effects.lock(each.name, each.uuids)
+                    taken += self._runner.lock(each.name, each.uuids)
         except GpuLocked:
-            self._effects.unlock(taken)
+            self._runner.unlock(taken)
             raise
 
     def _adopt(
@@ -150,6 +151,7 @@ class FleetController:
         event: Event,
         fleet: Fleet,
         effects: tuple[Effect, ...],
+        answer: Answer,
         committed: Callable[[], None] | None,
     ) -> None:
         if self._validates:
@@ -170,7 +172,7 @@ class FleetController:
                 case CallOff(name=name):
                     self._call_off(name)
                 case WaitUntil(at_s=at_s):
-                    self._effects.wake_at(at_s)
+                    self._runner.wake_at(at_s)
                 case Tell() | Report() | Unlock() | EndSession() | LookAtGpus() | CallOffFlip():
                     at_once.append(each)
                 case _:
@@ -192,7 +194,7 @@ class FleetController:
         if commit is None:
             go_on()
         else:
-            self._effects.commit(commit, fleet, effects, go_on)
+            self._runner.commit(commit, fleet, effects, go_on)
 
     def _tell_observers(self, before: Fleet, transitions: tuple[Transition, ...]) -> None:
         for transition in transitions:
@@ -207,17 +209,17 @@ class FleetController:
     def _at_once(self, each: AtOnce) -> None:
         match each:
             case Tell(text=text, about=about):
-                self._effects.tell(text, about)
+                self._runner.tell(text, about)
             case Report(name=name, reason=reason, state=state):
                 worker = self.fleet.workers.get(name)
                 if worker is not None:
-                    self._effects.report(replace(worker, state=state), reason)
+                    self._runner.report(replace(worker, state=state), reason)
             case Unlock(uuids=uuids):  # somebody else of ours may have been given one since
-                self._effects.unlock([uuid for uuid in uuids if not self.fleet.gpus.in_use(uuid)])
+                self._runner.unlock([uuid for uuid in uuids if not self.fleet.gpus.in_use(uuid)])
             case EndSession(name=name) | CallOffFlip(name=name):
-                self._effects.begin(each, self._worker(name), self._observed)
+                self._runner.begin(each, self._worker(name), self._observed)
             case LookAtGpus():
-                self._effects.begin(each, None, self._observed)
+                self._runner.begin(each, None, self._observed)
 
     def _pump(self, name: str) -> None:
         """Begin the worker's next act, if none is under way and its intent is written."""
@@ -242,7 +244,7 @@ class FleetController:
 
         if isinstance(act, Spawn):
             self.feed(SpawnBegun(stimulus_id=act.stimulus_id, name=name))
-        self._effects.begin(act, self._worker(name), done)
+        self._runner.begin(act, self._worker(name), done)
 
     def _call_off(self, name: str) -> None:
         """Forget a `Spawn` that has not been begun. Whether its intent is written does not matter any more."""

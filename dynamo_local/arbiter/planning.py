@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_local.arbiter.commands import Orders
+from dynamo_local.arbiter.commands import Commands
 from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.logged_decisions import LoggedDecisions, LoggedTicks
@@ -62,7 +62,7 @@ class Planning:
         graph: GraphSpec,
         options: PlannerConfig,
         *,
-        orders: Orders,
+        commands: Commands,
         controller: FleetController,
         statefile: Statefile,
         sampling: Sampling,
@@ -77,7 +77,7 @@ class Planning:
         self._controller = controller
         self._statefile = statefile
         self._clock = clock
-        self._orders = orders
+        self._commands = commands
         self._sampling = sampling
         self._links = links
         self._background = background
@@ -302,7 +302,7 @@ class Planning:
         """What carries its decisions out. Raises `EtcdUnavailable`."""
         match options.environment:
             case "local":
-                return LocalConnector(self._orders, actuators=lambda: actuators(self.options))
+                return LocalConnector(self._commands.run, actuators=lambda: actuators(self.options))
             case "virtual":
                 self._virtual = await connected_virtually(
                     options, self._graph, world, links=self._links, clock=self._clock, tell=self._tell
@@ -353,7 +353,7 @@ class Planning:
                 passes=self.observing,
                 requests=self.observing,
             ),
-            LocalConnector(self._orders),
+            LocalConnector(self._commands.run),
             self._clock,
             last_number=logged.log.last_seq,
             tell=self._tell,
@@ -362,7 +362,7 @@ class Planning:
         )
         loop.observers = self.observers
         self.observers.insert(0, logged)
-        self._orders.on_manual.append(lambda _: loop.on_manual_change())
+        self._commands.on_manual.append(lambda _: loop.on_manual_change())
         return loop
 
     def _running(self, what: str) -> PlannerLoop:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from dynamo_local.arbiter.adoption import Adoption, Found
 from dynamo_local.arbiter.apply import Applying
-from dynamo_local.arbiter.composition import Parts, compose
+from dynamo_local.arbiter.composition import compose
 from dynamo_local.arbiter.controller import PULSE_EVERY_S
 from dynamo_local.arbiter.deployment import Deployment, WatcherFactory
 from dynamo_local.arbiter.links import INFRA_TIMEOUT_S
@@ -30,7 +30,7 @@ from dynamo_local.arbiter.statefile import arbiter_facts, policy
 from dynamo_local.arbiter.status import ready_facts, row, run_status
 from dynamo_local.clock import Clock, sleep_to_next
 from dynamo_local.core.fleet import draining as leaving
-from dynamo_local.core.fleet.events import Leave, Resume, StartAll
+from dynamo_local.core.fleet.events import ApplyDeployment, Command, Leave, Resume, StartAll
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.types import GraphSpec, Role, WorkerState, suffix_of
 from dynamo_local.errors import DynamoError, StartTimedOut, WorkerDied
@@ -74,90 +74,12 @@ def waited_for(worker: Worker, fleet: Fleet, graph: GraphSpec) -> Worker:
     return culprit
 
 
-# --- commands
-# What people and circus may have a run do: each command is answered only while the run is ready.
-
-
-class RunCommands:
-    """The commands of a `Supervisor`, which has what is named here. Each raises `DynamoError` while it is not ready."""
-
-    state: str
-    parts: Parts
-    _applying: Applying
-
-    async def scale(
-        self,
-        component: str,
-        target: str,
-        *,
-        force: bool,
-        victim_policy: str | None,
-        stimulus_id: str,
-        wake: bool = True,
-    ) -> dict[str, Any]:
-        """`dynamo scale`: returns once the intent is committed."""
-        self._check_running()
-        return await self.parts.orders.scale(
-            component, target, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id, wake=wake
-        )
-
-    async def sleep(self, name: str, *, level: int, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo sleep NAME`."""
-        self._check_running()
-        return await self.parts.orders.sleep(name, level=level, force=force, stimulus_id=stimulus_id)
-
-    async def wake(self, name: str, *, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo wake NAME`."""
-        self._check_running()
-        return await self.parts.orders.wake(name, stimulus_id=stimulus_id)
-
-    async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo drain NAME [--cancel]`."""
-        self._check_running()
-        return await self.parts.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
-
-    async def flip(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo flip NAME [--cancel]`."""
-        self._check_running()
-        if cancel:
-            return await self.parts.flips.cancel(name, stimulus_id=stimulus_id)
-        return await self.parts.flips.flip(name, force=force, stimulus_id=stimulus_id)
-
-    async def scale_flip(
-        self, gives: str, takes: str, count: int, *, force: bool, victim_policy: str | None, stimulus_id: str
-    ) -> dict[str, Any]:
-        """`dynamo scale GIVES -N TAKES +N --flip`."""
-        self._check_running()
-        return await self.parts.flips.scale(
-            gives, takes, count, force=force, victim_policy=victim_policy, stimulus_id=stimulus_id
-        )
-
-    async def restart(self, name_or_component: str, *, rolling: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo restart NAME|COMPONENT`."""
-        self._check_running()
-        return await self.parts.orders.restart(name_or_component, force=force, stimulus_id=stimulus_id)
-
-    async def apply(self, deployment: Any, *, dry_run: bool, force: bool, stimulus_id: str) -> dict[str, Any]:
-        """`dynamo apply -f FILE`."""
-        self._check_running()
-        return await self._applying.apply(deployment, dry_run=dry_run, force=force, stimulus_id=stimulus_id)
-
-    def planner(self) -> Planning:
-        """Whom the `dynamo planner` commands speak to."""
-        self._check_running()
-        return self.parts.planning
-
-    def _check_running(self) -> None:
-        if self.state != "ready":
-            raise DynamoError(f"the graph is {self.state}; nothing can be changed now, see `dynamo status`")
-
-
 log = logging.getLogger(__name__)
 
 HEAL_EVERY_S = 2.0
 
 
-class Supervisor(RunCommands):
+class Supervisor:
     """One run of one namespace. `start`, then wait until it is asked to leave, then `leave`."""
 
     def __init__(
@@ -196,6 +118,29 @@ class Supervisor(RunCommands):
         self.parts.servers.on_change = self._record_others
         arbiter.supervisor = self
         arbiter.on_exit = self._on_exit
+
+    # --- commands ------------------------------------------------------------------------------
+
+    async def run(self, command: Command) -> dict[str, Any]:
+        """Answer a command once its intent is committed. Raises its refusal, and `DynamoError` unless we are ready."""
+        self._check_running()
+        if isinstance(command, ApplyDeployment):
+            return await self._applying.apply(
+                command.deployment,
+                dry_run=command.dry_run,
+                force=command.force,
+                stimulus_id=command.stimulus_id,
+            )
+        return await self.parts.commands.run(command)
+
+    def planner(self) -> Planning:
+        """The planner, for the `dynamo planner` commands."""
+        self._check_running()
+        return self.parts.planning
+
+    def _check_running(self) -> None:
+        if self.state != "ready":
+            raise DynamoError(f"the graph is {self.state}; nothing can be changed now, see `dynamo status`")
 
     # --- coming up -----------------------------------------------------------------------------
 
@@ -307,7 +252,7 @@ class Supervisor(RunCommands):
             fleet=parts.planning.world().worker_pools,
             waiting=parts.waiting,
             record=parts.events.record,
-            scaler=parts.orders,
+            run=parts.commands.run,
             clock=self.clock,
             tell=parts.notes.tell,
         )

@@ -13,7 +13,6 @@ from typing import assert_never
 
 from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.effects import Act, Done
-from dynamo_local.core.fleet.commands import decide_scale, decide_scale_all
 from dynamo_local.core.fleet.effects import (
     CallBack,
     CallOffFlip,
@@ -36,6 +35,7 @@ from dynamo_local.core.fleet.effects import (
 )
 from dynamo_local.core.fleet.events import (
     CalledBack,
+    Change,
     Event,
     FlipAnswered,
     GpusSeen,
@@ -52,7 +52,6 @@ from dynamo_local.core.fleet.events import (
 from dynamo_local.core.fleet.fleet import Fleet, Process, Standby, StandbyFacts, Template, Worker
 from dynamo_local.core.fleet.lifecycle import FlipFailed
 from dynamo_local.core.fleet.moves import Move
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuDevice, GpuLedger, Sleeper
 from dynamo_local.core.notes import About
@@ -398,26 +397,23 @@ class VirtualFleet:
         order = Scale(
             stimulus_id=stimulus_id,
             component=component,
-            change=Change(step, relative=True),
+            target=Change(step, relative=True),
             by_person=False,
             wait_for_gpus=True,
             wake=standby,
             sleep=standby,
         )
         try:
-            moves = decide_scale(self.controller.fleet, order)
-            self.controller.feed(order)
+            return Scaled(self.controller.feed(order).moves)
         except DynamoError as refusal:
             return Scaled(refused=refusal)
-        return Scaled(moves)
 
     def scale_all(self, targets: Mapping[str, int], now_s: float, stimulus_id: str) -> dict[str, Scaled]:
         """So many workers of each component, or a refusal of all."""
         self._clock.at_s = now_s
         order = ScaleAll(stimulus_id=stimulus_id, targets=targets, actuators=self._options.actuators)
         try:
-            made = decide_scale_all(self.controller.fleet, order)
-            self.controller.feed(order)
+            made = self.controller.feed(order).by_component
         except DynamoError as refusal:
             return dict.fromkeys(targets, Scaled(refused=refusal))
         return {component: Scaled(moves) for component, moves in made.items()}

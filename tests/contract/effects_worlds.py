@@ -1,4 +1,4 @@
-"""The parties of the `EffectRunner` contract: the unit tests' fake, the arbiter's own on a simulated host, the simulator's.
+"""The parties of the `EffectRunner` contract: the tests' fake, the arbiter's own on a simulated host, the simulator's.
 
 Each has one ready decode worker, and can be told to let things go on. `journal` says in which order the controller
 asked for what, and when it heard that it was done.
@@ -18,9 +18,8 @@ from typing import Any, Protocol
 from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.arbiter.effects import Act, Done, EffectRunner
 from dynamo_local.core.fleet.effects import Commit, Effect, describe
-from dynamo_local.core.fleet.events import Event, Scale
+from dynamo_local.core.fleet.events import Change, Event, Scale
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.simulator.fleet import VirtualFleet
 from dynamo_local.simulator.process import Agenda, What
@@ -72,7 +71,7 @@ class EffectsWorld(Protocol):
 
 def change(count: int) -> Scale:
     """`dynamo scale VllmWorker`"""
-    return Scale(stimulus_id="test", component=COMPONENT, change=Change(count, relative=True), force=True)
+    return Scale(stimulus_id="test", component=COMPONENT, target=Change(count, relative=True), force=True)
 
 
 class Recorder:

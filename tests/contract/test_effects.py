@@ -105,7 +105,7 @@ def test_acts_on_one_worker_go_one_after_the_other(playing: Playing) -> None:
 
     async def test() -> None:
         world.controller.feed(st.Drain(stimulus_id="drain", name=name(), force=True))
-        world.controller.feed(st.CancelDrain(stimulus_id="cancel", name=name()))
+        world.controller.feed(st.Drain(cancel=True, stimulus_id="cancel", name=name()))
         await world.advance(5.0)
 
     run(test())
@@ -136,7 +136,7 @@ def test_the_end_of_a_session_waits_for_nobody(real_time: Playing) -> None:
     async def test() -> None:
         world.hang(name())
         world.controller.feed(st.Drain(stimulus_id="drain", name=name(), force=True))
-        world.controller.feed(st.CancelDrain(stimulus_id="cancel", name=name()))
+        world.controller.feed(st.Drain(cancel=True, stimulus_id="cancel", name=name()))
         world.controller.feed(st.Leave(stimulus_id="down", now=True))
         await world.advance(15.0)
 

@@ -16,17 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dynamo_local.core.fleet import events as stimuli
 from dynamo_local.core.fleet.backoff import RestartPolicy
-from dynamo_local.core.fleet.commands import decide_scale
 from dynamo_local.core.fleet.draining import has_left
+from dynamo_local.core.fleet.events import Change, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, Intent, Template
 from dynamo_local.core.fleet.moves import Revive, SpawnWorker
-from dynamo_local.core.fleet.scaling import Change, VictimPolicy
+from dynamo_local.core.fleet.scaling import decide
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.types import EVERY, WAKES, Actuator, Role
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import DynamoError
 from dynamo_local.system.gpus import SimInventory
+from tests.fakes.arbiter.decided import decided
 from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, PREFILL, lower_names
 from tests.fakes.arbiter.machine_world import MachineWorld, Proc
 from tests.tools.examples import examples
@@ -62,7 +63,7 @@ class Arbiter(RuleBasedStateMachine):
         """One of each. `leaves`: how the run ends, by `down` (True: `--now`) or not at all."""
         self.leaves = leaves
         for component in COMPONENTS:
-            self.command(stimuli.Scale(stimulus_id="up", component=component, change=Change(1, relative=True)))
+            self.command(stimuli.Scale(stimulus_id="up", component=component, target=Change(1, relative=True)))
         for _ in range(4):
             self.world.settle()
 
@@ -101,16 +102,13 @@ class Arbiter(RuleBasedStateMachine):
         order = stimuli.Scale(
             stimulus_id="scale",
             component=component,
-            change=change,
+            target=change,
             force=force,
             victim_policy=policy,
             by_person=by_person,
             wait_for_gpus=wait,
         )
-        try:
-            moves = decide_scale(self.fleet, order)
-        except DynamoError:
-            moves = ()
+        moves = decided(decide, self.fleet, order).moves
         started = {each.name for each in moves if isinstance(each, SpawnWorker | Revive)}
         for each in moves:
             if isinstance(each, SpawnWorker):
@@ -146,7 +144,7 @@ class Arbiter(RuleBasedStateMachine):
         """`dynamo drain NAME [--cancel]`"""
         name = data.draw(st.sampled_from(sorted(self.fleet.workers)))
         if cancel:
-            self.command(stimuli.CancelDrain(stimulus_id="cancel", name=name), force=False)
+            self.command(stimuli.Drain(cancel=True, stimulus_id="cancel", name=name), force=False)
         else:
             self.command(stimuli.Drain(stimulus_id="drain", name=name, force=force), force=force)
 
@@ -158,7 +156,7 @@ class Arbiter(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(ready or sorted(self.fleet.workers)))
         before = {template.component: self.fleet.capacity(template.component) for template in self.fleet.templates}
         if cancel:
-            self.command(stimuli.CancelFlip(stimulus_id="cancel-flip", name=name), force=False)
+            self.command(stimuli.Flip(cancel=True, stimulus_id="cancel-flip", name=name), force=False)
         else:
             self.command(stimuli.Flip(stimulus_id="flip", name=name, force=force), force=force)
         after = {template.component: self.fleet.capacity(template.component) for template in self.fleet.templates}
@@ -189,7 +187,7 @@ class Arbiter(RuleBasedStateMachine):
     def restart(self, data: st.DataObject, force: bool) -> None:
         """`dynamo restart NAME|COMPONENT`; of a fault it may ask for devices that are gone meanwhile."""
         target = data.draw(st.sampled_from([*COMPONENTS, *sorted(self.fleet.workers)]))
-        self.command(stimuli.Restart(stimulus_id="restart", target=target, force=force), force=force)
+        self.command(stimuli.Restart(stimulus_id="restart", name=target, force=force), force=force)
         self.hopeless = True
 
     @rule(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.arbiter.arbiter_effects import ArbiterEffects
-from dynamo_local.arbiter.commands import FlipOrders, Orders
+from dynamo_local.arbiter.commands import Commands as ArbiterCommands
 from dynamo_local.arbiter.controller import PULSE_EVERY_S, Waiting
 from dynamo_local.arbiter.deployment import Launcher, gpu_asks
 from dynamo_local.arbiter.links import Links
@@ -114,15 +114,13 @@ class Arbiter(Successor):
         )
         self.controller = WatchedController(self._nobody(), self.effects, clock, observers=[self], validates=True)
         self.controller.on_moves = self._on_moves  # type: ignore[method-assign]
-        self.controller.on_refused = self._on_refused  # type: ignore[method-assign]
         self.controller.on_apply = self._on_apply  # type: ignore[method-assign]
-        self.orders = Orders(self.controller, self.pool.look)
         self.effects.connect(self._feed, self._ticked, lambda: self.controller.fleet)
         self.links.on_answer = lambda answer: self._feed(InfraSeen(stimulus_id="links", ok=answer))
         self.registrations = Registrations(NAMESPACE, self._feed, self.links)
         self.sampling = Sampling(NAMESPACE, self.controller, self.links, clock)
         self.waiting = Waiting(self.controller, clock.now_s)
-        self.flips = FlipOrders(self.controller, self.orders, self.waiting)
+        self.commands = ArbiterCommands(self.controller, self.pool.look, self.waiting)
         self.spares.connect(lambda: self.controller.fleet, self._record_spares)
         self.host.on_exit = self._guarded(self._exited)
 
@@ -275,7 +273,6 @@ class Arbiter(Successor):
 
     def _on_moves(self, order: Event, before: Fleet, moves: tuple[Move, ...]) -> None:
         """Note which workers every decision wants, and does not want any more; unforced it takes no last ready one."""
-        self._wanted_before = set(self.wanted)
         going = {each.name for each in moves if type(each).__name__ in ("BeginDrain", "FlipWorker", "PutToSleep")}
         for component in {before.workers[name].component for name in going if before.workers[name].ready}:
             left = [worker for worker in before.ready(component) if worker.name not in going]
@@ -287,11 +284,8 @@ class Arbiter(Successor):
                 self.wanted.add(each.name)
                 if kind == "CancelDrain":
                     self._cancelling.add(order.stimulus_id)
-            elif kind != "FlipWorker":  # wanted under the name that it has, and then under the other
+            elif kind not in ("FlipWorker", "CallOffFlipOf"):  # it is wanted under either name
                 self.wanted.discard(each.name)
-
-    def _on_refused(self) -> None:
-        self.wanted = self._wanted_before
 
     def _on_apply(self, before: Fleet) -> None:
         """Who counts now and did not, is wanted; who did and does not, is not."""

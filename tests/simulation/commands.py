@@ -6,8 +6,8 @@ from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dynamo_local.arbiter.commands import FlipOrders, Orders
-from dynamo_local.core.fleet.events import Apply
+from dynamo_local.arbiter.commands import Commands as ArbiterCommands
+from dynamo_local.core.fleet.events import Apply, Drain, Flip, Restart, Scale, ScaleFlip, VictimPolicy, parse_target
 from dynamo_local.core.fleet.fleet import Intent, Worker
 from dynamo_local.core.fleet.lifecycle import IllegalTransition
 from dynamo_local.core.types import WorkerState
@@ -25,8 +25,7 @@ class Commands:
 
     world: World
     controller: WatchedController
-    orders: Orders
-    flips: FlipOrders
+    commands: ArbiterCommands
     wanted: set[str]
     unforced: set[str]
     restarts: set[str]
@@ -43,7 +42,15 @@ class Commands:
             self.unforced.add(stimulus_id)
         await self.command(
             f"scale {component} {target}{' --force' * force}",
-            self.orders.scale(component, target, force=force, victim_policy=policy, stimulus_id=stimulus_id),
+            self.commands.run(
+                Scale(
+                    stimulus_id=stimulus_id,
+                    component=component,
+                    target=parse_target(target),
+                    force=force,
+                    victim_policy=VictimPolicy(policy or VictimPolicy.HIGHEST_SUFFIX),
+                )
+            ),
         )
 
     async def drain(self, name: str, *, cancel: bool, force: bool, stimulus_id: str) -> None:
@@ -51,7 +58,7 @@ class Commands:
         if not force:
             self.unforced.add(stimulus_id)
         words = f"drain {name}{' --cancel' * cancel}{' --force' * force}"
-        work = self.orders.drain(name, cancel=cancel, force=force, stimulus_id=stimulus_id)
+        work = self.commands.run(Drain(stimulus_id=stimulus_id, name=name, cancel=cancel, force=force))
         answered = await self.command(words, work)
         worker = self.workers.get(name)
         # The person was told that it goes, unless it was gone before the answer: then it has been started anew.
@@ -62,7 +69,8 @@ class Commands:
     async def restart(self, target: str, *, force: bool, stimulus_id: str) -> None:
         """`dynamo restart`."""
         self.restarts.add(stimulus_id)
-        await self.command(f"restart {target}", self.orders.restart(target, force=force, stimulus_id=stimulus_id))
+        work = self.commands.run(Restart(stimulus_id=stimulus_id, name=target, force=force))
+        await self.command(f"restart {target}", work)
 
     async def apply(
         self, renewed: Collection[str], counts: Mapping[str, int], *, force: bool, stimulus_id: str
@@ -84,7 +92,7 @@ class Commands:
         await self.command(words, self._applied(order))
 
     async def _applied(self, order: Apply) -> dict[str, Any]:
-        await self.orders.committed(order)
+        await self.commands.committed(order)
         return {}
 
     async def command(self, words: str, work: Coroutine[Any, Any, dict[str, Any]]) -> bool:
@@ -106,14 +114,14 @@ class Commands:
         if not force:
             self.unforced.add(stimulus_id)
         words = f"flip {name}{' --cancel' * cancel}{' --force' * force}"
-        if cancel:
-            await self.command(words, self.flips.cancel(name, stimulus_id=stimulus_id))
-        else:
-            await self.command(words, self.flips.flip(name, force=force, stimulus_id=stimulus_id))
+        command = Flip(stimulus_id=stimulus_id, name=name, cancel=cancel, force=force)
+        await self.command(words, self.commands.run(command))
 
     async def scale_flip(self, gives: str, takes: str, count: int, *, force: bool, stimulus_id: str) -> None:
         """`dynamo scale … --flip`."""
         if not force:
             self.unforced.add(stimulus_id)
-        work = self.flips.scale(gives, takes, count, force=force, victim_policy=None, stimulus_id=stimulus_id)
-        await self.command(f"scale {gives} -{count} {takes} +{count} --flip{' --force' * force}", work)
+        command = ScaleFlip(stimulus_id=stimulus_id, gives=gives, takes=takes, count=count, force=force)
+        await self.command(
+            f"scale {gives} -{count} {takes} +{count} --flip{' --force' * force}", self.commands.run(command)
+        )

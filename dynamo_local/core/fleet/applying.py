@@ -15,11 +15,10 @@ from dataclasses import replace
 from dynamo_local.core.fleet import commands as deciding
 from dynamo_local.core.fleet import scaling, starting
 from dynamo_local.core.fleet.builder import StepBuilder
-from dynamo_local.core.fleet.events import Apply
+from dynamo_local.core.fleet.events import Apply, Change, Scale
 from dynamo_local.core.fleet.fleet import Fleet, RestartPlan, Template, Worker
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.types import WorkerState as S
-from dynamo_local.errors import NotApplicable
+from dynamo_local.errors import DynamoError, NotApplicable
 
 
 def apply(builder: StepBuilder, order: Apply) -> None:
@@ -100,18 +99,19 @@ def _to_counts(builder: StepBuilder, order: Apply) -> Iterator[str]:
     """Fewer first: their devices may be needed."""
     now = {component: builder.fleet.capacity(component) for component in order.counts}
     for component, count in sorted(order.counts.items(), key=lambda item: item[1] - now[item[0]]):
-        decision = scaling.decide(
-            builder.fleet,
-            component,
-            Change(count, relative=False),
+        one = Scale(
             stimulus_id=order.stimulus_id,
+            component=component,
+            target=Change(count, relative=False),
             force=order.force,
             wait_for_gpus=True,
         )
-        if decision.refused is not None:
-            yield f"{component}: {decision.refused}"
+        try:
+            moves = scaling.decide(builder.fleet, one)
+        except DynamoError as refusal:
+            yield f"{component}: {refusal}"
         else:
-            deciding.carry_out(builder, decision.moves)
+            deciding.carry_out(builder, moves)
 
 
 def _fitting(fleet: Fleet, removed: list[Worker], force: bool) -> tuple[list[str], frozenset[str]]:

@@ -1,23 +1,23 @@
-"""Commands: a decision of `scaling` or `rolling`, and what each of its moves does to its worker."""
+"""Commands: each is decided (`scaling`, `sleeping`, `flipping`, `restarting`), carried out, and answered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dynamo_local.core.fleet import draining as leaving
-from dynamo_local.core.fleet import flip_decisions as flips
 from dynamo_local.core.fleet import flipping, scaling, sleeping, starting
 from dynamo_local.core.fleet import observed as observing
 from dynamo_local.core.fleet import restarting as rolling
-from dynamo_local.core.fleet import sleep_decisions as standby
 from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallBack, Tell
-from dynamo_local.core.fleet.events import CancelDrain, Drain, Restart, Resume, Scale, ScaleAll, Sleep, Wake
-from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
+from dynamo_local.core.fleet.events import Change, Drain, Restart, Resume, Scale, ScaleAll, Sleep, Wake
+from dynamo_local.core.fleet.fleet import Intent, RestartPlan, Worker
 from dynamo_local.core.fleet.moves import (
+    Answer,
     BeginDrain,
     CallOffFlipOf,
+    CancelDrain,
     FlipWorker,
     Move,
     PutToSleep,
@@ -28,53 +28,29 @@ from dynamo_local.core.fleet.moves import (
     intent_after,
     transition_for,
 )
-from dynamo_local.core.fleet.moves import CancelDrain as CancelDrainMove
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import Actuator
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.errors import NotEnoughGpus
 
 
-def scale(builder: StepBuilder, order: Scale) -> None:
+def scale(builder: StepBuilder, command: Scale) -> Answer:
     """Raises the refusals of `scaling.decide`."""
-    carry_out(builder, decide_scale(builder.fleet, order))
-    builder.decided_anew(component=order.component)
+    moves = scaling.decide(builder.fleet, command)
+    carry_out(builder, moves)
+    builder.decided_anew(component=command.component)
+    return Answer(moves)
 
 
-def decide_scale(fleet: Fleet, order: Scale) -> tuple[Move, ...]:
-    """The moves that bring the component there. Raises the refusals of `scaling.decide`."""
-    return scaling.decide(
-        fleet,
-        order.component,
-        order.change,
-        stimulus_id=order.stimulus_id,
-        force=order.force,
-        victim_policy=order.victim_policy,
-        by_person=order.by_person,
-        wait_for_gpus=order.wait_for_gpus,
-        wake=order.wake,
-        sleep=order.sleep,
-    ).or_raise()
+def scale_all(builder: StepBuilder, command: ScaleAll) -> Answer:
+    """Every component to its number, or none. Raises the refusals of `scaling.decide`.
 
-
-def scale_all(builder: StepBuilder, order: ScaleAll) -> None:
-    """Every component to its number, or none. Raises the refusals of `scaling.decide`."""
-    _to_targets(builder, order)
-
-
-def decide_scale_all(fleet: Fleet, order: ScaleAll) -> Mapping[str, tuple[Move, ...]]:
-    """The moves by component, in the order in which they are made. Raises the refusals of `scaling.decide`."""
-    return _to_targets(StepBuilder(fleet, 0.0, order.stimulus_id), order)  # no move depends on the time
-
-
-def _to_targets(builder: StepBuilder, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
-    """Flips first: nothing is quicker, and no device changes hands. Then fewer: their devices may be needed, and an up
-    that needs them waits until they are free. Then drains are taken back, which keeps devices from whoever hoped for
-    them.
+    Flips come first: they are the quickest, and no device changes hands. Next come scale-downs, because a scale-up may
+    need their devices and waits until these are free. Drains are taken back last: that keeps devices from a worker
+    that hoped for them.
     """
-    flipped = _flipped(builder, order) if Actuator.FLIP in order.actuators else {}
-    before, sleeps = builder.fleet, Actuator.WAKE in order.actuators
+    flipped = _flipped(builder, command) if Actuator.FLIP in command.actuators else {}
+    before, sleeps = builder.fleet, Actuator.WAKE in command.actuators
 
     def turn(item: tuple[str, int]) -> tuple[bool, bool]:
         component, count = item
@@ -82,95 +58,85 @@ def _to_targets(builder: StepBuilder, order: ScaleAll) -> dict[str, tuple[Move, 
         return more, more and not any(worker.cancellable for worker in before.of(component))
 
     made: dict[str, tuple[Move, ...]] = {}
-    for component, count in sorted(order.targets.items(), key=turn):
-        decision = scaling.decide(
-            builder.fleet,
-            component,
-            Change(count, relative=False),
-            stimulus_id=order.stimulus_id,
-            victim_policy=order.victim_policy,
+    for component, count in sorted(command.targets.items(), key=turn):
+        one = Scale(
+            stimulus_id=command.stimulus_id,
+            component=component,
+            target=Change(count, relative=False),
+            victim_policy=command.victim_policy,
             by_person=False,
             wait_for_gpus=True,
             wake=sleeps,
             sleep=sleeps,
         )
-        moves = decision.or_raise()
-        carry_out(builder, moves)
-        made[component] = (*flipped.get(component, ()), *moves)
-        builder.decided_anew(component=component)
-    for component, count in order.targets.items():
+        made[component] = (*flipped.get(component, ()), *scale(builder, one).moves)
+    for component, count in command.targets.items():
         if builder.fleet.capacity(component) != count:
             raise NotEnoughGpus(
                 f"{component} cannot have {count} workers: GPUs that it waits for stay with workers whose drain would "
                 "be taken back by the same order; nothing was changed"
             )
-    return made
+    return Answer(tuple(move for moves in made.values() for move in moves), made)
 
 
-def _flipped(builder: StepBuilder, order: ScaleAll) -> dict[str, tuple[Move, ...]]:
+def _flipped(builder: StepBuilder, command: ScaleAll) -> dict[str, tuple[Move, ...]]:
     """As many workers as one component is to give up, and the other is to get, change their role; as far as they can.
 
     The moves of either component: they are both's.
     """
-    missing = {component: count - builder.fleet.capacity(component) for component, count in order.targets.items()}
+    missing = {component: count - builder.fleet.capacity(component) for component, count in command.targets.items()}
     for gives, surplus in missing.items():
         takes = builder.fleet.template(gives).flips_to
         if surplus >= 0 or takes not in missing:
             continue
         back = sum(worker.cancellable for worker in builder.fleet.of(takes))  # quicker still, and it keeps its devices
         count = min(-surplus, missing[takes] - back)
-        moves = flips.most(builder.fleet, gives, count, victim_policy=order.victim_policy, reason="scale, with flips")
+        moves = flipping.most(
+            builder.fleet, gives, count, victim_policy=command.victim_policy, reason="scale, with flips"
+        )
         carry_out(builder, moves)
         return dict.fromkeys((gives, takes), moves) if moves else {}
     return {}
 
 
-def drain(builder: StepBuilder, order: Drain) -> None:
-    """Raises the refusals of `scaling.decide_drain`."""
-    decision = scaling.decide_drain(builder.fleet, order.name, stimulus_id=order.stimulus_id, force=order.force)
-    component = builder.fleet.worker(order.name).component
-    carry_out(builder, decision.or_raise())
+def drain(builder: StepBuilder, command: Drain) -> Answer:
+    """Raises the refusals of `scaling.decide_drain` and `scaling.decide_cancel`."""
+    if command.cancel:
+        moves = scaling.decide_cancel(builder.fleet, command)
+        carry_out(builder, moves, answered=True)
+        return Answer(moves)
+    moves = scaling.decide_drain(builder.fleet, command)
+    component = builder.fleet.worker(command.name).component
+    carry_out(builder, moves)
     builder.decided_anew(component=component)
+    return Answer(moves)
 
 
-def cancel_drain(builder: StepBuilder, order: CancelDrain) -> None:
-    """Raises the refusals of `scaling.decide_cancel`."""
-    decision = scaling.decide_cancel(builder.fleet, order.name, stimulus_id=order.stimulus_id)
-    carry_out(builder, decision.or_raise(), answered=True)
+def sleep(builder: StepBuilder, command: Sleep) -> Answer:
+    """Raises the refusals of `sleeping.decide_sleep`, and `LastReadyWorker`."""
+    fleet, moves = builder.fleet, sleeping.decide_sleep(builder.fleet, command)
+    going = [worker for move in moves if (worker := fleet.worker(move.name)).counts]
+    scaling.check_not_last(fleet, going, command.force, f"`dynamo sleep {command.name}`")
+    carry_out(builder, moves)
+    return Answer(moves)
 
 
-def sleep(builder: StepBuilder, order: Sleep) -> None:
-    """Raises the refusals of `decide_sleep`."""
-    carry_out(builder, decide_sleep(builder.fleet, order))
-
-
-def decide_sleep(fleet: Fleet, order: Sleep) -> tuple[Move, ...]:
-    """The moves, none if it sleeps. Raises the refusals of `standby.decide_sleep`, and `LastReadyWorker`."""
-    moves = standby.decide_sleep(fleet, order.name, order.level, stimulus_id=order.stimulus_id).or_raise()
-    going = [fleet.worker(move.name) for move in moves]
-    scaling.check_not_last(fleet, [w for w in going if w.counts], order.force, f"`dynamo sleep {order.name}`")
-    return moves
-
-
-def wake(builder: StepBuilder, order: Wake) -> None:
-    """Raises the refusals of `decide_wake`."""
-    carry_out(builder, decide_wake(builder.fleet, order))
-
-
-def decide_wake(fleet: Fleet, order: Wake) -> tuple[Move, ...]:
-    """The moves, none if it serves. Raises the refusals of `standby.decide_wake`, and `TooManyWorkers`."""
-    moves = standby.decide_wake(fleet, order.name, stimulus_id=order.stimulus_id).or_raise()
+def wake(builder: StepBuilder, command: Wake) -> Answer:
+    """Raises the refusals of `sleeping.decide_wake`, and `TooManyWorkers`."""
+    moves = sleeping.decide_wake(builder.fleet, command)
     if moves:
-        scaling.check_limit(fleet, fleet.worker(order.name).component)
-    return moves
+        scaling.check_limit(builder.fleet, builder.fleet.worker(command.name).component)
+    carry_out(builder, moves)
+    return Answer(moves)
 
 
-def restart(builder: StepBuilder, order: Restart) -> None:
-    """Raises the refusals of `rolling.plan_restart`. The plan goes on by itself: `advance_restarts`."""
-    plan = rolling.plan_restart(builder.fleet, order.target, stimulus_id=order.stimulus_id, force=order.force)
+def restart(builder: StepBuilder, command: Restart) -> Answer:
+    """Raises the refusals of `restarting.plan_restart`. The plan goes on by itself: `advance_restarts`."""
+    plan = rolling.plan_restart(builder.fleet, command)
     for warning in plan.warnings:
         builder.do(Tell(warning))
     builder.set(restarts=(*builder.fleet.restarts, plan))
+    return Answer(plan=plan)
 
 
 def advance_restarts(builder: StepBuilder) -> None:
@@ -218,7 +184,7 @@ def carry_out(builder: StepBuilder, moves: Sequence[Move], *, answered: bool = F
             sleeping.put_to_sleep(builder, worker, move.level, move.reason)
         elif isinstance(move, WakeUp):
             sleeping.wake_up(builder, worker, move.reason)
-        elif isinstance(move, CancelDrainMove):
+        elif isinstance(move, CancelDrain):
             _call_back(builder, worker, builder.stimulus_id if answered else None)
         elif isinstance(move, BeginDrain) or worker.state is S.STARTING:
             _begin_drain(builder, worker, move)

@@ -240,18 +240,18 @@ class Worker:
 
     Leaving: `drain_requested_at_s` is when we asked it to (None: its lease went away by itself, as `lease_gone` says).
     `silent_at_expiry`: the lease ended while the worker was silent. The worker may only have been suspended.
-    `signalled`, that it was given the sign; `engine_failed`, that it has said that it ends because its engine has died, and
+    `signalled`, that it was given the sign; `engine_failed`, that it has said that its engine has died, and
     `engine_said` why.
 
     What is waited for: `due_s` is the state's own deadline (a start, a drain, a back-off). `spawning`: its process is
     to be made; `spawn_begun`: it is being made, which cannot be called off any more. `exit`: its process has ended, and
     the registry is asked whether it left in order. `sweeping`: what its last process left behind is being ended.
     `gpus_pending_release`: its GPUs' memory comes back. `waiting_for_infra`: it starts when etcd and NATS answer again.
-    `absent_s`: since when its key has been missing from a registry that lists all keys. `counting`: it is past its drain deadline and
-    being asked what that will cut.
+    `absent_s`: since when its key has been missing from a registry that lists all keys. `counting`: it is past its
+    drain deadline and being asked what that will cut.
 
-    Changing its role: `flip` is what it is about to become (None: nothing). `spawned_as` is the name under which its process
-    was made, where that is another than its name of now: marks in its environment and its log file have that one.
+    Changing its role: `flip` is what it is about to become (None: nothing). `spawned_as` is the name under which its
+    process was made, if that differs from its name of now. The process's environment and its log file have that name.
 
     Health: `heard_s` is when it first answered, or became ready (None: neither yet); `unheard_s` for how long it has
     not answered since, counting only time in which the arbiter asked; `silent_s` the same without the time in which it

@@ -11,47 +11,187 @@ answer says how far it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.core.fleet import flip_decisions as flips
 from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallOffFlip, FlipRole, Rename, Revoke, Tell
-from dynamo_local.core.fleet.events import CancelFlip, Flip, FlipAnswered, ScaleFlip
+from dynamo_local.core.fleet.events import Flip, FlipAnswered, ScaleFlip, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Worker
 from dynamo_local.core.fleet.lifecycle import FlipFailed, Flipped, FlipRequested
-from dynamo_local.core.fleet.moves import CallOffFlipOf, FlipWorker, Move
+from dynamo_local.core.fleet.moves import Answer, CallOffFlipOf, FlipWorker
+from dynamo_local.core.fleet.scaling import victims
 from dynamo_local.core.types import WorkerState as S
+from dynamo_local.errors import (
+    BadTarget,
+    BeingRestarted,
+    DynamoError,
+    FlipNotCancellable,
+    LastReadyWorker,
+    NotFlippable,
+    TooManyWorkers,
+)
 
 AGAIN_S = 1.0
 """One whose answer did not come is asked again after this."""
 
 
-def decided(fleet: Fleet, order: Flip | ScaleFlip | CancelFlip) -> tuple[Move, ...]:
-    """The moves. Raises the refusals of `flips`."""
-    match order:
-        case Flip():
-            decision = flips.decide(fleet, order.name, stimulus_id=order.stimulus_id, force=order.force)
-        case CancelFlip():
-            decision = flips.decide_cancel(fleet, order.name, stimulus_id=order.stimulus_id)
-        case ScaleFlip():
-            decision = flips.decide_scale(
-                fleet,
-                order.gives,
-                order.takes,
-                order.count,
-                stimulus_id=order.stimulus_id,
-                force=order.force,
-                victim_policy=order.victim_policy,
-            )
-    return decision.or_raise()
+# --- decisions ---------------------------------------------------------------------------------
 
 
-def flip(builder: StepBuilder, order: Flip | ScaleFlip | CancelFlip) -> None:
-    """Raises the refusals of `flips`."""
-    for move in decided(builder.fleet, order):
-        if isinstance(move, FlipWorker | CallOffFlipOf):
-            carry_out(builder, move)
+def decide(view: Fleet, command: Flip) -> tuple[FlipWorker, ...]:
+    """None for a worker that flips already.
+
+    Raises `UnknownWorker`, `NotFlippable`, `LastReadyWorker`, `TooManyWorkers` or `BeingRestarted`.
+    """
+    worker = view.worker(command.name)
+    if worker.flip is not None and not worker.flip.cancelled:
+        return ()
+    return _flipped(view, [worker], command.force, "flip")
+
+
+def decide_scale(view: Fleet, command: ScaleFlip) -> tuple[FlipWorker, ...]:
+    """That many ready workers of `gives` go over to `takes`, chosen by the victim policy.
+
+    Raises as `decide` does, and `BadTarget` if there are not so many.
+    """
+    gives, count = command.gives, command.count
+    template, other = view.template(gives), view.template(command.takes)
+    if count < 1:
+        raise BadTarget(f"{count} is no number of workers: 1 or more")
+    _check_flips(template.component, template.flips_to, template.cannot_flip)
+    if template.flips_to != other.component:
+        raise NotFlippable(f"a worker of {gives} can become one of {template.flips_to}, not of {command.takes}")
+    ready = victims(view.ready(gives), command.victim_policy)
+    if count > len(ready):
+        raise BadTarget(f"{count} workers of {gives} cannot flip: {len(ready)} are ready")
+    return _flipped(view, ready[:count], command.force, f"scale {gives} -{count} --flip")
+
+
+def most(view: Fleet, gives: str, count: int, *, victim_policy: VictimPolicy, reason: str) -> tuple[FlipWorker, ...]:
+    """At most so many ready workers of that component go over to the one that it flips to: as many as can, unforced."""
+    able = victims(able_to_flip(view, gives), victim_policy)
+    for n in range(min(count, len(able)), 0, -1):
+        try:
+            return _flipped(view, able[:n], force=False, reason=reason)
+        except DynamoError:  # it would be the last that serves, or one too many over there
+            continue
+    return ()
+
+
+def able_to_flip(view: Fleet, component: str) -> list[Worker]:
+    """Its ready workers that may change their role now, each for itself."""
+    if view.template(component).flips_to is None:
+        return []
+
+    def may(worker: Worker) -> bool:
+        try:
+            _check_may_flip(view, worker)
+        except DynamoError:
+            return False
+        return True
+
+    return [worker for worker in view.ready(component) if may(worker)]
+
+
+def decide_cancel(view: Fleet, command: Flip) -> tuple[CallOffFlipOf, ...]:
+    """Raises `UnknownWorker` or `FlipNotCancellable`."""
+    worker = view.worker(command.name)
+    if worker.flip is None:
+        raise FlipNotCancellable(
+            f"{worker.name} does not change its role: it is {worker.state}; to have it back, flip it again"
+        )
+    return () if worker.flip.cancelled else (CallOffFlipOf(worker.name, "flip --cancel"),)
+
+
+def _flipped(view: Fleet, chosen: Sequence[Worker], force: bool, reason: str) -> tuple[FlipWorker, ...]:
+    for worker in chosen:
+        _check_may_flip(view, worker)
+    _check_not_last(view, chosen, force, reason)
+    target = view.template_of(chosen[0]).flips_to or ""
+    if view.template(target).retired:
+        raise NotFlippable(f"{target} is wanted no more, as an apply has said: nobody becomes one of its workers")
+    limit = view.template(target).max_workers
+    if limit is not None and view.capacity(target) + len(chosen) > limit:
+        raise TooManyWorkers(f"{target} would have more than the {limit} workers that its class allows")
+    moves: list[FlipWorker] = []
+    taken = set(view.reserved())
+    for worker in chosen:
+        name, n = _name_for(view, worker, target, taken)
+        taken.add(name)
+        moves.append(FlipWorker(worker.name, name, target, n, reason))
+    return tuple(moves)
+
+
+def _name_for(view: Fleet, worker: Worker, component: str, taken: set[str]) -> tuple[str, int]:
+    for name, n, entry in view.names_from_lowest(component):
+        mine = worker.spawned_as == name
+        if (mine or name not in taken) and (entry is None or _is_template(entry)):
+            return name, n
+    raise AssertionError("names have no end")
+
+
+def _is_template(entry: Worker) -> bool:
+    """A bare entry that nothing runs under, nor is cleared away."""
+    busy = entry.on_its_way or entry.sweeping or entry.gpus_pending_release is not None or entry.gpus
+    return entry.state is S.EXITED and entry.n == 0 and not busy
+
+
+def _check_flips(component: str, flips_to: str | None, why: str) -> None:
+    if flips_to is None:
+        raise NotFlippable(f"a worker of {component} cannot change its role: {why}")
+
+
+def _check_may_flip(view: Fleet, worker: Worker) -> None:
+    template = view.template_of(worker)
+    _check_flips(worker.component, template.flips_to, template.cannot_flip)
+    if not worker.ready:
+        raise NotFlippable(f"{worker.name} is {worker.state}: only a worker that is ready can change its role")
+    if worker.standby.wanted:
+        raise NotFlippable(f"{worker.name} is about to be put to sleep; `dynamo wake {worker.name}` first")
+    if view.outdated(worker):
+        raise NotFlippable(
+            f"{worker.name} runs with another configuration than that of now: whether its engine fits nobody "
+            f"knows; `dynamo restart {worker.name}` first"
+        )
+    for plan in view.restarts:
+        named = {name for name, _ in plan.todo} | set(plan.substitutes.values()) | {*plan.awaited, *plan.removed}
+        if worker.name in named:
+            raise BeingRestarted(f"{plan.stimulus_id} is under way, and has still to come to {worker.name}")
+
+
+def _check_not_last(view: Fleet, going: Sequence[Worker], force: bool, what: str) -> None:
+    names = {worker.name for worker in going}
+    component = going[0].component
+    if force or any(worker.name not in names for worker in view.ready(component)):
+        return
+    raise LastReadyWorker(
+        f"`{what}` of {', '.join(sorted(names))} is refused: it would leave {component} ({going[0].role}) without a "
+        f"ready worker; add one first (`dynamo scale {component} +1`), or insist with --force",
+        worker=going[0].name,
+        component=component,
+    )
+
+
+# --- carrying out --------------------------------------------------------------------------------
+
+
+def flip(builder: StepBuilder, command: Flip) -> Answer:
+    """Raises the refusals of `decide` and `decide_cancel`."""
+    decision = decide_cancel if command.cancel else decide
+    return _carry_out_all(builder, decision(builder.fleet, command))
+
+
+def scale_flip(builder: StepBuilder, command: ScaleFlip) -> Answer:
+    """Raises the refusals of `decide_scale`."""
+    return _carry_out_all(builder, decide_scale(builder.fleet, command))
+
+
+def _carry_out_all(builder: StepBuilder, moves: Sequence[FlipWorker | CallOffFlipOf]) -> Answer:
+    for move in moves:
+        carry_out(builder, move)
+    return Answer(tuple(moves))
 
 
 def carry_out(builder: StepBuilder, move: FlipWorker | CallOffFlipOf) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dynamo_local.core.fleet.events import Restart
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
 from dynamo_local.core.fleet.moves import BeginDrain, Revive, SpawnWorker, TakeBack
 from dynamo_local.core.fleet.scaling import flip_under_way, one_more, taken
@@ -47,13 +48,14 @@ class Stopped:
 Step = BeginDrain | Revive | SpawnWorker | TakeBack | Wait | Done | Stopped
 
 
-def plan_restart(view: Fleet, target: str, *, stimulus_id: str, force: bool = False) -> RestartPlan:
+def plan_restart(view: Fleet, command: Restart) -> RestartPlan:
     """A plan for the worker, or all workers of the component, of that name.
 
     Of a component: what does not serve first (a fault is cleared, capacity comes before it goes), then by the highest
     suffix; leaving workers and the template are left alone. Of a name: a template is brought back.
     Raises `UnknownWorker`, or `NotRestartable` for a worker that is leaving or a component without workers.
     """
+    target, force = command.name, command.force
     if any(template.component == target for template in view.templates):
         chosen = [w for w in view.of(target) if w.counts or w.stands_by or w.state is S.FAULTED]
         if not chosen:
@@ -86,7 +88,7 @@ def plan_restart(view: Fleet, target: str, *, stimulus_id: str, force: bool = Fa
     todo = tuple((w.name, w.starts) for w in chosen)
     bring_back = frozenset(w.name for w in chosen if w.state is S.EXITED and not w.counts)
     in_place = frozenset(w.name for w in chosen) if force else frozenset()
-    return RestartPlan(stimulus_id, todo, bring_back=bring_back, in_place=in_place, warnings=warnings)
+    return RestartPlan(command.stimulus_id, todo, bring_back=bring_back, in_place=in_place, warnings=warnings)
 
 
 def check_replaceable(view: Fleet, worker: Worker, what: str) -> None:

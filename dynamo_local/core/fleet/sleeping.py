@@ -1,19 +1,27 @@
-"""Workers on standby: put to sleep, kept asleep, woken; each order is given until the worker says that it is done.
+"""Workers on standby: which may sleep or wake, and what follows until the worker says that it has done so.
 
-A worker says in its ready key which order it has carried out, and what it keeps while it sleeps. What it says about an
-earlier order is out of date. All else that may happen meanwhile (an exit, silence, a drain) is as for any worker.
+The rules, in prose:
+
+* Only workers whose component has `standby` in its configuration sleep. Their engines were made, and rehearsed, for it.
+* Unforced, the last ready worker of a component is not put to sleep.
+* A sleeper wakes on its own devices, because its process is pinned to them. If somebody holds one of these, the wake is
+  refused and names the holder. If all holders leave, the sleeper waits until they are gone.
+* A worker that is still to be put to sleep just stays awake.
+* The controller repeats an order until the worker says in its ready key that it has carried the order out. What the
+  worker says about an earlier order is out of date.
+* An exit, silence or a drain meanwhile is handled as for any worker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dynamo_local.core.fleet import draining as leaving
-from dynamo_local.core.fleet import sleep_decisions as deciding_standby
 from dynamo_local.core.fleet.builder import STARTED_AGAIN, StepBuilder
 from dynamo_local.core.fleet.effects import OrderSleep, OrderWake, Tell
-from dynamo_local.core.fleet.events import KeyPut, OrderAnswered
-from dynamo_local.core.fleet.fleet import Intent, RestartPlan, Standby, StandbyFacts, Template, Worker
+from dynamo_local.core.fleet.events import KeyPut, OrderAnswered, Sleep, Wake
+from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Standby, StandbyFacts, Template, Worker
 from dynamo_local.core.fleet.lifecycle import (
     DrainRequested,
     HealthFailed,
@@ -25,10 +33,13 @@ from dynamo_local.core.fleet.lifecycle import (
     WakeRequested,
     Woken,
 )
+from dynamo_local.core.fleet.moves import PutToSleep, WakeUp
 from dynamo_local.core.fleet.states import TRAITS
-from dynamo_local.core.gpus import Sleeper
+from dynamo_local.core.gpus import Sleeper, gib
 from dynamo_local.core.notes import Ailing
+from dynamo_local.core.types import Missing
 from dynamo_local.core.types import WorkerState as S
+from dynamo_local.errors import DynamoError, NotEnoughMemory, NotSleepable, NotWakeable
 
 ENGINE_S = 120.0
 """How long an engine may take to let go of its GPU, when its worker's streams have ended."""
@@ -36,6 +47,131 @@ ASK_AGAIN_S = 2.0
 """An order of which nobody knows whether it arrived is given again after so long."""
 KEEP = "standby"
 """The cause of what follows from `ServiceArgs.standby`."""
+
+
+# --- decisions ---------------------------------------------------------------------------------
+
+LEVELS = (1, 2)
+
+
+def decide_sleep(view: Fleet, command: Sleep) -> tuple[PutToSleep, ...]:
+    """None for a worker that sleeps, or will, at that level.
+
+    Raises `UnknownWorker`, `NotSleepable` or `NotEnoughMemory`. The caller checks whether it is the last that serves
+    (`scaling.check_not_last`).
+    """
+    return tuple(_to_sleep(view, view.worker(command.name), command.level))
+
+
+def _to_sleep(view: Fleet, worker: Worker, level: int) -> Iterator[PutToSleep]:
+    if level not in LEVELS:
+        raise NotSleepable(f"there is no sleep level {level}; 1 keeps the weights in main memory, 2 reads them again")
+    if worker.stands_by and not TRAITS[worker.state].standby:
+        return  # it sleeps as soon as it has started
+    if worker.stands_by:
+        if worker.standby.level != level:
+            raise NotSleepable(
+                f"{worker.name} is {worker.state} at level {worker.standby.level} already; `dynamo wake {worker.name}` "
+                "first"
+            )
+        return
+    if worker.state is not S.READY and not TRAITS[worker.state].standby:
+        raise NotSleepable(f"{worker.name} is {worker.state}: only a ready worker can be put to sleep")
+    if view.template_of(worker).standby is None:
+        raise NotSleepable(
+            f"{worker.name} cannot sleep: its engine was not started for it; set `ServiceArgs.standby` of "
+            f"{worker.component} (0 keeps none asleep) and apply that"
+        )
+    if worker.standby.cannot is not None:
+        raise NotSleepable(f"{worker.name} cannot sleep: {worker.standby.cannot}")
+    _check_host_memory(view, worker, level)
+    yield PutToSleep(worker.name, level, "sleep")
+
+
+def _check_host_memory(view: Fleet, worker: Worker, level: int) -> None:
+    needed, free = worker.standby.host_bytes, view.host_free_bytes
+    if level != 1 or isinstance(needed, Missing) or isinstance(free, Missing) or needed <= free:
+        return
+    raise NotEnoughMemory(
+        f"{worker.name} cannot sleep at level 1: that takes {gib(needed)} of main memory for its weights, {gib(free)} "
+        f"are free; `dynamo sleep {worker.name} --level 2` keeps none there, and reads the weights again when it wakes"
+    )
+
+
+def decide_wake(view: Fleet, command: Wake) -> tuple[WakeUp, ...]:
+    """None for a worker that serves or is being woken.
+
+    Raises `UnknownWorker`, or `NotWakeable` that names the holder of the worker's devices.
+    """
+    worker = view.worker(command.name)
+    if worker.ready or worker.state is S.WAKING or (TRAITS[worker.state].asleep and not worker.standby.wanted):
+        return ()
+    if not worker.stands_by:
+        raise NotWakeable(f"{worker.name} is {worker.state}, and not asleep: there is nothing to wake")
+    return (wake_of(view, worker, "wake"),)
+
+
+def wake_of(view: Fleet, worker: Worker, reason: str) -> WakeUp:
+    """The move that wakes this one. Raises `NotWakeable`."""
+    if not TRAITS[worker.state].asleep:
+        return WakeUp(worker.name, reason=reason)
+    why = view.gpus.why_not_woken(worker.name, view.template_of(worker).vram_share)
+    if why is None:
+        return WakeUp(worker.name, reason=reason)
+    if _holders_leave(view, worker):
+        return WakeUp(worker.name, waits=True, reason=reason)
+    raise NotWakeable(
+        f"{worker.name} cannot be woken on its GPUs, to which its process is pinned: {why}; free them, or start "
+        f"another worker elsewhere (`dynamo scale {worker.component} +1 --no-wake`)"
+    )
+
+
+def waits_in_vain(view: Fleet, worker: Worker) -> str | None:
+    """Why a sleeper that waits for its devices will not get them; None while it may."""
+    why = view.gpus.why_not_woken(worker.name, view.template_of(worker).vram_share)
+    return why if why is not None and not _holders_leave(view, worker) else None
+
+
+def _holders_leave(view: Fleet, worker: Worker) -> bool:
+    """Somebody of ours holds its devices, and all of those leave (or fall asleep)."""
+    uuids = view.gpus.sleepers[worker.name].uuids
+    holders = [view.workers[who] for uuid in uuids if (who := view.gpus.holder_of.get(uuid)) is not None]
+    return bool(holders) and not any(each.counts or each.stands_by for each in holders)
+
+
+def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason: str) -> dict[str, PutToSleep]:
+    """Of ready workers that are given up those that sleep instead, by name: as many as the component is to keep on
+    standby and does not have. `_keep` would start others for that."""
+    there = sum(worker.stands_by for worker in view.of(template.component))
+    moves: dict[str, PutToSleep] = {}
+    for worker in going:
+        if len(moves) + there >= (template.standby or 0):
+            break
+        try:
+            able = any(_to_sleep(view, worker, LEVELS[0]))
+        except DynamoError:
+            able = False
+        if able:
+            moves[worker.name] = PutToSleep(worker.name, LEVELS[0], reason)
+    return moves
+
+
+def woken_first(view: Fleet, component: str, count: int, reason: str) -> tuple[WakeUp, ...]:
+    """At most so many workers on standby that can serve soon: the ones nearest to it first."""
+    order = {S.FALLING_ASLEEP: 0, S.SLEEPING: 1, S.STARTING: 2}
+    there = [worker for worker in view.of(component) if worker.stands_by]
+    there.sort(key=lambda w: (order.get(w.state, 3), w.standby.level, w.n))
+    moves: list[WakeUp] = []
+    ledger, share = view.gpus, view.template(component).vram_share
+    for worker in there:
+        if len(moves) == count:
+            break
+        if TRAITS[worker.state].asleep:
+            if ledger.why_not_woken(worker.name, share) is not None:
+                continue
+            ledger = ledger.wake(worker.name, share)
+        moves.append(WakeUp(worker.name, reason=f"{reason}: it was {worker.state}"))
+    return tuple(moves)
 
 
 # --- orders --------------------------------------------------------------------------------------
@@ -260,7 +396,7 @@ def _first_sleep(builder: StepBuilder, worker: Worker) -> None:
 
 
 def _try_to_wake(builder: StepBuilder, worker: Worker) -> None:
-    in_vain = deciding_standby.waits_in_vain(builder.fleet, worker)
+    in_vain = waits_in_vain(builder.fleet, worker)
     if in_vain is not None:
         builder.change(worker.name, standby=replace(worker.standby, wanted=True))
         builder.do(Tell(f"{worker.name} is not woken: {in_vain}", Ailing(worker.name)))

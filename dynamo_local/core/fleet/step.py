@@ -1,4 +1,4 @@
-"""The life of all workers, decided in one pure place: `step(fleet, event, now_s) -> (fleet, effects)`.
+"""The life of all workers, decided in one pure place: `step(fleet, event, now_s) -> (fleet, effects, answer)`.
 
 A event (`stimuli`) is a command, an observation, or time. The rules of one worker's states are the table of
 `lifecycle`; what follows a transition is in `starting`, `leaving`, `observing` and `deciding`. An instruction
@@ -20,23 +20,25 @@ from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import Effect
 from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
+from dynamo_local.core.fleet.moves import Answer
 from dynamo_local.core.types import WorkerState as S
 
-Handler = Callable[[StepBuilder, Any], None]
+Handler = Callable[[StepBuilder, Any], Answer | None]
+"""Only a command is answered."""
+
+NOTHING = Answer()
 
 HANDLERS: Mapping[type[Event], Handler] = {
     st.StartAll: lambda builder, order: starting.start_all(builder),
     st.Scale: deciding.scale,
     st.ScaleAll: deciding.scale_all,
     st.Drain: deciding.drain,
-    st.CancelDrain: deciding.cancel_drain,
     st.Restart: deciding.restart,
     st.Sleep: deciding.sleep,
     st.Wake: deciding.wake,
     st.Apply: applying.apply,
     st.Flip: flipping.flip,
-    st.ScaleFlip: flipping.flip,
-    st.CancelFlip: flipping.flip,
+    st.ScaleFlip: flipping.scale_flip,
     st.Leave: leaving.leave,
     st.Resume: deciding.resume,
     st.SpawnBegun: starting.spawn_begun,
@@ -75,14 +77,16 @@ AT_DEADLINE: Mapping[S, Callable[[StepBuilder, Worker], None]] = {
 """What the deadline of a state (`Worker.due_s`) is for."""
 
 
-def step(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, tuple[Effect, ...]]:
-    """The fleet after the event, and what is to be done. `now_s` is of the arbiter's monotonic clock.
+def step(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, tuple[Effect, ...], Answer]:
+    """The fleet after the event, what is to be done, and the answer to a command.
+
+    `now_s` is of the arbiter's monotonic clock.
 
     A command that is refused raises its `DynamoError`; an event that is not possible raises `IllegalTransition`. Either
     way the fleet that was given is the fleet that is.
     """
     builder = StepBuilder(fleet, now_s, event.stimulus_id)
-    HANDLERS[type(event)](builder, event)
+    answer = HANDLERS[type(event)](builder, event) or NOTHING
     if builder.fleet.leaving is not None:
         leaving.go_on(builder)
     else:
@@ -91,7 +95,8 @@ def step(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, tuple[Effect,
     if builder.fleet.look_s is not None and builder.fleet.look_s <= now_s:
         starting.look(builder)
     due_s = next_due_s(builder.fleet)
-    return builder.result(type(event).__name__, due_s if due_s != next_due_s(fleet) else None)
+    fleet_after, effects = builder.result(event.kind, due_s if due_s != next_due_s(fleet) else None)
+    return fleet_after, effects, answer
 
 
 def next_due_s(fleet: Fleet) -> float | None:

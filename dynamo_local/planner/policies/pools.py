@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dynamo_local.core.fleet import flip_decisions as flips
-from dynamo_local.core.fleet import sleep_decisions as standby
+from dynamo_local.core.fleet import flipping, sleeping
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.types import WAKES, Actuator
@@ -61,14 +60,14 @@ def _pool(fleet: Fleet, component: str, routed: Collection[str], actuators: froz
 
 def _flippable(fleet: Fleet, component: str) -> int:
     """One that serves stays."""
-    return min(len(flips.able_to_flip(fleet, component)), max(0, len(fleet.ready(component)) - 1))
+    return min(len(flipping.able_to_flip(fleet, component)), max(0, len(fleet.ready(component)) - 1))
 
 
 def _asleep(fleet: Fleet, component: str) -> int:
     """Those that a wake would bring. One that is only started to sleep would take the rest of its start."""
     if not any(worker.stands_by for worker in fleet.workers.values()):
         return 0
-    found = standby.woken_first(fleet, component, len(fleet.workers), "counted")
+    found = sleeping.woken_first(fleet, component, len(fleet.workers), "counted")
     return sum(TRAITS[fleet.workers[move.name].state].standby for move in found)
 
 

@@ -49,7 +49,7 @@ class Life:
 
     def feed(self, event: Event) -> list[str]:
         """One step. Returns `story` of what follows."""
-        self.fleet, self.last = step(self.fleet, event, self.now_s)
+        self.fleet, self.last, self.answer = step(self.fleet, event, self.now_s)
         validate(self.fleet)
         self.told += [each.text for each in self.last if isinstance(each, ins.Tell)]
         return story(self.last)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_local.arbiter.apply import Applying
-from dynamo_local.arbiter.commands import Orders
+from dynamo_local.arbiter.commands import Commands
 from dynamo_local.arbiter.deployment import Launcher
 from dynamo_local.arbiter.deployment_spec import Wish
 from dynamo_local.config.planner import PlannerConfig
@@ -75,7 +75,7 @@ class Run:
         parts: Any = SimpleNamespace(
             deployment=began,
             launcher=self.launcher,
-            orders=Orders(self.controller, pool.look),
+            commands=Commands(self.controller, pool.look),
             controller=self.controller,
             planning=self.planning,
             statefile=SimpleNamespace(head=self.head),

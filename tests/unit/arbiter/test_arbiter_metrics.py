@@ -22,7 +22,6 @@ from dynamo_local.clock import AsyncioClock
 from dynamo_local.core.fleet.effects import CallBack, CountRequests
 from dynamo_local.core.fleet.events import (
     CalledBack,
-    CancelDrain,
     Drain,
     Event,
     GpusSeen,
@@ -180,7 +179,7 @@ def test_drains_are_counted_by_how_they_end_and_cut_requests_with_them() -> None
     house.drain(finished, cut, unknown, back)
     assert by_label(house.scrape(), DRAINS) == {}
     house.exits(finished, 0)
-    house.feed(CancelDrain(stimulus_id="t", name=name(back)))
+    house.feed(Drain(cancel=True, stimulus_id="t", name=name(back)))
     house.left = {name(cut): 3, name(unknown): Missing("no answer")}
     house.clock.at_s += DECODE.drain_deadline_s
     house.controller.tick()

@@ -25,10 +25,9 @@ from dynamo_local.arbiter.event_log import (
 )
 from dynamo_local.core.fleet import lifecycle
 from dynamo_local.core.fleet.effects import Commit, Spawn, Transition
-from dynamo_local.core.fleet.events import Event, RevokeFailed, Scale
+from dynamo_local.core.fleet.events import Change, Event, RevokeFailed, Scale
 from dynamo_local.core.fleet.fleet import Fleet
 from dynamo_local.core.fleet.lifecycle import DrainRequested, LifecycleEvent, ProcessExited, Spawned
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.fleet.step import step
 from dynamo_local.core.types import WorkerState
 from dynamo_local.system.json_lines import Record
@@ -274,13 +273,13 @@ class Recorded:
 
     async def step(self, fleet: Fleet, event: Event) -> None:
         """Let the machine take a step, and log it as the arbiter does."""
-        _, effects = step(fleet, event, 50.0)
+        _, effects, _ = step(fleet, event, 50.0)
         (commit,) = (each for each in effects if isinstance(each, Commit))
         await self.recorder.append(commit, effects)
 
 
 async def test_a_step_is_logged_with_what_is_done_about_each_worker(path: Path) -> None:
-    order = Scale(stimulus_id="scale:ab12", component="VllmWorker", change=Change(1, relative=False))
+    order = Scale(stimulus_id="scale:ab12", component="VllmWorker", target=Change(1, relative=False))
     await Recorded(path).step(fleet("ready", "ready", "ready"), order)
     records = read(path)
     assert [(each["watcher_name"], each["event"], each["stimulus_id"]) for each in records] == [

@@ -113,7 +113,7 @@ async def test_one_that_had_left_before_is_counted_too() -> None:
 
 async def test_one_that_is_restarted_by_command_is_not_counted() -> None:
     run = Run("ready", "ready", restart_revoked=RESTART)
-    run.life.feed(st.Restart(stimulus_id="command:1", target=name(1)))
+    run.life.feed(st.Restart(stimulus_id="command:1", name=name(1)))
     run.life.gone(1)
     await run.written()
     life = run.successor(lives=False)

@@ -8,9 +8,9 @@ from dynamo_local.arbiter.controller import LOCK_TRIES, STALL_S, FleetController
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.effects import Transition
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.fleet import Fleet, Worker
 from dynamo_local.core.fleet.lifecycle import IllegalTransition
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import LastReadyWorker
 from dynamo_local.system.gpu_locks import GpuLocked
@@ -40,7 +40,7 @@ class Bench:
     def scale(self, count: int) -> None:
         """`dynamo scale VllmWorker`"""
         change = Change(count, relative=True)
-        self.controller.feed(st.Scale(stimulus_id="scale", component="VllmWorker", change=change))
+        self.controller.feed(st.Scale(stimulus_id="scale", component="VllmWorker", target=change))
 
     def drain(self, n: int = 1) -> None:
         """`dynamo drain`"""
@@ -97,7 +97,7 @@ def test_acts_on_one_worker_wait_for_each_other_and_for_their_own_commit() -> No
     bench = Bench(fleet("ready", "ready"))
     bench.drain()
     bench.effects.write()
-    bench.controller.feed(st.CancelDrain(stimulus_id="cancel", name=name(1)))
+    bench.controller.feed(st.Drain(cancel=True, stimulus_id="cancel", name=name(1)))
     assert [each.act for each in bench.effects.begun] == [bench.effects.act(ins.Revoke).act]
     bench.effects.act(ins.Revoke).finish()
     assert bench.effects.begun == [], "not written yet"
@@ -163,7 +163,7 @@ def test_what_an_act_observed_is_the_next_stimulus() -> None:
 def test_a_defect_in_what_follows_does_not_hold_up_the_next_act() -> None:
     bench = Bench(fleet("ready", "ready"), quick=True)
     bench.drain()
-    bench.controller.feed(st.CancelDrain(stimulus_id="cancel", name=name(1)))
+    bench.controller.feed(st.Drain(cancel=True, stimulus_id="cancel", name=name(1)))
     impossible = st.ProcessRefused(stimulus_id="x", name=name(1), why="not asked")
     bench.controller.fleet = put(bench.controller.fleet, name(1), state=WorkerState.READY, spawning=True)
     with pytest.raises(IllegalTransition):
@@ -293,7 +293,7 @@ def test_observers_hear_the_stimulus_then_what_it_changed() -> None:
 
 def test_a_person_is_told_when_it_is_true() -> None:
     bench = Bench(fleet("ready"))
-    bench.controller.feed(st.Restart(stimulus_id="restart", target="VllmWorker", force=True))
+    bench.controller.feed(st.Restart(stimulus_id="restart", name="VllmWorker", force=True))
     assert bench.effects.told == []
     bench.effects.write()
     assert "is the only worker of VllmWorker" in bench.effects.told[0]

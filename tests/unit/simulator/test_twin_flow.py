@@ -42,7 +42,6 @@ def test_process_and_twin_decide_by_the_same_functions() -> None:
         "decide_prefill",
         "LeastLoaded",
         "FleetController",
-        "decide_scale",
         "GpuLedger",
         "policy_of",
         "PolicyDriver",

@@ -15,10 +15,10 @@ from dynamo_local.core.fleet.moves import (
     intent_after,
     transition_for,
 )
-from dynamo_local.core.fleet.scaling import decide_drain
 from dynamo_local.core.gpus import GpuAsk, GpuLedger, shortage
 from dynamo_local.core.types import WorkerState as S
 from dynamo_local.system.gpus import SimInventory
+from tests.fakes.arbiter.decided import drained
 from tests.fakes.arbiter.fleet_views import PREFILL, fleet, name, on_ledger, worker
 
 
@@ -60,7 +60,7 @@ def test_a_worker_is_found_by_its_name_with_and_without_the_namespace() -> None:
     assert view.worker(name(1)) is view.worker("VllmWorker_1") is view.find("VllmWorker_1")
     assert view.find("VllmWorker_2") is None
     assert view.find("VllmWorker") is view.worker(name(0))
-    drain = decide_drain(view, "VllmWorker_1", stimulus_id="test")
+    drain = drained(view, "VllmWorker_1")
     assert [step.name for step in drain.moves] == [name(1)]
 
 

@@ -114,7 +114,7 @@ def test_what_cannot_be_is_refused_with_all_reasons() -> None:
     assert f"{name(1)} needs 2 GPUs, 1 more than there will be" in why
     assert "VllmWorker: " in refusal(view, order(OLD, *TEMPLATES[1:], counts={"VllmWorker": 0}))
     life = Life(view)
-    life.feed(st.Restart(stimulus_id="restart:1", target="VllmWorker"))
+    life.feed(st.Restart(stimulus_id="restart:1", name="VllmWorker"))
     assert "restart:1 is under way, and has not come to" in refusal(life.fleet, order())
 
 

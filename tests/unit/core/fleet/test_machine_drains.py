@@ -6,8 +6,8 @@ import pytest
 
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.fleet.lifecycle import DrainDeadlinePassed
-from dynamo_local.core.fleet.scaling import Change
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DrainNotCancellable, LastReadyWorker
 from tests.fakes.arbiter.fleet_views import FRONTEND, PREFILL, fleet, lease_of, load, name, on_ledger, pid_of, worker
@@ -22,14 +22,14 @@ def drain(n: int = 1, *, force: bool = False) -> st.Drain:
     return st.Drain(stimulus_id="drain:1", name=name(n), force=force)
 
 
-def cancel(n: int = 1) -> st.CancelDrain:
+def cancel(n: int = 1) -> st.Drain:
     """`dynamo drain --cancel`"""
-    return st.CancelDrain(stimulus_id="cancel:1", name=name(n))
+    return st.Drain(cancel=True, stimulus_id="cancel:1", name=name(n))
 
 
 def scale(count: int) -> st.Scale:
     """`dynamo scale VllmWorker`"""
-    return st.Scale(stimulus_id="scale:1", component="VllmWorker", change=Change(count, relative=True))
+    return st.Scale(stimulus_id="scale:1", component="VllmWorker", target=Change(count, relative=True))
 
 
 def draining() -> Life:
@@ -358,7 +358,7 @@ def test_one_that_could_neither_be_told_nor_called_back_is_told_then(order: st.E
     life = draining()
     life.feed(order)
     life.feed(st.RevokeFailed(stimulus_id="etcd", name=name(1), lease=lease_of(1), why="etcd is away"))
-    asked_by = order.stimulus_id if isinstance(order, st.CancelDrain) else None
+    asked_by = order.stimulus_id if isinstance(order, st.Drain) and order.cancel else None
     assert life.called_back(1, "NATS is away", asked_by=asked_by)[0] == f"SIGTERM {PID} VllmWorker_1"
     assert life.state(1) == after
     assert f"SIGTERM {PID} VllmWorker_1" not in life.called_back(1, "NATS is away"), "once is enough"
@@ -376,7 +376,7 @@ def test_a_drain_taken_back_takes_devices_from_who_waits_for_them() -> None:
     prefill = name(1, "PrefillWorker")
     life.feed(st.Drain(stimulus_id="d", name=prefill))
     order = scale(1)
-    life.feed(st.Scale(stimulus_id="s", component=order.component, change=order.change, wait_for_gpus=True))
+    life.feed(st.Scale(stimulus_id="s", component=order.component, target=order.target, wait_for_gpus=True))
     assert life.state(1) == "pending"
-    life.feed(st.CancelDrain(stimulus_id="c", name=prefill))
+    life.feed(st.Drain(cancel=True, stimulus_id="c", name=prefill))
     assert life.state(1) == "gone"

@@ -9,13 +9,13 @@ import pytest
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.backoff import RestartHistory, RestartPolicy
-from dynamo_local.core.fleet.scaling import Change
+from dynamo_local.core.fleet.events import Change
 from dynamo_local.core.types import lease_hex
 from tests.fakes.arbiter.fleet_views import fleet, lease_of, load, name, pid_of, put, worker
 from tests.fakes.arbiter.machine import Life
 
-PLUS_ONE = st.Scale(stimulus_id="scale:1", component="VllmWorker", change=Change(1, relative=True))
-MINUS_ONE = st.Scale(stimulus_id="scale:2", component="VllmWorker", change=Change(-1, relative=True))
+PLUS_ONE = st.Scale(stimulus_id="scale:1", component="VllmWorker", target=Change(1, relative=True))
+MINUS_ONE = st.Scale(stimulus_id="scale:2", component="VllmWorker", target=Change(-1, relative=True))
 
 
 def fragile(*states: str, failures_max: int = 3) -> Life:
@@ -265,7 +265,7 @@ def test_a_worker_wanted_again_before_its_last_process_was_swept_waits_for_that(
 
 def test_a_worker_taken_back_before_its_last_process_was_swept_is_gone_after_that() -> None:
     life = Life(fleet("ready", "ready", "ready"))
-    life.feed(st.Restart(stimulus_id="restart", target=name(2)))
+    life.feed(st.Restart(stimulus_id="restart", name=name(2)))
     life.gone(2)
     assert life.state(2) == "exited/restarting"
     life.feed(MINUS_ONE)

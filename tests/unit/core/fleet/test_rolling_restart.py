@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_local.core.fleet.events import Restart
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan
 from dynamo_local.core.fleet.moves import BeginDrain, Revive, SpawnWorker, TakeBack
 from dynamo_local.core.fleet.restarting import Done, Stopped, Wait, next_step, plan_restart
@@ -32,7 +33,7 @@ def anew(view: Fleet, n: int, state: S = S.READY) -> Fleet:
 
 def plan(view: Fleet, target: str, **more: Any) -> RestartPlan:
     """`dynamo restart <target>`"""
-    return plan_restart(view, target, stimulus_id="t", **more)
+    return plan_restart(view, Restart(stimulus_id="t", name=target, **more))
 
 
 def served(*states: str) -> Fleet:
