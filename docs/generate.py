@@ -198,7 +198,7 @@ def _episode(name: str) -> Callable[[], str]:
         told = " ".join(inspect.cleandoc(script.__doc__).split("\n\n")[0].split())
         more = [" ".join(part.split()) for part in inspect.cleandoc(script.__doc__).split("\n\n")[1:]]
         rows = (
-            (f"{row.at_s:.2f}", row.stimulus, "<br>".join(row.transitions), "<br>".join(row.instructions))
+            (f"{row.at_s:.2f}", row.event, "<br>".join(row.transitions), "<br>".join(row.effects))
             for row in script().rows
         )
         head = ("s", "Stimulus (cause)", "Transitions (event, cause)", "Instructions")

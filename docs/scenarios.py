@@ -174,8 +174,7 @@ def _row(at_s: float, event: Event, effects: tuple[Effect, ...]) -> Row:
     said = " ".join(word for word in (f"`{what}`", _short(name or ""), details) if word)
     transitions = [change for each in effects if isinstance(each, Commit) for change in each.transitions]
     moved = tuple(
-        f"{_short(t.name)}: {t.before} → {t.after} (`{type(t.event).__name__}`, {_short(t.event.stimulus_id)})"
-        for t in transitions
+        f"{_short(t.name)}: {t.before} → {t.after} (`{t.kind}`, {_short(t.stimulus_id)})" for t in transitions
     )
     shown = tuple(_short(_said(each)) for each in effects if not _only_logged(each))
     return Row(at_s, f"{said} ({_short(event.stimulus_id)})", moved, shown)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_local.core.fleet.effects import Commit, Effect, Note, describe
-from dynamo_local.core.fleet.lifecycle import LifecycleEvent
+from dynamo_local.core.fleet.lifecycle import Transition
 from dynamo_local.core.notes import Over, Tell, Trouble
-from dynamo_local.core.types import Missing, WorkerState, watcher_name
+from dynamo_local.core.types import Missing, watcher_name
 from dynamo_local.errors import StateError
 from dynamo_local.system import json_lines as jsonl
 from dynamo_local.system.json_lines import JsonLog, LogUnwritable, Record, parsed
@@ -62,24 +61,21 @@ def event_log_path(logs: Path) -> Path:
     return logs / FILE_NAME
 
 
-def record_of(
-    event: LifecycleEvent, *, watcher_name: str, component: str, before: WorkerState, after: WorkerState, time_s: float
-) -> dict[str, Any]:
-    """The event as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
+def record_of(transition: Transition, *, time_s: float) -> dict[str, Any]:
+    """The transition as a record without its `seq`, which `EventLog.append` gives. `time_s` is seconds since 1970.
 
-    What is missing is null.
+    A detail that is missing is null.
     """
-    own = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "stimulus_id"}
-    own = {name: None if isinstance(value, Missing) else value for name, value in own.items()}
+    details = {name: None if isinstance(value, Missing) else value for name, value in transition.details.items()}
     return {
         "time": time_s,
-        "watcher_name": watcher_name,
-        "component": component,
-        "event": type(event).__name__,
-        "from": str(before),
-        "to": str(after),
-        "stimulus_id": event.stimulus_id,
-        **own,
+        "watcher_name": transition.name,
+        "component": transition.component,
+        "event": str(transition.kind),
+        "from": str(transition.before),
+        "to": str(transition.after),
+        "stimulus_id": transition.stimulus_id,
+        **details,
     }
 
 
@@ -138,14 +134,7 @@ class EventRecorder:
         done = _by_worker(effects)
         records = []
         for each in commit.transitions:
-            record = record_of(
-                each.event,
-                watcher_name=each.name,
-                component=each.component,
-                before=each.before,
-                after=each.after,
-                time_s=now_s,
-            )
+            record = record_of(each, time_s=now_s)
             records.append({**record, "instructions": done.pop(each.name, [])})
         for aside in commit.asides:
             records.append({**aside_record(aside, time_s=now_s), "instructions": done.pop(aside.name, [])})

@@ -18,7 +18,7 @@ from dynamo_local.components.text.model import TINY_MODEL
 from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.events import Event
 from dynamo_local.core.fleet.fleet import Fleet, Worker
-from dynamo_local.core.fleet.lifecycle import Flipped, LifecycleEvent
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.lead_times import LeadTimes, Rung
 from dynamo_local.core.prewarmed import engine_of
 from dynamo_local.core.types import Role, ServiceSpec
@@ -107,24 +107,24 @@ class LeadWatch:
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """See `Observer`."""
-        before, after, event = transition.before, transition.after, transition.event
+        before, after, kind = transition.before, transition.after, transition.kind
         if before is after:
             return
-        name = event.was if isinstance(event, Flipped) else transition.name
+        name = transition.details["was"] if kind is TransitionKind.FLIPPED else transition.name
         began_s, now_s = self._began.pop(name, None), self._now_s()
         if after in UNDER_WAY:
             if before not in UNDER_WAY:
                 self._began[name] = now_s
-        elif began_s is not None and (rung := self._rung(worker, before, after, event)) is not None:
+        elif began_s is not None and (rung := self._rung(worker, before, after, kind)) is not None:
             self._note(rung, transition.component, now_s - began_s)
 
-    def _rung(self, worker: Worker, before: S, after: S, event: LifecycleEvent) -> Rung | None:
+    def _rung(self, worker: Worker, before: S, after: S, kind: TransitionKind) -> Rung | None:
         """What has come to its end; None where it has not come to the one that was meant."""
         level_2 = worker.standby.level == 2
         match before, after:
             case S.STARTING, S.READY:
                 return Rung.SPARE if self._was_spare(worker.pid) else Rung.COLD
-            case S.FLIPPING, S.READY if isinstance(event, Flipped):
+            case S.FLIPPING, S.READY if kind is TransitionKind.FLIPPED:
                 return Rung.FLIP_TO_PREFILL if worker.role is Role.PREFILL else Rung.FLIP_TO_DECODE
             case S.WAKING, S.READY:
                 return Rung.WAKE_2 if level_2 else Rung.WAKE_1

@@ -50,7 +50,7 @@ from dynamo_local.core.fleet.events import (
     Swept,
 )
 from dynamo_local.core.fleet.fleet import Fleet, Process, Standby, StandbyFacts, Template, Worker
-from dynamo_local.core.fleet.lifecycle import FlipFailed
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.fleet.moves import Move
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuDevice, GpuLedger, Sleeper
@@ -144,7 +144,7 @@ _ENDS = {
 
 def done_by(transition: Transition) -> str | None:
     """None where the transition is not the end of such a way."""
-    return None if isinstance(transition.event, FlipFailed) else _ENDS.get((transition.before, transition.after))
+    return None if transition.kind is TransitionKind.FLIP_FAILED else _ENDS.get((transition.before, transition.after))
 
 
 # --- flips

@@ -22,18 +22,7 @@ from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet.effects import Transition
 from dynamo_local.core.fleet.events import Event, InfraSeen, Leave, StartAll
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Worker
-from dynamo_local.core.fleet.lifecycle import (
-    DrainCancelled,
-    DrainRequested,
-    Faulted,
-    Flipped,
-    ProcessExited,
-    Removed,
-    RestartRequested,
-    SleepCancelled,
-    SpawnRequested,
-    WakeRequested,
-)
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.moves import Move
 from dynamo_local.core.gpus import GpuLedger, plan_on
 from dynamo_local.core.notes import About
@@ -313,27 +302,26 @@ class Arbiter(Successor):
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """Keep the books of what is wanted."""
-        event, name, before = transition.event, transition.name, transition.before
-        self.world.note(
-            f"    {name}: {before} -> {transition.after}/{worker.intent}, {type(event).__name__} ({event.stimulus_id})"
-        )
+        kind, name, before = transition.kind, transition.name, transition.before
+        cause = transition.stimulus_id
+        self.world.note(f"    {name}: {before} -> {transition.after}/{worker.intent}, {kind} ({cause})")
         again = worker.intent is Intent.RESTARTING or worker.state is WorkerState.BACKING_OFF  # its start fell through
-        of_restart = event.stimulus_id in self.restarts or event.stimulus_id.startswith("recycle:")
+        of_restart = cause in self.restarts or cause.startswith("recycle:")
         # Also by itself: it could not be put to sleep, or was stopped, and has heard late that it need not leave.
-        if isinstance(event, WakeRequested | SleepCancelled | DrainCancelled):
+        if kind in (K.WAKE_REQUESTED, K.SLEEP_CANCELLED, K.DRAIN_CANCELLED):
             self.wanted.add(name)
-        elif isinstance(event, Flipped) and event.was in self.wanted:
-            self.wanted.discard(event.was)
+        elif kind is K.FLIPPED and transition.details["was"] in self.wanted:
+            self.wanted.discard(transition.details["was"])
             self.wanted.add(name)
-        elif isinstance(event, Faulted | Removed):
+        elif kind in (K.FAULTED, K.REMOVED):
             self.wanted.discard(name)
-        elif isinstance(event, DrainRequested | RestartRequested | SpawnRequested) and of_restart:
-            (self.wanted.add if again or not isinstance(event, DrainRequested) else self.wanted.discard)(name)
-        elif isinstance(event, ProcessExited) and before in (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT):
-            self._left(worker, event)
+        elif kind in (K.DRAIN_REQUESTED, K.RESTART_REQUESTED, K.SPAWN_REQUESTED) and of_restart:
+            (self.wanted.add if again or kind is not K.DRAIN_REQUESTED else self.wanted.discard)(name)
+        elif kind is K.PROCESS_EXITED and before in (WorkerState.DRAINING, WorkerState.DRAIN_TIMED_OUT):
+            self._left(worker, cause)
 
-    def _left(self, worker: Worker, event: ProcessExited) -> None:
-        """A lease revoked from outside is an order to leave, however it ends then, unless its course says otherwise."""
-        pid = event.stimulus_id.removeprefix("exit:")
+    def _left(self, worker: Worker, cause: str) -> None:
+        """A lease revoked from outside is an order to leave, however it ends then, unless its intent says otherwise."""
+        pid = cause.removeprefix("exit:")
         if pid in map(str, self.world.revoked_outside) and worker.intent is Intent.STEADY:
             self.wanted.discard(worker.name)

@@ -9,14 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo_local.core.fleet.effects import Commit, Effect, Lock, Note, Tell, Transition, Unlock, WaitUntil
+from dynamo_local.core.fleet.effects import Commit, Effect, Lock, Note, Tell, Unlock, WaitUntil
 from dynamo_local.core.fleet.fleet import Fleet, Intent, Process, Template, Worker
-from dynamo_local.core.fleet.lifecycle import STARTS, LifecycleEvent, apply
+from dynamo_local.core.fleet.lifecycle import STARTS, Transition, TransitionKind, apply
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.notes import Elsewhere
 from dynamo_local.core.types import Missing, WorkerState, how_it_ended
 from dynamo_local.core.types import WorkerState as S
+
+EMPTY: Mapping[str, Any] = {}
 
 NO_PROCESS: dict[str, Any] = {
     "process": None,
@@ -99,18 +101,29 @@ class StepBuilder:
         if write:
             self._written[name] = None
 
-    def apply(self, name: str, event: LifecycleEvent, **fields: Any) -> None:
-        """Apply an event of the lifecycle table, and change fields with it. Raises `IllegalTransition`."""
-        worker = self._workers[name]
-        after = apply(worker.state, event)
-        self._transitions.append(Transition(name, worker.component, worker.state, after, event))
+    def apply(
+        self,
+        name: str,
+        kind: TransitionKind,
+        details: Mapping[str, Any] = EMPTY,
+        *,
+        by: str | None = None,
+        **fields: Any,
+    ) -> None:
+        """Apply a transition of the lifecycle table, and change fields with it. `by` is its cause, if not the step's.
+
+        Raises `IllegalTransition`.
+        """
+        worker, cause = self._workers[name], by or self.stimulus_id
+        after = apply(worker.state, kind, cause)
+        self._transitions.append(Transition(name, worker.component, worker.state, after, kind, cause, details))
         if after is not worker.state:
             fields = {"since_s": self.now_s, **fields}
         if after is not WorkerState.FLIPPING and worker.flip is not None:
             fields = {"flip": None, **fields}
         if TRAITS[worker.state].standby and TRAITS[after].leaves:
             fields = {"standby": replace(worker.standby, drained=True, ask_s=None), **fields}
-        if isinstance(event, STARTS):
+        if kind in STARTS:
             fields = {"starts": worker.starts + 1, **fields}
         if TRAITS[after].serves and not worker.served:
             heard_s = self.now_s if worker.heard_s is None else worker.heard_s  # from now on its silence counts

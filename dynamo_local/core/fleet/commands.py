@@ -13,6 +13,7 @@ from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallBack, Tell
 from dynamo_local.core.fleet.events import Change, Drain, Restart, Resume, Scale, ScaleAll, Sleep, Wake
 from dynamo_local.core.fleet.fleet import Intent, RestartPlan, Worker
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.moves import (
     Answer,
     BeginDrain,
@@ -228,12 +229,13 @@ def _take_back(builder: StepBuilder, worker: Worker, move: TakeBack) -> None:
 
 def _record_intent(builder: StepBuilder, worker: Worker, move: BeginDrain | TakeBack, **with_event: Any) -> None:
     """Write down what is meant to become of the worker. `with_event`: fields that change only with an event."""
-    event = transition_for(move, worker.state, builder.stimulus_id)
+    kind = transition_for(move, worker.state)
     intent = intent_after(worker, move)
-    if event is None:
+    if kind is None:
         builder.change(worker.name, intent=intent, reason=move.reason, cause=builder.stimulus_id)
     else:
-        builder.apply(worker.name, event, intent=intent, reason=move.reason, due_s=None, **with_event)
+        details = {"reason": move.reason} if kind is K.DRAIN_REQUESTED else {}
+        builder.apply(worker.name, kind, details, intent=intent, reason=move.reason, due_s=None, **with_event)
 
 
 # --- a successor -----------------------------------------------------------------------------------

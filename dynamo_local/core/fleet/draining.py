@@ -9,14 +9,8 @@ from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallOff, CountRequests, EndSession, Revoke, Signal, Tell
 from dynamo_local.core.fleet.events import CalledBack, Leave, RequestsCounted, RevokeFailed
 from dynamo_local.core.fleet.fleet import Fleet, Intent, Leaving, Worker
-from dynamo_local.core.fleet.lifecycle import (
-    NEXT,
-    DrainCancelled,
-    DrainDeadlinePassed,
-    DrainRequested,
-    HealthFailed,
-    SpawnFailed,
-)
+from dynamo_local.core.fleet.lifecycle import NEXT
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import ROLES, STAGES, TRAITS, LeaveBy
 from dynamo_local.core.notes import Ailing
 from dynamo_local.core.types import Load, Missing, Role
@@ -161,8 +155,7 @@ def _called_off(builder: StepBuilder, worker: Worker) -> bool:
     """One whose process nobody has begun to make is gone at once."""
     if worker.state is not S.DRAINING or not worker.spawning or worker.spawn_begun:
         return False
-    failed = SpawnFailed(stimulus_id=builder.stimulus_id, reason="it was called off before it began")
-    builder.apply(worker.name, failed, spawning=False)
+    builder.apply(worker.name, K.SPAWN_FAILED, {"reason": "it was called off before it began"}, spawning=False)
     builder.do(CallOff(worker.name))
     return True
 
@@ -207,7 +200,7 @@ def called_back(builder: StepBuilder, seen: CalledBack) -> None:
         "counting": False,
     }
     if worker.state is S.DRAINING:  # its registration may have been seen before its answer
-        builder.apply(worker.name, DrainCancelled(stimulus_id=seen.stimulus_id), **steady)
+        builder.apply(worker.name, K.DRAIN_CANCELLED, **steady)
     else:
         builder.change(worker.name, **steady)
 
@@ -267,8 +260,8 @@ def end(builder: StepBuilder, worker: Worker, why: str, cut: int | Missing, requ
     count = f"{cut} requests were cut" if isinstance(cut, int) else f"what that cut is unknown ({cut.reason})"
     reason = f"{why}; {count}"
     waited_s = _waited_s(builder, worker)
-    event = DrainDeadlinePassed(stimulus_id=builder.stimulus_id, deadline_s=waited_s, requests_cut=cut)
-    builder.apply(worker.name, event, reason=reason, counting=False)
+    details = {"deadline_s": waited_s, "requests_cut": cut}
+    builder.apply(worker.name, K.DRAIN_DEADLINE_PASSED, details, reason=reason, counting=False)
     more = f" and {cut - NAMED_REQUESTS} more" if isinstance(cut, int) and cut > NAMED_REQUESTS else ""
     named = f": {', '.join(requests[:NAMED_REQUESTS])}{more}" if requests else ""
     builder.do(Tell(f"{worker.name} {reason}{named}"))
@@ -282,9 +275,9 @@ def hung(builder: StepBuilder, worker: Worker, reason: str) -> None:
         end(builder, worker, reason, cut_streams(worker.load))
         builder.stimulus_id = heard
         return
-    if (worker.state, HealthFailed) not in NEXT:
+    if (worker.state, K.HEALTH_FAILED) not in NEXT:
         return  # a start has its own deadline
-    builder.apply(worker.name, HealthFailed(stimulus_id=HEALTH, reason=reason), reason=reason)
+    builder.apply(worker.name, K.HEALTH_FAILED, {"reason": reason}, by=HEALTH, reason=reason)
     if worker.lease is not None:
         builder.do(Revoke(worker.name, worker.lease))
     finish(builder, worker)
@@ -356,8 +349,15 @@ def _send_away(builder: StepBuilder, worker: Worker) -> None:
         end_now(builder, worker)
         return
     if _may_begin_to_drain(worker):
-        event = DrainRequested(stimulus_id=builder.stimulus_id, reason="down")
-        builder.apply(worker.name, event, intent=Intent.STEADY, drain_requested_at_s=None, due_s=None, reason="down")
+        builder.apply(
+            worker.name,
+            K.DRAIN_REQUESTED,
+            {"reason": "down"},
+            intent=Intent.STEADY,
+            drain_requested_at_s=None,
+            due_s=None,
+            reason="down",
+        )
     elif worker.state is S.DRAINING:
         builder.change(worker.name, intent=Intent.STEADY)
     ask(builder, worker.name)
@@ -365,7 +365,7 @@ def _send_away(builder: StepBuilder, worker: Worker) -> None:
 
 def _may_begin_to_drain(worker: Worker) -> bool:
     """Not one that drains already, or whose end is decided."""
-    return (worker.state, DrainRequested) in NEXT
+    return (worker.state, K.DRAIN_REQUESTED) in NEXT
 
 
 def _of_stage(builder: StepBuilder) -> list[Worker]:
@@ -384,14 +384,19 @@ def _is_waited_for(worker: Worker) -> bool:
 def end_now(builder: StepBuilder, worker: Worker) -> None:
     """`down --now`: its session is ended at once, whatever it has left."""
     if _may_begin_to_drain(worker):
-        event = DrainRequested(stimulus_id=builder.stimulus_id, reason="down --now")
-        builder.apply(worker.name, event, drain_requested_at_s=builder.now_s, reason="down --now")
+        builder.apply(
+            worker.name,
+            K.DRAIN_REQUESTED,
+            {"reason": "down --now"},
+            drain_requested_at_s=builder.now_s,
+            reason="down --now",
+        )
         worker = builder.worker(worker.name)
     if worker.pid is None:
         _called_off(builder, worker)
         return  # else it is ended when it is there
     if worker.state is S.DRAINING:
         cut = cut_streams(worker.load)
-        passed = DrainDeadlinePassed(stimulus_id=builder.stimulus_id, deadline_s=0.0, requests_cut=cut)
-        builder.apply(worker.name, passed, due_s=builder.now_s + KILLED_GONE_S)
+        details = {"deadline_s": 0.0, "requests_cut": cut}
+        builder.apply(worker.name, K.DRAIN_DEADLINE_PASSED, details, due_s=builder.now_s + KILLED_GONE_S)
     builder.do(EndSession(worker.name, worker.pid))

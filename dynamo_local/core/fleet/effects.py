@@ -9,20 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo_local.core.fleet.lifecycle import LifecycleEvent
+from dynamo_local.core.fleet.lifecycle import Transition
 from dynamo_local.core.notes import About
 from dynamo_local.core.types import WorkerState
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """One event of the lifecycle table, applied to one worker: a line of the event log."""
-
-    name: str
-    component: str
-    before: WorkerState
-    after: WorkerState
-    event: LifecycleEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallOffFlip, FlipRole, Rename, Revoke, Tell
 from dynamo_local.core.fleet.events import Flip, FlipAnswered, ScaleFlip, VictimPolicy
 from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Worker
-from dynamo_local.core.fleet.lifecycle import FlipFailed, Flipped, FlipRequested
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.moves import Answer, CallOffFlipOf, FlipWorker
 from dynamo_local.core.fleet.scaling import victims
 from dynamo_local.core.types import WorkerState as S
@@ -205,9 +205,9 @@ def carry_out(builder: StepBuilder, move: FlipWorker | CallOffFlipOf) -> None:
 
 
 def _begin(builder: StepBuilder, move: FlipWorker) -> None:
-    event = FlipRequested(stimulus_id=builder.stimulus_id, becomes=move.to)
     target = FlipTarget(move.to, move.component, move.n)
-    builder.apply(move.name, event, flip=target, cause=builder.stimulus_id, reason=f"becomes {move.to}", due_s=None)
+    what: dict[str, Any] = {"flip": target, "reason": f"becomes {move.to}", "cause": builder.stimulus_id, "due_s": None}
+    builder.apply(move.name, K.FLIP_REQUESTED, {"becomes": move.to}, **what)
     ask(builder, builder.worker(move.name))
 
 
@@ -274,7 +274,7 @@ def become(
         rest = Worker(was, worker.component, worker.role, 0, S.EXITED, since_s=builder.now_s, cause=builder.stimulus_id)
         builder.add(rest)
     registered: dict[str, Any] = {"lease": lease, "endpoints": endpoints, "other_leases": other_leases, "reason": None}
-    builder.apply(target.name, Flipped(stimulus_id=builder.stimulus_id, was=was, lease=lease), **registered)
+    builder.apply(target.name, K.FLIPPED, {"was": was, "lease": lease}, **registered)
     builder.do(Rename(target.name, was, worker.pid))
     if old_lease is not None and old_lease != lease:  # the worker gives it back itself; its watcher may be stopped
         builder.do(Revoke(target.name, old_lease))
@@ -284,7 +284,6 @@ def become(
 
 def _failed(builder: StepBuilder, worker: Worker, why: str) -> None:
     cancelled = worker.flip is not None and worker.flip.cancelled
-    event = FlipFailed(stimulus_id=builder.stimulus_id, reason=why)
-    builder.apply(worker.name, event, flip=None, reason=None, due_s=None)
+    builder.apply(worker.name, K.FLIP_FAILED, {"reason": why}, flip=None, reason=None, due_s=None)
     if not cancelled:
         builder.do(Tell(f"the flip of {worker.name} has failed, it stays what it was: {why}"))

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from dynamo_local.core.fleet import lifecycle as lc
 from dynamo_local.core.fleet.fleet import Intent, RestartPlan, Worker
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.types import WorkerState as S
 
 
@@ -133,8 +133,8 @@ class Answer:
     plan: RestartPlan | None = None
 
 
-def transition_for(move: Move, state: S, stimulus_id: str) -> lc.LifecycleEvent | None:
-    """The event that commits the move, for a worker in `state`; None where the state does not change now.
+def transition_for(move: Move, state: S) -> TransitionKind | None:
+    """What commits the move, for a worker in `state`; None where the state does not change now.
 
     None for `SpawnWorker` (its entry is made pending), for `CancelDrain` (`DrainCancelled` is observed, when it has
     registered again), for a drain under way, and for `TakeBack` of a worker whose process is still being ended
@@ -142,13 +142,13 @@ def transition_for(move: Move, state: S, stimulus_id: str) -> lc.LifecycleEvent 
     """
     match move:
         case Revive():
-            return lc.RestartRequested(stimulus_id=stimulus_id)
-        case BeginDrain(reason=reason) if state is not S.DRAINING:
-            return lc.DrainRequested(stimulus_id=stimulus_id, reason=reason)
-        case TakeBack(reason=reason) if state is S.STARTING:
-            return lc.DrainRequested(stimulus_id=stimulus_id, reason=reason)
+            return TransitionKind.RESTART_REQUESTED
+        case BeginDrain() if state is not S.DRAINING:
+            return TransitionKind.DRAIN_REQUESTED
+        case TakeBack() if state is S.STARTING:
+            return TransitionKind.DRAIN_REQUESTED
         case TakeBack() if state in (S.PENDING, S.BACKING_OFF, S.FAULTED):
-            return lc.Removed(stimulus_id=stimulus_id)
+            return TransitionKind.REMOVED
     return None
 
 

@@ -20,7 +20,7 @@ from dynamo_local.core.fleet.events import (
     Stalled,
 )
 from dynamo_local.core.fleet.fleet import Intent, Worker
-from dynamo_local.core.fleet.lifecycle import DrainCancelled, LeaseRevoked, Registered
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.types import Load, Missing
 from dynamo_local.core.types import WorkerState as S
@@ -57,7 +57,7 @@ def key_put(builder: StepBuilder, seen: KeyPut) -> None:
     if sleeping.heard(builder, builder.worker(seen.name), seen):
         builder.change(seen.name, lease_gone=False)
         return
-    registered = Registered(stimulus_id=seen.stimulus_id, lease=seen.lease)
+    registered = {"lease": seen.lease}
     returned = new and worker.intent is Intent.RETURNING and worker.calls <= 1
     if worker.state is S.DRAINING and (worker.drain_requested_at_s is None or returned):
         # Its lease had only expired (it was stopped, or etcd was away) and it has come back by itself; or it was
@@ -70,14 +70,13 @@ def key_put(builder: StepBuilder, seen: KeyPut) -> None:
             "signalled": False,
             "due_s": None,
         }
-        cancelled = DrainCancelled(stimulus_id=seen.stimulus_id)
-        builder.apply(seen.name, cancelled, **back, lease_gone=False, silent_at_expiry=False)
+        builder.apply(seen.name, K.DRAIN_CANCELLED, **back, lease_gone=False, silent_at_expiry=False)
     elif worker.state is S.DRAINING and new:
         # It was asked to leave and has registered again: it came back from a drain that was ordered once more.
-        builder.apply(seen.name, registered)
+        builder.apply(seen.name, K.REGISTERED, registered)
         leaving.ask(builder, seen.name)
     elif worker.state is S.STARTING or (TRAITS[worker.state].registers and new):
-        builder.apply(seen.name, registered, **({"due_s": None} if worker.state is S.STARTING else {}))
+        builder.apply(seen.name, K.REGISTERED, registered, **({"due_s": None} if worker.state is S.STARTING else {}))
 
 
 def key_gone(builder: StepBuilder, seen: KeyGone) -> None:
@@ -103,16 +102,17 @@ def unregistered(builder: StepBuilder, worker: Worker, lease: str, why: str) -> 
     if worker.engine_failed or not TRAITS[worker.state].registers:
         builder.change(worker.name, **gone, lease_gone=worker.lease_gone or TRAITS[worker.state].standby)
         return
-    event = LeaseRevoked(stimulus_id=f"etcd:{lease}", lease=lease)
+    revoked, cause = {"lease": lease}, f"etcd:{lease}"
     if worker.state is S.FLIPPING:  # it gives it back itself; what becomes of it, its answer or its new key will tell
-        builder.apply(worker.name, event, **gone)
+        builder.apply(worker.name, K.LEASE_REVOKED, revoked, by=cause, **gone)
         return
     ours = worker.state is S.DRAINING
     guess: dict[str, Any] = {} if ours else {"due_s": None, "silent_at_expiry": _unheard(worker)}
     if not ours and _comes_back(builder, worker):
         guess["intent"] = Intent.RESTARTING
         why += STARTED_AGAIN
-    builder.apply(worker.name, event, **gone, **guess, lease_gone=not ours, reason=worker.reason or why)
+    guess |= {"lease_gone": not ours, "reason": worker.reason or why}
+    builder.apply(worker.name, K.LEASE_REVOKED, revoked, by=cause, **gone, **guess)
 
 
 def _comes_back(builder: StepBuilder, worker: Worker) -> bool:

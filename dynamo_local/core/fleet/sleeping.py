@@ -16,23 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet.builder import STARTED_AGAIN, StepBuilder
 from dynamo_local.core.fleet.effects import OrderSleep, OrderWake, Tell
 from dynamo_local.core.fleet.events import KeyPut, OrderAnswered, Sleep, Wake
 from dynamo_local.core.fleet.fleet import Fleet, Intent, RestartPlan, Standby, StandbyFacts, Template, Worker
-from dynamo_local.core.fleet.lifecycle import (
-    DrainRequested,
-    HealthFailed,
-    LeaseRevoked,
-    Registered,
-    SleepCancelled,
-    SleepRequested,
-    Slept,
-    WakeRequested,
-    Woken,
-)
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.moves import PutToSleep, WakeUp
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import Sleeper, gib
@@ -185,9 +176,9 @@ def put_to_sleep(builder: StepBuilder, worker: Worker, level: int, reason: str) 
         return
     level = worker.standby.level if worker.state is S.WAKING else level
     standby = replace(standby, order=standby.order + 1, level=level)
-    event = SleepRequested(stimulus_id=builder.stimulus_id, level=level, reason=reason)
+    details = {"level": level, "reason": reason}
     cause, due_s = builder.stimulus_id, builder.now_s + builder.template(worker.name).drain_deadline_s + ENGINE_S
-    builder.apply(worker.name, event, standby=standby, reason=reason, cause=cause, due_s=due_s)
+    builder.apply(worker.name, K.SLEEP_REQUESTED, details, standby=standby, reason=reason, cause=cause, due_s=due_s)
     give(builder, worker.name)
 
 
@@ -212,10 +203,10 @@ def wake_up(builder: StepBuilder, worker: Worker, reason: str) -> None:
 
 
 def _order_to_wake(builder: StepBuilder, worker: Worker, standby: Standby, reason: str) -> None:
-    event = WakeRequested(stimulus_id=builder.stimulus_id, reason=reason)
     due_s = builder.now_s + builder.template(worker.name).start_deadline_s
     standby = replace(standby, order=standby.order + 1)
-    builder.apply(worker.name, event, standby=standby, reason=reason, cause=builder.stimulus_id, due_s=due_s)
+    what: dict[str, Any] = {"standby": standby, "reason": reason, "cause": builder.stimulus_id, "due_s": due_s}
+    builder.apply(worker.name, K.WAKE_REQUESTED, {"reason": reason}, **what)
     give(builder, worker.name)
 
 
@@ -255,7 +246,7 @@ def heard(builder: StepBuilder, worker: Worker, seen: KeyPut) -> bool:
     worker = _noted(builder, worker, facts)
     state = worker.state
     if state is S.STARTING and facts.asleep:  # adopted: nobody saw that it was ready first
-        builder.apply(worker.name, Registered(stimulus_id=seen.stimulus_id, lease=seen.lease), due_s=None)
+        builder.apply(worker.name, K.REGISTERED, {"lease": seen.lease}, due_s=None)
         state = S.READY
     known = TRAITS[state].standby or (state is S.READY and facts.asleep)
     if not known or facts.order < worker.standby.order:
@@ -281,8 +272,7 @@ def _slept(builder: StepBuilder, worker: Worker, facts: StandbyFacts, cause: str
     sleeper = Sleeper(worker.gpus, facts.vram_bytes, facts.host_bytes, facts.pids)
     builder.set(gpus=builder.fleet.gpus.fall_asleep(worker.name, sleeper))
     standby = replace(worker.standby, wanted=True, order=facts.order, level=facts.level, ask_s=None)
-    slept = Slept(stimulus_id=cause, level=facts.level)
-    builder.apply(worker.name, slept, gpus=(), due_s=None, standby=standby)
+    builder.apply(worker.name, K.SLEPT, {"level": facts.level}, by=cause, gpus=(), due_s=None, standby=standby)
     builder.look_at_gpus(builder.now_s)  # somebody may wait for its devices
     if facts.recycle is not None:
         builder.do(Tell(f"{worker.name} is started again: {facts.recycle}"))
@@ -291,7 +281,7 @@ def _slept(builder: StepBuilder, worker: Worker, facts: StandbyFacts, cause: str
 
 def _woken(builder: StepBuilder, worker: Worker, facts: StandbyFacts, cause: str) -> None:
     standby = replace(worker.standby, ask_s=None)
-    builder.apply(worker.name, Woken(stimulus_id=cause), due_s=None, reason=None, standby=standby)
+    builder.apply(worker.name, K.WOKEN, by=cause, due_s=None, reason=None, standby=standby)
     if facts.recycle is not None:
         builder.do(Tell(f"{worker.name} is restarted: {facts.recycle}"))
         _recycle(builder, worker, facts.recycle)
@@ -309,8 +299,8 @@ def _recycle(builder: StepBuilder, worker: Worker, why: str) -> None:
 def _not_asleep(builder: StepBuilder, worker: Worker, why: str) -> None:
     """It serves as before; one that was started only to sleep leaves (`advance`)."""
     standby = replace(worker.standby, wanted=False, ask_s=None)
-    event = SleepCancelled(stimulus_id=builder.stimulus_id, reason=why)
-    builder.apply(worker.name, event, due_s=None, reason=f"it was not put to sleep: {why}", standby=standby)
+    what: dict[str, Any] = {"due_s": None, "reason": f"it was not put to sleep: {why}", "standby": standby}
+    builder.apply(worker.name, K.SLEEP_CANCELLED, {"reason": why}, **what)
     builder.do(Tell(f"{worker.name} was not put to sleep: {why}", Ailing(worker.name)))
 
 
@@ -329,7 +319,7 @@ def still_asleep(builder: StepBuilder, worker: Worker) -> None:
     """It does not wake: it is ended, and started again."""
     waited_s = builder.now_s - worker.since_s
     reason = f"was not awake {waited_s:.0f} s after it was asked to wake"
-    builder.apply(worker.name, HealthFailed(stimulus_id="wake-deadline", reason=reason), reason=reason)
+    builder.apply(worker.name, K.HEALTH_FAILED, {"reason": reason}, by="wake-deadline", reason=reason)
     leaving.finish(builder, worker)
 
 
@@ -347,7 +337,7 @@ def at_exit(builder: StepBuilder, worker: Worker, code: int | None) -> Worker:
         reason, intent = "its lease was revoked or has expired", worker.intent
         if builder.fleet.restart_revoked and builder.fleet.leaving is None:
             reason, intent = reason + STARTED_AGAIN, Intent.RESTARTING
-        builder.apply(worker.name, LeaseRevoked(stimulus_id=builder.stimulus_id), reason=reason, intent=intent)
+        builder.apply(worker.name, K.LEASE_REVOKED, {"lease": ""}, reason=reason, intent=intent)
         return builder.worker(worker.name)
     return worker
 
@@ -389,8 +379,8 @@ def _first_sleep(builder: StepBuilder, worker: Worker) -> None:
         builder.set(no_standby={**builder.fleet.no_standby, worker.component: cannot})
         told = f"{worker.component}: no worker can be kept on standby: {cannot}"
         builder.do(Tell(f"{told}; {worker.name} leaves"))
-        event = DrainRequested(stimulus_id=KEEP, reason=f"it cannot sleep: {cannot}")
-        builder.apply(worker.name, event, reason=event.reason)
+        why = f"it cannot sleep: {cannot}"
+        builder.apply(worker.name, K.DRAIN_REQUESTED, {"reason": why}, by=KEEP, reason=why)
         leaving.ask(builder, worker.name)
     builder.stimulus_id = cause
 

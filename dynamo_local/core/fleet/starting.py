@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dynamo_local.core.fleet import draining as leaving
 from dynamo_local.core.fleet import sleeping
 from dynamo_local.core.fleet.backoff import Fault, RestartHistory, WaitForInfra, after_exit, back_after_outage_s
@@ -26,19 +28,7 @@ from dynamo_local.core.fleet.effects import (
 )
 from dynamo_local.core.fleet.events import GpuReserved, GpusSeen, ProcessGone, ProcessMade, ProcessRefused, SpawnBegun
 from dynamo_local.core.fleet.fleet import Exit, Failure, GpusPendingRelease, Intent, Process, Standby, Worker
-from dynamo_local.core.fleet.lifecycle import (
-    BackoffElapsed,
-    BackoffStarted,
-    Faulted,
-    HealthFailed,
-    ProcessExited,
-    Removed,
-    RestartRequested,
-    Spawned,
-    SpawnFailed,
-    SpawnRequested,
-    StartDeadlinePassed,
-)
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.notes import Ailing, Elsewhere
 from dynamo_local.core.types import WorkerState as S
@@ -74,11 +64,13 @@ def try_start(builder: StepBuilder, name: str) -> None:
             builder.look_at_gpus(builder.now_s + GPU_POLL_S)
             return
         builder.take_gpus(name, needed)
-    cause = worker.cause or builder.stimulus_id
-    backs_off = worker.state is S.BACKING_OFF
-    event = BackoffElapsed(stimulus_id=RESTART_POLICY) if backs_off else SpawnRequested(stimulus_id=cause)
-    builder.apply(name, event, spawning=True, due_s=None, launched=builder.template(name).fingerprint, spawned_as=None)
-    builder.do(Spawn(name, event.stimulus_id, first=builder.worker(name).starts == 1))
+    kind, cause = K.SPAWN_REQUESTED, worker.cause or builder.stimulus_id
+    if worker.state is S.BACKING_OFF:
+        kind, cause = K.BACKOFF_ELAPSED, RESTART_POLICY
+    builder.apply(
+        name, kind, by=cause, spawning=True, due_s=None, launched=builder.template(name).fingerprint, spawned_as=None
+    )
+    builder.do(Spawn(name, cause, first=builder.worker(name).starts == 1))
 
 
 def spawn_begun(builder: StepBuilder, seen: SpawnBegun) -> None:
@@ -105,15 +97,16 @@ def process_made(builder: StepBuilder, seen: ProcessMade) -> None:
     process = Process(seen.pid, seen.start_time, builder.now_s, seen.started_at)
     builder.process_began(seen.name, process, keep_reason=leaves)
     builder.decided_anew(name=seen.name)
-    event = Spawned(stimulus_id=seen.stimulus_id, pid=seen.pid, pid_start_time=seen.start_time)
+    spawned = {"pid": seen.pid, "pid_start_time": seen.start_time}
     if leaves:
-        builder.apply(seen.name, event)
+        builder.apply(seen.name, K.SPAWNED, spawned)
         if builder.fleet.leaving is not None and builder.fleet.leaving.now:
             leaving.end_now(builder, builder.worker(seen.name))
         else:
             leaving.ask(builder, seen.name)
     else:
-        builder.apply(seen.name, event, due_s=builder.now_s + builder.template(seen.name).start_deadline_s)
+        due_s = builder.now_s + builder.template(seen.name).start_deadline_s
+        builder.apply(seen.name, K.SPAWNED, spawned, due_s=due_s)
 
 
 def process_refused(builder: StepBuilder, seen: ProcessRefused) -> None:
@@ -121,10 +114,14 @@ def process_refused(builder: StepBuilder, seen: ProcessRefused) -> None:
     worker = builder.get(seen.name)
     if worker is None or not worker.spawning:
         return
-    failure = Failure(builder.now_s, 0.0, seen.unit)
-    event = SpawnFailed(stimulus_id=seen.stimulus_id, reason=seen.why)
-    reason = f"could not be started: {seen.why}"
-    builder.apply(seen.name, event, spawning=False, spawn_begun=False, failure=failure, reason=reason, due_s=None)
+    failed: dict[str, Any] = {
+        "spawning": False,
+        "spawn_begun": False,
+        "failure": Failure(builder.now_s, 0.0, seen.unit),
+        "reason": f"could not be started: {seen.why}",
+        "due_s": None,
+    }
+    builder.apply(seen.name, K.SPAWN_FAILED, {"reason": seen.why}, **failed)
     after_process(builder, seen.name)
 
 
@@ -132,8 +129,8 @@ def start_deadline(builder: StepBuilder, worker: Worker) -> None:
     """Past it a worker is ended."""
     deadline_s = builder.template(worker.name).start_deadline_s
     reason = f"was not ready within {deadline_s:g} s"
-    event = StartDeadlinePassed(stimulus_id="start-deadline", deadline_s=deadline_s)
-    builder.apply(worker.name, event, reason=reason)
+    details = {"deadline_s": deadline_s}
+    builder.apply(worker.name, K.START_DEADLINE_PASSED, details, by="start-deadline", reason=reason)
     leaving.finish(builder, worker)
 
 
@@ -159,8 +156,7 @@ def exited(builder: StepBuilder, worker: Worker, seen: Exit) -> None:
     worker = sleeping.at_exit(builder, worker, seen.code)
     left = was_leaving(worker, seen.code)
     ran_s = 0.0 if worker.ready_s is None else seen.at_s - worker.ready_s
-    event = ProcessExited(stimulus_id=seen.cause, exit_code=seen.code)
-    _ended(builder, worker, event, Failure(seen.at_s, ran_s, seen.unit))
+    _ended(builder, worker, seen.code, seen.cause, Failure(seen.at_s, ran_s, seen.unit))
     if builder.fleet.leaving is None:
         _sweep(builder, worker.name)
     elif not left:
@@ -171,21 +167,21 @@ def exited(builder: StepBuilder, worker: Worker, seen: Exit) -> None:
 def ended_unseen(builder: StepBuilder, name: str) -> None:
     """A process ended while nobody watched: as if it ended now, with a code that nobody could collect."""
     worker = builder.worker(name)
-    event = ProcessExited(stimulus_id=builder.stimulus_id, exit_code=None)
-    _ended(builder, worker, event, Failure(builder.now_s, 0.0, 0.5))
+    _ended(builder, worker, None, builder.stimulus_id, Failure(builder.now_s, 0.0, 0.5))
     _sweep(builder, name)
 
 
-def _ended(builder: StepBuilder, worker: Worker, event: ProcessExited, failure: Failure) -> None:
+def _ended(builder: StepBuilder, worker: Worker, code: int | None, cause: str, failure: Failure) -> None:
     """Apply the end of the process; it is a `failure` unless the worker was to leave. Its leases are revoked."""
-    left, reason = was_leaving(worker, event.exit_code), why_it_ended(worker, event.exit_code)
-    builder.process_ended(worker.name, event.exit_code)
+    left, reason = was_leaving(worker, code), why_it_ended(worker, code)
+    builder.process_ended(worker.name, code)
     if left and worker.lease_gone and worker.drain_requested_at_s is None and worker.intent is Intent.STEADY:
         builder.revoked_outside(worker)
     if worker.state is S.DRAINING and not left:
-        builder.apply(worker.name, HealthFailed(stimulus_id=leaving.HEALTH, reason=reason or UNHEARD))
+        builder.apply(worker.name, K.HEALTH_FAILED, {"reason": reason or UNHEARD}, by=leaving.HEALTH)
     counts = not left or comes_back_unasked(worker)
-    builder.apply(worker.name, event, failure=failure if counts else None, reason=reason)
+    ended: dict[str, Any] = {"failure": failure if counts else None, "reason": reason}
+    builder.apply(worker.name, K.PROCESS_EXITED, {"exit_code": code}, by=cause, **ended)
     # First those of what is behind it: requests are still sent there.
     for lease in (*worker.other_leases, worker.lease):
         if lease is not None:
@@ -239,7 +235,7 @@ def after_failure(builder: StepBuilder, name: str) -> None:
     worker = builder.worker(name)
     failure = worker.failure or Failure(builder.now_s, 0.0, 0.5)
     if worker.intent is Intent.LEAVING:  # taken back meanwhile
-        builder.apply(name, Removed(stimulus_id=RESTART_POLICY), intent=Intent.STEADY)
+        builder.apply(name, K.REMOVED, by=RESTART_POLICY, intent=Intent.STEADY)
         remove(builder, name)
         return
     why = (worker.reason or "it failed").removesuffix(STARTED_AGAIN)
@@ -253,16 +249,17 @@ def after_failure(builder: StepBuilder, name: str) -> None:
         policy=builder.fleet.policy,
     )
     if isinstance(verdict, Fault):
-        event = Faulted(stimulus_id=RESTART_POLICY, reason=verdict.reason)
-        builder.apply(name, event, intent=Intent.STEADY, history=history, reason=verdict.reason)
+        faulted: dict[str, Any] = {"intent": Intent.STEADY, "history": history, "reason": verdict.reason}
+        builder.apply(name, K.FAULTED, {"reason": verdict.reason}, by=RESTART_POLICY, **faulted)
         told = f"{name} is faulted: {verdict.reason}; `dynamo restart {name}` tries again"
         builder.do(Tell(told, Ailing(name)))
         give_back(builder, name, keep=False)
         return
     waits = isinstance(verdict, WaitForInfra)
     due_s = None if waits else max(builder.now_s, failure.at_s + verdict.delay_s)
-    event_ = BackoffStarted(stimulus_id=RESTART_POLICY, delay_s=verdict.delay_s)
-    builder.apply(name, event_, intent=Intent.STEADY, history=history, waiting_for_infra=waits, due_s=due_s)
+    waiting: dict[str, Any] = {"waiting_for_infra": waits, "due_s": due_s, "intent": Intent.STEADY}
+    delay = {"delay_s": verdict.delay_s}
+    builder.apply(name, K.BACKOFF_STARTED, delay, by=RESTART_POLICY, history=history, **waiting)
 
 
 def backoff_over(builder: StepBuilder, worker: Worker) -> None:
@@ -285,9 +282,13 @@ def infra_is_back(builder: StepBuilder) -> None:
 
 def revive(builder: StepBuilder, name: str, stimulus_id: str) -> None:
     """Start a worker that has no process again, under its name; its failures are forgotten."""
-    event = RestartRequested(stimulus_id=stimulus_id)
-    fresh = {"history": RestartHistory(), "due_s": None, "waiting_for_infra": False, "cause": stimulus_id}
-    builder.apply(name, event, intent=Intent.STEADY, **fresh)
+    fresh: dict[str, Any] = {
+        "history": RestartHistory(),
+        "due_s": None,
+        "waiting_for_infra": False,
+        "cause": stimulus_id,
+    }
+    builder.apply(name, K.RESTART_REQUESTED, by=stimulus_id, intent=Intent.STEADY, **fresh)
     regain_gpus(builder, name)
 
 

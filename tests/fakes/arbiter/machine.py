@@ -188,4 +188,4 @@ class Life:
 
     def events(self) -> list[str]:
         """Names of the transitions that the last step commits."""
-        return [type(each.event).__name__ for commit in self.did(ins.Commit) for each in commit.transitions]
+        return [str(each.kind) for commit in self.did(ins.Commit) for each in commit.transitions]

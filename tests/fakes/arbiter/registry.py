@@ -12,7 +12,7 @@ from dynamo_local.arbiter.controller import Waiting
 from dynamo_local.arbiter.links import Links
 from dynamo_local.arbiter.registrations import Registrations
 from dynamo_local.core.fleet.fleet import Worker
-from dynamo_local.core.fleet.lifecycle import LifecycleEvent
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from tests.fakes.arbiter.effects import FakeEffects, shell_of
 from tests.fakes.arbiter.fleet_views import fleet, name, pid_of
 from tests.fakes.arbiter.hand_clock import HandClock
@@ -38,9 +38,9 @@ class Registry:
         return self.controller.fleet.workers[name()]
 
     @property
-    def events(self) -> list[type[LifecycleEvent]]:
+    def events(self) -> list[TransitionKind]:
         """What was applied to it, by kind."""
-        return [type(transition.event) for transition in self.effects.transitions]
+        return [transition.kind for transition in self.effects.transitions]
 
     async def put(self, *, pid: int | None = None, **facts: Any) -> None:
         """The worker's ready key, as its process (or another of that `pid`) writes it."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_local.core.fleet.lifecycle import LeaseRevoked, LifecycleEvent, Registered
+from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.types import WorkerState
 from tests.fakes.arbiter.fleet_views import pid_of
 from tests.fakes.arbiter.registry import Registry
 
 
-@pytest.mark.parametrize(("failed", "seen"), [(True, [Registered]), (False, [Registered, LeaseRevoked])])
-async def test_the_end_of_a_failed_workers_key_is_no_drain(
-    registry: Registry, failed: bool, seen: list[type[LifecycleEvent]]
-) -> None:
+@pytest.mark.parametrize(("failed", "seen"), [(True, [K.REGISTERED]), (False, [K.REGISTERED, K.LEASE_REVOKED])])
+async def test_the_end_of_a_failed_workers_key_is_no_drain(registry: Registry, failed: bool, seen: list[K]) -> None:
     await registry.put()
     if failed:
         await registry.put(failed=True)

@@ -17,7 +17,7 @@ from dynamo_local.clock import AsyncioClock, run_virtual
 from dynamo_local.core.fleet.effects import CallBack, Spawn
 from dynamo_local.core.fleet.events import CalledBack, Change, Drain, Restart, Scale, ScaleAll
 from dynamo_local.core.fleet.fleet import Fleet
-from dynamo_local.core.fleet.lifecycle import SpawnRequested
+from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.types import WorkerState
 from dynamo_local.errors import DrainNotCancellable, NotEnoughGpus
 from dynamo_local.system.gpu_locks import GpuLocked
@@ -85,7 +85,7 @@ async def test_a_lock_that_somebody_only_asked_about_costs_one_more_look() -> No
     assert (house.looks.count, answer["target"]) == (2, 2)
     assert spawned(house.effects) == [name(1)]
     assert house.effects.locked == {FREE}
-    requested = [each for each in house.effects.transitions if isinstance(each.event, SpawnRequested)]
+    requested = [each for each in house.effects.transitions if each.kind is TransitionKind.SPAWN_REQUESTED]
     assert len(requested) == 1
 
 

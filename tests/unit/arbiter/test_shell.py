@@ -52,7 +52,7 @@ class Bench:
 
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """See `Observer`."""
-        self.seen.append(f"{type(transition.event).__name__} of one that is {worker.state}")
+        self.seen.append(f"{transition.kind} of one that is {worker.state}")
 
     def on_fleet(self, fleet: Fleet) -> None:
         """See `Observer`."""

@@ -7,7 +7,6 @@ import pytest
 from dynamo_local.core.fleet import effects as ins
 from dynamo_local.core.fleet import events as st
 from dynamo_local.core.fleet.events import Change
-from dynamo_local.core.fleet.lifecycle import DrainDeadlinePassed
 from dynamo_local.core.types import Missing
 from dynamo_local.errors import DrainNotCancellable, LastReadyWorker
 from tests.fakes.arbiter.fleet_views import FRONTEND, PREFILL, fleet, lease_of, load, name, on_ledger, pid_of, worker
@@ -170,9 +169,8 @@ def test_past_its_deadline_it_is_asked_what_that_cuts_and_then_ended() -> None:
     told = f"{name(1)} {cut}: {', '.join(ids[:20])} and 5 more"
     assert life.feed(counted(1, 25, *ids)) == [f"tell: {told}", f"end session {PID} VllmWorker_1"]
     assert (life.state(1), life.worker(1).reason) == ("drain_timed_out", cut)
-    (event,) = (each.event for each in life.did(ins.Commit)[0].transitions)
-    assert isinstance(event, DrainDeadlinePassed)
-    assert (event.deadline_s, event.requests_cut) == (600.0, 25)
+    (transition,) = life.did(ins.Commit)[0].transitions
+    assert (transition.kind, transition.details) == ("DrainDeadlinePassed", {"deadline_s": 600.0, "requests_cut": 25})
     life.gone(1, -9)
     assert (life.state(1), life.worker(1).reason) == ("exited", cut)
 

@@ -148,7 +148,7 @@ def test_one_that_never_answered_leaves_with_an_unknown_cut() -> None:
     life = graph()
     life.fleet = put(life.fleet, FRONT, load=Missing("no answer"))
     life.feed(NOW)
-    cuts = [getattr(each.event, "requests_cut", None) for each in life.did(ins.Commit)[0].transitions]
+    cuts = [each.details.get("requests_cut") for each in life.did(ins.Commit)[0].transitions]
     assert cuts == [None, Missing("no answer")]
 
 
