@@ -25,7 +25,7 @@ _answering: set[asyncio.Task[dict[str, Any]]] = set()
 
 
 def answer(props: Any, work: Work) -> asyncio.Task[dict[str, Any]]:
-    """A future of the reply of `work`; it never raises. circus replies when it is done (it sets `waiting` for that)."""
+    """A future of the reply of `work`, which never raises. circus replies when it is done (`waiting` asks for that)."""
     props["waiting"] = True
     task = asyncio.ensure_future(_reply(work()))
     _answering.add(task)

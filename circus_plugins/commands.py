@@ -1,4 +1,4 @@
-"""What our arbiter answers beside circus's own commands (those it replaces or refuses are in `stock`).
+"""Our commands on the arbiter's endpoint, beside circus's own (`stock` replaces or refuses some of those).
 
 Imported on both sides: by the arbiter before its controller is made, and by `dynamo ctl`, because `circusctl`
 only knows the commands that its own process has imported.
@@ -84,7 +84,7 @@ class _FleetCommand:
     """
 
     name: ClassVar[str]
-    #: What the properties are parsed into, once.
+    #: The properties are parsed into this, once.
     record: ClassVar[type[fleet.Command]]
     #: Property names of the words on circusctl's command line, all needed.
     arguments: ClassVar[tuple[str, ...]]

@@ -22,7 +22,7 @@ from dynamo_local.arbiter.marks import Marked
 from dynamo_local.arbiter.servers import EmbeddedServers, EtcdSpec, NatsSpec, ServerBinary
 from dynamo_local.arbiter.statefile import restart_of_entry, standby_of_entry, with_sleepers, without_credentials
 from dynamo_local.core.fleet.backoff import RestartHistory
-from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Intent, Process, Worker
+from dynamo_local.core.fleet.fleet import Fleet, FlipTarget, Intent, Leave, Process, Registration, Start, Worker
 from dynamo_local.core.fleet.states import TRAITS, HasProcess
 from dynamo_local.core.gpus import GpuLedger
 from dynamo_local.core.types import GraphSpec, Resources, ServiceSpec, WorkerState, suffix_of, watcher_name
@@ -56,16 +56,12 @@ def worker_of(namespace: str, entry: ComponentEntry, gpus: tuple[str, ...], now_
         since_s=now_s,
         gpus=gpus,
         intent=_course(entry),
-        drain_requested_at_s=None if unasked else _asked_s(entry, now_s),
-        lease_gone=unasked,
         reason=entry.reason,
-        starts=entry.restarts + 1,
-        launched=entry.launched or "",
         history=_history(entry, now_s),
-        lease=entry.lease,
-        other_leases=tuple(entry.other_leases or ()),
+        registration=Registration(entry.lease, other_leases=tuple(entry.other_leases or ())),
+        start=Start(entry.restarts + 1, entry.launched or "", spawned_as=entry.born),
+        leave=Leave(None if unasked else _asked_s(entry, now_s), lease_gone=unasked),
         flip=flip,
-        spawned_as=entry.born,
         standby=standby_of_entry(entry.standby),
     )
 
@@ -84,8 +80,7 @@ def with_process(worker: Worker, entry: ComponentEntry, pid: int, now_s: float) 
     traits = TRAITS[entry.state]
     served = traits.serves or traits.leaves or traits.standby or entry.state is WorkerState.FLIPPING
     began_s = now_s - age_s(pid)
-    return replace(
-        worker,
+    return worker.changed(
         process=Process(pid, start_time_s(pid), began_s, entry.started_at),
         lease=None,  # comes from the registry, for this very pid
         served=served,
@@ -386,7 +381,7 @@ class Adoption:
             pid = self.found.pids.get(name)
             worker = worker_of(empty.namespace, entry, empty.gpus.held_uuids.get(name, ()), now_s)
             if entry.launched is None:  # of an older version, which changed nothing at run time
-                worker = replace(worker, launched=now.get(worker.component, ""))
+                worker = worker.changed(launched=now.get(worker.component, ""))
             if pid is not None:
                 worker = with_process(worker, entry, pid, now_s)
             workers[name] = worker
@@ -404,7 +399,7 @@ class Adoption:
                     self.host.adopt_process(spec(worker), worker.pid)
                     continue
                 except ProcessLookupError:  # it has ended since we looked
-                    workers[name] = replace(worker, process=None, lease=entry.lease)
+                    workers[name] = worker.changed(process=None, lease=entry.lease)
             may_have = TRAITS[worker.state].process is not HasProcess.NO
             if may_have and (entry.pid is not None or worker.state is not WorkerState.CRASHED):
                 self.gone[name] = entry.pid or 0

@@ -124,7 +124,7 @@ class EventWriter(Protocol):
     """Where events are logged."""
 
     async def append(self, commit: Commit, effects: Sequence[Effect]) -> None:
-        """The commit's transitions and asides, each with what is ordered about its worker. Never raises."""
+        """The commit's transitions and notes, each with what is ordered about its worker. Never raises."""
         ...
 
 
@@ -244,16 +244,16 @@ class ArbiterEffects:
 
     def exited(self, name: str, pid: int, code: int | None) -> None:
         """From the host, within milliseconds of an exit."""
-        # What an engine left behind in its session keeps VRAM (lesson 3): whatever follows, that goes first.
+        # Processes that an engine left behind in its session keep GPU memory: whatever follows, they are ended first.
         self._task(self._system.end_session(pid), "end_session")
         self._feed(ProcessGone(stimulus_id=f"exit:{pid}", name=name, pid=pid, code=code, unit=self._rng.random()))
 
     # --- the registry ----------------------------------------------------------------------------
 
     async def _look_up(self, act: LookUpKey) -> Event:
-        """Of its key's end we do not hear while we are stopped or etcd is away. So etcd is asked, for a bounded time.
+        """Ask etcd whether the key has ended, for a bounded time: an arbiter that was suspended has not heard of that.
 
-        Where it has been away for longer than a lease lives, that the key is gone says nothing.
+        If etcd has been away for longer than a lease lives, a missing key says nothing.
         """
         factory = self._launcher.factory
         key = ready_key(factory.graph.namespace, act.name, int(act.lease, 16))
@@ -313,7 +313,7 @@ class ArbiterEffects:
         done(seen)
 
     def _came_to_nothing(self, act: Act, why: str) -> Event | None:
-        """What the machine waits for, of an act that failed in a way that nobody thought of: else it would for ever."""
+        """The event that `step` waits for, of an act that failed unexpectedly: otherwise it would wait for ever."""
         match act:
             case Spawn(name=name, stimulus_id=cause):
                 return ProcessRefused(stimulus_id=cause, name=name, why=why, unit=self._rng.random())
@@ -390,7 +390,7 @@ class ArbiterEffects:
             if act.tells:
                 log.warning("%s: its lease cannot be revoked (%s); asking it by SIGTERM", act.name, error)
                 return RevokeFailed(stimulus_id=f"etcd:{act.lease}", name=act.name, lease=act.lease, why=str(error))
-            log.warning("%s: its lease %s could not be revoked (%s); it expires by itself", act.name, act.lease, error)
+            log.warning("%s: its lease %s could not be revoked (%s), and will expire", act.name, act.lease, error)
         return None
 
     async def _sweep(self, name: str, spawn_name: str) -> Event:

@@ -209,7 +209,9 @@ class Commands:
             return now is None or now.flip is None or now.pid != worker.pid
 
         if not await self._waiting.until(over, deadline_s):
-            raise TimedOut(f"{name} has not answered within {CANCEL_TIMEOUT_S:g} s; it goes on, see `dynamo status`")
+            raise TimedOut(
+                f"{name} has not answered within {CANCEL_TIMEOUT_S:g} s. The flip goes on: see `dynamo status`"
+            )
         workers = self._controller.fleet.workers
         now = workers.get(name)
         if now is None or now.pid != worker.pid:
@@ -238,7 +240,7 @@ class Commands:
 
 
 def as_json(moves: Iterable[Move]) -> list[dict[str, str]]:
-    """What is done to which worker, and why, as a command's answer has it."""
+    """The moves as a command's answer has them, where the list is called `instructions`."""
     return [
         {"kind": move.kind, "watcher_name": move.name, "reason": move.reason}
         | ({"becomes": move.to} if isinstance(move, FlipWorker) else {})

@@ -1,7 +1,7 @@
-"""The one place where the fleet changes: a event into the machine, its effects out to the world.
+"""The one place where the fleet changes: an event into the machine, its effects out to the world.
 
-The same class runs in the arbiter, under a stock circusd, in the twin and in the simulation. It never waits and knows
-no event loop: what takes time is begun through `EffectRunner`, and comes back as another event.
+The same class runs in the arbiter, under a stock circusd, in the simulator and in the simulation tests. It never waits
+and knows no event loop: an `EffectRunner` begins what takes time, and the result comes back as another event.
 
 Order: a step's locks are taken first, and if one is refused the step never happened. Its commit comes next, and its
 acts when that is written. Acts on one worker are carried out one after the other; those on different workers do not
@@ -41,7 +41,7 @@ from dynamo_local.core.fleet.step import NOTHING, next_due_s, step
 from dynamo_local.system.gpu_locks import GpuLocked
 
 AtOnce = Tell | Report | Unlock | EndSession | LookAtGpus | CallOffFlip
-"""What does not wait for the worker's other acts."""
+"""Effects that do not wait for the worker's other acts."""
 LOCK_TRIES = 16
 """More devices than a host has: each refusal takes one device out of what can be chosen."""
 PULSE_EVERY_S = 1.0

@@ -1,6 +1,6 @@
 """The controller's view of the world. The arbiter (`arbiter_effects`), the simulator and the tests implement it.
 
-Nothing here waits. What takes time is begun, and its result comes back by the callback that was given.
+Nothing here waits. An act is begun, and its result comes back by the callback that was given.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Act = (
     | CallOffFlip
     | Rename
 )
-"""What is done to the world once the intent is committed."""
+"""Acts on the world, once the intent is committed."""
 
 Done = Callable[[Event | None], None]
 """Called once when an act has ended, with what was observed by it, if anything was."""
@@ -71,10 +71,10 @@ class EffectRunner(Protocol):
         ...
 
     def commit(self, commit: Commit, fleet: Fleet, effects: Sequence[Effect], then: Callable[[], None]) -> None:
-        """Write the named entries, as they are in `fleet` or newer, log transitions and asides, then call `then`.
+        """Write the named entries, as they are in `fleet` or newer, log transitions and notes, then call `then`.
 
         Commits are written in the order in which they are given; some may be written together. A file that cannot be
-        written is told to a person and tried again; it stops nobody: `then` is called all the same. `effects` are
+        written is reported and tried again. That stops nothing: `then` is called all the same. `effects` are
         all of the step's, for the log.
         """
         ...
@@ -97,7 +97,7 @@ class EffectRunner(Protocol):
 
 
 class Observer(Protocol):
-    """Who looks on: metrics, TensorBoard, whoever waits. Must return at once."""
+    """A read-only listener, such as metrics. It must return at once."""
 
     def on_event(self, event: Event) -> None:
         """The machine has taken a step for it; what follows is told next."""

@@ -129,14 +129,14 @@ class EventRecorder:
         self._unwritten = False
 
     async def append(self, commit: Commit, effects: Sequence[Effect]) -> None:
-        """Write a step's transitions and asides, with each worker's effects. A failed write is only reported."""
+        """Write a step's transitions and notes, with each worker's effects. A failed write is only reported."""
         now_s = self._wall_s()
         done = _by_worker(effects)
         records = []
         for each in commit.transitions:
             record = record_of(each, time_s=now_s)
             records.append({**record, "instructions": done.pop(each.name, [])})
-        for aside in commit.asides:
+        for aside in commit.notes:
             records.append({**aside_record(aside, time_s=now_s), "instructions": done.pop(aside.name, [])})
         await self._write(records)
 

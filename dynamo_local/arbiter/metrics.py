@@ -217,7 +217,7 @@ class ArbiterMetrics:
     def on_transition(self, worker: Worker, transition: Transition) -> None:
         """A change of a worker's state, just applied; `worker` as it is after the whole step."""
         component, cut = transition.component, transition.details.get("requests_cut")
-        if transition.kind in STARTS and worker.starts > 1:
+        if transition.kind in STARTS and worker.start.starts > 1:
             self.restarts.labels(component).inc()
         if isinstance(cut, int):
             self.requests_cut.labels(component).inc(cut)

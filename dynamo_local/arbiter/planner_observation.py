@@ -222,7 +222,7 @@ class Observing:
 
     def _measured_itself(self, worker: Worker, one: Any) -> None:
         if one.benchmark is not None:
-            self._measured.setdefault(worker.component, {})[worker.launched] = one.benchmark
+            self._measured.setdefault(worker.component, {})[worker.start.launched] = one.benchmark
 
     async def _ask_passes(self, expected: Mapping[str, Worker]) -> None:
         from dynamo_local.transport.observation import Question
@@ -250,7 +250,7 @@ class Observing:
         """One worker of each component and configuration that has not said yet what it measured of itself."""
         by_component: dict[str, dict[str, str]] = {}
         for worker in ready:
-            by_component.setdefault(worker.component, {}).setdefault(worker.launched, worker.name)
+            by_component.setdefault(worker.component, {}).setdefault(worker.start.launched, worker.name)
         for component, current in by_component.items():
             known = self._measured.get(component, {})
             self._measured[component] = {launched: told for launched, told in known.items() if launched in current}

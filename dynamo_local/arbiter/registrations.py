@@ -1,4 +1,4 @@
-"""What the registry says of our workers: who is ready, under which lease, and who has left it.
+"""The registry of our workers: which are ready, under which lease, and which have left.
 
 A worker's last key, `{ns}/workers/{watcher}:{lease}`, says that all of its endpoints are registered.
 """

@@ -1,6 +1,6 @@
-"""What the workers say of themselves, once a second: their load, and that they are alive.
+"""Workers' loads, asked for once a second; an answer also shows that a worker is alive.
 
-One scatter request for all (64 pushes a second cost ten times as much, circus-facts). A worker that does not
+One scatter request asks all (64 pushes a second cost ten times as much, measured). A worker that does not
 answer has *no* load, not a load of zero; one that stays silent while etcd and NATS answer is hung.
 """
 
@@ -62,7 +62,7 @@ class LoadsSample:
 class Sampling:
     """Samples all running workers and the prefill queue: once a second by itself, and whenever somebody asks.
 
-    Who asks while a sample is under way gets that one's; and by itself it asks nobody whom somebody else asks.
+    A caller that asks while a sample is under way gets that one. The loop skips workers that a caller has just asked.
     """
 
     def __init__(self, namespace: str, controller: FleetController, links: Links, clock: Clock) -> None:

@@ -100,9 +100,9 @@ def _drain_status(worker: Worker, fleet: Fleet, now_s: float) -> dict[str, Any] 
     """What a draining worker has left, and how long it may and will probably take, seconds from now."""
     if not TRAITS[worker.state].drains:
         return None
-    allowed_s = drains.leave_deadline_s(fleet.template_of(worker).drain_deadline_s, served=worker.served)
+    allowed_s = drains.leave_deadline_s(fleet.template_of(worker).drain_deadline_s, served=worker.health.served)
     deadline_s = (
-        None if worker.drain_requested_at_s is None else round(worker.drain_requested_at_s + allowed_s - now_s, 3)
+        None if worker.leave.requested_at_s is None else round(worker.leave.requested_at_s + allowed_s - now_s, 3)
     )
     left = drains.left(worker.load)
     if isinstance(left, Missing):

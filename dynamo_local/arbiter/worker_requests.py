@@ -1,4 +1,4 @@
-"""What the arbiter asks of a worker itself, over its control endpoint: to take a drain back, what it still holds."""
+"""Requests to a worker's control endpoint: take a drain back, name the requests that are left, sleep, wake, flip."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class WorkerAsks:
 
 
 # --- flip_asks
-# What the arbiter asks of a worker that is to change its role.
+# Requests to a worker that is to change its role.
 
 FLIP_TIMEOUT_S = 15.0
 """A flip takes some 100 ms; a canary that waits behind a long prefill takes as long as that."""
@@ -147,7 +147,7 @@ class FlipAsks:
         return FlipAnswered(stimulus_id=cause, name=act.name, pid=act.pid, to=act.to, error=why, unknown=True)
 
     async def call_off(self, act: CallOffFlip) -> None:
-        """Have it stay what it is. What came of it is the answer to the other question."""
+        """Have it stay what it is. The answer to `ask` says whether it did."""
         try:
             await self._asks.control(act.name, "cancel_flip")
         except DynamoError as error:

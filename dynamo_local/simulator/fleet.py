@@ -1,6 +1,6 @@
-"""The arbiter's part of the twin: the same machine and the same controller as in the arbiter, over virtual processes.
+"""The arbiter's part of the simulator: the same `step` and controller as in the arbiter, over virtual processes.
 
-What is not here: crashes, failed starts, processes that hang. Whatever is spawned is ready after the start-up.
+There are no crashes, failed starts or hung processes. A spawned process is ready after its start-up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,17 @@ from dynamo_local.core.fleet.events import (
     ScaleAll,
     Swept,
 )
-from dynamo_local.core.fleet.fleet import Fleet, Process, Standby, StandbyFacts, Template, Worker
+from dynamo_local.core.fleet.fleet import (
+    Fleet,
+    Health,
+    Process,
+    Registration,
+    Standby,
+    StandbyFacts,
+    Start,
+    Template,
+    Worker,
+)
 from dynamo_local.core.fleet.lifecycle import TransitionKind
 from dynamo_local.core.fleet.moves import Move
 from dynamo_local.core.fleet.states import TRAITS
@@ -63,7 +73,7 @@ from dynamo_local.simulator.options import DECODE, GPU_MEMORY_BYTES, LONG_AGO_S,
 from dynamo_local.simulator.process import Agenda, SimulatedProcess, What
 
 # --- beginning
-# What the twin's fleet is made of, and the workers that there are when a run begins.
+# Templates, devices, and the workers that there are when a run begins.
 
 
 def templates_of(options: TwinOptions) -> tuple[Template, ...]:
@@ -113,10 +123,10 @@ def with_ready(fleet: Fleet, template: Template, n: int, number: int) -> Fleet:
         WorkerState.READY,
         since_s=LONG_AGO_S,
         gpus=ledger.held_uuids.get(name, ()),
-        served=True,
-        starts=1,
         process=Process(number, None, LONG_AGO_S, None),
-        lease=lease_hex(number),
+        registration=Registration(lease_hex(number)),
+        health=Health(served=True),
+        start=Start(1),
     )
     return replace(fleet, workers={**fleet.workers, name: worker}, gpus=ledger)
 
@@ -132,7 +142,7 @@ def with_sleeping(fleet: Fleet, template: Template, n: int, number: int, sim: Si
 
 
 # --- done_by
-# By what a worker came to where it was wanted.
+# The actuator that brought a worker where it was wanted.
 
 _ENDS = {
     (S.FLIPPING, S.READY): "flips",
@@ -148,7 +158,7 @@ def done_by(transition: Transition) -> str | None:
 
 
 # --- flips
-# Role flips of the twin's workers, as those of the real ones: the process and its streams go on.
+# Role flips of simulated workers, as those of real ones: the process and its streams go on.
 #
 # decode -> prefill: it pulls at once, beside its streams, and is out of decode routing with its new name. prefill ->
 # decode: it pulls nothing more, and is in decode routing with its new name.
@@ -177,7 +187,7 @@ class Flips:
 
 
 # --- sleeps
-# Standby in the twin: a worker finishes its streams, sleeps, and wakes when it is told to, its prefix cache empty.
+# Standby in the simulator: a worker finishes its streams, sleeps, and wakes when it is told to, its prefix cache empty.
 
 
 @dataclass(slots=True)
@@ -207,7 +217,7 @@ class Sleeps:
         self._sleeping.add(process.instance_id)
 
     def sleep(self, process: SimulatedProcess, order: int, level: int, now_s: float) -> None:
-        """It takes nothing new. Who was still being woken just goes on sleeping."""
+        """It takes nothing new. A worker that was still being woken just goes on sleeping."""
         process.resting = True
         process.deregistered_s = now_s if process.deregistered_s is None else process.deregistered_s
         self._orders[process.instance_id] = _Order(order, level, asleep=True)
@@ -230,7 +240,7 @@ class Sleeps:
         self._agenda.add(at_s, What.ORDERED, process.instance_id)
 
     def carried_out(self, process: SimulatedProcess, now_s: float) -> KeyPut | None:
-        """What it says of itself then; None where another order has come since, or is not due yet."""
+        """Its ready key then; None if another order has come since, or if this one is not due yet."""
         number = process.instance_id
         order = self._orders.get(number)
         if order is None or order.due_s != now_s or process.asked_to_leave:
@@ -265,7 +275,7 @@ class Spares:
         self._warm_s = [LONG_AGO_S] * options.spares
 
     def start_s(self, now_s: float) -> float:
-        """Of a start now: from a spare, if one is warm."""
+        """How long a start takes now: from a prewarmed process, if one is warm."""
         lead = self._lead
         for n, warm_at_s in enumerate(self._warm_s):
             if warm_at_s <= now_s:
@@ -296,7 +306,7 @@ class FleetPoint:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What became of a wish: the moves that were made, or why none was."""
+    """The outcome of a command: the moves that were made, or why none was."""
 
     moves: tuple[Move, ...] = ()
     refused: DynamoError | None = None
@@ -367,7 +377,7 @@ class VirtualFleet:
         return with_sleeping(fleet, template, n, number, self._options.sim)
 
     def _number(self, name: str) -> int:
-        """A new process's number; it stands for its pid, too."""
+        """A new process's number, which is its pid, too."""
         number = next(self._numbers)
         self._names[number] = name
         return number

@@ -109,7 +109,7 @@ def test_a_start_that_does_not_return_is_refused_and_what_appears_late_is_ended(
         world.controller.feed(change(1))
         await world.advance(START_DEADLINE_S + 0.5)
         worker = world.controller.fleet.workers[name(1)]
-        assert (worker.state, worker.spawning) == (WorkerState.BACKING_OFF, False)
+        assert (worker.state, worker.start.spawning) == (WorkerState.BACKING_OFF, False)
         assert f"its process was not there within {START_DEADLINE_S:g} s" in (worker.reason or "")
         world.world.spawn_s = 0.003
         await world.advance(START_DEADLINE_S - 2.0)

@@ -314,10 +314,10 @@ class Arbiter(RuleBasedStateMachine):
     @rule(for_s=st.sampled_from([4.0, 42.0, 3600.0]))
     def stall(self, for_s: float) -> None:
         """The arbiter itself stood still: nobody is to blame for that time."""
-        silent = {name: worker.silent_s for name, worker in self.fleet.workers.items()}
+        silent = {name: worker.health.silent_s for name, worker in self.fleet.workers.items()}
         self.world.clock.at_s += for_s
         self.world.controller.feed(stimuli.Stalled(stimulus_id="stall", for_s=for_s))
-        assert silent == {name: worker.silent_s for name, worker in self.fleet.workers.items()}
+        assert silent == {name: worker.health.silent_s for name, worker in self.fleet.workers.items()}
 
     # --- what holds --------------------------------------------------------------------------------------
 

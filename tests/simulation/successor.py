@@ -72,7 +72,7 @@ class Successor(Commands):
 
     def _is_meant(self, worker: Worker) -> bool:
         """It is to serve, as the statefile has it."""
-        revoked = worker.state is WorkerState.DRAINING and worker.lease_gone
+        revoked = worker.state is WorkerState.DRAINING and worker.leave.lease_gone
         return worker.counts or (revoked and self.world.restart_revoked)
 
 

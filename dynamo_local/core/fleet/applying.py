@@ -1,10 +1,13 @@
-"""`dynamo apply`: another deployment in place of the one that runs, without a moment in which nobody serves.
+"""`dynamo apply`: another deployment in place of the one that runs, without a moment in which no worker serves.
 
-In one step: the templates are replaced, components get the number of workers that they are to have, and a plan is made
-of all that goes one after the other (`rolling` carries it out): who comes new is ready, then components that are wanted
-no more leave, then each worker that was started with another configuration gets a new process.
+One step replaces the templates, brings components to their numbers of workers, and makes a plan. `restarting` carries
+the plan out, in this order:
 
-All of it or nothing. What would leave a component without a worker that serves is refused unless forced.
+1. New workers become ready.
+2. Components that are wanted no more leave.
+3. Each worker that was started with another configuration gets a new process.
+
+All of it happens, or nothing. Unless forced, an apply is refused that would leave a component without a ready worker.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def apply(builder: StepBuilder, order: Apply) -> None:
         raise NotApplicable.because(reasons)
     plan = RestartPlan(
         order.stimulus_id,
-        tuple((worker.name, worker.starts) for worker in outdated(builder.fleet)),
+        tuple((worker.name, worker.start.starts) for worker in outdated(builder.fleet)),
         in_place=in_place,
         awaited=awaited,
         removed=tuple(worker.name for worker in removed),
@@ -49,8 +52,8 @@ def apply(builder: StepBuilder, order: Apply) -> None:
 def outdated(fleet: Fleet) -> list[Worker]:
     """Those that need a new process, in the order in which they get one.
 
-    Who needs fewer GPUs than before goes first; else what serves requests before what passes them on (the last in the
-    graph's order first), and what does not serve before what does.
+    Workers that need fewer GPUs than before go first. Next, workers that serve requests go before those that pass them
+    on (the last in the graph's order first), and workers that are not ready before those that are.
     """
     order = [template.component for template in fleet.templates]
     there = [w for w in fleet.workers.values() if w.counts or w.stands_by]
@@ -80,7 +83,7 @@ def _replace_templates(builder: StepBuilder, order: Apply) -> None:
             _forget(builder, template)
     for worker in builder.workers():  # a template without a worker: its entry goes at once
         comes = worker.on_its_way or worker.stands_by
-        rests = worker.state is S.EXITED and not (comes or worker.sweeping or worker.gpus_pending_release)
+        rests = worker.state is S.EXITED and not (comes or worker.ended.sweeping or worker.ended.gpus_pending_release)
         if rests and builder.template(worker.name).retired:
             starting.remove(builder, worker.name)
 

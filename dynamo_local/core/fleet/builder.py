@@ -1,6 +1,6 @@
-"""The next fleet while one step makes it: what changed so far, and what is to be done about it.
+"""The next fleet while one step makes it: the changes so far, and the effects.
 
-A `StepBuilder` lives for one `machine.step` and is never seen outside of it.
+A `StepBuilder` lives for one `step.step` and is never seen outside of it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_local.core.fleet.effects import Commit, Effect, Lock, Note, Tell, Unlock, WaitUntil
-from dynamo_local.core.fleet.fleet import Fleet, Intent, Process, Template, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Health, Intent, Leave, Process, Registration, Template, Worker
 from dynamo_local.core.fleet.lifecycle import STARTS, Transition, TransitionKind, apply
 from dynamo_local.core.fleet.states import TRAITS
 from dynamo_local.core.gpus import GpuLedger
@@ -19,26 +19,6 @@ from dynamo_local.core.types import Missing, WorkerState, how_it_ended
 from dynamo_local.core.types import WorkerState as S
 
 EMPTY: Mapping[str, Any] = {}
-
-NO_PROCESS: dict[str, Any] = {
-    "process": None,
-    "lease": None,
-    "endpoints": (),
-    "other_leases": (),
-    "load": Missing("it has no process"),
-    "ready_s": None,
-    "heard_s": None,
-    "absent_s": None,
-    "counting": False,
-    "calls": 0,
-    "exit": None,
-    "flip": None,
-}
-"""What is forgotten with a process."""
-
-
-NOT_YET = ("lease_gone", "silent_at_expiry", "signalled", "engine_failed", "served", "spawning", "spawn_begun")
-"""What is not true of a process that has just been made."""
 
 
 class StepBuilder:
@@ -95,10 +75,12 @@ class StepBuilder:
         self._put(worker)
         self._written[worker.name] = None
 
-    def change(self, name: str, *, write: bool = True, **fields: Any) -> None:
-        """Change fields of a worker. Without `write` it is nothing that the statefile says."""
-        self._put(replace(self._workers[name], **fields))
-        if write:
+    def change(self, name: str, **fields: Any) -> None:
+        """Change fields of a worker (`Worker.changed`). The entry is written if the statefile has one of them."""
+        before = self._workers[name]
+        after = before.changed(**fields)
+        self._put(after)
+        if after.persisted != before.persisted:
             self._written[name] = None
 
     def apply(
@@ -124,20 +106,29 @@ class StepBuilder:
         if TRAITS[worker.state].standby and TRAITS[after].leaves:
             fields = {"standby": replace(worker.standby, drained=True, ask_s=None), **fields}
         if kind in STARTS:
-            fields = {"starts": worker.starts + 1, **fields}
-        if TRAITS[after].serves and not worker.served:
-            heard_s = self.now_s if worker.heard_s is None else worker.heard_s  # from now on its silence counts
+            fields = {"starts": worker.start.starts + 1, **fields}
+        if TRAITS[after].serves and not worker.health.served:
+            heard_s = (
+                self.now_s if worker.health.heard_s is None else worker.health.heard_s
+            )  # from now on its silence counts
             fields = {"served": True, "ready_s": self.now_s, "heard_s": heard_s, **fields}
         self.change(name, state=after, **fields)
 
     def process_began(self, name: str, process: Process, *, keep_reason: bool) -> None:
         """Note what belongs to a new process."""
-        fields = {**NO_PROCESS, "load": Missing("not sampled"), "process": process}
-        fresh: dict[str, Any] = {**dict.fromkeys(NOT_YET, False), "engine_said": None, "spawned_as": None}
         worker = self._workers[name]
-        reason = worker.reason if keep_reason else None
-        fields["standby"] = replace(worker.standby, order=0, ask_s=None, drained=False, cannot=None)
-        self.change(name, **fields, **fresh, drain_requested_at_s=None, unheard_s=0.0, silent_s=0.0, reason=reason)
+        self.change(
+            name,
+            process=process,
+            registration=Registration(),
+            health=Health(),
+            start=replace(worker.start, spawning=False, spawn_begun=False, spawned_as=None),
+            leave=Leave(),
+            ended=replace(worker.ended, exit=None),
+            flip=None,
+            standby=replace(worker.standby, order=0, ask_s=None, drained=False, cannot=None),
+            reason=worker.reason if keep_reason else None,
+        )
 
     def process_ended(self, name: str, code: int | None) -> None:
         """Forget what belonged to the process; what one that slept kept on its devices is gone with it."""
@@ -147,12 +138,22 @@ class StepBuilder:
             if sleeper.uuids:
                 self.do(Unlock(name, sleeper.uuids))
             self.look_at_gpus(self.now_s)
-        self.change(name, **NO_PROCESS, exit_code=code, due_s=None)
+        worker = self._workers[name]
+        self.change(
+            name,
+            process=None,
+            registration=Registration(),
+            health=Health(Missing("it has no process"), served=worker.health.served),
+            leave=replace(worker.leave, calls=0, counting=False),
+            ended=replace(worker.ended, exit=None, exit_code=code),
+            flip=None,
+            due_s=None,
+        )
 
     def rename(self, name: str, to: str, **fields: Any) -> None:
         """The same worker under another name, with other fields; its devices go with it."""
         uuids = self._workers[name].gpus
-        worker = replace(self._workers[name], name=to, gpus=(), **fields)
+        worker = self._workers[name].changed(name=to, gpus=(), **fields)
         ledger = self.fleet.gpus.renamed(name, to)
         self.drop(name)
         self.add(worker)
@@ -227,15 +228,15 @@ class StepBuilder:
         before, now = self.before, self.fleet
         kept = (before.restarts, before.templates, before.revoked)
         head = self.head or (now.restarts, now.templates, now.revoked) != kept
-        asides = tuple(self._asides(event))
-        if self._written or head or asides:
-            out.append(Commit(tuple(self._written), self.transitions, head, asides))
+        notes = tuple(self._notes(event))
+        if self._written or self._transitions or head or notes:
+            out.append(Commit(tuple(self._written), self.transitions, head, notes))
         out += self._acts
         if next_due_s is not None:
             out.append(WaitUntil(next_due_s))
         return self.fleet, tuple(out)
 
-    def _asides(self, event: str) -> Iterator[Note]:
+    def _notes(self, event: str) -> Iterator[Note]:
         """Workers of which something is ordered though their state has no event."""
         named = (getattr(each, "name", None) for each in (*self._locks, *self._acts))
         with_event = {transition.name for transition in self._transitions}
@@ -257,16 +258,19 @@ STARTED_AGAIN = "; it is started again"
 
 
 def was_leaving(worker: Worker, code: int | None) -> bool:
-    """It ended because it was to. Not one whose lease went while nobody heard of it, and that did not end in order:
-    it was stopped for longer than its lease lives, and died of something else."""
+    """It ended because it was to.
+
+    A worker whose lease ended while it was silent, and that ended out of order, was not leaving: it was suspended for
+    longer than its lease lives, and died of something else.
+    """
     if worker.state is S.DRAINING:
-        return not worker.silent_at_expiry or code in (0, None)
+        return not worker.leave.silent_at_expiry or code in (0, None)
     return worker.state is S.DRAIN_TIMED_OUT
 
 
 def comes_back_unasked(worker: Worker) -> bool:
     """Somebody else revoked its lease, and nobody here has ordered its restart: that follows the restart policy."""
-    return worker.intent is Intent.RESTARTING and worker.lease_gone and worker.drain_requested_at_s is None
+    return worker.intent is Intent.RESTARTING and worker.leave.lease_gone and worker.leave.requested_at_s is None
 
 
 def why_it_ended(worker: Worker, code: int | None) -> str | None:
@@ -275,7 +279,11 @@ def why_it_ended(worker: Worker, code: int | None) -> str | None:
     if not left and worker.state is S.DRAINING:
         return f"{how_it_ended(code)}; {UNHEARD}"
     if not left and (worker.state in (S.STARTING, S.READY, S.FLIPPING) or TRAITS[worker.state].standby):
-        return how_it_ended(code) if worker.engine_said is None else f"{worker.engine_said}; {how_it_ended(code)}"
+        return (
+            how_it_ended(code)
+            if worker.health.engine_said is None
+            else f"{worker.health.engine_said}; {how_it_ended(code)}"
+        )
     if left and code not in (0, None) and worker.state is S.DRAINING:
         return f"{worker.reason or 'was leaving'}; {how_it_ended(code)}"
     return worker.reason

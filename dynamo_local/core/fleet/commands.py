@@ -151,7 +151,7 @@ def advance_restarts(builder: StepBuilder) -> None:
 
 
 def _advanced(builder: StepBuilder, plan: RestartPlan) -> RestartPlan | None:
-    """What is left of it; None when it has ended."""
+    """The plan as it goes on; None when it has ended."""
     builder.stimulus_id = plan.stimulus_id
     while True:
         step, plan = rolling.next_step(builder.fleet, plan)
@@ -205,8 +205,8 @@ def _spawn(builder: StepBuilder, move: SpawnWorker) -> None:
 def _call_back(builder: StepBuilder, worker: Worker, asked_by: str | None) -> None:
     builder.change(worker.name, intent=Intent.RETURNING, cause=builder.stimulus_id, silent_at_expiry=False)
     if worker.pid is not None:
-        builder.change(worker.name, write=False, calls=worker.calls + 1)
-        builder.do(CallBack(worker.name, worker.pid, worker.signalled, asked_by))
+        builder.change(worker.name, calls=worker.leave.calls + 1)
+        builder.do(CallBack(worker.name, worker.pid, worker.leave.signalled, asked_by))
 
 
 def _begin_drain(builder: StepBuilder, worker: Worker, move: BeginDrain | TakeBack) -> None:
@@ -220,9 +220,9 @@ def _take_back(builder: StepBuilder, worker: Worker, move: TakeBack) -> None:
     """One without a process goes at once; of one whose process is being ended, or drains, only that is waited for."""
     _record_intent(builder, worker, move, waiting_for_infra=False)
     worker = builder.worker(worker.name)
-    if worker.state is S.EXITED and not worker.sweeping:
+    if worker.state is S.EXITED and not worker.ended.sweeping:
         starting.remove(builder, worker.name)
-    elif worker.runs and worker.state is S.DRAINING and worker.drain_requested_at_s is None:
+    elif worker.runs and worker.state is S.DRAINING and worker.leave.requested_at_s is None:
         # Its lease was revoked by somebody else. Now it is our order, too: written down, and with a deadline.
         leaving.ask(builder, worker.name)
 
@@ -266,13 +266,13 @@ def resume(builder: StepBuilder, order: Resume) -> None:
 def _resume_running(builder: StepBuilder, worker: Worker) -> None:
     if worker.state is S.STARTING:
         deadline_s = builder.template(worker.name).start_deadline_s
-        builder.change(worker.name, write=False, due_s=builder.now_s + deadline_s)
+        builder.change(worker.name, due_s=builder.now_s + deadline_s)
     elif worker.state is S.DRAINING and worker.intent is Intent.RETURNING:
         # It may never have heard that it was called back. Its deadline is watched either way: a call back may fail.
-        builder.change(worker.name, write=False, due_s=builder.now_s + builder.template(worker.name).drain_deadline_s)
+        builder.change(worker.name, due_s=builder.now_s + builder.template(worker.name).drain_deadline_s)
         _call_back(builder, worker, asked_by=None)
     elif worker.state is S.DRAINING:
-        if not worker.lease_gone:  # else it leaves by itself, and takes the time that it needs
+        if not worker.leave.lease_gone:  # else it leaves by itself, and takes the time that it needs
             leaving.ask(builder, worker.name)
     elif worker.state is S.FLIPPING:
         flipping.ask(builder, worker)

@@ -1,14 +1,15 @@
-"""How workers leave: asked by the right sign, called back, ended at a deadline; one by one, or all in stages."""
+"""How workers leave: asked by the right signal, called back, ended at a deadline; one by one, or all in stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dynamo_local.core.fleet import events
 from dynamo_local.core.fleet.builder import StepBuilder
 from dynamo_local.core.fleet.effects import CallOff, CountRequests, EndSession, Revoke, Signal, Tell
-from dynamo_local.core.fleet.events import CalledBack, Leave, RequestsCounted, RevokeFailed
-from dynamo_local.core.fleet.fleet import Fleet, Intent, Leaving, Worker
+from dynamo_local.core.fleet.events import CalledBack, RequestsCounted, RevokeFailed
+from dynamo_local.core.fleet.fleet import Fleet, Intent, Leave, Leaving, Worker
 from dynamo_local.core.fleet.lifecycle import NEXT
 from dynamo_local.core.fleet.lifecycle import TransitionKind as K
 from dynamo_local.core.fleet.states import ROLES, STAGES, TRAITS, LeaveBy
@@ -17,18 +18,20 @@ from dynamo_local.core.types import Load, Missing, Role
 from dynamo_local.core.types import WorkerState as S
 
 # --- drains
-# How a worker leaves in order: by which sign, what is left, until when, and when it may exit.
+# How a worker leaves in order: the signal, the work that is left, the deadline, and when it may exit.
 
 TAKE_BACK_DEADLINE_S = 10.0
 """For a worker that never was ready: it has nothing to finish, and may be deep in loading a model."""
 
 ROUTED_LATE_S = 0.25
-"""How long after it deregistered a request may still be on its way to a worker: watchers of etcd see a revoke within
-3-4 ms (p99, circus-facts), and the product promises none after 50 ms; the rest is for a busy host."""
+"""How long after it deregistered a request may still be on its way to a worker.
+
+Watchers of etcd see a revoke within 3-4 ms (p99, measured), and the product promises none after 50 ms. The rest is for
+a busy host."""
 
 
 def how(role: Role, *, registered: bool = True, etcd_ok: bool = True) -> LeaveBy:
-    """By the sign of its role (`roles.ROLES`); by SIGTERM where there is no lease to revoke: not registered (yet), or
+    """The signal of its role (`states.ROLES`). SIGTERM if there is no lease to revoke: it has not registered (yet), or
     etcd cannot be reached.
     """
     return ROLES[role].leave_by if registered and etcd_ok else LeaveBy.SIGTERM
@@ -46,7 +49,7 @@ def leave_deadline_s(drain_deadline_s: float, *, served: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a worker has still to do. `tokens` is of running requests only, an upper bound (they may stop earlier)."""
+    """The work that a worker has left. `tokens` is of running requests only, an upper bound (they may stop earlier)."""
 
     running: int
     waiting: int
@@ -60,12 +63,12 @@ class Left:
         what = f"{self.running} in flight" + (f", {self.waiting} waiting" if self.waiting else "")
         if isinstance(self.eta_s, Missing):
             return f"{what}, no estimate ({self.eta_s.reason})"
-        # What waits is not in the estimate.
+        # Waiting requests are not in the estimate.
         return f"{what}, {'at least' if self.waiting else 'about'} {self.eta_s:.1f} s"
 
 
 def left(load: Load | Missing) -> Left | Missing:
-    """What is left on a worker, for `dynamo status`."""
+    """The work that is left on a worker, for `dynamo status`."""
     if isinstance(load, Missing):
         return load
     most_s = _seconds(load, load.remaining_tokens)
@@ -132,7 +135,7 @@ KILLED_GONE_S = 10.0
 
 
 def ask(builder: StepBuilder, name: str) -> None:
-    """Out of routing, by the sign that fits its role; from now on its drain deadline runs.
+    """Out of routing, by the signal that fits its role; from now on its drain deadline runs.
 
     One that has no process yet is asked when it has; where that was not even begun it has exited.
     """
@@ -141,9 +144,9 @@ def ask(builder: StepBuilder, name: str) -> None:
         return
     if worker.pid is None or worker.state is not S.DRAINING or worker.intent is Intent.RETURNING:
         return
-    drain_requested_at_s = builder.now_s if worker.drain_requested_at_s is None else worker.drain_requested_at_s
-    builder.change(name, drain_requested_at_s=drain_requested_at_s, signalled=True, silent_at_expiry=False)
-    builder.change(name, write=False, due_s=_deadline_s(builder, builder.worker(name)), counting=False)
+    requested_at_s = builder.now_s if worker.leave.requested_at_s is None else worker.leave.requested_at_s
+    builder.change(name, requested_at_s=requested_at_s, signalled=True, silent_at_expiry=False)
+    builder.change(name, due_s=_deadline_s(builder, builder.worker(name)), counting=False)
     sign = how(worker.role, registered=worker.lease is not None)
     if sign is LeaveBy.REVOKE_LEASE and worker.lease is not None and builder.fleet.leaving is None:
         builder.do(Revoke(name, worker.lease, tells=True))
@@ -153,7 +156,7 @@ def ask(builder: StepBuilder, name: str) -> None:
 
 def _called_off(builder: StepBuilder, worker: Worker) -> bool:
     """One whose process nobody has begun to make is gone at once."""
-    if worker.state is not S.DRAINING or not worker.spawning or worker.spawn_begun:
+    if worker.state is not S.DRAINING or not worker.start.spawning or worker.start.spawn_begun:
         return False
     builder.apply(worker.name, K.SPAWN_FAILED, {"reason": "it was called off before it began"}, spawning=False)
     builder.do(CallOff(worker.name))
@@ -161,10 +164,10 @@ def _called_off(builder: StepBuilder, worker: Worker) -> bool:
 
 
 def _deadline_s(builder: StepBuilder, worker: Worker) -> float | None:
-    if worker.drain_requested_at_s is None:
+    if worker.leave.requested_at_s is None:
         return None
     deadline_s = builder.template(worker.name).drain_deadline_s
-    return worker.drain_requested_at_s + leave_deadline_s(deadline_s, served=worker.served)
+    return worker.leave.requested_at_s + leave_deadline_s(deadline_s, served=worker.health.served)
 
 
 def revoke_failed(builder: StepBuilder, seen: RevokeFailed) -> None:
@@ -173,7 +176,7 @@ def revoke_failed(builder: StepBuilder, seen: RevokeFailed) -> None:
     if worker is None or worker.pid is None or worker.state is not S.DRAINING or worker.lease != seen.lease:
         return
     if worker.intent is Intent.RETURNING:
-        builder.change(worker.name, write=False, signalled=False)
+        builder.change(worker.name, signalled=False)
     else:
         builder.do(Signal(worker.name, worker.pid))
 
@@ -184,38 +187,35 @@ def called_back(builder: StepBuilder, seen: CalledBack) -> None:
     if worker is None:
         return
     if worker.pid == seen.pid:
-        builder.change(worker.name, write=False, calls=max(0, worker.calls - 1))
+        builder.change(worker.name, calls=max(0, worker.leave.calls - 1))
         worker = builder.worker(seen.name)
     if seen.error is not None:
         _not_called_back(builder, worker, seen)
         return
-    if worker.pid != seen.pid or worker.intent is not Intent.RETURNING or worker.calls:
+    if worker.pid != seen.pid or worker.intent is not Intent.RETURNING or worker.leave.calls:
         return  # ordered to leave again meanwhile, and perhaps called back again: the later order is carried out next
-    steady: dict[str, Any] = {
-        "drain_requested_at_s": None,
-        "reason": None,
-        "signalled": False,
-        "intent": Intent.STEADY,
-        "due_s": None,
-        "counting": False,
-    }
     if worker.state is S.DRAINING:  # its registration may have been seen before its answer
-        builder.apply(worker.name, K.DRAIN_CANCELLED, **steady)
+        builder.apply(worker.name, K.DRAIN_CANCELLED, **stays(worker))
     else:
-        builder.change(worker.name, **steady)
+        builder.change(worker.name, **stays(worker))
+
+
+def stays(worker: Worker) -> dict[str, Any]:
+    """The fields of a worker whose drain is over, and that stays. Answers to calls back may still be under way."""
+    return {"leave": Leave(calls=worker.leave.calls), "intent": Intent.STEADY, "reason": None, "due_s": None}
 
 
 def _not_called_back(builder: StepBuilder, worker: Worker, seen: CalledBack) -> None:
-    if worker.pid == seen.pid and worker.state is S.DRAINING and not worker.signalled:
+    if worker.pid == seen.pid and worker.state is S.DRAINING and not worker.leave.signalled:
         # Nobody could tell it to leave either, and it would serve until its deadline cuts it.
-        builder.change(worker.name, write=False, signalled=True)
+        builder.change(worker.name, signalled=True)
         builder.do(Signal(worker.name, seen.pid))
     if seen.asked_by is not None:
         if worker.intent is Intent.RETURNING and worker.cause == seen.asked_by:  # else another call is under way
             builder.change(worker.name, intent=Intent.STEADY)
         return
-    if worker.state is S.DRAINING and worker.drain_requested_at_s is None:
-        # It had come back meanwhile, and an earlier sign to leave met it only then: it is still wanted.
+    if worker.state is S.DRAINING and worker.leave.requested_at_s is None:
+        # It had come back meanwhile, and an earlier signal to leave met it only then: it is still wanted.
         builder.change(worker.name, intent=Intent.RETURNING)
     builder.do(
         Tell(
@@ -226,22 +226,22 @@ def _not_called_back(builder: StepBuilder, worker: Worker, seen: CalledBack) -> 
 
 
 def drain_deadline(builder: StepBuilder, worker: Worker) -> None:
-    """What it still holds is asked for, so that it can be said what was cut; then its session is ended."""
+    """Ask for the requests that it still holds, so that they can be named. Their answer ends its session."""
     later_s = _deadline_s(builder, worker)
     if later_s is not None and later_s > builder.now_s:
         # It registered in the moment that it was asked: it may hold requests.
-        builder.change(worker.name, write=False, due_s=later_s)
+        builder.change(worker.name, due_s=later_s)
     elif builder.fleet.leaving is not None:
         end(builder, worker, _overdue(builder, worker), cut_streams(worker.load))
     elif worker.pid is not None:
-        builder.change(worker.name, write=False, due_s=None, counting=True)
+        builder.change(worker.name, due_s=None, counting=True)
         builder.do(CountRequests(worker.name, worker.pid))
 
 
 def requests_counted(builder: StepBuilder, seen: RequestsCounted) -> None:
     """End the session of a worker past its drain deadline; the requests that this cuts are counted and named."""
     worker = builder.get(seen.name)
-    if worker is None or worker.pid != seen.pid or worker.state is not S.DRAINING or not worker.counting:
+    if worker is None or worker.pid != seen.pid or worker.state is not S.DRAINING or not worker.leave.counting:
         return  # it left, or its drain was taken back, while we asked
     cut = cut_streams(worker.load) if isinstance(seen.in_flight, Missing) else seen.in_flight
     end(builder, worker, _overdue(builder, worker), cut, seen.requests)
@@ -252,7 +252,7 @@ def _overdue(builder: StepBuilder, worker: Worker) -> str:
 
 
 def _waited_s(builder: StepBuilder, worker: Worker) -> float:
-    return 0.0 if worker.drain_requested_at_s is None else builder.now_s - worker.drain_requested_at_s
+    return 0.0 if worker.leave.requested_at_s is None else builder.now_s - worker.leave.requested_at_s
 
 
 def end(builder: StepBuilder, worker: Worker, why: str, cut: int | Missing, requests: tuple[str, ...] = ()) -> None:
@@ -270,7 +270,7 @@ def end(builder: StepBuilder, worker: Worker, why: str, cut: int | Missing, requ
 
 def hung(builder: StepBuilder, worker: Worker, reason: str) -> None:
     """One that answers nothing serves nothing, and finishes nothing: it is ended now."""
-    if worker.state is S.DRAINING and worker.drain_requested_at_s is not None:
+    if worker.state is S.DRAINING and worker.leave.requested_at_s is not None:
         heard, builder.stimulus_id = builder.stimulus_id, HEALTH
         end(builder, worker, reason, cut_streams(worker.load))
         builder.stimulus_id = heard
@@ -287,14 +287,14 @@ def hung(builder: StepBuilder, worker: Worker, reason: str) -> None:
 
 def finish(builder: StepBuilder, worker: Worker) -> None:
     """End the session of a worker whose end is decided; SIGKILL has until its deadline."""
-    builder.change(worker.name, write=False, due_s=builder.now_s + KILLED_GONE_S)
+    builder.change(worker.name, due_s=builder.now_s + KILLED_GONE_S)
     if worker.pid is not None:
         builder.do(EndSession(worker.name, worker.pid))
 
 
 def still_there(builder: StepBuilder, worker: Worker) -> None:
     """SIGKILL did not end it."""
-    builder.change(worker.name, write=False, due_s=None)
+    builder.change(worker.name, due_s=None)
     builder.do(
         Tell(
             f"{worker.name}: pid {worker.pid} is still there {KILLED_GONE_S:g} s after SIGKILL (a stuck driver?)",
@@ -306,7 +306,7 @@ def still_there(builder: StepBuilder, worker: Worker) -> None:
 # --- the whole run -----------------------------------------------------------------------------------
 
 
-def leave(builder: StepBuilder, order: Leave) -> None:
+def leave(builder: StepBuilder, order: events.Leave) -> None:
     """Begin to leave, or (`now`) wait for nothing any more."""
     begun = builder.fleet.leaving
     if begun is None:
@@ -354,7 +354,7 @@ def _send_away(builder: StepBuilder, worker: Worker) -> None:
             K.DRAIN_REQUESTED,
             {"reason": "down"},
             intent=Intent.STEADY,
-            drain_requested_at_s=None,
+            requested_at_s=None,
             due_s=None,
             reason="down",
         )
@@ -373,12 +373,12 @@ def _of_stage(builder: StepBuilder) -> list[Worker]:
     if leaving is None or not 0 <= leaving.stage < len(STAGES):
         return []
     stage = STAGES[leaving.stage]
-    return [worker for worker in builder.workers() if worker.role in stage and (worker.runs or worker.spawning)]
+    return [worker for worker in builder.workers() if worker.role in stage and (worker.runs or worker.start.spawning)]
 
 
 def _is_waited_for(worker: Worker) -> bool:
     """Not for one that SIGKILL did not end in time."""
-    return worker.spawning or not TRAITS[worker.state].killed or worker.due_s is not None
+    return worker.start.spawning or not TRAITS[worker.state].killed or worker.due_s is not None
 
 
 def end_now(builder: StepBuilder, worker: Worker) -> None:
@@ -388,7 +388,7 @@ def end_now(builder: StepBuilder, worker: Worker) -> None:
             worker.name,
             K.DRAIN_REQUESTED,
             {"reason": "down --now"},
-            drain_requested_at_s=builder.now_s,
+            requested_at_s=builder.now_s,
             reason="down --now",
         )
         worker = builder.worker(worker.name)

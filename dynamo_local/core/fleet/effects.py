@@ -1,8 +1,8 @@
-"""What comes out of the machine: effects, for the controller to carry out. No instruction says how.
+"""Effects: `step` returns them, and the controller has them carried out (`arbiter.effects.EffectRunner`).
 
-`Lock` is carried out before anything else, and if it is refused the step never happened. `CallOff` takes effect with
-the step. `Commit` comes next: intent is written before it is acted on. What follows is done once that is written, in
-the order given for each worker.
+`Lock` is carried out before anything else; if it is refused, the step never happened. `CallOff` takes effect with the
+step. `Commit` comes next: intent is written before it is acted on. The other effects are carried out once that is
+written, in the order given for each worker.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dynamo_local.core.types import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A step orders something about a worker whose state has no event in it: a line of its story in the event log.
+    """A step orders something about a worker whose state does not change: a line of its story in the event log.
 
-    `event` is the kind of what the step was taken for.
+    `event` is the kind of the event that the step was taken for. The log's record has `"aside": true`, which is public.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Commit:
     names: tuple[str, ...]
     transitions: tuple[Transition, ...] = ()
     head: bool = False
-    asides: tuple[Note, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,11 @@ class CallOff:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Revoke a lease (hex) of the worker. With `tells`, that is how it is asked to leave, and a failure is reported
-    (`RevokeFailed`); without, its process is gone, and a failure only means that the lease expires by itself."""
+    """Revoke a lease (hex) of the worker.
+
+    With `tells` that asks it to leave, and a failure is reported (`RevokeFailed`). Without, its process is gone, and a
+    failure only means that the lease expires by itself.
+    """
 
     name: str
     lease: str
@@ -124,7 +127,7 @@ class FlipRole:
 
 @dataclass(frozen=True, slots=True)
 class CallOffFlip:
-    """Have the worker stay in its role, if it is not too late. What comes of it is the answer to `FlipRole`."""
+    """Have the worker stay in its role, if it is not too late. The answer to `FlipRole` says whether it was."""
 
     name: str
     pid: int

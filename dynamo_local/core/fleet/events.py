@@ -1,4 +1,4 @@
-"""What goes into `step`: commands, observations, and time. Each event says what caused it (`stimulus_id`).
+"""Events: commands, observations, and time. `step` takes them. Each names its cause (`stimulus_id`).
 
 A command is parsed once, at the edge, into one of the records below. The same record goes through the arbiter into
 `step`, which answers it. A new flag is one field here, and one line of help in `circus_plugins.commands`.
@@ -23,6 +23,8 @@ from dynamo_local.errors import BadTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
+    """Base of all."""
+
     #: The cause: `scale:1f0c9a3e`, `planner:17`, `exit:4711`. The event log, the statefile and the answers of commands
     #: have this name, too: it is public.
     stimulus_id: str
@@ -128,7 +130,7 @@ class ScaleAll(Command):
 
     targets: Mapping[str, int]
     victim_policy: VictimPolicy = VictimPolicy.HIGHEST_SUFFIX
-    #: What may be used beside starts and drains.
+    #: Actuators that may be used beside starts and drains.
     actuators: frozenset[Actuator] = WAKES
 
 
@@ -145,6 +147,7 @@ class Drain(Command):
 
     @property
     def kind(self) -> str:
+        """A cancel has a name of its own in the event log."""
         return "CancelDrain" if self.cancel else "Drain"
 
 
@@ -168,6 +171,7 @@ class Flip(Command):
 
     @property
     def kind(self) -> str:
+        """A cancel has a name of its own in the event log."""
         return "CancelFlip" if self.cancel else "Flip"
 
 
@@ -277,7 +281,7 @@ class ProcessGone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept(Event):
-    """What a process that is gone had left behind, outside of its session, is ended: nothing runs under its name."""
+    """Nothing runs under its name: processes that it had left behind outside of its session are ended."""
 
     name: str
 
@@ -362,22 +366,21 @@ class LoadsHeard(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledBack(Event):
-    """What the worker answered when its drain was to be taken back; `error` is None where it has registered again.
-
-    `asked_by` is the command whose person waits for the answer (None: nobody waits).
-    """
+    """The worker's answer when its drain was to be taken back."""
 
     name: str
     pid: int
+    #: None if it has registered again.
     error: str | None = None
+    #: The command whose person waits for the answer. None: nobody waits.
     asked_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderAnswered(Event):
-    """What a worker answered to its order number `order`, to sleep or to wake; that it is done it says in its key.
+    """A worker's answer to its order number `order`, to sleep or to wake. Its ready key says that the order is done.
 
-    `refused` says why it will not carry it out; `error` why nobody knows whether the order arrived.
+    `refused` says why it will not carry the order out, `error` why nobody knows whether the order arrived.
     """
 
     name: str
@@ -389,7 +392,7 @@ class OrderAnswered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsCounted(Event):
-    """What a worker past its drain deadline still holds: how many requests, and the ids of some."""
+    """The requests that a worker past its drain deadline still holds: how many, and the ids of some."""
 
     name: str
     pid: int
@@ -399,9 +402,9 @@ class RequestsCounted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipAnswered(Event):
-    """What a worker answered when it was to be called `to`, in another role: its registration there, or why not.
+    """A worker's answer when it was to become `to`, in another role: its registration there, or why not.
 
-    `error` is None where it is registered under `lease` (hex). `unknown`: nobody could tell; it may have flipped.
+    `error` is None if it is registered under `lease` (hex). `unknown`: nobody could tell, so it may have flipped.
     """
 
     name: str

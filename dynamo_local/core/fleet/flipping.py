@@ -1,12 +1,16 @@
-"""What follows a flip: a worker changes its role, its component and its name, and stays the same process.
+"""Flips: a worker changes its role, its component and its name, and stays the same process.
+
+Only a ready worker flips, and only to the component that its template names: their engines are alike. The worker counts
+for `target_component` from the moment of the decision. Unforced, the component that it leaves keeps a ready worker. Its
+new name is the lowest free one of that component. A worker that a restart or an apply has still to come to does not
+flip: its new process would have the old role.
 
     READY --FlipRequested--> FLIPPING --Flipped--> READY, renamed
                                 \\--FlipFailed--> READY, as it was
 
-The intent is committed before the worker is asked. That it has flipped is observed: its ready key under the new name,
-or its answer, whichever comes first. Then name, role and component change in one step and one commit. While nobody can
-tell (NATS or etcd is away, the arbiter was killed) it is asked again: the question is the same as the first, and the
-answer says how far it is.
+The intent is committed before the worker is asked. Its ready key under the new name, or its answer, shows that it has
+flipped. Then name, role and component change in one step and one commit. If nobody can tell (NATS or etcd is away, the
+arbiter was killed), the worker is asked again: its answer says how far it is.
 """
 
 from __future__ import annotations
@@ -126,7 +130,7 @@ def _flipped(view: Fleet, chosen: Sequence[Worker], force: bool, reason: str) ->
 
 def _name_for(view: Fleet, worker: Worker, component: str, taken: set[str]) -> tuple[str, int]:
     for name, n, entry in view.names_from_lowest(component):
-        mine = worker.spawned_as == name
+        mine = worker.start.spawned_as == name
         if (mine or name not in taken) and (entry is None or _is_template(entry)):
             return name, n
     raise AssertionError("names have no end")
@@ -134,7 +138,7 @@ def _name_for(view: Fleet, worker: Worker, component: str, taken: set[str]) -> t
 
 def _is_template(entry: Worker) -> bool:
     """A bare entry that nothing runs under, nor is cleared away."""
-    busy = entry.on_its_way or entry.sweeping or entry.gpus_pending_release is not None or entry.gpus
+    busy = entry.on_its_way or entry.ended.sweeping or entry.ended.gpus_pending_release is not None or entry.gpus
     return entry.state is S.EXITED and entry.n == 0 and not busy
 
 
@@ -221,20 +225,20 @@ def ask(builder: StepBuilder, worker: Worker) -> None:
     """Ask the worker to flip, or how far it is."""
     if worker.flip is None or worker.pid is None:
         return
-    builder.change(worker.name, write=False, flip=replace(worker.flip, asking=True), due_s=None)
+    builder.change(worker.name, flip=replace(worker.flip, asking=True), due_s=None)
     builder.do(FlipRole(worker.name, worker.pid, worker.flip.name, worker.flip.component))
     if worker.flip.cancelled:
         builder.do(CallOffFlip(worker.name, worker.pid))
 
 
 def answered(builder: StepBuilder, seen: FlipAnswered) -> None:
-    """What the worker said. Where nobody can tell it is asked again: it, its key, or its end will tell."""
+    """Take the worker's answer. If nobody can tell, ask again: the worker, its key, or its end will tell."""
     worker = builder.get(seen.name)
     if worker is None or worker.pid != seen.pid or worker.flip is None or worker.flip.name != seen.to:
         return  # its new key was seen first, or it has ended
     if seen.unknown:
         again = replace(worker.flip, asking=False)
-        builder.change(worker.name, write=False, flip=again, due_s=builder.now_s + AGAIN_S)
+        builder.change(worker.name, flip=again, due_s=builder.now_s + AGAIN_S)
     elif seen.error is not None or seen.lease is None:
         _failed(builder, worker, seen.error or "it is not registered in its new role")
     else:
@@ -242,7 +246,7 @@ def answered(builder: StepBuilder, seen: FlipAnswered) -> None:
 
 
 def awaited(builder: StepBuilder, name: str, pid: int) -> Worker | None:
-    """Who is about to be called `name`, if that is the process that has registered under it."""
+    """The worker that is about to become `name`, if its process is the one that has registered under it."""
     found = (w for w in builder.workers() if w.flip is not None and w.flip.name == name and w.pid == pid)
     return next((worker for worker in found if worker.state is S.FLIPPING), None)
 
@@ -257,7 +261,7 @@ def become(
     fleet, was, old_lease = builder.fleet, worker.name, worker.lease
     template = fleet.template(target.component)
     before = fleet.template_of(worker)
-    current = worker.launched in ("", before.fingerprint)
+    current = worker.start.launched in ("", before.fingerprint)
     builder.rename(
         was,
         target.name,
@@ -266,7 +270,7 @@ def become(
         n=target.n,
         flip=None,
         spawned_as=None if worker.spawn_name == target.name else worker.spawn_name,
-        launched=template.fingerprint if current and worker.launched else worker.launched,
+        launched=template.fingerprint if current and worker.start.launched else worker.start.launched,
         due_s=None,
         absent_s=None,
     )

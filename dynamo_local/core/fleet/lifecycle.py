@@ -2,16 +2,16 @@
 
 The rules, in prose:
 
-* An entry begins *pending*: it exists, its process does not; it may wait for a GPU to be returned.
+* An entry begins *pending*: the entry exists, its process does not. It may wait for a GPU to be returned.
 * `SpawnRequested` is committed before the process is made, so *starting* means "there may be a process".
   `Spawned` then only adds the pid.
 * *ready* is observed (`Registered`: its keys are in etcd and it publishes load), never assumed.
 * Leaving politely is *draining*, whoever began it: `DrainRequested` by us, `LeaseRevoked` from outside.
   A drain that is taken back ends in `DrainCancelled` once the worker has registered again.
   Whatever the exit code, a draining worker that is gone has *exited*: it was leaving and is not restarted.
-* A process that goes unasked has *crashed*, exit code 0 included; so has one that hangs (`HealthFailed`), also
-  where its lease has expired of that first, which looked like a drain; and so has one that was silent when its lease
-  ended, was not asked to leave by us, and ended by a signal or with another code than 0.
+* A process that ends unasked has *crashed*, also with exit code 0. So has one that hangs (`HealthFailed`), even if its
+  lease expired of that first, which looked like a drain. So has one that was silent when its lease ended, was not asked
+  to leave by us, and ended by a signal or with another code than 0.
 * A crash, and a start past its deadline, end in *backing off* (then *starting* again) or *faulted*. So does the exit
   of a worker whose lease somebody else revoked, under `on-foreign-revoke: restart`.
   `BackoffStarted`, `Faulted` and `Removed` are given only when no process is left: the GPU goes with the
@@ -20,9 +20,9 @@ The rules, in prose:
 * `RestartRequested` by a person clears a fault, skips a back-off, and brings an exited entry back.
 * *flipping* is committed before the worker is asked to change its role (`FlipRequested`). It ends as *ready* in the
   new role, under its new name (`Flipped`, observed), or in the old one (`FlipFailed`, what the worker answered).
-* A worker on standby is *falling asleep* from `SleepRequested` on (it finishes its streams, then its engine lets go of
-  the GPU), *sleeping* once it says so (`Slept`), *waking* from `WakeRequested` to `Woken`. What its lease's end means
-  there (`LeaseRevoked`) is known only when its process ends: it serves nobody who would have to be told.
+* A worker on standby is *falling asleep* from `SleepRequested` on: it finishes its streams, then its engine releases
+  the GPU. It is *sleeping* once it says so (`Slept`), and *waking* from `WakeRequested` to `Woken`. If its lease ends
+  (`LeaseRevoked`), only the end of its process shows what that meant: it serves no request.
 * Observations that may arrive late (`Spawned`, `Registered`, `LeaseRevoked`, `ProcessExited`) are legal
   wherever a race can bring them; a command that makes no sense is illegal.
 
@@ -47,7 +47,7 @@ class IllegalTransition(DynamoError):
 
 
 class TransitionKind(enum.StrEnum):
-    """What may happen to a worker. The values are names in the event log: they are public.
+    """Everything that may happen to a worker. The values are names in the event log: they are public.
 
     Behind each kind stand the details that its record has beside the names, the states and the cause.
     """
@@ -81,7 +81,7 @@ class TransitionKind(enum.StrEnum):
     FAULTED = "Faulted"
     """It failed too often (`reason`); only a person restarts it now."""
     FLIP_REQUESTED = "FlipRequested"
-    """We ask it to change its role; it `becomes` a worker of that name."""
+    """We ask it to change its role. The name that it gets is in `becomes`."""
     FLIPPED = "Flipped"
     """It has registered in its new role under `lease` (hex); until now its name `was` another."""
     FLIP_FAILED = "FlipFailed"
@@ -110,7 +110,7 @@ STARTS = (K.SPAWN_REQUESTED, K.BACKOFF_ELAPSED)
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What happened to one worker: a line of the event log. `stimulus_id` is its cause."""
+    """One change of one worker: a line of the event log. `stimulus_id` is its cause."""
 
     name: str
     component: str
@@ -212,7 +212,7 @@ def apply(state: S, kind: TransitionKind, cause: str = "") -> S:
 
 
 def legal_kinds(state: S) -> tuple[TransitionKind, ...]:
-    """What may happen in this state, in the table's order."""
+    """The kinds that are possible in this state, in the table's order."""
     return tuple(kind for (source, kind) in NEXT if source is state)
 
 

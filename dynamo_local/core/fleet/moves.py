@@ -124,7 +124,7 @@ Move = SpawnWorker | Revive | BeginDrain | CancelDrain | TakeBack | FlipWorker |
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What `step` answers a command with: the moves that were made. Empty for any other event."""
+    """The answer of `step` to a command: the moves that were made. Empty for any other event."""
 
     moves: tuple[Move, ...] = ()
     #: For `ScaleAll`: the moves that concern each component. A flip concerns two.
@@ -134,11 +134,11 @@ class Answer:
 
 
 def transition_for(move: Move, state: S) -> TransitionKind | None:
-    """What commits the move, for a worker in `state`; None where the state does not change now.
+    """The transition that commits the move, for a worker in `state`; None if the state does not change now.
 
-    None for `SpawnWorker` (its entry is made pending), for `CancelDrain` (`DrainCancelled` is observed, when it has
-    registered again), for a drain under way, and for `TakeBack` of a worker whose process is still being ended
-    (commit `Intent.LEAVING`, and `Removed` once the process is gone).
+    That is so for `SpawnWorker` (its entry is made pending), for a drain under way, and for `CancelDrain`
+    (`DrainCancelled` follows when the worker has registered again). A `TakeBack` of a worker whose process is still
+    being ended commits `Intent.LEAVING`; `Removed` follows once the process is gone.
     """
     match move:
         case Revive():

@@ -1,4 +1,4 @@
-"""What is seen of workers from outside: their keys in etcd, their answers, and whether etcd and NATS answer at all."""
+"""Observations: workers' keys in etcd, their answers, and whether etcd and NATS answer at all."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dynamo_local.core.types import Load, Missing
 from dynamo_local.core.types import WorkerState as S
 
 STALE_S = 3.0
-"""A load older than three samples is none (planner-rules)."""
+"""A load older than three samples is none."""
 SILENCE_COUNTED_MAX_S = 3.0
 """Between two samples no more than this is held against who did not answer the second: if more time has passed, it was
 the arbiter that did not ask."""
 ABSENT_FOR_S = 10.0
-"""A key that is missing after etcd was away may be written again: its worker keeps its lease alive every few seconds,
-and writes all of its keys anew where etcd has lost them. After a lease's time to live nobody will."""
+"""A key that is missing after etcd was away may be written again: a worker renews its lease every few seconds, and
+writes all of its keys anew if etcd has lost them. After a lease's time to live no worker does."""
 
 
 # --- the registry ----------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def key_put(builder: StepBuilder, seen: KeyPut) -> None:
         return  # a key of a worker that is gone, or has another name now, until its lease is
     if seen.failed:
         # Its exit is a crash, its key's end no drain.
-        builder.change(seen.name, write=False, engine_failed=True, engine_said=seen.why)
+        builder.change(seen.name, engine_failed=True, engine_said=seen.why)
         return
     new = worker.lease != seen.lease
     keys: dict[str, Any] = {"lease": seen.lease, "endpoints": seen.endpoints, "other_leases": seen.other_leases}
@@ -58,19 +58,12 @@ def key_put(builder: StepBuilder, seen: KeyPut) -> None:
         builder.change(seen.name, lease_gone=False)
         return
     registered = {"lease": seen.lease}
-    returned = new and worker.intent is Intent.RETURNING and worker.calls <= 1
-    if worker.state is S.DRAINING and (worker.drain_requested_at_s is None or returned):
-        # Its lease had only expired (it was stopped, or etcd was away) and it has come back by itself; or it was
-        # called back, and this is seen before its answer, or instead of it. Where it was called back twice this may be
-        # of the first time, and the sign to leave that came between is still on its way to it.
-        back: dict[str, Any] = {
-            "reason": None,
-            "drain_requested_at_s": None,
-            "intent": Intent.STEADY,
-            "signalled": False,
-            "due_s": None,
-        }
-        builder.apply(seen.name, K.DRAIN_CANCELLED, **back, lease_gone=False, silent_at_expiry=False)
+    returned = new and worker.intent is Intent.RETURNING and worker.leave.calls <= 1
+    if worker.state is S.DRAINING and (worker.leave.requested_at_s is None or returned):
+        # Its lease had only expired (it was suspended, or etcd was away) and it has come back by itself. Or it was
+        # called back, and this is seen before its answer, or instead of that. If it was called back twice, this may be
+        # the first time, and the signal to leave that came between is still on its way.
+        builder.apply(seen.name, K.DRAIN_CANCELLED, **leaving.stays(worker))
     elif worker.state is S.DRAINING and new:
         # It was asked to leave and has registered again: it came back from a drain that was ordered once more.
         builder.apply(seen.name, K.REGISTERED, registered)
@@ -89,18 +82,18 @@ def key_gone(builder: StepBuilder, seen: KeyGone) -> None:
 def key_looked_up(builder: StepBuilder, seen: KeyLookedUp) -> None:
     """Its process had ended in order before anything was heard of its key: now it is known which came first."""
     worker = builder.get(seen.name)
-    if worker is None or worker.pid != seen.pid or worker.exit is None:
+    if worker is None or worker.pid != seen.pid or worker.ended.exit is None:
         return
     if seen.removed and worker.lease == seen.lease:
         unregistered(builder, worker, seen.lease, "its lease was revoked or has expired")
-    starting.exited(builder, builder.worker(seen.name), worker.exit)
+    starting.exited(builder, builder.worker(seen.name), worker.ended.exit)
 
 
 def unregistered(builder: StepBuilder, worker: Worker, lease: str, why: str) -> None:
     """Nothing of it is in the registry any more: it leaves, unless its engine has died, which its exit will tell."""
     gone: dict[str, Any] = {"lease": None, "endpoints": (), "absent_s": None}
-    if worker.engine_failed or not TRAITS[worker.state].registers:
-        builder.change(worker.name, **gone, lease_gone=worker.lease_gone or TRAITS[worker.state].standby)
+    if worker.health.engine_failed or not TRAITS[worker.state].registers:
+        builder.change(worker.name, **gone, lease_gone=worker.leave.lease_gone or TRAITS[worker.state].standby)
         return
     revoked, cause = {"lease": lease}, f"etcd:{lease}"
     if worker.state is S.FLIPPING:  # it gives it back itself; what becomes of it, its answer or its new key will tell
@@ -123,8 +116,8 @@ def _comes_back(builder: StepBuilder, worker: Worker) -> bool:
 def left_unseen(builder: StepBuilder, worker: Worker) -> None:
     """It has written itself that it drains because its lease is gone; no arbiter has decided what follows that."""
     if (
-        worker.lease_gone
-        and worker.drain_requested_at_s is None
+        worker.leave.lease_gone
+        and worker.leave.requested_at_s is None
         and worker.state is S.DRAINING
         and _comes_back(builder, worker)
     ):
@@ -138,10 +131,10 @@ def registry_listed(builder: StepBuilder, seen: RegistryListed) -> None:
         if not worker.runs or worker.lease is None:
             continue
         there = (worker.name, worker.lease) in seen.keys
-        if there and worker.absent_s is not None:
-            builder.change(worker.name, write=False, absent_s=None)
-        elif not there and worker.absent_s is None:
-            builder.change(worker.name, write=False, absent_s=builder.now_s)
+        if there and worker.registration.absent_s is not None:
+            builder.change(worker.name, absent_s=None)
+        elif not there and worker.registration.absent_s is None:
+            builder.change(worker.name, absent_s=builder.now_s)
 
 
 def absent(builder: StepBuilder, worker: Worker) -> None:
@@ -166,7 +159,7 @@ def infra_seen(builder: StepBuilder, seen: InfraSeen) -> None:
             continue
         builder.change(worker.name, history=history)
         if worker.state is S.BACKING_OFF and worker.due_s is not None:
-            builder.change(worker.name, write=False, due_s=None, waiting_for_infra=True)
+            builder.change(worker.name, due_s=None, waiting_for_infra=True)
 
 
 # --- answers ---------------------------------------------------------------------------------------
@@ -175,7 +168,7 @@ def infra_seen(builder: StepBuilder, seen: InfraSeen) -> None:
 def loads_heard(builder: StepBuilder, seen: LoadsHeard) -> None:
     """Loads of those who answered. One that stays silent while it could be asked is hung.
 
-    What counts is time in which it was asked: an arbiter that was stopped itself has asked nobody.
+    Only time in which it was asked counts: an arbiter that was suspended itself has asked nobody.
     """
     now_s, before_s = builder.now_s, builder.fleet.sampled_s
     passed_s = 0.0 if before_s is None else min(now_s - before_s, SILENCE_COUNTED_MAX_S)
@@ -183,17 +176,19 @@ def loads_heard(builder: StepBuilder, seen: LoadsHeard) -> None:
     for worker in builder.workers():
         load = _told(seen, worker)
         if load is not None:
-            if load != worker.load or worker.unheard_s or worker.heard_s is None:  # else there is nothing new
-                heard_s = now_s if worker.heard_s is None else worker.heard_s
-                builder.change(worker.name, write=False, load=load, heard_s=heard_s, unheard_s=0.0, silent_s=0.0)
+            if (
+                load != worker.load or worker.health.unheard_s or worker.health.heard_s is None
+            ):  # else there is nothing new
+                heard_s = now_s if worker.health.heard_s is None else worker.health.heard_s
+                builder.change(worker.name, load=load, heard_s=heard_s, unheard_s=0.0, silent_s=0.0)
             continue
         if not worker.runs:
             continue
-        counted = worker.heard_s is not None and not seen.blameless
-        silent_s = worker.silent_s + passed_s if counted else 0.0
-        builder.change(worker.name, write=False, unheard_s=worker.unheard_s + passed_s, silent_s=silent_s)
+        counted = worker.health.heard_s is not None and not seen.blameless
+        silent_s = worker.health.silent_s + passed_s if counted else 0.0
+        builder.change(worker.name, unheard_s=worker.health.unheard_s + passed_s, silent_s=silent_s)
         if _unheard(builder.worker(worker.name)):
-            builder.change(worker.name, write=False, load=Missing("no answer"))
+            builder.change(worker.name, load=Missing("no answer"))
         if silent_s > builder.fleet.health_bound_s and builder.fleet.leaving is None:
             reason = f"is hung: it has answered nothing for {silent_s:.0f} s"
             leaving.hung(builder, builder.worker(worker.name), reason)
@@ -207,7 +202,7 @@ def _told(seen: LoadsHeard, worker: Worker) -> Load | None:
 
 def _unheard(worker: Worker) -> bool:
     """For longer than a load is good for. A lease outlives a worker that is stopped by more than that."""
-    return worker.heard_s is None or worker.unheard_s > STALE_S
+    return worker.health.heard_s is None or worker.health.unheard_s > STALE_S
 
 
 def flip_answered(builder: StepBuilder, seen: FlipAnswered) -> None:
@@ -225,12 +220,14 @@ def stalled(builder: StepBuilder, seen: Stalled) -> None:
     """Nothing could be seen for that long, so no deadline that waits for something to be seen may have run on."""
     for worker in builder.workers():
         if worker.due_s is not None and worker.state is not S.BACKING_OFF:
-            builder.change(worker.name, write=False, due_s=worker.due_s + seen.for_s)
-        if worker.drain_requested_at_s is not None:
-            builder.change(worker.name, drain_requested_at_s=worker.drain_requested_at_s + seen.for_s)
-        if worker.absent_s is not None:
-            builder.change(worker.name, write=False, absent_s=worker.absent_s + seen.for_s)
-        if worker.gpus_pending_release is not None:
-            later = replace(worker.gpus_pending_release, since_s=worker.gpus_pending_release.since_s + seen.for_s)
-            builder.change(worker.name, write=False, gpus_pending_release=later)
+            builder.change(worker.name, due_s=worker.due_s + seen.for_s)
+        if worker.leave.requested_at_s is not None:
+            builder.change(worker.name, requested_at_s=worker.leave.requested_at_s + seen.for_s)
+        if worker.registration.absent_s is not None:
+            builder.change(worker.name, absent_s=worker.registration.absent_s + seen.for_s)
+        if worker.ended.gpus_pending_release is not None:
+            later = replace(
+                worker.ended.gpus_pending_release, since_s=worker.ended.gpus_pending_release.since_s + seen.for_s
+            )
+            builder.change(worker.name, gpus_pending_release=later)
     builder.set(sampled_s=builder.now_s)

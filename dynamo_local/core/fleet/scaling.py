@@ -3,11 +3,10 @@
 The rules, in prose:
 
 * A decision is whole: with any part refused nothing is instructed.
-* Capacity on its way counts (lesson 16), leaving and faulted workers do not; `=n` is the change from that count.
-* More: drains are taken back first, then workers on standby are woken (unless told not to). Of the drains, the one that
-  began last goes before the others (it has the most left to do, so it is
-  least likely to be gone already, and scale-downs are undone in reverse). Then the lowest names that have no process:
-  the bare one first, unused, template or faulted.
+* Capacity on its way counts; leaving and faulted workers do not; `=n` is the change from that count.
+* More: drains are taken back first. The drain that began last goes before the others: that worker has the most left to
+  do, so it is the least likely to be gone already. Next, workers on standby are woken (unless `wake` is off). Then the
+  lowest names without a process are started: the bare one first, unused, template or faulted.
 * While a component's workers are restarted, nobody but a person takes one of them away.
 * A faulted worker is started again by a person's `+1`. An automatic decision (`by_person=False`) is refused instead:
   a planner would restart a broken worker for ever.
@@ -52,7 +51,7 @@ from dynamo_local.errors import (
 )
 
 # --- victims
-# Who goes when a scale-down names nobody. Values in, an order out; the same fleet always gives the same answer.
+# The victims of a scale-down. Values in, an order out; the same fleet always gives the same answer.
 
 
 def victims(workers: Iterable[Worker], policy: VictimPolicy) -> tuple[Worker, ...]:
@@ -72,8 +71,8 @@ def cache_at_stake(load: Load) -> float:
     """Blocks of prefix cache that are of use: `gpu_prefix_cache_hit_rate × kv_total_blocks`.
 
     An estimate from what workers publish: the share of prompt tokens found in the cache, times its size.
-    Not `× kv_active_blocks`: those are the blocks that running requests hold, and an idle worker with a warm cache
-    has none (cached blocks that nobody uses count as free, in vLLM and in our engine).
+    `kv_active_blocks` would be wrong: those are the blocks that running requests hold. An idle worker with a warm cache
+    has none, because unused cached blocks count as free, in vLLM and in our engine.
     """
     return load.gpu_prefix_cache_hit_rate * load.kv_total_blocks
 
@@ -144,7 +143,9 @@ def decide_drain(view: Fleet, command: Drain) -> tuple[Move, ...]:
     worker = view.worker(command.name)
     if worker.state is WorkerState.FAULTED:
         return (TakeBack(worker.name, "drain of a faulted worker"),)
-    if worker.silent_at_expiry and worker.state is WorkerState.DRAINING:  # it might come back; from now on it may not
+    if (
+        worker.leave.silent_at_expiry and worker.state is WorkerState.DRAINING
+    ):  # it might come back; from now on it may not
         return (BeginDrain(worker.name, "drain"),)
     if not (worker.counts or worker.stands_by):
         return ()

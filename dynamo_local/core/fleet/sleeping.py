@@ -7,8 +7,8 @@ The rules, in prose:
 * A sleeper wakes on its own devices, because its process is pinned to them. If somebody holds one of these, the wake is
   refused and names the holder. If all holders leave, the sleeper waits until they are gone.
 * A worker that is still to be put to sleep just stays awake.
-* The controller repeats an order until the worker says in its ready key that it has carried the order out. What the
-  worker says about an earlier order is out of date.
+* The controller repeats an order until the worker says in its ready key that it has carried the order out. A key
+  about an earlier order is out of date.
 * An exit, silence or a drain meanwhile is handled as for any worker.
 """
 
@@ -131,8 +131,10 @@ def _holders_leave(view: Fleet, worker: Worker) -> bool:
 
 
 def kept_asleep(view: Fleet, template: Template, going: Sequence[Worker], reason: str) -> dict[str, PutToSleep]:
-    """Of ready workers that are given up those that sleep instead, by name: as many as the component is to keep on
-    standby and does not have. `_keep` would start others for that."""
+    """Ready workers that sleep instead of being given up, by name: as many as the component lacks on standby.
+
+    `_keep` would start others for that.
+    """
     there = sum(worker.stands_by for worker in view.of(template.component))
     moves: dict[str, PutToSleep] = {}
     for worker in going:
@@ -215,7 +217,7 @@ def give(builder: StepBuilder, name: str) -> None:
     worker = builder.worker(name)
     if worker.pid is None:
         return
-    builder.change(name, write=False, standby=replace(worker.standby, ask_s=builder.now_s + ASK_AGAIN_S))
+    builder.change(name, standby=replace(worker.standby, ask_s=builder.now_s + ASK_AGAIN_S))
     order = worker.standby.order
     if worker.state is S.WAKING:
         builder.do(OrderWake(name, worker.pid, order))
@@ -230,7 +232,7 @@ def answered(builder: StepBuilder, seen: OrderAnswered) -> None:
         return
     if worker.state not in (S.FALLING_ASLEEP, S.WAKING):
         return
-    builder.change(seen.name, write=False, standby=replace(worker.standby, ask_s=None))
+    builder.change(seen.name, standby=replace(worker.standby, ask_s=None))
     if seen.refused is not None and worker.state is S.FALLING_ASLEEP:
         _not_asleep(builder, worker, seen.refused)
 
@@ -261,10 +263,10 @@ def heard(builder: StepBuilder, worker: Worker, seen: KeyPut) -> bool:
 
 
 def _noted(builder: StepBuilder, worker: Worker, facts: StandbyFacts) -> Worker:
-    """What holds whatever its state is."""
+    """Note the facts that hold in any state."""
     standby = replace(worker.standby, cannot=facts.cannot, host_bytes=facts.rehearsed_bytes)
     if standby != worker.standby:
-        builder.change(worker.name, write=False, standby=standby)
+        builder.change(worker.name, standby=standby)
     return builder.worker(worker.name)
 
 
@@ -292,7 +294,7 @@ def _recycle(builder: StepBuilder, worker: Worker, why: str) -> None:
     if any(name == worker.name for plan in builder.fleet.restarts for name, _ in plan.todo):
         return
     builder.change(worker.name, reason=why)
-    plan = RestartPlan(f"recycle:{worker.name}", ((worker.name, worker.starts),))
+    plan = RestartPlan(f"recycle:{worker.name}", ((worker.name, worker.start.starts),))
     builder.set(restarts=(*builder.fleet.restarts, plan))
 
 
@@ -328,12 +330,12 @@ def ask_again(builder: StepBuilder, worker: Worker) -> None:
     if worker.state in (S.FALLING_ASLEEP, S.WAKING):
         give(builder, worker.name)
     else:
-        builder.change(worker.name, write=False, standby=replace(worker.standby, ask_s=None))
+        builder.change(worker.name, standby=replace(worker.standby, ask_s=None))
 
 
 def at_exit(builder: StepBuilder, worker: Worker, code: int | None) -> Worker:
     """One that ended in order after its lease had gone was told to leave by that, though nobody heard of it then."""
-    if TRAITS[worker.state].standby and worker.lease_gone and code == 0:
+    if TRAITS[worker.state].standby and worker.leave.lease_gone and code == 0:
         reason, intent = "its lease was revoked or has expired", worker.intent
         if builder.fleet.restart_revoked and builder.fleet.leaving is None:
             reason, intent = reason + STARTED_AGAIN, Intent.RESTARTING
@@ -346,10 +348,10 @@ def resume(builder: StepBuilder, worker: Worker) -> None:
     """A successor: the orders under way are given again, and have their whole time."""
     template = builder.template(worker.name)
     if worker.state is S.FALLING_ASLEEP:
-        builder.change(worker.name, write=False, due_s=builder.now_s + template.drain_deadline_s + ENGINE_S)
+        builder.change(worker.name, due_s=builder.now_s + template.drain_deadline_s + ENGINE_S)
         give(builder, worker.name)
     elif worker.state is S.WAKING:
-        builder.change(worker.name, write=False, due_s=builder.now_s + template.start_deadline_s)
+        builder.change(worker.name, due_s=builder.now_s + template.start_deadline_s)
         give(builder, worker.name)
 
 
@@ -357,7 +359,7 @@ def resume(builder: StepBuilder, worker: Worker) -> None:
 
 
 def advance(builder: StepBuilder) -> None:
-    """Who is to sleep and can is put to sleep; who waits for its devices is woken; `standby` workers are kept."""
+    """Put workers to sleep that are to and can, wake those that wait for their devices, keep `standby` workers."""
     for worker in builder.workers():
         if worker.state is S.READY and worker.standby.wanted and worker.intent is Intent.STEADY:
             _first_sleep(builder, worker)
@@ -399,7 +401,7 @@ def _try_to_wake(builder: StepBuilder, worker: Worker) -> None:
 def _keep(builder: StepBuilder, template: Template) -> None:
     """Start as many as are missing, on devices that nobody else is promised."""
     component, fleet = template.component, builder.fleet
-    if component in fleet.no_standby or not any(worker.starts for worker in fleet.of(component)):
+    if component in fleet.no_standby or not any(worker.start.starts for worker in fleet.of(component)):
         return
     there = [w for w in fleet.of(component) if w.stands_by or (w.standby.wanted and w.state is S.FAULTED)]
     reserved, every = fleet.reserved(), fleet.names_from_lowest(component)

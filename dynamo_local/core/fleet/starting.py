@@ -70,14 +70,14 @@ def try_start(builder: StepBuilder, name: str) -> None:
     builder.apply(
         name, kind, by=cause, spawning=True, due_s=None, launched=builder.template(name).fingerprint, spawned_as=None
     )
-    builder.do(Spawn(name, cause, first=builder.worker(name).starts == 1))
+    builder.do(Spawn(name, cause, first=builder.worker(name).start.starts == 1))
 
 
 def spawn_begun(builder: StepBuilder, seen: SpawnBegun) -> None:
     """Too late to call it off."""
     worker = builder.get(seen.name)
-    if worker is not None and worker.spawning:
-        builder.change(seen.name, write=False, spawn_begun=True)
+    if worker is not None and worker.start.spawning:
+        builder.change(seen.name, spawn_begun=True)
 
 
 def called_off(builder: StepBuilder, name: str) -> None:
@@ -90,7 +90,7 @@ def called_off(builder: StepBuilder, name: str) -> None:
 def process_made(builder: StepBuilder, seen: ProcessMade) -> None:
     """It runs. One that was told to leave before it was there, is asked to now."""
     worker = builder.get(seen.name)
-    if worker is None or not worker.spawning:
+    if worker is None or not worker.start.spawning:
         builder.do(EndSession(seen.name, seen.pid))
         return
     leaves = worker.state is S.DRAINING
@@ -112,7 +112,7 @@ def process_made(builder: StepBuilder, seen: ProcessMade) -> None:
 def process_refused(builder: StepBuilder, seen: ProcessRefused) -> None:
     """It could not be made: a failure like any other, or the end of one that was leaving anyway."""
     worker = builder.get(seen.name)
-    if worker is None or not worker.spawning:
+    if worker is None or not worker.start.spawning:
         return
     failed: dict[str, Any] = {
         "spawning": False,
@@ -145,7 +145,7 @@ def process_gone(builder: StepBuilder, seen: ProcessGone) -> None:
     exit_ = Exit(builder.now_s, seen.code, seen.unit, seen.stimulus_id)
     traits = TRAITS[worker.state]
     if seen.code == 0 and (traits.serves or traits.standby) and worker.lease is not None:
-        builder.change(worker.name, write=False, exit=exit_)
+        builder.change(worker.name, exit=exit_)
         builder.do(LookUpKey(worker.name, seen.pid, worker.lease))
     else:
         exited(builder, worker, exit_)
@@ -155,7 +155,7 @@ def exited(builder: StepBuilder, worker: Worker, seen: Exit) -> None:
     """Its leases are revoked, what it left behind is ended; what comes after that is `after_process`."""
     worker = sleeping.at_exit(builder, worker, seen.code)
     left = was_leaving(worker, seen.code)
-    ran_s = 0.0 if worker.ready_s is None else seen.at_s - worker.ready_s
+    ran_s = 0.0 if worker.health.ready_s is None else seen.at_s - worker.health.ready_s
     _ended(builder, worker, seen.code, seen.cause, Failure(seen.at_s, ran_s, seen.unit))
     if builder.fleet.leaving is None:
         _sweep(builder, worker.name)
@@ -172,10 +172,10 @@ def ended_unseen(builder: StepBuilder, name: str) -> None:
 
 
 def _ended(builder: StepBuilder, worker: Worker, code: int | None, cause: str, failure: Failure) -> None:
-    """Apply the end of the process; it is a `failure` unless the worker was to leave. Its leases are revoked."""
+    """Apply the end of the process, a `failure` unless the worker was to leave. Its leases are revoked."""
     left, reason = was_leaving(worker, code), why_it_ended(worker, code)
     builder.process_ended(worker.name, code)
-    if left and worker.lease_gone and worker.drain_requested_at_s is None and worker.intent is Intent.STEADY:
+    if left and worker.leave.lease_gone and worker.leave.requested_at_s is None and worker.intent is Intent.STEADY:
         builder.revoked_outside(worker)
     if worker.state is S.DRAINING and not left:
         builder.apply(worker.name, K.HEALTH_FAILED, {"reason": reason or UNHEARD}, by=leaving.HEALTH)
@@ -189,21 +189,21 @@ def _ended(builder: StepBuilder, worker: Worker, code: int | None, cause: str, f
 
 
 def _sweep(builder: StepBuilder, name: str) -> None:
-    builder.change(name, write=False, sweeping=True)
-    builder.do(Sweep(name, builder.worker(name).spawned_as))
+    builder.change(name, sweeping=True)
+    builder.do(Sweep(name, builder.worker(name).start.spawned_as))
 
 
 def swept(builder: StepBuilder, name: str) -> None:
     """Nothing runs under its name any more."""
     worker = builder.get(name)
-    if worker is None or not worker.sweeping:
+    if worker is None or not worker.ended.sweeping:
         return
-    builder.change(name, write=False, sweeping=False)
+    builder.change(name, sweeping=False)
     after_process(builder, name)
 
 
 def after_process(builder: StepBuilder, name: str) -> None:
-    """What follows the end of a process: a restart, a back-off, a fault, or the end of the entry."""
+    """After the end of a process: a restart, a back-off, a fault, or the end of the entry."""
     worker = builder.worker(name)
     if TRAITS[worker.state].failed:
         builder.do(Report(name, worker.reason or "it failed", worker.state))
@@ -218,7 +218,7 @@ def after_process(builder: StepBuilder, name: str) -> None:
             remove(builder, name)
     elif worker.state is S.START_TIMED_OUT:  # it may have died of its devices: the next start looks for any
         give_back(builder, name, keep=False)
-        if builder.worker(name).gpus_pending_release is None:
+        if builder.worker(name).ended.gpus_pending_release is None:
             after_failure(builder, name)
     elif worker.state is S.CRASHED:
         after_failure(builder, name)
@@ -229,11 +229,11 @@ def after_process(builder: StepBuilder, name: str) -> None:
 def after_failure(builder: StepBuilder, name: str) -> None:
     """Restart with back-off, counted from the end of the process, or give up: `restarts` decides.
 
-    A worker that comes back after a lease that somebody else revoked is counted as one that failed: whoever revokes
-    every lease as soon as he sees it would else have it started again and again without a pause.
+    A worker that comes back after somebody else revoked its lease counts as failed. Otherwise a client that revokes
+    every lease that it sees would have the worker started again and again without a pause.
     """
     worker = builder.worker(name)
-    failure = worker.failure or Failure(builder.now_s, 0.0, 0.5)
+    failure = worker.ended.failure or Failure(builder.now_s, 0.0, 0.5)
     if worker.intent is Intent.LEAVING:  # taken back meanwhile
         builder.apply(name, K.REMOVED, by=RESTART_POLICY, intent=Intent.STEADY)
         remove(builder, name)
@@ -265,19 +265,19 @@ def after_failure(builder: StepBuilder, name: str) -> None:
 def backoff_over(builder: StepBuilder, worker: Worker) -> None:
     """Start it again, on its own devices if it can have them; while etcd or NATS is away, when they are back."""
     if builder.fleet.infra_ok:
-        builder.change(worker.name, write=False, due_s=None)
+        builder.change(worker.name, due_s=None)
         regain_gpus(builder, worker.name)
     else:
-        builder.change(worker.name, write=False, due_s=None, waiting_for_infra=True)
+        builder.change(worker.name, due_s=None, waiting_for_infra=True)
 
 
 def infra_is_back(builder: StepBuilder) -> None:
     """Start all workers that failed during the outage again: spread over some seconds, counted from now."""
     for worker in builder.workers():
-        if worker.waiting_for_infra:
-            unit = 0.5 if worker.failure is None else worker.failure.unit
+        if worker.ended.waiting_for_infra:
+            unit = 0.5 if worker.ended.failure is None else worker.ended.failure.unit
             due_s = builder.now_s + back_after_outage_s(unit, builder.fleet.policy)
-            builder.change(worker.name, write=False, waiting_for_infra=False, due_s=due_s)
+            builder.change(worker.name, waiting_for_infra=False, due_s=due_s)
 
 
 def revive(builder: StepBuilder, name: str, stimulus_id: str) -> None:
@@ -295,7 +295,7 @@ def revive(builder: StepBuilder, name: str, stimulus_id: str) -> None:
 def remove(builder: StepBuilder, name: str) -> None:
     """No process any more: its GPUs go back, a suffixed entry goes with it, the bare one stays as a template."""
     give_back(builder, name, keep=False)
-    if builder.worker(name).gpus_pending_release is None:
+    if builder.worker(name).ended.gpus_pending_release is None:
         _removed(builder, name)
 
 
@@ -316,9 +316,9 @@ def _removed(builder: StepBuilder, name: str) -> None:
 def give_back(builder: StepBuilder, name: str, *, keep: bool) -> None:
     """Its devices go back, or are kept for its next process, once their memory is seen to be returned."""
     if not builder.worker(name).gpus:
-        builder.change(name, write=False, gpus_pending_release=None)
+        builder.change(name, gpus_pending_release=None)
         return
-    builder.change(name, write=False, gpus_pending_release=GpusPendingRelease(builder.now_s, keep))
+    builder.change(name, gpus_pending_release=GpusPendingRelease(builder.now_s, keep))
     builder.look_at_gpus(builder.now_s)
 
 
@@ -337,8 +337,8 @@ def gpus_seen(builder: StepBuilder, seen: GpusSeen) -> None:
         builder.set(host_free_bytes=seen.host_free_bytes)
         _end_quarantines(builder)
     for worker in builder.workers():
-        if worker.gpus_pending_release is not None:
-            _returned(builder, worker, worker.gpus_pending_release, seen.stale)
+        if worker.ended.gpus_pending_release is not None:
+            _returned(builder, worker, worker.ended.gpus_pending_release, seen.stale)
     sleeping.advance(builder)  # a sleeper can only have its own devices
     for worker in sorted(builder.workers(), key=lambda worker: worker.since_s):
         if worker.name in builder.fleet.workers:
@@ -346,7 +346,7 @@ def gpus_seen(builder: StepBuilder, seen: GpusSeen) -> None:
 
 
 def _end_quarantines(builder: StepBuilder) -> None:
-    """Of devices that are seen to be empty after all: whoever held them has ended, or could not be looked at before."""
+    """End those of devices that are now seen to be empty: their holder has ended, or was not visible before."""
     ledger = builder.fleet.gpus
     for uuid in builder.fleet.gpus.quarantined:
         if uuid in ledger.vanished or ledger.occupant(uuid) is not None:
@@ -365,8 +365,8 @@ def _returned(builder: StepBuilder, worker: Worker, returning: GpusPendingReleas
     if busy and builder.now_s <= returning.since_s + RETURN_DEADLINE_S:
         builder.look_at_gpus(builder.now_s + RETURN_POLL_S)
         return
-    builder.change(worker.name, write=False, gpus_pending_release=None)
-    gone = worker.state is S.EXITED and not worker.sweeping  # else the entry goes when that is done
+    builder.change(worker.name, gpus_pending_release=None)
+    gone = worker.state is S.EXITED and not worker.ended.sweeping  # else the entry goes when that is done
     if gone or busy or not returning.keep:
         late = f"{RETURN_DEADLINE_S:g} s after {worker.name} ended"
         unseen = f"nobody could see whether {worker.name} left its memory empty: {stale}"
@@ -379,18 +379,18 @@ def _returned(builder: StepBuilder, worker: Worker, returning: GpusPendingReleas
 
 
 def gpu_reserved(builder: StepBuilder, seen: GpuReserved) -> None:
-    """Another namespace was quicker. Whoever was to be started on that device looks for others."""
+    """Another namespace was quicker. The worker that was to be started on that device looks for others."""
     builder.set(gpus=builder.fleet.gpus.reserved_elsewhere(seen.uuid, seen.who))
     holder = builder.fleet.gpus.holder_of.get(seen.uuid)
     worker = None if holder is None else builder.get(holder)
-    if worker is not None and not worker.runs and not worker.spawning:
+    if worker is not None and not worker.runs and not worker.start.spawning:
         builder.free_gpus(worker.name)
-        builder.change(worker.name, write=False, gpus_pending_release=None)
+        builder.change(worker.name, gpus_pending_release=None)
         builder.look_at_gpus(builder.now_s + GPU_POLL_S)
 
 
 def look(builder: StepBuilder) -> None:
-    """It is time to look at the devices. A look that is under way was begun too early: there is one more after it."""
+    """Sample the devices. If a sample is already running, another one follows it: that one began too early."""
     if not builder.fleet.looking:
         builder.set(look_s=None, looking=True)
         builder.do(LookAtGpus())

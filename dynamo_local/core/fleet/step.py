@@ -1,9 +1,11 @@
 """The life of all workers, decided in one pure place: `step(fleet, event, now_s) -> (fleet, effects, answer)`.
 
-A event (`stimuli`) is a command, an observation, or time. The rules of one worker's states are the table of
-`lifecycle`; what follows a transition is in `starting`, `leaving`, `observing` and `deciding`. An instruction
-(`effects`) is an effect; what comes of it comes back as a event. Nothing here waits, looks or remembers:
-the same fleet, event and time always give the same answer.
+An event (`events`) is a command, an observation, or time. The table of `lifecycle` says which transitions are legal.
+Five more machines run beside it, as code: starts and ends of processes (`starting`), drains (`draining`), keys, answers
+and outages (`observed`), standby (`sleeping`), flips (`flipping`). `commands` decides and carries out commands.
+
+An effect (`effects`) is carried out by the controller, and its result comes back as an event. Nothing here waits, looks
+or remembers: the same fleet, event and time always give the same result.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ AT_DEADLINE: Mapping[S, Callable[[StepBuilder, Worker], None]] = {
     S.FALLING_ASLEEP: sleeping.still_awake,
     S.WAKING: sleeping.still_asleep,
 }
-"""What the deadline of a state (`Worker.due_s`) is for."""
+"""The handler of each state's deadline (`Worker.due_s`)."""
 
 
 def step(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, tuple[Effect, ...], Answer]:
@@ -105,8 +107,8 @@ def next_due_s(fleet: Fleet) -> float | None:
     for worker in fleet.workers.values():  # at every step, twice: one pass
         if worker.due_s is not None:
             times.append(worker.due_s)
-        if worker.absent_s is not None:
-            times.append(worker.absent_s + observing.ABSENT_FOR_S)
+        if worker.registration.absent_s is not None:
+            times.append(worker.registration.absent_s + observing.ABSENT_FOR_S)
         if worker.standby.ask_s is not None:
             times.append(worker.standby.ask_s)
     if fleet.look_s is not None and not fleet.looking:
@@ -119,7 +121,9 @@ def _tick(builder: StepBuilder) -> None:
     for worker in builder.workers():
         if worker.due_s is not None and worker.due_s <= now_s:
             AT_DEADLINE[worker.state](builder, worker)
-        elif worker.absent_s is not None and worker.absent_s + observing.ABSENT_FOR_S <= now_s:
+        elif (
+            worker.registration.absent_s is not None and worker.registration.absent_s + observing.ABSENT_FOR_S <= now_s
+        ):
             observing.absent(builder, worker)
         elif worker.standby.ask_s is not None and worker.standby.ask_s <= now_s:
             sleeping.ask_again(builder, worker)

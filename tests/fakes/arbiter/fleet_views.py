@@ -80,7 +80,7 @@ def worker(n: int, state: str, template: Template = DECODE, **more: Any) -> Work
         other = DECODE if template.role is Role.PREFILL else PREFILL
         fields["flip"] = FlipTarget(name(50 + n, other.component), other.component, 50 + n, asking=True)
     if parsed is WorkerState.DRAINING:
-        fields |= {"drain_requested_at_s": 0.0, "signalled": True}
+        fields |= {"requested_at_s": 0.0, "signalled": True}
     if parsed in DUE:
         fields["due_s"] = NOT_DUE_S
     if traits.process is HasProcess.ENDING or (parsed is WorkerState.EXITED and (n or intent)):
@@ -90,7 +90,7 @@ def worker(n: int, state: str, template: Template = DECODE, **more: Any) -> Work
     entry = Worker(
         name(n, template.component), template.component, template.role, n, parsed, intent=Intent(intent or "steady")
     )
-    return replace(entry, **{**fields, **more})
+    return entry.changed(**{**fields, **more})
 
 
 def fleet(*workers: str | Worker | None, gpus: int = 8, templates: tuple[Template, ...] = TEMPLATES) -> Fleet:
@@ -115,13 +115,13 @@ def on_ledger(workers: list[Worker], gpus: int, templates: tuple[Template, ...] 
             sleeper = Sleeper(ledger.held_uuids.get(each.name, ()), RESIDUE_BYTES, RESIDUE_BYTES)
             ledger = ledger.fall_asleep(each.name, sleeper)
             entries[each.name] = replace(each, gpus=())
-    waits = any(each.state is WorkerState.PENDING or each.gpus_pending_release is not None for each in workers)
+    waits = any(each.state is WorkerState.PENDING or each.ended.gpus_pending_release is not None for each in workers)
     return Fleet("dynamo", templates, entries, ledger, look_s=NOT_DUE_S if waits else None)
 
 
 def put(view: Fleet, name: str, **changes: Any) -> Fleet:
     """The fleet with that worker changed."""
-    return view.with_workers({**view.workers, name: replace(view.workers[name], **changes)})
+    return view.with_workers({**view.workers, name: view.workers[name].changed(**changes)})
 
 
 def load(tokens: int = 0, *, active: int = 0, hits: float = 0.0, itl_ms: float | None = 10.0, waiting: int = 0) -> Load:

@@ -137,7 +137,7 @@ class MachineWorld:
 
     def _spawned(self, act: ins.Spawn) -> st.Event:
         worker = self.fleet.workers[act.name]
-        assert worker.starts == 1 or not act.first
+        assert worker.start.starts == 1 or not act.first
         pid = next(self._numbers)
         for other in self.procs.values():
             assert act.name not in (other.name, other.born), f"{act.name} has a second process, or one that was made so"

@@ -15,7 +15,7 @@ async def test_the_end_of_a_failed_workers_key_is_no_drain(registry: Registry, f
     await registry.put()
     if failed:
         await registry.put(failed=True)
-    await registry.until(lambda worker: worker.ready and worker.engine_failed is failed)
+    await registry.until(lambda worker: worker.ready and worker.health.engine_failed is failed)
     await registry.etcd.delete(registry.key)
     await registry.until(lambda worker: worker.lease is None)
     assert registry.events == seen
@@ -33,4 +33,4 @@ async def test_a_key_of_a_process_before_this_one_says_nothing(registry: Registr
     await registry.put(pid=pid_of(0) - 1, failed=True)
     await registry.put()
     await registry.until(lambda worker: worker.ready)
-    assert not registry.worker.engine_failed
+    assert not registry.worker.health.engine_failed

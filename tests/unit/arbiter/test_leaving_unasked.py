@@ -62,7 +62,7 @@ class Run:
         life = Life(fleet())
         life.fleet = adoption.watch(taken, lambda worker: None)  # type: ignore[arg-type, return-value]
         life.fleet = life.fleet.with_workers(
-            {**life.fleet.workers, name(): replace(life.fleet.workers[name()], lease="abc")}
+            {**life.fleet.workers, name(): life.fleet.workers[name()].changed(lease="abc")}
         )
         life.feed(st.Resume(stimulus_id="adopt", gone=adoption.gone))
         return life

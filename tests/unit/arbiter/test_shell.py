@@ -131,7 +131,7 @@ def test_a_start_that_has_begun_cannot_be_called_off() -> None:
     """The machine hears of it before anything else happens."""
     bench = Bench(fleet("ready"), quick=True)
     bench.scale(1)
-    assert bench.controller.fleet.workers[name(1)].spawn_begun
+    assert bench.controller.fleet.workers[name(1)].start.spawn_begun
     bench.scale(-1)
     assert bench.controller.fleet.workers[name(1)].state is WorkerState.DRAINING
     assert bench.effects.act(ins.Spawn)
@@ -256,7 +256,7 @@ def test_it_asks_to_be_woken_and_lets_happen_what_is_due() -> None:
     assert bench.effects.wakes == [due_s]
     bench.clock.at_s += 100.0
     bench.controller.tick()
-    assert (bench.effects.wakes, bench.controller.fleet.workers[name(1)].counting) == ([due_s, due_s], False)
+    assert (bench.effects.wakes, bench.controller.fleet.workers[name(1)].leave.counting) == ([due_s, due_s], False)
     bench.clock.at_s = due_s
     bench.effects.act(ins.Revoke).finish()
     bench.controller.tick()

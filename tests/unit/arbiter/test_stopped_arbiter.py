@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_local.arbiter.controller import FleetController
 from dynamo_local.core.fleet.events import LoadsHeard, Tick
-from dynamo_local.core.fleet.fleet import Fleet, Process, Template, Worker
+from dynamo_local.core.fleet.fleet import Fleet, Health, Process, Template, Worker
 from dynamo_local.core.types import Role, WorkerState
 from tests.fakes.arbiter.effects import shell_of
 from tests.fakes.arbiter.hand_clock import HandClock
@@ -29,7 +29,14 @@ def _controller(
 ) -> FleetController:
     """A controller with one worker that has just answered, and a pulse."""
     worker = Worker(
-        NAME, "W", Role.OTHER, 0, state, process=Process(7, 1.0, 0.0, 0.0), heard_s=clock.at_s, served=True, due_s=due_s
+        NAME,
+        "W",
+        Role.OTHER,
+        0,
+        state,
+        process=Process(7, 1.0, 0.0, 0.0),
+        health=Health(heard_s=clock.at_s, served=True),
+        due_s=due_s,
     )
     fleet = Fleet("dynamo", (Template("W", Role.OTHER),), {NAME: worker}, health_bound_s=BOUND_S, infra_ok=True)
     controller = shell_of(fleet, clock=clock)

@@ -144,7 +144,7 @@ def test_a_configuration_that_does_not_start_stops_at_the_first_worker() -> None
     assert life.feed(order(OLD, *TEMPLATES[1:], counts={"VllmWorker": 2}))[-1] == "spawn VllmWorker_1"
     life.up(1, 99)
     assert life.states() == ["ready", "ready"]
-    assert life.worker().starts == 1
+    assert life.worker().start.starts == 1
 
 
 def test_workers_of_an_older_arbiter_are_not_called_outdated() -> None:

@@ -54,9 +54,9 @@ def test_a_drain_from_the_word_to_the_end() -> None:
     assert life.feed(drain()) == [ONE]
     assert [type(each).__name__ for each in life.last] == ["Commit", "Revoke", "WaitUntil"]
     assert (life.events(), life.state(1)) == (["DrainRequested"], "draining")
-    assert (life.worker(1).drain_requested_at_s, life.worker(1).due_s) == (life.now_s, life.now_s + 600.0)
+    assert (life.worker(1).leave.requested_at_s, life.worker(1).due_s) == (life.now_s, life.now_s + 600.0)
     assert life.key_gone(1) == []
-    assert (life.state(1), life.worker(1).lease, life.worker(1).lease_gone) == ("draining", None, False)
+    assert (life.state(1), life.worker(1).lease, life.worker(1).leave.lease_gone) == ("draining", None, False)
     assert life.gone(1) == ["sweep VllmWorker_1"]
     assert life.swept(1) == ["look at GPUs"]
     assert life.gpus() == ["forget VllmWorker_1"]
@@ -101,7 +101,7 @@ def test_the_last_ready_worker_is_not_drained_unforced() -> None:
 def test_however_it_ends_it_has_left(code: int | None, reason: str) -> None:
     life = draining()
     life.gone(1, code)
-    assert (life.state(1), life.worker(1).reason, life.worker(1).failure) == ("exited", reason, None)
+    assert (life.state(1), life.worker(1).reason, life.worker(1).ended.failure) == ("exited", reason, None)
 
 
 def test_a_lease_revoked_from_outside_is_an_order_to_leave() -> None:
@@ -109,7 +109,7 @@ def test_a_lease_revoked_from_outside_is_an_order_to_leave() -> None:
     assert life.key_gone(1) == []
     assert (life.events(), life.state(1)) == (["LeaseRevoked"], "draining")
     gone = life.worker(1)
-    assert (gone.lease_gone, gone.drain_requested_at_s, gone.due_s) == (True, None, None)
+    assert (gone.leave.lease_gone, gone.leave.requested_at_s, gone.due_s) == (True, None, None)
     assert gone.reason == "its lease was revoked or has expired"
     life.gone(1, 1)
     life.swept(1)
@@ -122,7 +122,7 @@ def test_a_lease_that_had_only_expired_comes_back() -> None:
     life.key_gone(1)
     life.registered(1, "beef")
     assert (life.events(), life.state(1), life.worker(1).lease) == (["DrainCancelled"], "ready", "beef")
-    assert not life.worker(1).lease_gone
+    assert not life.worker(1).leave.lease_gone
 
 
 def test_one_that_hangs_after_its_lease_expired_is_a_crash() -> None:
@@ -163,7 +163,7 @@ def test_past_its_deadline_it_is_asked_what_that_cuts_and_then_ended() -> None:
     life = draining()
     assert life.after(599.9) == []
     assert life.after(0.1) == ["count requests VllmWorker_1"]
-    assert (life.state(1), life.worker(1).counting) == ("draining", True)
+    assert (life.state(1), life.worker(1).leave.counting) == ("draining", True)
     ids = [f"r{n}" for n in range(25)]
     cut = "was not gone 600 s after it was asked to leave; 25 requests were cut"
     told = f"{name(1)} {cut}: {', '.join(ids[:20])} and 5 more"
@@ -233,7 +233,7 @@ def test_a_drain_is_taken_back() -> None:
     assert life.called_back(1, asked_by="cancel:1") == []
     assert (life.events(), life.state(1)) == (["DrainCancelled"], "ready")
     after = life.worker(1)
-    assert (after.pid, after.gpus, after.drain_requested_at_s, after.due_s, after.signalled) == (
+    assert (after.pid, after.gpus, after.leave.requested_at_s, after.due_s, after.leave.signalled) == (
         PID,
         before.gpus,
         None,

@@ -104,7 +104,7 @@ def test_a_flip_from_the_word_to_the_end() -> None:
     assert life.state(1) == "gone"
     now = prefiller(life)
     assert (now.component, now.role, now.n, now.state) == ("PrefillWorker", Role.PREFILL, 1, "ready")
-    assert (now.pid, now.gpus, now.lease, now.spawned_as, now.flip) == (PID, gpus, LEASE, name(1), None)
+    assert (now.pid, now.gpus, now.lease, now.start.spawned_as, now.flip) == (PID, gpus, LEASE, name(1), None)
     assert life.feed(answered()) == []  # its answer comes later: nothing is new
     assert life.key_gone(1) == []  # and so is the end of its old key
 
@@ -131,7 +131,7 @@ def test_the_bare_worker_leaves_its_entry_as_a_template() -> None:
     life.feed(key(pid=pid_of(0)))
     rest = life.fleet.workers[name()]
     assert (rest.state, rest.pid, rest.gpus, rest.component) == ("exited", None, (), "VllmWorker")
-    assert prefiller(life).spawned_as == name()
+    assert prefiller(life).start.spawned_as == name()
     scaled = life.feed(st.Scale(stimulus_id="s", component="VllmWorker", target=Change(1, relative=True)))
     assert "spawn VllmWorker_2" in scaled  # not the bare name, under which the process was made that prefills now
 
@@ -142,7 +142,7 @@ def test_back_again_it_has_the_name_of_its_birth() -> None:
     assert name(1) in life.fleet.reserved()
     life.feed(flip(NEW))
     life.feed(key(name(1), "cafe"))
-    assert (life.worker(1).spawned_as, life.worker(1).lease, life.worker(1).pid) == (None, "cafe", PID)
+    assert (life.worker(1).start.spawned_as, life.worker(1).lease, life.worker(1).pid) == (None, "cafe", PID)
     assert life.fleet.reserved() == frozenset()
 
 
@@ -161,7 +161,7 @@ def test_who_serves_with_a_fingerprint_has_that_of_its_new_component() -> None:
     life = Life(begun)
     life.feed(flip())
     life.feed(key(name(0, "PrefillWorker")))
-    assert life.fleet.workers[name(0, "PrefillWorker")].launched == "p"
+    assert life.fleet.workers[name(0, "PrefillWorker")].start.launched == "p"
 
 
 # --- not there -----------------------------------------------------------------------------------------

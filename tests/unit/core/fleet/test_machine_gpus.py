@@ -189,11 +189,11 @@ def test_a_restart_whose_device_was_taken_meanwhile_gives_it_up_and_looks_for_ot
     life.swept()
     life.now_s = life.worker().due_s or 0.0
     refused, _, _ = step(life.fleet, st.Tick(), life.now_s)
-    assert refused.workers[name()].gpus_pending_release is not None, (
+    assert refused.workers[name()].ended.gpus_pending_release is not None, (
         "this step asks for the lock; say that it was refused"
     )
     life.feed(st.GpuReserved(stimulus_id="clock", uuid=life.device(0).uuid, who=OTHER))
-    assert (life.worker().gpus, life.worker().gpus_pending_release) == ((), None)
+    assert (life.worker().gpus, life.worker().ended.gpus_pending_release) == ((), None)
     assert life.after(0.0)[0] == "spawn VllmWorker"
     assert life.worker().gpus == (life.device(1).uuid,)
 

@@ -88,7 +88,7 @@ def test_with_restart_one_that_is_revoked_during_an_outage_waits_for_its_end() -
     life.infra(False)
     life.gone(1)
     life.swept(1)
-    assert (life.state(1), life.worker(1).waiting_for_infra) == ("backing_off", True)
+    assert (life.state(1), life.worker(1).ended.waiting_for_infra) == ("backing_off", True)
     assert life.worker(1).history.failures_s == ()
 
 

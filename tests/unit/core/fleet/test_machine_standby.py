@@ -101,7 +101,7 @@ def test_a_lease_that_expired_comes_back_under_another_number() -> None:
     life = asleep("ready", "ready")
     life.key_gone(1)
     life.registered(1, "abc", standby=StandbyFacts(order=order(life), asleep=True))
-    assert (life.state(1), life.worker(1).lease, life.worker(1).lease_gone) == ("sleeping", "abc", False)
+    assert (life.state(1), life.worker(1).lease, life.worker(1).leave.lease_gone) == ("sleeping", "abc", False)
 
 
 # --- kept ------------------------------------------------------------------------------------------

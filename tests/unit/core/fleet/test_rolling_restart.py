@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.fakes.arbiter.fleet_views import DECODE, FRONTEND, fleet, name, on_le
 
 def put(view: Fleet, n: int, **changes: Any) -> Fleet:
     """The view with that worker changed."""
-    return view.with_workers({**view.workers, name(n): replace(view.workers[name(n)], **changes)})
+    return view.with_workers({**view.workers, name(n): view.workers[name(n)].changed(**changes)})
 
 
 def drained(view: Fleet, n: int) -> Fleet:
