@@ -160,7 +160,7 @@ def _trait(value: Any) -> str:
 
 
 def stimuli() -> str:
-    """What goes into the machine, by the headings of its module."""
+    """The events that `step` takes, by the headings of its module."""
     from dynamo_local.core.fleet import events as module
     from dynamo_local.core.fleet.step import HANDLERS
 
@@ -168,10 +168,10 @@ def stimuli() -> str:
 
 
 def instructions() -> str:
-    """What comes out of the machine."""
+    """The effects that `step` returns."""
     from dynamo_local.core.fleet import effects as module
 
-    return _listed(module, {kind.__name__ for kind in typing.get_args(module.Instruction)})
+    return _listed(module, {kind.__name__ for kind in typing.get_args(module.Effect)})
 
 
 def _listed(module: types.ModuleType, names: set[str]) -> str:
@@ -201,7 +201,7 @@ def _episode(name: str) -> Callable[[], str]:
             (f"{row.at_s:.2f}", row.event, "<br>".join(row.transitions), "<br>".join(row.effects))
             for row in script().rows
         )
-        head = ("s", "Stimulus (cause)", "Transitions (event, cause)", "Instructions")
+        head = ("s", "Event (cause)", "Transitions (kind, cause)", "Effects")
         return "\n\n".join([told, *more, table(head, rows)])
 
     return render

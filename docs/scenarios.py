@@ -160,11 +160,15 @@ def _lease(pid: int) -> str:
 
 
 def _adopted(worker: Worker, gone: bool) -> Worker:
-    """The worker as `succession` reads it from the statefile: what only the old arbiter had in mind is lost."""
+    """The worker as adoption reads it from the statefile: facts that only the old arbiter knew are lost."""
     entry = Worker(worker.name, worker.component, worker.role, worker.n, worker.state, worker.since_s, worker.gpus)
-    kept = {"course", "reason", "starts", "history", "lease"}
-    kept |= set() if gone else {"process", "served", "ready_s", "asked_s"}
-    return replace(entry, **{name: getattr(worker, name) for name in kept})
+    kept = {"intent": worker.intent, "reason": worker.reason, "history": worker.history}
+    starts = {"starts": worker.start.starts, "lease": worker.lease}
+    if gone:
+        return entry.changed(**kept, **starts)
+    health, asked_s = worker.health, worker.leave.requested_at_s
+    lives = {"process": worker.process, "served": health.served, "ready_s": health.ready_s, "requested_at_s": asked_s}
+    return entry.changed(**kept, **starts, **lives)
 
 
 def _row(at_s: float, event: Event, effects: tuple[Effect, ...]) -> Row:
